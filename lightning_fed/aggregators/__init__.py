@@ -1,1 +1,10 @@
-"""TODO."""
+"""Server-side rules: what becomes of the clients' updates."""
+
+from lightning_fed.aggregators.averaging import AveragingAggregator as AveragingAggregator
+from lightning_fed.aggregators.fairavg import FairAvg as FairAvg
+from lightning_fed.aggregators.fedavg import FedAvg as FedAvg
+from lightning_fed.aggregators.registry import AGGREGATORS as AGGREGATORS
+from lightning_fed.aggregators.registry import build_aggregator as build_aggregator
+from lightning_fed.server import Aggregator as Aggregator
+
+__all__ = ["AGGREGATORS", "Aggregator", "AveragingAggregator", "FairAvg", "FedAvg", "build_aggregator"]

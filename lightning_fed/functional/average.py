@@ -1,0 +1,109 @@
+"""Weighted averages of model states in O(model) memory.
+
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+class WeightedMean:
+    r"""Running weighted mean of flat states, in the memory of one state however many are added.
+
+    .. math:: \bar w = \frac{\sum_k a_k w_k}{\sum_k a_k}
+
+    Floating-point entries are summed in float64 and cast back once, in :meth:`mean`, so that float32 states of
+    identical clients give exactly that client, and the order of the clients does not matter. Integer and boolean
+    entries (``num_batches_tracked``) cannot be averaged: they take the value of the state added with the largest
+    ``size``; where sizes are equal, the larger value.
+
+    The object is a monoid: :meth:`merge` joins what another process has added.
+
+    Attributes:
+        total: Sum of the weights added so far.
+        count: Number of states added so far.
+
+    Example:
+        >>> import torch
+        >>> mean = WeightedMean()
+        >>> mean.add({"w": torch.tensor([1.0])}, weight=1, size=1)
+        >>> mean.add({"w": torch.tensor([3.0])}, weight=3, size=3)
+        >>> mean.mean()
+        {'w': tensor([2.5000])}
+
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._integers: dict[str, Tensor] = {}
+        self._largest = -1
+        self.total = 0.0
+        self.count = 0
+
+    @torch.no_grad()
+    def add(self, state: Mapping[str, Tensor], weight: float, size: int) -> None:
+        """Adds one state.
+
+        Args:
+            state: Entries of any shape; every state added must have the same names and shapes.
+            weight: Its weight, not negative.
+            size: Number of examples behind it; decides whose integer entries are kept.
+
+        Raises:
+            ValueError: If ``weight`` is negative or not finite.
+
+        """
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"Expected `weight` to be finite and not negative, but got {weight}.")
+        for name, value in state.items():
+            if not (value.is_floating_point() or value.is_complex()):
+                self._keep_integer(name, value, size)
+            elif name in self._sums:
+                self._sums[name].add_(value, alpha=weight)
+            else:
+                wide = torch.complex128 if value.is_complex() else torch.float64
+                self._sums[name] = value.detach().to(wide, copy=True).mul_(weight)
+                self._dtypes[name] = value.dtype
+        self._largest = max(self._largest, size)
+        self.total += weight
+        self.count += 1
+
+    @torch.no_grad()
+    def merge(self, other: WeightedMean) -> None:
+        """Joins the states that ``other`` has added; ``other`` is left as it is."""
+        for name, value in other._sums.items():
+            if name in self._sums:
+                self._sums[name].add_(value.to(self._sums[name].device))
+            else:
+                self._sums[name] = value.clone()
+                self._dtypes[name] = other._dtypes[name]
+        for name, value in other._integers.items():
+            self._keep_integer(name, value, other._largest)
+        self._largest = max(self._largest, other._largest)
+        self.total += other.total
+        self.count += other.count
+
+    @torch.no_grad()
+    def mean(self) -> dict[str, Tensor]:
+        """The weighted mean of what was added, in the entries' own dtypes.
+
+        Raises:
+            ValueError: If nothing with a positive weight was added.
+
+        """
+        if self.total <= 0:
+            raise ValueError("Expected at least one state with a positive weight before `mean`.")
+        means = {name: (value / self.total).to(self._dtypes[name]) for name, value in self._sums.items()}
+        return means | {name: value.clone() for name, value in self._integers.items()}
+
+    def _keep_integer(self, name: str, value: Tensor, size: int) -> None:
+        kept = self._integers.get(name)
+        if kept is None or size > self._largest:
+            self._integers[name] = value.detach().clone()
+        elif size == self._largest:
+            self._integers[name] = torch.maximum(kept, value)

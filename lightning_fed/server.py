@@ -1,0 +1,226 @@
+"""The server half of a round: what aggregates the clients' updates, and the desk that checks and counts them.
+
+Nothing here knows Lightning: feed it messages and it aggregates.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.state import find_fault, find_non_finite
+
+_log = logging.getLogger(__name__)
+
+
+class Aggregator(ABC):
+    """The server's part of a method: makes the broadcasts, receives the updates, makes the new global state.
+
+    Between :meth:`start_round` and :meth:`aggregate` it is a monoid: updates stream in, in any order, and the part that
+    another process received joins with :meth:`merge`. Rules that average should hold O(model) memory.
+
+    Example:
+        >>> import torch
+        >>> from lightning_fed.aggregators import FedAvg
+        >>> fedavg = FedAvg()
+        >>> fedavg.start_round(0, {"w": torch.tensor([1.0])})
+        >>> fedavg.receive(ClientUpdate("a", 1, {"w": torch.tensor([0.0])}))
+        >>> fedavg.receive(ClientUpdate("b", 3, {"w": torch.tensor([3.0])}))
+        >>> fedavg.aggregate()
+        {'w': tensor([2.2500])}
+
+    """
+
+    @abstractmethod
+    def start_round(self, round: int, state: State) -> None:
+        """Starts a round from the shared entries of the global model; forgets the round before."""
+
+    @abstractmethod
+    def broadcast(self, client: Client) -> Broadcast:
+        """What ``client`` is sent. The tensors are only read by the caller."""
+
+    @abstractmethod
+    def receive(self, update: ClientUpdate) -> None:
+        """Takes one client's update, already checked. Its tensors belong to the aggregator from now on."""
+
+    @abstractmethod
+    def merge(self, other: Aggregator) -> None:
+        """Joins what ``other`` has received in the same round."""
+
+    @abstractmethod
+    def aggregate(self) -> State:
+        """The new global values of the shared entries, from all updates of the round (at least one)."""
+
+    def required_callbacks(self) -> Sequence[Any]:
+        """Client-side callbacks without which the method does not work; the trainer adds those that are missing."""
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive from round to round (server momentum, prototypes): tensors and primitives."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional, as `state_dict` is
+        """Restores what :meth:`state_dict` returned."""
+
+
+@dataclass
+class RoundReport:
+    """What happened in a round.
+
+    Args:
+        round: Index of the round, from 0.
+        received: Number of local examples of every client whose update was aggregated.
+        failed: Reason for every client that was left out.
+        metrics: Numbers that the clients sent along.
+        up_bytes: Bytes of the updates that arrived, whether used or not.
+        down_bytes: Bytes of the broadcasts.
+
+    """
+
+    round: int
+    received: dict[Client, int] = field(default_factory=dict)
+    failed: dict[Client, str] = field(default_factory=dict)
+    metrics: dict[Client, dict[str, float]] = field(default_factory=dict)
+    up_bytes: int = 0
+    down_bytes: int = 0
+
+
+class Server:
+    """One round after another: sends, checks what comes back, counts the bytes, aggregates.
+
+    An update that does not fit the broadcast it answers (missing or unexpected entries, other shapes or dtypes, NaN or
+    infinite values) is left out by name; the round goes on. With fewer than ``min_clients`` good updates the global
+    model stays as it was.
+
+    Args:
+        aggregator: The rule.
+        min_clients: Least number of good updates that changes the global model.
+
+    Raises:
+        ValueError: If ``min_clients`` is below 1.
+
+    Example:
+        >>> import torch
+        >>> from lightning_fed.aggregators import FedAvg
+        >>> server = Server(FedAvg())
+        >>> server.start_round(0, {"w": torch.tensor([1.0])})
+        >>> message = server.send("a")
+        >>> server.receive(ClientUpdate("a", 1, {"w": message.state["w"] + 1}))
+        True
+        >>> server.send("b").nbytes, server.receive(ClientUpdate("b", 1, {"w": torch.tensor([float("nan")])}))
+        (4, False)
+        >>> server.finish_round(), server.report.failed
+        ({'w': tensor([2.])}, {'b': "entry 'w' has NaN or infinite values"})
+
+    """
+
+    def __init__(self, aggregator: Aggregator, min_clients: int = 1) -> None:
+        if min_clients < 1:
+            raise ValueError(f"Expected `min_clients` to be at least 1, but got {min_clients}.")
+        self.aggregator = aggregator
+        self.min_clients = min_clients
+        self.report = RoundReport(round=-1)
+        self._expected: dict[Client, State] = {}
+
+    def start_round(self, round: int, state: State) -> None:
+        """Starts a round from the shared entries of the global model."""
+        self.report = RoundReport(round)
+        self._expected.clear()
+        self.aggregator.start_round(round, state)
+
+    def send(self, client: Client, shape: Callable[[Broadcast], None] | None = None) -> Broadcast:
+        """The message for one client.
+
+        Args:
+            client: The client's key.
+            shape: Called with the message before it is counted; may change what this client is sent.
+
+        """
+        broadcast = self.aggregator.broadcast(client)
+        if shape is not None:
+            shape(broadcast)
+        self.count_down(broadcast)
+        self._expected[client] = {
+            name: torch.empty_like(value, device="meta") for name, value in broadcast.state.items()
+        }
+        return broadcast
+
+    def receive(self, update: ClientUpdate, unpack: Callable[[ClientUpdate], None] | None = None) -> bool:
+        """Checks an update and hands it to the aggregator.
+
+        Args:
+            update: The client's answer to its broadcast.
+            unpack: Called with the message after it is counted and before it is checked (decompression, say).
+
+        Returns:
+            Whether the update was good.
+
+        """
+        self.count_up(update)
+        expected = self._expected.pop(update.client, None)
+        if expected is None:
+            return self.fail(update.client, "it sent an update that was not asked for")
+        if unpack is not None:
+            unpack(update)
+        fault = find_fault(update.state, expected) or find_non_finite(update.extras)
+        if fault is None and update.num_samples < 1:
+            fault = f"it reports {update.num_samples} examples"
+        if fault is not None:
+            return self.fail(update.client, fault)
+        self.aggregator.receive(update)
+        self.report.received[update.client] = update.num_samples
+        self.report.metrics[update.client] = update.metrics
+        return True
+
+    def fail(self, client: Client, reason: str) -> bool:
+        """Leaves a client out of the round, by name and with the reason in the log; always ``False``."""
+        self._expected.pop(client, None)
+        self.report.failed[client] = reason
+        _log.warning("Round %d: client %r is left out: %s.", self.report.round, client, reason)
+        return False
+
+    def finish_round(self) -> State | None:
+        """The new global values of the shared entries, or ``None`` where the global model stays as it was."""
+        for client in list(self._expected):
+            self.fail(client, "it never answered")
+        count = len(self.report.received)
+        if count < self.min_clients:
+            _log.warning(
+                "Round %d: %d good updates, fewer than min_clients=%d: the global model stays as it was.",
+                self.report.round,
+                count,
+                self.min_clients,
+            )
+            return None
+        state = self.aggregator.aggregate()
+        fault = find_non_finite(state)
+        if fault is not None:
+            _log.error("Round %d: the aggregate is not used: %s.", self.report.round, fault)
+            return None
+        return state
+
+    def count_down(self, message: Broadcast) -> None:
+        """Counts a message that went down."""
+        self.report.down_bytes += message.nbytes
+
+    def count_up(self, message: ClientUpdate) -> None:
+        """Counts a message that came up."""
+        self.report.up_bytes += message.nbytes
+
+
+def norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Euclidean norm of all entries of the tensors together, shape ``()``.
+
+    Example:
+        >>> norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
+        tensor(5.)
+
+    """
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value.float()) for value in tensors]))

@@ -1,0 +1,152 @@
+"""What a client keeps at home between its visits: personal layers, control variates, optimizer state.
+
+Entries are versioned by round, so that a run resumed from an earlier checkpoint does not see what later rounds wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from lightning_fed.messages import Client, State
+from lightning_fed.state import copy_state
+
+
+class ClientStore(ABC):
+    """Per-client tensors that outlive a visit. Only the cohort's entries need to be in memory."""
+
+    @abstractmethod
+    def get(self, client: Client) -> State | None:
+        """The client's newest tensors, or ``None`` if it has none; the caller may keep but not change them."""
+
+    @abstractmethod
+    def put(self, client: Client, round: int, state: State) -> None:
+        """Keeps the client's tensors as of ``round``."""
+
+    @abstractmethod
+    def checkpoint(self, round: int) -> dict[str, Any]:
+        """What a training checkpoint must hold, as of the end of round ``round - 1``; tensors and primitives."""
+
+    @abstractmethod
+    def restore(self, round: int, state: dict[str, Any]) -> None:
+        """Goes back to how the store was at that :meth:`checkpoint`; ``restore(0, {})`` starts anew."""
+
+
+class MemoryStore(ClientStore):
+    """Keeps everything in memory, and in every checkpoint: for up to some hundreds of clients with small entries.
+
+    Example:
+        >>> import torch
+        >>> store = MemoryStore()
+        >>> store.put("a", 0, {"head": torch.tensor([1.0])})
+        >>> store.get("a"), store.get("b")
+        ({'head': tensor([1.])}, None)
+
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[Client, State] = {}
+        self._round = -1
+        self._of_round: dict[Client, State] = {}  # apart, so that a checkpoint inside a round can leave them out
+
+    def get(self, client: Client) -> State | None:
+        """The client's tensors, or ``None``."""
+        return self._of_round.get(client, self._states.get(client))
+
+    def put(self, client: Client, round: int, state: State) -> None:
+        """Keeps a copy of the client's tensors."""
+        if round != self._round:
+            self._states |= self._of_round
+            self._round, self._of_round = round, {}
+        self._of_round[client] = copy_state(state)
+
+    def checkpoint(self, round: int) -> dict[str, Any]:
+        """All clients' tensors as of the end of round ``round - 1``."""
+        states = self._states | (self._of_round if self._round < round else {})
+        return {"clients": list(states), "states": [copy_state(state) for state in states.values()]}
+
+    def restore(self, round: int, state: dict[str, Any]) -> None:
+        """Takes all clients' tensors back."""
+        self._states = dict(zip(state.get("clients", ()), state.get("states", ()), strict=True))
+        self._round, self._of_round = -1, {}
+
+
+class FolderStore(ClientStore):
+    """Keeps every client's tensors in safetensors files of a folder: ``<folder>/<client>/<round>.safetensors``.
+
+    A file is written beside its place and then moved there, so a killed run leaves no half-written one. Training
+    checkpoints hold no tensors of it. So that a run can be resumed from either of the last two checkpoints, versions are
+    kept from the newest one that the previous checkpoint saw; older ones are deleted when a checkpoint is taken.
+
+    Args:
+        folder: Where the files are; made if it does not exist.
+
+    Example:
+        >>> import tempfile, torch
+        >>> store = FolderStore(tempfile.mkdtemp())
+        >>> store.put("a", 0, {"head": torch.tensor([1.0])})
+        >>> store.get("a")
+        {'head': tensor([1.])}
+
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._written: set[Client] = (
+            set()
+        )  # by this run; the other clients' versions from `_resumed_at` on are not ours
+        self._resumed_at: int | None = None
+        self._last_checkpoint = 0
+
+    def get(self, client: Client) -> State | None:
+        """Reads the client's newest tensors."""
+        versions = self._versions(client)
+        return load_file(versions[-1][1]) if versions else None
+
+    def put(self, client: Client, round: int, state: State) -> None:
+        """Writes the client's tensors as of ``round``."""
+        folder = self._folder(client)
+        folder.mkdir(parents=True, exist_ok=True)
+        ours = {path for _, path in self._versions(client)}
+        path = folder / f"{round:08d}.safetensors"
+        partial = path.with_suffix(".partial")
+        save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, partial)
+        partial.replace(path)
+        for other in folder.glob("*.safetensors"):
+            if other not in ours and other != path:  # of a run that this one, resumed from an earlier round, replaces
+                other.unlink()
+        self._written.add(client)
+        self._prunable.add(client)
+
+    def checkpoint(self, round: int) -> dict[str, Any]:
+        """Deletes the versions that neither this checkpoint nor the one before it needs."""
+        if round > self._last_checkpoint:
+            for client in list(self._prunable):
+                versions = self._versions(client)
+                old = [path for version, path in versions if version < self._last_checkpoint]
+                for path in old[:-1]:
+                    path.unlink()
+                if versions[-1][0] < self._last_checkpoint:
+                    self._prunable.discard(client)
+            self._last_checkpoint = round
+        return {"folder": str(self.folder)}
+
+    def restore(self, round: int, state: dict[str, Any]) -> None:
+        """From now on sees versions of rounds before ``round`` and what is put from now on, nothing else."""
+        self._resumed_at = self._last_checkpoint = round
+        self._written.clear()
+
+    def _folder(self, client: Client) -> Path:
+        kind = "s" if isinstance(client, str) else "i"
+        return self.folder / f"{kind}-{urllib.parse.quote(str(client), safe='')}"
+
+    def _versions(self, client: Client) -> list[tuple[int, Path]]:
+        versions = [(int(path.stem), path) for path in sorted(self._folder(client).glob("*.safetensors"))]
+        if self._resumed_at is None or client in self._written:
+            return versions
+        return [(version, path) for version, path in versions if version < self._resumed_at]
