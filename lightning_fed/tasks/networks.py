@@ -1,0 +1,250 @@
+"""The papers' networks by name, and every `timm` model.
+
+Each builder returns ``Sequential(features=..., classifier=...)``: ``features`` is the feature extractor, whose output
+is still a map for the convolutional networks; ``classifier`` flattens it and ends in the output layer,
+``classifier[-1]``. That is the split which methods that work on features (FedFusion, FedMargin, FedSS) ask for.
+
+References:
+    McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
+    Yao et al., "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019 (FedFusion).
+    Wang et al., "Federated Learning with Matched Averaging", ICLR 2020 (FedMA: LeNet and VGG-9).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+__all__ = ["NETWORKS", "build_network", "fedfusion_cifar_cnn", "lenet", "mcmahan_cnn", "mlp", "vgg9"]
+
+
+def build_network(
+    name: str,
+    num_classes: int,
+    in_channels: int = 1,
+    input_size: int = 28,
+    *,
+    pretrained: bool = False,
+    **kwargs: Any,
+) -> nn.Module:
+    """Build a classification network by name.
+
+    Args:
+        name: One of `NETWORKS` (``mlp``, ``mcmahan_cnn``, ``fedfusion_cifar_cnn``, ``lenet``, ``vgg9``), or any name
+            that `timm.create_model` takes, with a tag (``resnet18.a1_in1k``) or a source (``hf-hub:...``) if wanted.
+        num_classes: Number of classes: length of the output.
+        in_channels: Channels of the images.
+        input_size: Side of the square images, in pixels. `timm` models are not told: most take any size, and for the
+            others the argument is the model's own (``img_size=...`` in ``kwargs``).
+        pretrained: Load `timm`'s published weights (a download). The papers' networks have none.
+        **kwargs: Arguments of the builder, or of the `timm` model.
+
+    Returns:
+        A module that maps images of shape ``(N, in_channels, input_size, input_size)`` to logits ``(N, num_classes)``.
+
+    Raises:
+        ValueError: If the name is not known, a size is below 1 or too small for the network, or weights are asked for
+            where there are none.
+
+    Example:
+        >>> network = build_network("mcmahan_cnn", num_classes=10)
+        >>> sum(parameter.numel() for parameter in network.parameters())
+        1663370
+    """
+    for argument, value in (("num_classes", num_classes), ("in_channels", in_channels), ("input_size", input_size)):
+        if value < 1:
+            raise ValueError(f"Expected `{argument}` to be at least 1, but got {value}.")
+    if name in NETWORKS:
+        if pretrained:
+            raise ValueError(f"Expected `pretrained` to be False for '{name}', which has no published weights.")
+        return NETWORKS[name](num_classes, in_channels, input_size, **kwargs)
+
+    import timm  # half a second to import: only for those who use it
+
+    # a name with a source ("hf-hub:...") is looked up there, not in timm's own list
+    if ":" not in name and not timm.is_model(name):
+        raise ValueError(
+            f"Expected `name` to be one of {sorted(NETWORKS)} or a timm model (`timm.list_models()` lists them), "
+            f"but got '{name}'."
+        )
+    network: nn.Module = timm.create_model(
+        name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **kwargs
+    )
+    return network
+
+
+def mlp(
+    num_classes: int = 10, in_channels: int = 1, input_size: int = 28, *, hidden: Sequence[int] = (64,)
+) -> nn.Sequential:
+    """Fully connected network: flatten, then a linear layer and ReLU per hidden width, then the output layer.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        input_size: Side of the square images, in pixels.
+        hidden: Width of each hidden layer. ``()`` gives softmax regression.
+
+    Returns:
+        Network of 50,890 parameters by default (784-64-10).
+
+    Raises:
+        ValueError: If a width is below 1.
+    """
+    if any(width < 1 for width in hidden):
+        raise ValueError(f"Expected `hidden` to hold widths of at least 1, but got {list(hidden)}.")
+    width = in_channels * input_size**2
+    features: list[nn.Module] = [nn.Flatten()]
+    for hidden_width in hidden:
+        features += [nn.Linear(width, hidden_width), nn.ReLU()]
+        width = hidden_width
+    return _network(features, [nn.Linear(width, num_classes)])
+
+
+def mcmahan_cnn(
+    num_classes: int = 10, in_channels: int = 1, input_size: int = 28, *, dropout: float = 0.0
+) -> nn.Sequential:
+    """McMahan et al.'s CNN: two 5x5 convolutions (32, 64), each with ReLU and 2x2 max-pooling, then 512 units.
+
+    The convolutions keep the size (padding 2): only so does the network have the paper's number of parameters.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        input_size: Side of the square images, in pixels, at least 4.
+        dropout: Probability of dropout after the hidden layer. The paper has none; FedFusion's version has 0.2.
+
+    Returns:
+        Network of 1,663,370 parameters for 28x28 grey images and 10 classes.
+
+    Raises:
+        ValueError: If the images are too small.
+    """
+    side = _at_least_one(input_size // 2 // 2, input_size, minimum=4)
+    features = [
+        *(nn.Conv2d(in_channels, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+    ]
+    classifier: list[nn.Module] = [nn.Flatten(), nn.Linear(64 * side**2, 512), nn.ReLU()]
+    if dropout > 0:
+        classifier.append(nn.Dropout(dropout))
+    return _network(features, [*classifier, nn.Linear(512, num_classes)])
+
+
+def fedfusion_cifar_cnn(
+    num_classes: int = 10, in_channels: int = 3, input_size: int = 32, *, dropout: float = 0.2
+) -> nn.Sequential:
+    """FedFusion's CNN for CIFAR-10: two 5x5 convolutions (64, 64) with overlapping pools, then 384 and 192 units.
+
+    Convolutions have padding 2, the 3x3 max-pools stride 2 and padding 1. As in the authors' code the weights start
+    Xavier-uniform and the biases at zero, and dropout is 0.2.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        input_size: Side of the square images, in pixels.
+        dropout: Probability of dropout after each hidden layer.
+
+    Returns:
+        Network of 1,756,426 parameters for 32x32 colour images and 10 classes.
+    """
+    side = (input_size + 3) // 4  # the padded pools halve and round up
+    features = [
+        *(nn.Conv2d(in_channels, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)),
+        *(nn.Conv2d(64, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)),
+    ]
+    classifier = [
+        nn.Flatten(),
+        *(nn.Linear(64 * side**2, 384), nn.ReLU(), nn.Dropout(dropout)),
+        *(nn.Linear(384, 192), nn.ReLU(), nn.Dropout(dropout)),
+        nn.Linear(192, num_classes),
+    ]
+    network = _network(features, classifier)
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return network
+
+
+def lenet(num_classes: int = 10, in_channels: int = 1, input_size: int = 28) -> nn.Sequential:
+    """FedMA's LeNet: 5x5 convolutions of 20 and 50 channels without padding, each with 2x2 max-pooling, then 500 units.
+
+    There is no activation between the two linear layers: so it is in the authors' code.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        input_size: Side of the square images, in pixels, at least 16.
+
+    Returns:
+        Network of 431,080 parameters for 28x28 grey images and 10 classes.
+
+    Raises:
+        ValueError: If the images are too small.
+    """
+    side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
+    features = [
+        *(nn.Conv2d(in_channels, 20, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.MaxPool2d(2)),
+    ]
+    return _network(features, [nn.Flatten(), nn.Linear(50 * side**2, 500), nn.Linear(500, num_classes)])
+
+
+def vgg9(num_classes: int = 10, in_channels: int = 3, input_size: int = 32) -> nn.Sequential:
+    """FedMA's VGG-9: 3x3 convolutions 32, 64, pool, 128, 128, pool, 256, 256, pool, then 512 and 512 units.
+
+    No normalisation layers; dropout of whole channels (0.05) after the second pool, dropout (0.1) before the first
+    and before the last linear layer.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        input_size: Side of the square images, in pixels, at least 8.
+
+    Returns:
+        Network of 3,491,530 parameters for 32x32 colour images and 10 classes.
+
+    Raises:
+        ValueError: If the images are too small.
+    """
+    side = _at_least_one(input_size // 2 // 2 // 2, input_size, minimum=8)
+    features = [
+        *(nn.Conv2d(in_channels, 32, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 128, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(128, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout2d(0.05)),
+        *(nn.Conv2d(128, 256, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+    ]
+    classifier = [
+        *(nn.Flatten(), nn.Dropout(0.1)),
+        *(nn.Linear(256 * side**2, 512), nn.ReLU()),
+        *(nn.Linear(512, 512), nn.ReLU(), nn.Dropout(0.1)),
+        nn.Linear(512, num_classes),
+    ]
+    return _network(features, classifier)
+
+
+NETWORKS: dict[str, Callable[..., nn.Module]] = {
+    "fedfusion_cifar_cnn": fedfusion_cifar_cnn,
+    "lenet": lenet,
+    "mcmahan_cnn": mcmahan_cnn,
+    "mlp": mlp,
+    "vgg9": vgg9,
+}
+"""The papers' networks: name and builder ``(num_classes, in_channels, input_size, **kwargs)``."""
+
+
+def _network(features: Sequence[nn.Module], classifier: Sequence[nn.Module]) -> nn.Sequential:
+    parts = {"features": nn.Sequential(*features), "classifier": nn.Sequential(*classifier)}
+    return nn.Sequential(OrderedDict[str, nn.Module](parts))
+
+
+def _at_least_one(side: int, input_size: int, minimum: int) -> int:
+    if side < 1:
+        raise ValueError(f"Expected `input_size` to be at least {minimum} for this network, but got {input_size}.")
+    return side
