@@ -39,17 +39,25 @@ def live_entries(module: nn.Module) -> State:
         3.0
 
     """
-    entries: State = {}
-    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-    for name, value in module.state_dict().items():
-        if not isinstance(value, Tensor):
-            continue
-        place = (value.data_ptr(), value.shape, value.stride())
-        if value.numel() and place in seen:
-            continue
-        seen.add(place)
-        entries[name] = value
-    return entries
+    state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    names = tied_names(state)
+    return {name: value for name, value in state.items() if names[name] == name}
+
+
+def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """For every entry the first name of the same memory: its own, unless it is tied to an earlier one.
+
+    Example:
+        >>> weight = torch.zeros(2)
+        >>> tied_names({"a": weight, "b": weight, "c": torch.zeros(2)})
+        {'a': 'a', 'b': 'a', 'c': 'c'}
+
+    """
+    first: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
+    return {
+        name: first.setdefault((value.data_ptr(), value.shape, value.stride()), name) if value.numel() else name
+        for name, value in state.items()
+    }
 
 
 def copy_state(state: Mapping[str, Tensor]) -> State:

@@ -79,9 +79,9 @@ class MemoryStore(ClientStore):
 class FolderStore(ClientStore):
     """Keeps every client's tensors in safetensors files of a folder: ``<folder>/<client>/<round>.safetensors``.
 
-    A file is written beside its place and then moved there, so a killed run leaves no half-written one. Training
-    checkpoints hold no tensors of it. So that a run can be resumed from either of the last two checkpoints, versions are
-    kept from the newest one that the previous checkpoint saw; older ones are deleted when a checkpoint is taken.
+    A file is written beside its place and then moved there, so a killed run leaves no half-written one. A training
+    checkpoint holds no tensors of it. So that a run can be resumed from either of the last two checkpoints, versions
+    are kept from the newest that the previous checkpoint saw; older ones are deleted when a checkpoint is taken.
 
     Args:
         folder: Where the files are; made if it does not exist.

@@ -1,0 +1,209 @@
+r"""BatchNorm's running statistics in a federation.
+
+Averaged running statistics belong to no model: each client's are those of its own weights, and of few batches. What
+the averaged weights really produce is found by running data through them: every client reports the mean, variance and
+count of every BatchNorm layer's input, and the server pools them by the law of total variance,
+
+.. math:: \mu = \frac{1}{N} \sum_k n_k \mu_k, \qquad
+          \sigma^2 = \frac{1}{N - 1} \sum_k n_k \left(\sigma_k^2 + (\mu_k - \mu)^2\right).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_fed.callbacks.side_pass import forward_step, run_step, side_pass
+from lightning_fed.data.population import PlannedVisit, Population, seed_everything
+from lightning_fed.messages import Broadcast, ClientUpdate, State
+from lightning_fed.schedule import Cohort, Visit, derive_seed
+from lightning_fed.server import Server
+from lightning_fed.state import BatchNorm, Policy, find_non_finite
+from lightning_fed.visit import LocalModel
+
+_log = logging.getLogger(__name__)
+
+
+def batch_norm_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """The BatchNorm layers that keep running statistics, by name."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, BatchNorm) and layer.running_mean is not None
+    }
+
+
+def freeze_batch_norm(module: nn.Module) -> None:
+    """Makes BatchNorm layers normalise with their running statistics in training too, and leave them as they are."""
+    for layer in batch_norm_layers(module).values():
+        layer.eval()
+
+
+def thaw_batch_norm(module: nn.Module) -> None:
+    """Puts BatchNorm layers in their parent's mode again."""
+    for parent in module.modules():
+        for child in parent.children():
+            if isinstance(child, BatchNorm):
+                child.train(parent.training)
+
+
+class InputStatistics:
+    """Counts, means and variances per channel of what goes into BatchNorm layers, over all batches, in float64.
+
+    Example:
+        >>> net = nn.Sequential(nn.BatchNorm1d(1))
+        >>> statistics = InputStatistics(net)
+        >>> with statistics.watching():
+        ...     _ = net(torch.tensor([[1.0], [3.0]])), net(torch.tensor([[5.0], [7.0]]))
+        >>> statistics.as_extras()["batch_norm:0:mean"]
+        tensor([4.])
+
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._layers = batch_norm_layers(module)
+        self._sums: dict[str, tuple[float, Tensor, Tensor]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While inside, every forward pass is counted."""
+        handles = [
+            layer.register_forward_pre_hook(lambda _, inputs, name=name: self._count(name, inputs[0]))  # type: ignore[misc]
+            for name, layer in self._layers.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def as_extras(self) -> State:
+        """Mean and biased variance of every layer that was used, shape (channels,), and the count, shape ()."""
+        extras: State = {}
+        for name, (count, total, squares) in self._sums.items():
+            mean = total / count
+            extras[f"batch_norm:{name}:mean"] = mean.float()
+            extras[f"batch_norm:{name}:var"] = (squares / count - mean.square()).clamp_min(0).float()
+            extras[f"batch_norm:{name}:count"] = torch.tensor(count, dtype=torch.float64)
+        return extras
+
+    def _count(self, name: str, values: Tensor) -> None:
+        flat = values.detach().transpose(0, 1).flatten(1).double()  # (channels, batch * positions)
+        count, total, squares = self._sums.get(name, (0.0, torch.zeros(()), torch.zeros(())))
+        self._sums[name] = (
+            count + flat.shape[1],
+            total.to(flat) + flat.sum(1),
+            squares.to(flat) + flat.square().sum(1),
+        )
+
+
+def pool_statistics(reports: list[Mapping[str, Tensor]], layer: str) -> tuple[Tensor, Tensor] | None:
+    """Mean and unbiased variance of a layer's input over all clients, in float64; ``None`` if no client used it.
+
+    Example:
+        >>> a = {"batch_norm:0:mean": torch.tensor([0.0]), "batch_norm:0:var": torch.tensor([1.0]),
+        ...      "batch_norm:0:count": torch.tensor(2.0)}
+        >>> b = {**a, "batch_norm:0:mean": torch.tensor([2.0])}
+        >>> [value.item() for value in pool_statistics([a, b], "0")]
+        [1.0, 2.6666666666666665]
+
+    """
+    key = f"batch_norm:{layer}"
+    used = [report for report in reports if f"{key}:mean" in report]
+    if not used:
+        return None
+    counts = torch.stack([report[f"{key}:count"].double().cpu() for report in used])[:, None]
+    means = torch.stack([report[f"{key}:mean"].double().cpu() for report in used])
+    variances = torch.stack([report[f"{key}:var"].double().cpu() for report in used])
+    total = counts.sum()
+    mean = (counts * means).sum(0) / total
+    variance = (counts * (variances + (means - mean).square())).sum(0) / (total - 1).clamp_min(1)
+    return mean, variance
+
+
+def recalibrate(
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    server: Server,
+    local: LocalModel,
+    population: Population,
+    cohort: Cohort,
+) -> None:
+    """Replaces the running statistics of the global model by those that the round's clients measure with it.
+
+    Every client whose update was used runs its data once through the new global model, in evaluation mode except for
+    BatchNorm, which normalises with each batch's own statistics as in training. The exchange is counted: the global
+    model down, the statistics up.
+
+    Args:
+        trainer: The Trainer.
+        module: The module, which holds the new global model.
+        server: Counts the messages.
+        local: The module's entries.
+        population: The clients' data.
+        cohort: The round's clients.
+
+    """
+    step = forward_step(module)
+    if step is None or not batch_norm_layers(module):
+        return
+    state, reports = local.global_state(), []
+    for visit in cohort.visits:
+        if visit.client not in server.report.received:
+            continue
+        server.count_down(Broadcast(visit.round, state))
+        local.load_client(visit.client, state)
+        statistics = InputStatistics(module)
+        with side_pass(module), statistics.watching():
+            for layer in batch_norm_layers(module).values():
+                layer.train()
+            for number, batch in enumerate(one_pass(population, visit)):
+                run_step(trainer, module, step, batch, number)
+        update = ClientUpdate(visit.client, server.report.received[visit.client], {}, statistics.as_extras())
+        server.count_up(update)
+        fault = find_non_finite(update.extras)
+        if fault is None:
+            reports.append(update.extras)
+        else:
+            _log.warning("Client %r's BatchNorm statistics are left out: %s.", visit.client, fault)
+    local.load_global(state)
+    with torch.no_grad():
+        for name in batch_norm_layers(module):
+            pooled = pool_statistics(reports, name)
+            prefix = f"{name}." if name else ""
+            if pooled is not None and f"{prefix}running_mean" in local.shared:
+                local.entries[f"{prefix}running_mean"].copy_(pooled[0])
+                local.entries[f"{prefix}running_var"].copy_(pooled[1])
+
+
+def one_pass(population: Population, visit: Visit) -> Iterator[Any]:
+    """One pass over a client's data, with a seed of its own; ends early where the data raise."""
+    seed = derive_seed(visit.seed, 1)
+    again = Visit(visit.client, visit.round, seed, steps=visit.steps)
+    planned = PlannedVisit(
+        again, population.num_samples(visit.client), again.num_batches(population.batches_per_epoch(visit.client) or 1)
+    )
+    seed_everything(seed)
+    for item in population.stream([planned]):
+        if item.error is not None:
+            _log.warning("Client %r's data raised while BatchNorm was recalibrated: %s.", visit.client, item.error)
+            return
+        yield item.batch
+
+
+def warn_of_averaging(module: nn.Module, policies: Mapping[str, Policy]) -> None:
+    """Says once what averaged running statistics can do to evaluation."""
+    statistics = [name for name in policies if name.endswith(("running_mean", "running_var"))]
+    if any(policies[name] == "shared" for name in statistics):
+        _log.warning(
+            "The running statistics of %d BatchNorm layers are averaged. With few local steps they lag behind the"
+            " weights, and evaluation can fail although the training loss falls: batch_norm='recalibrate' measures"
+            " them with the averaged model; `lightning_fed.modules.to_group_norm` does without them.",
+            len(statistics) // 2,
+        )

@@ -1,0 +1,127 @@
+"""Putting the round's loader in place of a user's ``train_dataloader``, and what a Trainer must not do meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+_REFUSED: dict[type[L.Callback], str] = {
+    BatchSizeFinder: "it would tune on the first client's batches: tune with a plain `L.Trainer` first",
+    LearningRateFinder: "it would tune on the first client's batches: tune with a plain `L.Trainer` first",
+    StochasticWeightAveraging: "it edits the training loop and would average clients: use a server-side rule",
+    GradientAccumulationScheduler: "its windows would straddle two clients: use a larger batch size",
+}
+
+
+class TakenHook:
+    """A method of a user's object, replaced on the instance until :meth:`give_back`.
+
+    Args:
+        owner: The object.
+        name: The method's name.
+        replacement: Called instead of it.
+
+    Attributes:
+        original: The method that was replaced.
+
+    """
+
+    def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        self.owner = owner
+        self.name = name
+        self.original: Callable[..., Any] = getattr(owner, name)
+        self._was_on_instance = name in vars(owner)
+        setattr(owner, name, replacement)
+
+    def give_back(self) -> None:
+        """Puts the original back."""
+        if self._was_on_instance:
+            setattr(self.owner, self.name, self.original)
+        else:
+            delattr(self.owner, self.name)
+
+
+def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.LightningDataModule | L.LightningModule:
+    """The datamodule or module whose ``train_dataloader`` the Trainer will call.
+
+    Raises:
+        MisconfigurationException: If there is none, because the loaders were handed to ``fit``.
+
+    """
+    datamodule: L.LightningDataModule | None = getattr(trainer, "datamodule", None)
+    if datamodule is not None and is_overridden("train_dataloader", datamodule):
+        return datamodule
+    if is_overridden("train_dataloader", module):
+        return module
+    raise MisconfigurationException(
+        "`Federation` cannot reach loaders that are handed directly to `Trainer.fit(model, train_dataloaders=...)`."
+        " Put them in a LightningDataModule (`trainer.fit(model, datamodule=...)`), or use `FederatedTrainer`, whose"
+        " `fit` takes them as they are."
+    )
+
+
+def check_trainer(trainer: L.Trainer, local_steps: int | None, stragglers: float) -> None:
+    """Refuses what cannot be right when one epoch is one round of several clients.
+
+    Args:
+        trainer: The Trainer.
+        local_steps: Batches per visit, if that is how work is counted.
+        stragglers: Fraction of stragglers.
+
+    Raises:
+        MisconfigurationException: With what to do instead.
+
+    """
+    if trainer.world_size > 1:
+        raise MisconfigurationException(
+            f"`Federation` trains the clients of a round one after another in one process, but the Trainer has"
+            f" {trainer.world_size}: use `devices=1`."
+        )
+    if getattr(trainer, "val_check_interval", None) != 1.0 or trainer.check_val_every_n_epoch is None:
+        raise MisconfigurationException(
+            "Validation inside a round would validate one client's model: leave `val_check_interval` at 1.0 and use"
+            f" `check_val_every_n_epoch` to validate every n rounds, but got"
+            f" val_check_interval={getattr(trainer, 'val_check_interval', None)!r} and"
+            f" check_val_every_n_epoch={trainer.check_val_every_n_epoch!r}."
+        )
+    window = trainer.accumulate_grad_batches
+    if window > 1 and (local_steps is None or local_steps % window or stragglers):
+        raise MisconfigurationException(
+            f"`accumulate_grad_batches={window}` would let a window straddle two clients: set `local_steps` to a"
+            f" multiple of {window} (without stragglers), or use a {window} times larger batch size instead."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for refused, reason in _REFUSED.items():
+            if isinstance(callback, refused):
+                raise MisconfigurationException(f"`{type(callback).__name__}` does not work in a federation: {reason}.")
+
+
+def check_schedulers(trainer: L.Trainer) -> None:
+    """Refuses per-step schedulers that would count batches across clients.
+
+    Raises:
+        MisconfigurationException: With what to do instead.
+
+    """
+    for config in trainer.lr_scheduler_configs:
+        if config.interval != "step":
+            continue
+        if config.frequency != 1:
+            raise MisconfigurationException(
+                "A per-step scheduler with a `frequency` counts batches across clients: use frequency=1 (it starts anew"
+                f" in every visit) or interval='epoch' (per round), but got frequency={config.frequency}."
+            )
+        if config.reduce_on_plateau:
+            raise MisconfigurationException(
+                "`ReduceLROnPlateau` with interval='step' would watch one client's batches: use interval='epoch'."
+            )

@@ -1,0 +1,55 @@
+"""Base class of callbacks that take part in a federation, on the client's or the server's side."""
+
+from __future__ import annotations
+
+import lightning as L
+
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+
+
+class FederatedCallback(L.Callback):
+    """An ordinary Lightning callback with five more hooks, called by :class:`~lightning_fed.callbacks.Federation`.
+
+    In the order of a visit: :meth:`on_broadcast`, :meth:`on_client_start`, the client's batches (with Lightning's own
+    hooks), :meth:`on_client_end`, :meth:`on_update`; after the last visit :meth:`on_aggregate`. A hook may change the
+    message it is given: what is true of the message after the hook is what travels.
+
+    Example:
+        >>> class ClipUpdate(FederatedCallback):
+        ...     '''Lets no client move further than ``limit``.'''
+        ...
+        ...     def __init__(self, limit: float) -> None:
+        ...         self.limit = limit
+        ...
+        ...     def on_client_start(self, trainer, module, client, broadcast):
+        ...         self.start = broadcast.state
+        ...
+        ...     def on_client_end(self, trainer, module, client, update):
+        ...         for name, value in update.state.items():
+        ...             if value.is_floating_point():
+        ...                 step = value - self.start[name]
+        ...                 update.state[name] = self.start[name] + step * min(1, self.limit / float(step.norm()))
+
+    """
+
+    def on_broadcast(self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast) -> None:
+        """Server side, before the message is sent: replace entries to change what this client is sent.
+
+        The tensors are shared by all clients' messages: put a new one in their place, do not write into them.
+        """
+
+    def on_client_start(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Client side, after the module has loaded the message and before its first batch."""
+
+    def on_client_end(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
+    ) -> None:
+        """Client side, after its last batch: may add extras and metrics, compress, clip, add noise."""
+
+    def on_update(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
+        """Server side, on receipt, before the update is checked: may unpack what :meth:`on_client_end` packed."""
+
+    def on_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
+        """Server side, before the new global values of the shared entries are loaded: may change them."""

@@ -1,0 +1,483 @@
+"""The callback that turns a Trainer's epochs into rounds of federated training."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_fed.aggregators import Aggregator, build_aggregator
+from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, thaw_batch_norm, warn_of_averaging
+from lightning_fed.callbacks.client_evaluation import evaluate_clients
+from lightning_fed.callbacks.door import TakenHook, check_schedulers, check_trainer, find_loader_owner
+from lightning_fed.callbacks.federated_callback import FederatedCallback
+from lightning_fed.callbacks.round_log import RoundLog
+from lightning_fed.data.federated import FederatedDataModule, split_loader
+from lightning_fed.data.partitions import Partition
+from lightning_fed.data.population import PlannedVisit, Population
+from lightning_fed.data.rounds import RoundLoader
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.schedule import Cohort, Schedule
+from lightning_fed.server import Server
+from lightning_fed.state import BatchNorm, Policy, Selector, batch_norm_statistics, entry_policies, tied_names
+from lightning_fed.store import ClientStore, FolderStore, MemoryStore
+from lightning_fed.visit import LocalModel, LocalOptimizers
+
+_log = logging.getLogger(__name__)
+
+BatchNormMode = Literal["average", "recalibrate", "personal", "frozen"]
+
+
+class Federation(L.Callback):
+    r"""Federated training on an ordinary Trainer: one epoch is one round.
+
+    Inside an epoch the round's clients train one after another on the same module. Each visit starts from what the
+    server sent, with fresh optimizer state and its own seed, and ends when the client's batches are used up. At the
+    last batch of the last visit the server aggregates, and the global model is loaded before Lightning validates, logs
+    and saves checkpoints: ``max_epochs``, ``EarlyStopping``, ``ModelCheckpoint`` and epoch-interval schedulers count
+    rounds.
+
+    The data come from a :class:`~lightning_fed.data.FederatedDataModule`, or from the ``train_dataloader`` of any
+    datamodule or module, which ``partition`` splits.
+
+    Args:
+        aggregator: The server's rule, by name (``"fedavg"``, ``"fairavg"``) or as an object.
+        partition: How the training data are split into clients, where they do not come as clients already.
+        clients_per_round: Number of clients in a round (int) or fraction of all (float in (0, 1]).
+        local_epochs: Passes over a client's data in a visit.
+        local_steps: Batches in a visit; replaces ``local_epochs``.
+        stragglers: Fraction of the cohort that does only part of its work.
+        partial_work: ``"keep"`` aggregates the partial work of stragglers, ``"drop"`` leaves them out.
+        dropout: Probability that a chosen client never reports.
+        min_clients: Least number of good updates; with fewer the global model stays as it was.
+        personal: Entries that stay with their client: name patterns (``"head.*"``) and module types.
+        frozen: Entries that never travel and stay as the server has them, likewise.
+        batch_norm: What becomes of BatchNorm's running statistics: ``"average"`` averages them like all entries;
+            ``"recalibrate"`` has the round's clients run their data once through the new global model, without
+            gradients, and pools their means and variances by total variance; ``"personal"`` keeps the whole layers with
+            their clients (FedBN); ``"frozen"`` keeps the statistics the model came with and trains with them.
+        optimizer_state: ``"reset"`` starts every visit with fresh optimizer state; ``"keep"`` lets each client go on
+            with its own.
+        store: Where clients keep what is theirs between visits: a folder (safetensors files, for many clients), a
+            :class:`~lightning_fed.store.ClientStore`, or memory (``None``).
+        evaluate_clients_every: Rounds between evaluations client by client, where the validation data are a mapping of
+            clients; 0 for never.
+        seed: Seed of the partition and the schedule; ``None`` takes that of ``lightning.seed_everything``, or else 0.
+
+    Raises:
+        ValueError: If an argument is out of its range, or a selector matches nothing.
+        TypeError: If ``aggregator`` is neither a name nor an aggregator.
+        MisconfigurationException: In ``setup``, if the Trainer is asked for what cannot be right in a round.
+
+    Note:
+        The callback's checkpoint state holds ``rounds`` (int), ``skipped_batches`` (int), ``seed`` (int), ``totals``
+        (two ints), ``aggregator`` (its own state: nothing for averages) and ``store`` (all clients' personal entries
+        with the memory store, the folder's name with a folder).
+
+    Example:
+        >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)
+        >>> trainer = L.Trainer(max_epochs=50, callbacks=[federation], logger=False)
+
+    References:
+        McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
+
+    """
+
+    def __init__(
+        self,
+        aggregator: str | Aggregator = "fedavg",
+        partition: Partition | None = None,
+        clients_per_round: int | float = 1.0,
+        local_epochs: int = 1,
+        local_steps: int | None = None,
+        stragglers: float = 0.0,
+        partial_work: Literal["keep", "drop"] = "keep",
+        dropout: float = 0.0,
+        min_clients: int = 1,
+        personal: Sequence[Selector] = (),
+        frozen: Sequence[Selector] = (),
+        batch_norm: BatchNormMode = "average",
+        optimizer_state: Literal["reset", "keep"] = "reset",
+        store: str | os.PathLike[str] | ClientStore | None = None,
+        evaluate_clients_every: int = 1,
+        seed: int | None = None,
+    ) -> None:
+        _check_choice("partial_work", partial_work, ("keep", "drop"))
+        _check_choice("batch_norm", batch_norm, ("average", "recalibrate", "personal", "frozen"))
+        _check_choice("optimizer_state", optimizer_state, ("reset", "keep"))
+        if evaluate_clients_every < 0:
+            raise ValueError(f"Expected `evaluate_clients_every` to be at least 0, but got {evaluate_clients_every}.")
+        if isinstance(personal, str) or isinstance(frozen, str):
+            raise ValueError("Expected `personal` and `frozen` to be sequences of patterns or types, but got a string.")
+        self.server = Server(build_aggregator(aggregator), min_clients)
+        self.partition = partition
+        self.schedule = Schedule(
+            default_seed() if seed is None else seed, clients_per_round, local_epochs, local_steps, stragglers, dropout
+        )
+        self.partial_work = partial_work
+        self.personal = tuple(personal)
+        self.frozen = tuple(frozen)
+        self.batch_norm = batch_norm
+        self.optimizer_state = optimizer_state
+        if store is None or isinstance(store, ClientStore):
+            self.store = store or MemoryStore()
+        else:
+            self.store = FolderStore(Path(store))
+        self.evaluate_clients_every = evaluate_clients_every
+        self._seed = seed
+        self._hooks: list[TakenHook] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self.log_book = RoundLog()
+        self.rounds = 0
+        self._batches_begun = 0  # of a round that is not complete
+        self._skipped_batches = 0
+        self._population: Population | None = None
+        self._policies: dict[str, Policy] = {}
+        self._loader: RoundLoader | None = None
+        self._served: RoundLoader | None = None  # the loader whose round is over
+        self._cohort: Cohort | None = None
+        self._global: State | None = None  # while a round is open
+        self._local: LocalModel
+        self._optimizers: LocalOptimizers
+        self._visit: PlannedVisit | None = None
+        self._broadcast: Broadcast
+
+    # What the outside may ask
+
+    @property
+    def current_client(self) -> Client | None:
+        """The client that trains now; ``None`` between visits."""
+        return None if self._visit is None else self._visit.visit.client
+
+    @property
+    def population(self) -> Population:
+        """All clients; known once the fit has asked for its data.
+
+        Raises:
+            RuntimeError: If it is not known yet.
+
+        """
+        if self._population is None:
+            raise RuntimeError("The clients are not known before `fit` asks for the training data.")
+        return self._population
+
+    @property
+    def state_key(self) -> str:
+        """The same for every federation, so that a checkpoint of one loads into another with other options."""
+        return "Federation"
+
+    # Lightning's hooks, in the order of a fit
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Checks the Trainer, puts the round's loader in place, adds the callbacks that the aggregator needs."""
+        if stage != "fit":
+            return
+        self._give_back()
+        self._reset()
+        check_trainer(trainer, self.schedule.local_steps, self.schedule.stragglers)
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if sum(isinstance(callback, Federation) for callback in callbacks) > 1:
+            raise MisconfigurationException("Expected one `Federation` callback, but the Trainer has more.")
+        place = callbacks.index(self) + 1
+        for needed in self.server.aggregator.required_callbacks():
+            if not any(isinstance(callback, type(needed)) for callback in callbacks):
+                callbacks.insert(place, needed)
+        datamodule = getattr(trainer, "datamodule", None)
+        if isinstance(datamodule, FederatedDataModule) == (self.partition is not None):
+            raise MisconfigurationException(
+                "Expected a `partition` that splits the training data into clients, or a FederatedDataModule that"
+                f" brings them, but got {'both' if self.partition is not None else 'neither'}."
+            )
+        self._trainer = trainer
+        self._previous_reload = trainer.reload_dataloaders_every_n_epochs
+        trainer.reload_dataloaders_every_n_epochs = 1
+        owner = find_loader_owner(trainer, pl_module)
+        self._hooks = [
+            TakenHook(owner, "train_dataloader", self._train_dataloader),
+            TakenHook(pl_module, "on_save_checkpoint", self._on_save_checkpoint),
+        ]
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Decides what travels, before anything trains."""
+        check_schedulers(trainer)
+        personal, frozen = self.personal, self.frozen
+        has_batch_norm = any(isinstance(layer, BatchNorm) for layer in pl_module.modules())
+        if has_batch_norm and self.batch_norm == "personal":
+            personal = (*personal, *(kind for kind in BatchNorm if _has(pl_module, kind)))
+        if has_batch_norm and self.batch_norm == "frozen":
+            frozen = (*frozen, *sorted(batch_norm_statistics(pl_module)))
+        self._policies = entry_policies(pl_module, personal, frozen)
+        if has_batch_norm and self.batch_norm == "average":
+            warn_of_averaging(pl_module, self._policies)
+        at_home = [name for name, policy in self._policies.items() if policy == "personal"]
+        if at_home:
+            _log.warning(
+                "%d entries stay with their clients (%s, ...). Validation of the global model uses the values they had"
+                " at the start of the fit; validation data given as a mapping of clients are also evaluated with each"
+                " client's own.",
+                len(at_home),
+                at_home[0],
+            )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Makes sure that the Trainer's loader is ours."""
+        if trainer.train_dataloader is not self._loader:
+            raise MisconfigurationException(
+                "The Trainer trains on loaders that were handed to `fit`, not on the clients: use a datamodule, or"
+                " `FederatedTrainer`."
+            )
+        if self.rounds == 0:
+            self.store.restore(0, {})
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Starts the visit if this is its first batch."""
+        self._batches_begun = batch_idx + 1
+        if self._loader is not None and self._loader.current is not self._visit:
+            self._start_visit(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Ends the visit if this was its last batch, and the round if it was the last visit."""
+        loader = self._loader
+        if loader is None or loader.batches_left or loader is self._served:
+            return
+        self._batches_begun = batch_idx + 1
+        self._end_visit(trainer, pl_module)
+        if loader.current is None or loader.current is loader.visits[-1]:
+            self._end_round(trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Gives the validation metrics the round as their x-axis."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self.log_book.put_axis(pl_module, self.rounds - 1)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Evaluates the clients; gives up a round that was cut short by the module."""
+        if self._global is not None:
+            _log.warning("Round %d was cut short: the global model stays as it was.", trainer.current_epoch)
+            self._abandon_round()
+        datamodule = getattr(trainer, "datamodule", None)
+        every = self.evaluate_clients_every
+        if isinstance(datamodule, FederatedDataModule) and every and self.rounds % every == 0:
+            clients = datamodule.val_clients()
+            if clients:
+                self._evaluate(trainer, pl_module, clients)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leaves the last complete global model in the module, also where the fit ended inside a round."""
+        self._abandon_round()
+        thaw_batch_norm(pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Leaves the last complete global model in the module, and says whose visit it was."""
+        client = self.current_client
+        if client is not None:
+            note = f"In round {self.server.report.round}, in the visit of client {client!r}."
+            if "more than 1 value per channel" in str(exception):
+                note += (
+                    " Its loader gave a batch of a single example, on which BatchNorm cannot train: set"
+                    " `drop_last=True` or another batch size on that loader, or give the client as a data set, whose"
+                    " trailing single example joins the batch before it."
+                )
+            exception.add_note(note)
+        self._abandon_round()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Gives back what ``setup`` took."""
+        self._give_back()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class's note."""
+        return {
+            "rounds": self.rounds,
+            "skipped_batches": self._batches_begun,
+            "seed": self.schedule.seed,
+            "totals": self.log_book.state_dict(),
+            "aggregator": self.server.aggregator.state_dict(),
+            "store": self.store.checkpoint(self.rounds),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on after the checkpoint's last complete round."""
+        self.rounds = state_dict["rounds"]
+        self._skipped_batches = state_dict["skipped_batches"]
+        if state_dict["seed"] != self.schedule.seed:
+            _log.warning(
+                "The checkpoint's rounds were drawn with seed %d; from now on they are drawn with seed %d.",
+                state_dict["seed"],
+                self.schedule.seed,
+            )
+        self.log_book.load_state_dict(state_dict["totals"])
+        self.server.aggregator.load_state_dict(state_dict["aggregator"])
+        self.store.restore(self.rounds, state_dict["store"])
+
+    # The round
+
+    def _train_dataloader(self) -> RoundLoader:
+        trainer = self._trainer
+        round = trainer.current_epoch
+        if self._population is None:
+            if self.partition is None:
+                self._population = trainer.datamodule.population()  # type: ignore[attr-defined]
+            else:
+                loader = self._hooks[0].original()
+                self._population = split_loader(loader, self.partition, self.schedule.seed)
+        cohort = self.schedule.cohort(round, self._population.clients)
+        self._cohort = cohort
+        if self.partial_work == "drop":
+            cohort = Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
+        skipped = self._skipped_batches if round == self.rounds else 0
+        self._loader = RoundLoader(self._population, cohort, trainer.limit_train_batches, skipped)
+        return self._loader
+
+    def _start_round(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert self._loader is not None
+        self._local = LocalModel(pl_module, self._policies, self.store)
+        step_schedulers = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "step"]
+        scaler = trainer.precision_plugin if trainer.precision_plugin.state_dict() else None
+        self._optimizers = LocalOptimizers(trainer.optimizers, step_schedulers, scaler, self.optimizer_state)
+        self._global = self._local.global_state()
+        self.server.start_round(trainer.current_epoch, self._global)
+        for client, reason in self._loader.failed.items():
+            self.server.fail(client, reason)
+        if self.batch_norm == "frozen":
+            freeze_batch_norm(pl_module)
+
+    def _start_visit(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._global is None:
+            self._start_round(trainer, pl_module)
+        assert self._loader is not None
+        assert self._loader.current is not None
+        self._visit = self._loader.current
+        client = self._visit.visit.client
+        callbacks = federated_callbacks(trainer)
+
+        def shape(broadcast: Broadcast) -> None:
+            for callback in callbacks:
+                callback.on_broadcast(trainer, pl_module, client, broadcast)
+
+        self._broadcast = self.server.send(client, shape)
+        self._local.load_client(client, self._broadcast.state)
+        kept = self._local.kept_optimizer_state(client) if self.optimizer_state == "keep" else None
+        self._optimizers.start_visit(kept)
+        pl_module.zero_grad()
+        for callback in callbacks:
+            callback.on_client_start(trainer, pl_module, client, self._broadcast)
+
+    def _end_visit(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._global is None:
+            self._start_round(trainer, pl_module)
+        assert self._loader is not None
+        planned, self._visit = self._loader.current, None
+        if planned is None:  # a round without visits
+            return
+        client = planned.visit.client
+        if planned.fault is not None:
+            self.server.fail(client, planned.fault)
+            return
+        callbacks = federated_callbacks(trainer)
+        update = self._local.answer(client, planned.num_samples, self._broadcast)
+        for callback in callbacks:
+            callback.on_client_end(trainer, pl_module, client, update)
+        self._local.keep(client, self.server.report.round, self._optimizers.end_visit(planned.num_samples))
+
+        def unpack(update: ClientUpdate) -> None:
+            for callback in callbacks:
+                callback.on_update(trainer, pl_module, update)
+
+        self.server.receive(update, unpack)
+
+    def _end_round(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert self._global is not None
+        assert self._cohort is not None
+        before, state = self._global, self.server.finish_round()
+        if state is None:
+            state = before
+        else:
+            for callback in federated_callbacks(trainer):
+                callback.on_aggregate(trainer, pl_module, state)
+        self._local.load_global(state)
+        self._optimizers.end_round()
+        if self.batch_norm == "recalibrate":
+            recalibrate(trainer, pl_module, self.server, self._local, self.population, self._cohort)
+        names = self._local.parameters
+        self.log_book.end_round(pl_module, self.server.report, self._cohort, before, self._local.entries, names)
+        self._global = None
+        self._served = self._loader
+        self._batches_begun = self._skipped_batches = 0
+        self.rounds = trainer.current_epoch + 1
+
+    def _abandon_round(self) -> None:
+        """Goes back to the global model at the start of the round, if one is open."""
+        if self._global is None:
+            return
+        self._local.load_global(self._global)
+        self._optimizers.start_visit()
+        self._global = self._visit = None
+
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint inside a round holds the last complete global model, and the round is trained again."""
+        if self._global is not None:
+            state = {**self._global, **self._local.home}
+            saved = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, torch.Tensor)}
+            checkpoint["state_dict"] |= {name: state[first].clone() for name, first in tied_names(saved).items()}
+            if "optimizer_states" in checkpoint:
+                optimizers, schedulers = self._optimizers.checkpoint()
+                checkpoint["optimizer_states"] = optimizers
+                configs = self._trainer.lr_scheduler_configs
+                places = [place for place, config in enumerate(configs) if config.interval == "step"]
+                for place, scheduler in zip(places, schedulers, strict=True):
+                    checkpoint["lr_schedulers"][place] = scheduler
+        self._hooks[1].original(checkpoint)
+
+    def _evaluate(self, trainer: L.Trainer, pl_module: L.LightningModule, clients: dict[Client, Any]) -> None:
+        local = LocalModel(pl_module, self._policies, self.store)
+        state = local.global_state()
+
+        def load(client: Client) -> None:
+            local.load_client(client, state)
+
+        try:
+            results = evaluate_clients(trainer, pl_module, clients, load)
+        finally:
+            local.load_global(state)
+        self.log_book.put_clients(pl_module, results)
+
+    def _give_back(self) -> None:
+        for hook in self._hooks:
+            hook.give_back()
+        if self._hooks:
+            self._trainer.reload_dataloaders_every_n_epochs = self._previous_reload
+        self._hooks = []
+
+
+def federated_callbacks(trainer: L.Trainer) -> list[FederatedCallback]:
+    """The Trainer's callbacks that take part in the federation, in their order."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, FederatedCallback)]
+
+
+def default_seed() -> int:
+    """The seed of ``lightning.seed_everything`` if it was called, else 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def _has(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
+    return any(isinstance(layer, kind) for layer in module.modules())
+
+
+def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"Expected `{name}` to be one of {list(allowed)}, but got {value!r}.")

@@ -1,0 +1,314 @@
+"""Segmentations to look at: input, truth and prediction side by side, every few rounds."""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+__all__ = ["SegmentationImages", "segmentation_grid"]
+
+Color = tuple[int, int, int]
+
+_IGNORED: Color = (128, 128, 128)
+_BORDER: Color = (255, 255, 255)
+# Class 0 is most often the background. None of them is the grey of ignored pixels or the white of the border.
+_COLORS: tuple[Color, ...] = (
+    *((0, 0, 0), (230, 25, 75), (60, 180, 75), (255, 225, 25), (0, 130, 200), (245, 130, 48), (145, 30, 180)),
+    *((70, 240, 240), (240, 50, 230), (210, 245, 60), (250, 190, 212), (0, 128, 128), (170, 110, 40), (128, 0, 0)),
+    *((128, 128, 0), (0, 0, 128), (220, 190, 255), (170, 255, 195), (255, 215, 180), (255, 250, 200)),
+)
+
+
+class SegmentationImages(L.Callback):
+    """Log one grid of segmentations to TensorBoard: a row per image; input, truth and prediction side by side.
+
+    Works on a plain `lightning.Trainer` and on a federated one, where it shows the global model. The grid is logged at
+    the end of the first validation, and then whenever ``every_n_epochs`` epochs (rounds) have passed since the last
+    one; in ``trainer.validate`` always. The step on TensorBoard's axis is the epoch. The images are the first of the
+    (first) validation loader, taken once per fit and kept on the CPU, so every grid shows the same. Nothing but the
+    first batches is touched, and neither the weights, nor the random state, nor the metrics, nor the train/eval modes.
+
+    The module is called with one image at a time, ``pl_module(x)`` with x of shape ``(1, C, H, W)``, and returns logits
+    of shape ``(1, num_classes, H, W)`` (or ``(1, 1, H, W)`` for a binary task: positive is class 1). Batches are
+    ``(x, y)`` or dicts with keys ``image`` and ``mask``. Loggers other than TensorBoard are passed over.
+
+    State: ``last_epoch``, the epoch of the last grid (an int, or None).
+
+    Args:
+        every_n_epochs: Epochs (rounds) from one grid to the next.
+        num_images: Number of rows.
+        class_colors: Colour (red, green, blue; 0 to 255) of each class. None: a palette with black for class 0.
+        mean: Mean that the data pipeline subtracted from the channels (one number per channel, or one for all).
+        std: Standard deviation that it divided them by. With neither, images outside 0 to 1 are stretched to it.
+        ignore_index: Class index of pixels without a label, grey in the truth; None if there are none.
+
+    Raises:
+        ValueError: If ``every_n_epochs`` or ``num_images`` is below 1, or ``class_colors`` holds no colours.
+
+    Example:
+        >>> callback = SegmentationImages(every_n_epochs=10, num_images=2, mean=(0.485, 0.456, 0.406),
+        ...                               std=(0.229, 0.224, 0.225))
+    """
+
+    tag = "segmentation/input_truth_prediction"
+    """Name of the image in TensorBoard."""
+
+    def __init__(
+        self,
+        every_n_epochs: int = 5,
+        num_images: int = 4,
+        class_colors: Sequence[Sequence[int]] | None = None,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
+        ignore_index: int | None = 255,
+    ) -> None:
+        super().__init__()
+        for argument, value in (("every_n_epochs", every_n_epochs), ("num_images", num_images)):
+            if value < 1:
+                raise ValueError(f"Expected `{argument}` to be at least 1, but got {value}.")
+        self._every_n_epochs = every_n_epochs
+        self._num_images = num_images
+        self._class_colors = _checked_colors(class_colors)
+        self._mean = mean
+        self._std = std
+        self._ignore_index = ignore_index
+        self._last_epoch: int | None = None
+        self._is_due = False
+        self._is_choosing = False
+        self._images: list[Tensor] = []
+        self._masks: list[Tensor] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget an earlier run, and say once which loggers get no images."""
+        if stage not in ("fit", "validate"):
+            return
+        self._images, self._masks = [], []
+        if stage == "fit":
+            self._last_epoch = None
+        others = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
+        if others:
+            rank_zero_info(f"SegmentationImages logs to TensorBoard only: no images for {', '.join(others)}.")
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Decide whether this validation ends with a grid."""
+        self._is_due = not trainer.sanity_checking and bool(_tensorboards(trainer)) and self._is_time(trainer)
+        self._is_choosing = self._is_due and not self._images
+
+    def on_validation_batch_start(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep the first images, as the model gets them."""
+        if not self._is_choosing or dataloader_idx > 0:
+            return
+        images, masks = _split(batch)
+        missing = self._num_images - len(self._images)
+        # copies: a slice would keep the whole batch in memory, and the step may write into it
+        self._images += [image.detach().cpu().clone() for image in images[:missing]]
+        self._masks += [mask.detach().cpu().clone() for mask in masks[:missing]]
+        self._is_choosing = len(self._images) < self._num_images
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Predict the kept images and log the grid."""
+        if not self._is_due or not self._images:
+            return
+        self._is_due = False
+        self._last_epoch = trainer.current_epoch
+        # on every rank: a sharded model's forward needs them all
+        predictions, num_classes = _predict(pl_module, self._images)
+        if not trainer.is_global_zero:
+            return
+        grid = segmentation_grid(
+            self._images,
+            self._masks,
+            predictions,
+            class_colors=self._class_colors or default_colors(num_classes),
+            mean=self._mean,
+            std=self._std,
+            ignore_index=self._ignore_index,
+        )
+        for logger in _tensorboards(trainer):
+            logger.experiment.add_image(self.tag, grid, global_step=trainer.current_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch of the last grid."""
+        return {"last_epoch": self._last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting from the epoch of the last grid."""
+        self._last_epoch = state_dict["last_epoch"]
+
+    def _is_time(self, trainer: L.Trainer) -> bool:
+        if self._last_epoch is None or trainer.state.fn != "fit":
+            return True
+        return trainer.current_epoch - self._last_epoch >= self._every_n_epochs
+
+
+def segmentation_grid(
+    images: Tensor | Sequence[Tensor],
+    truth: Tensor | Sequence[Tensor],
+    prediction: Tensor | Sequence[Tensor],
+    class_colors: Sequence[Sequence[int]] | None = None,
+    mean: float | Sequence[float] | None = None,
+    std: float | Sequence[float] | None = None,
+    ignore_index: int | None = 255,
+    padding: int = 2,
+) -> Tensor:
+    """Draw segmentations as one picture: a row per image; input, truth and prediction side by side.
+
+    Args:
+        images: Images of shape ``(N, C, H, W)``, or N images of shape ``(C, H, W)`` of any sizes. One or two channels
+            are drawn in grey (the first), more in colour (the first three). Integers count as 0 to 255.
+        truth: Class indices of shape ``(N, H, W)`` or ``(N, 1, H, W)``. Pixels of ``ignore_index`` are grey.
+        prediction: Class indices of the same shape. They are drawn everywhere, also where the truth is ignored.
+        class_colors: Colour (red, green, blue; 0 to 255) of each class. None: a palette with black for class 0.
+        mean: Mean that the data pipeline subtracted from the channels (one number per channel, or one for all).
+        std: Standard deviation that it divided them by. With neither, an image outside 0 to 1 is stretched to it.
+        ignore_index: Class index of pixels without a label; None if there are none.
+        padding: White border around each tile, in pixels.
+
+    Returns:
+        Picture of shape ``(3, N (H + padding) + padding, 3 (W + padding) + padding)``, uint8. Smaller images sit in the
+        upper left corner of their tile.
+
+    Raises:
+        ValueError: If the numbers of images differ, there are none, or a class has no colour.
+
+    Example:
+        >>> image, truth = torch.zeros(1, 3, 4, 4), torch.tensor([[[0, 1], [1, 255]]]).repeat(1, 2, 2)
+        >>> grid = segmentation_grid(image, truth, prediction=torch.ones(1, 4, 4, dtype=torch.long))
+        >>> grid.shape
+        torch.Size([3, 8, 20])
+    """
+    if not len(images) == len(truth) == len(prediction) >= 1:
+        raise ValueError(
+            "Expected `images`, `truth` and `prediction` to hold the same number of images, at least 1, "
+            f"but got {len(images)}, {len(truth)} and {len(prediction)}."
+        )
+    truths, predictions = [_indices(mask) for mask in truth], [_indices(mask) for mask in prediction]
+    given = _checked_colors(class_colors)
+    colors = torch.tensor(given or default_colors(_num_classes([*truths, *predictions], ignore_index)))
+    rows = [
+        (_to_rgb(image, mean, std), _paint(mask, colors, ignore_index), _paint(predicted, colors, ignore_index))
+        for image, mask, predicted in zip(images, truths, predictions, strict=True)
+    ]
+    height, width = max(row[0].shape[1] for row in rows), max(row[0].shape[2] for row in rows)
+    canvas = torch.tensor(_BORDER, dtype=torch.uint8)[:, None, None].repeat(
+        1, len(rows) * (height + padding) + padding, 3 * (width + padding) + padding
+    )
+    for i, row in enumerate(rows):
+        for j, tile in enumerate(row):
+            top, left = padding + i * (height + padding), padding + j * (width + padding)
+            canvas[:, top : top + tile.shape[1], left : left + tile.shape[2]] = tile
+    return canvas
+
+
+def default_colors(num_classes: int) -> list[Color]:
+    """Return a palette: black for class 0, 19 colours that are easy to tell apart, then hues by the golden ratio."""
+    more = (colorsys.hsv_to_rgb(0.618033988749895 * i % 1, 0.6, 0.8) for i in range(num_classes - len(_COLORS)))
+    extra: list[Color] = [(round(255 * r), round(255 * g), round(255 * b)) for r, g, b in more]
+    return [*_COLORS[:num_classes], *extra]
+
+
+def _tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
+    loggers: list[Logger] = trainer.loggers
+    return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def _split(batch: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(batch, Mapping) and "image" in batch and "mask" in batch:
+        return batch["image"], batch["mask"]
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise TypeError(
+        "Expected a validation batch (x, y) or a dict with keys 'image' and 'mask' for `SegmentationImages`, "
+        f"but got {type(batch).__name__}."
+    )
+
+
+@torch.no_grad()
+def _predict(module: L.LightningModule, images: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+    """Return class indices of shape ``(H, W)`` for each image, and the number of classes; leave no trace."""
+    modes = [(child, child.training) for child in module.modules()]
+    predictions, num_classes = [], 2
+    with isolate_rng(include_cuda=module.device.type == "cuda"):
+        module.eval()
+        try:
+            for image in images:
+                logits = module(image[None].to(module.device))
+                if isinstance(logits, Mapping) and "out" in logits:  # torchvision's models
+                    logits = logits["out"]
+                if not isinstance(logits, Tensor) or logits.ndim != 4:
+                    got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+                    raise TypeError(
+                        "Expected the module to return logits of shape (N, num_classes, H, W) "
+                        f"for `SegmentationImages`, but got {got}."
+                    )
+                is_binary = logits.shape[1] == 1
+                predictions.append((logits[0, 0] > 0).long().cpu() if is_binary else logits[0].argmax(0).cpu())
+                num_classes = max(num_classes, logits.shape[1])
+        finally:
+            for child, mode in modes:
+                child.training = mode
+    return predictions, num_classes
+
+
+def _indices(mask: Tensor) -> Tensor:
+    return (mask[0] if mask.ndim == 3 else mask).detach().cpu().long()
+
+
+def _num_classes(masks: Sequence[Tensor], ignore_index: int | None) -> int:
+    labels = torch.cat([mask.flatten() for mask in masks])
+    labels = labels[labels != ignore_index] if ignore_index is not None else labels
+    return int(labels.max()) + 1 if labels.numel() else 1
+
+
+def _paint(mask: Tensor, colors: Tensor, ignore_index: int | None) -> Tensor:
+    is_ignored = mask == ignore_index if ignore_index is not None else torch.zeros_like(mask, dtype=torch.bool)
+    labels = mask.masked_fill(is_ignored, 0)
+    if int(labels.min()) < 0 or int(labels.max()) >= len(colors):
+        raise ValueError(
+            f"Expected class indices from 0 to {len(colors) - 1}, one colour each, or `ignore_index` {ignore_index}, "
+            f"but got {int(labels.min())} to {int(labels.max())}."
+        )
+    painted = colors[labels]
+    painted[is_ignored] = torch.tensor(_IGNORED)
+    return painted.permute(2, 0, 1).to(torch.uint8)
+
+
+def _to_rgb(image: Tensor, mean: float | Sequence[float] | None, std: float | Sequence[float] | None) -> Tensor:
+    pixels = image.detach().cpu().float()
+    if not image.is_floating_point():
+        pixels = pixels / 255
+    if std is not None:
+        pixels = pixels * torch.as_tensor(std, dtype=torch.float32).reshape(-1, 1, 1)
+    if mean is not None:
+        pixels = pixels + torch.as_tensor(mean, dtype=torch.float32).reshape(-1, 1, 1)
+    pixels = pixels[:3] if len(pixels) >= 3 else pixels[:1].repeat(3, 1, 1)
+    low, high = pixels.min(), pixels.max()
+    if mean is None and std is None and (low < 0 or high > 1):
+        pixels = (pixels - low) / (high - low).clamp_min(1e-12)
+    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def _checked_colors(class_colors: Sequence[Sequence[int]] | None) -> list[Color] | None:
+    if class_colors is None:
+        return None
+    colors = [tuple(color) for color in class_colors]
+    if not colors or not all(len(color) == 3 and all(0 <= value <= 255 for value in color) for color in colors):
+        raise ValueError(
+            f"Expected `class_colors` to hold a (red, green, blue) from 0 to 255 per class, but got {class_colors}."
+        )
+    return [(int(red), int(green), int(blue)) for red, green, blue in colors]

@@ -1,0 +1,116 @@
+"""What is logged of a round: who took part, what travelled, how far the models moved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_fed.callbacks.client_evaluation import ClientResults
+from lightning_fed.messages import State
+from lightning_fed.schedule import Cohort
+from lightning_fed.server import RoundReport, norm
+
+_MAX_CLIENTS_BY_NAME = 20
+
+
+class RoundLog:
+    """Writes a round's numbers with ``LightningModule.log``, so that every logger and callback sees them.
+
+    The round is the x-axis of every logger (a logged value named ``step`` is Lightning's way to say so).
+
+    ========================== ==========================================================================
+    ``fed/clients``            clients whose update was aggregated
+    ``fed/stragglers``         clients of the cohort that did part of their work, or were left out for it
+    ``fed/dropped``            clients that were chosen and never reported
+    ``fed/failed``             clients that were left out, each with its reason in the log
+    ``fed/num_samples``        examples behind the aggregate
+    ``fed/update_norm``        mean over clients of the Euclidean norm of (local - global) parameters
+    ``fed/global_update_norm`` norm of (new - old) global parameters
+    ``fed/drift``              1 - global_update_norm / update_norm: 0 where all clients move alike, near 1
+                               where their updates cancel
+    ``comm/up_bytes``          bytes of the round's updates; ``comm/total_up_bytes`` since round 0
+    ``comm/down_bytes``        bytes of the round's broadcasts; ``comm/total_down_bytes`` since round 0
+    ========================== ==========================================================================
+
+    Attributes:
+        total_up_bytes: Bytes of all updates since round 0.
+        total_down_bytes: Bytes of all broadcasts since round 0.
+
+    """
+
+    def __init__(self) -> None:
+        self.total_up_bytes = 0
+        self.total_down_bytes = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running totals."""
+        return {"up_bytes": self.total_up_bytes, "down_bytes": self.total_down_bytes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the running totals."""
+        self.total_up_bytes, self.total_down_bytes = state["up_bytes"], state["down_bytes"]
+
+    def put_axis(self, module: L.LightningModule, round: int) -> None:
+        """Makes the round the x-axis of what is logged in this loop."""
+        self._put(module, {"step": round})
+
+    def end_round(
+        self,
+        module: L.LightningModule,
+        report: RoundReport,
+        cohort: Cohort,
+        before: State,
+        after: State,
+        parameters: Sequence[str],
+    ) -> None:
+        """Logs a round.
+
+        Args:
+            module: Where to log.
+            report: What happened.
+            cohort: Who was chosen.
+            before: The global model that the round started from.
+            after: The one that it ended with.
+            parameters: Names of the entries that are trained.
+
+        """
+        self.total_up_bytes += report.up_bytes
+        self.total_down_bytes += report.down_bytes
+        values: dict[str, float] = {
+            "step": report.round,
+            "fed/clients": len(report.received),
+            "fed/stragglers": sum(visit.is_straggler for visit in cohort.visits),
+            "fed/dropped": len(cohort.dropped),
+            "fed/failed": len(report.failed),
+            "fed/num_samples": sum(report.received.values()),
+            "comm/up_bytes": report.up_bytes,
+            "comm/down_bytes": report.down_bytes,
+            "comm/total_up_bytes": self.total_up_bytes,
+            "comm/total_down_bytes": self.total_down_bytes,
+        }
+        norms = [metrics["update_norm"] for metrics in report.metrics.values() if "update_norm" in metrics]
+        if norms:
+            mean_norm = sum(norms) / len(norms)
+            global_norm = float(norm([after[name] - before[name] for name in parameters]))
+            values["fed/update_norm"] = mean_norm
+            values["fed/global_update_norm"] = global_norm
+            values["fed/drift"] = 1 - global_norm / mean_norm if mean_norm else 0.0
+        self._put(module, values)
+
+    def put_clients(self, module: L.LightningModule, results: ClientResults) -> None:
+        """Logs the evaluation client by client: ``fed/<metric>/...``, and ``client/<id>/<metric>`` of few clients."""
+        values: dict[str, float] = {f"fed/{name}": value for name, value in results.summary().items()}
+        for name, by_client in results.values.items():
+            if len(by_client) <= _MAX_CLIENTS_BY_NAME:
+                values |= {f"client/{client}/{name}": value for client, value in by_client.items()}
+        self._put(module, values)
+
+    def _put(self, module: L.LightningModule, values: Mapping[str, float]) -> None:
+        # Byte counts outgrow float32, which Lightning would make of a plain number.
+        dtype = torch.float32 if module.device.type == "mps" else torch.float64
+        for name, value in values.items():
+            tensor = torch.tensor(value, dtype=dtype, device=module.device)
+            module.log(name, tensor, on_step=False, on_epoch=True, batch_size=1)

@@ -1,0 +1,79 @@
+"""Running a user's steps beside the Trainer's own loop without leaving traces in its logs, metrics or modes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+
+
+@contextmanager
+def side_pass(module: L.LightningModule, log: Callable[..., None] | None = None) -> Iterator[None]:
+    """Evaluation mode without gradients, in which logged values and metric updates do not reach the Trainer.
+
+    The module's metrics (``torchmetrics`` objects that are its submodules) are replaced by empty copies meanwhile,
+    ``self.log`` by ``log``; modes come back as they were.
+
+    Args:
+        module: The user's module.
+        log: Called instead of ``module.log``; by default nothing happens.
+
+    """
+    modes = [(layer, layer.training) for layer in module.modules()]
+    metrics = list(_find_metrics(module))
+    vars(module)["log"] = log or _ignore
+    try:
+        for parent, name, metric in metrics:
+            fresh = copy.deepcopy(metric)
+            fresh.reset()
+            setattr(parent, name, fresh)
+        module.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for parent, name, metric in metrics:
+            setattr(parent, name, metric)
+        del vars(module)["log"]
+        for layer, mode in modes:
+            layer.training = mode
+
+
+def to_device(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> Any:
+    """The batch as a step gets it, with the module's transfer hooks."""
+    return trainer.strategy.batch_to_device(module.on_before_batch_transfer(batch, 0), dataloader_idx=0)
+
+
+def run_step(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, batch_idx: int) -> Any:
+    """Calls ``module.<name>(batch[, batch_idx])`` in the Trainer's precision."""
+    step = getattr(module, name)
+    wants_index = len(inspect.signature(step).parameters) > 1
+    with trainer.precision_plugin.forward_context():
+        batch = to_device(trainer, module, trainer.precision_plugin.convert_input(batch))
+        return step(batch, batch_idx) if wants_index else step(batch)
+
+
+def forward_step(module: L.LightningModule) -> str | None:
+    """The step that runs the module's forward pass without stepping an optimizer; ``None`` if there is none."""
+    if module.automatic_optimization:
+        return "training_step"
+    return "validation_step" if is_overridden("validation_step", module) else None
+
+
+def _find_metrics(module: nn.Module) -> Iterator[tuple[nn.Module, str, Metric | MetricCollection]]:
+    for name, child in module.named_children():
+        if isinstance(child, Metric | MetricCollection):
+            yield module, name, child
+        else:
+            yield from _find_metrics(child)
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass

@@ -1,0 +1,239 @@
+"""Clients with data of their own, as a LightningDataModule; and a user's DataLoader, split into clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import lightning as L
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lightning_fed.data.partitions import Partition
+from lightning_fed.data.population import (
+    DatasetClients,
+    DatasetsSource,
+    LazyClients,
+    LoaderClients,
+    PartitionedSource,
+    Population,
+    SampleTransform,
+    client_keys,
+)
+from lightning_fed.messages import Client
+
+ClientData: TypeAlias = Dataset[Any] | Iterable[Any]
+"""A client's examples: a map-style data set, or a ``DataLoader`` (any iterable of batches)."""
+
+_LOADER_OPTIONS = (
+    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
+    "persistent_workers",
+)  # fmt: skip
+
+
+class FederatedDataModule(L.LightningDataModule):
+    """The clients of a federation, each with its own data.
+
+    With :class:`~lightning_fed.callbacks.Federation` a round's clients are served one after another; on a plain
+    ``L.Trainer`` the data of all clients are pooled, which is the centralised baseline.
+
+    Args:
+        clients: Client to its training data, or a sequence of them (clients 0, 1, ...). Values are map-style data sets,
+            or ``DataLoader`` s, which keep their own batch size and order.
+            :class:`~lightning_fed.data.LazyClients` builds them when they are asked for.
+        val: Validation data of the global model: loaders as ``Trainer.fit`` takes them. A mapping of clients is also
+            evaluated client by client, with each client's personal entries.
+        test: Test data, likewise.
+        batch_size: Examples per batch, for clients given as data sets.
+        shuffle: Whether every epoch of a visit has its own order.
+        drop_last: Whether a trailing batch that is not full is left out.
+        num_workers: Worker processes of the loaders.
+        pin_memory: Whether batches are put in page-locked memory.
+        persistent_workers: Whether the workers live on between rounds.
+        collate_fn: Makes a batch of a list of samples.
+
+    Raises:
+        TypeError: If ``clients`` is neither a mapping nor a sequence.
+        ValueError: If there are no clients.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> hospitals = {name: TensorDataset(torch.zeros(8, 3), torch.zeros(8)) for name in ("a", "b")}
+        >>> data = FederatedDataModule(hospitals, batch_size=4)
+        >>> data.population().clients, len(data.train_dataloader())
+        (['a', 'b'], 4)
+
+    """
+
+    def __init__(
+        self,
+        clients: Mapping[Client, ClientData] | Sequence[ClientData],
+        val: Any = None,
+        test: Any = None,
+        *,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.clients = as_mapping(clients, "clients")
+        self.val = val
+        self.test = test
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.collate_fn = collate_fn
+        self.loader_options = {
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "persistent_workers": persistent_workers,
+        }
+
+    def population(self) -> Population:
+        """The clients as the round's loader walks them."""
+        keys = client_keys(self.clients)
+        if not keys:
+            raise ValueError("Expected at least one client, but got none.")
+        if not isinstance(self.clients[keys[0]], Dataset):
+            return LoaderClients(self.clients)  # type: ignore[arg-type]
+        return DatasetClients(
+            DatasetsSource(self.clients, self.collate_fn),  # type: ignore[arg-type]
+            self.batch_size,
+            self.shuffle,
+            self.drop_last,
+            self.loader_options,
+        )
+
+    def train_dataloader(self) -> Iterable[Any]:
+        """The data of all clients pooled, as a plain ``L.Trainer`` sees them."""
+        keys = client_keys(self.clients)
+        datasets = [dataset_of(self.clients[key]) for key in keys]
+        if all(isinstance(self.clients[key], Dataset) for key in keys):
+            return self._loader(ConcatDataset(datasets), shuffle=self.shuffle)
+        return ChainedLoaders([self.clients[key] for key in keys])
+
+    def val_dataloader(self) -> Any:
+        """The validation data; of a mapping of clients, all of them."""
+        return self._evaluation_loader(self.val)
+
+    def test_dataloader(self) -> Any:
+        """The test data; of a mapping of clients, all of them."""
+        return self._evaluation_loader(self.test)
+
+    def val_clients(self) -> dict[Client, Iterable[Any]]:
+        """Every client's validation loader; empty where ``val`` is not a mapping of clients."""
+        if not isinstance(self.val, Mapping):
+            return {}
+        return {client: self._loader(data) if isinstance(data, Dataset) else data for client, data in self.val.items()}
+
+    def _evaluation_loader(self, data: Any) -> Any:
+        if data is None:
+            return []
+        if isinstance(data, Mapping):
+            return ChainedLoaders([self._loader(part) if isinstance(part, Dataset) else part for part in data.values()])
+        return self._loader(data) if isinstance(data, Dataset) else data
+
+    def _loader(self, dataset: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
+        return DataLoader(
+            dataset,
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            drop_last=self.drop_last and shuffle,
+            collate_fn=self.collate_fn,
+            **self.loader_options,  # type: ignore[arg-type]
+        )
+
+
+class ChainedLoaders:
+    """Several loaders one after another, as one.
+
+    Example:
+        >>> loader = ChainedLoaders([[1, 2], [3]])
+        >>> len(loader), list(loader)
+        (3, [1, 2, 3])
+
+    """
+
+    def __init__(self, loaders: Sequence[Iterable[Any]]) -> None:
+        self.loaders = loaders
+
+    def __len__(self) -> int:
+        return sum(len(loader) for loader in self.loaders)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Any:
+        for loader in self.loaders:
+            yield from loader
+
+
+def as_mapping(clients: Any, name: str) -> Mapping[Client, Any]:
+    """Clients given as a sequence are called 0, 1, ...
+
+    Raises:
+        TypeError: If it is neither a mapping nor a sequence.
+
+    """
+    if isinstance(clients, Mapping):
+        return clients
+    if isinstance(clients, Sequence) and not isinstance(clients, str):
+        return LazyClients(range(len(clients)), clients.__getitem__)
+    raise TypeError(
+        f"Expected `{name}` to be a mapping or a sequence of data sets or loaders, but got {type(clients).__name__}."
+    )
+
+
+def dataset_of(data: Any) -> Any:
+    """The data set behind a loader, or what was given."""
+    return getattr(data, "dataset", data)
+
+
+def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients:
+    """Splits the data set of a user's ``DataLoader`` into clients, with its batch size, collation and workers.
+
+    Args:
+        loader: The loader; ``shuffle=True`` becomes shuffling within each client.
+        partition: Who gets what.
+        seed: Seed of the split, unless the partition has its own.
+
+    Raises:
+        TypeError: If ``loader`` is not a ``DataLoader`` over a map-style data set.
+        ValueError: If it has a sampler of its own, which says nothing about clients.
+
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise TypeError(
+            "Expected `train_dataloader` to return one DataLoader over a map-style data set, which a `partition` can"
+            f" split, but got {type(loader).__name__}. Give each client its own loader in a FederatedDataModule."
+        )
+    sampler = loader.sampler
+    is_plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    if not is_plain or type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        raise ValueError(
+            "Expected a DataLoader with a batch size and without a sampler of its own, because batches are cut within"
+            f" clients, but got sampler={type(sampler).__name__} and batch_size={loader.batch_size}. Give each"
+            " client its own loader in a FederatedDataModule."
+        )
+    indices = partition.split(loader.dataset, seed)
+
+    def transform(client: Client) -> SampleTransform | None:
+        return partition.transform(client, seed)
+
+    changes_samples = partition.transform(next(iter(indices)), seed) is not None
+    source = PartitionedSource(loader.dataset, indices, transform if changes_samples else None, loader.collate_fn)
+    return DatasetClients(
+        source,
+        loader.batch_size,
+        isinstance(sampler, RandomSampler),
+        loader.drop_last,
+        {name: getattr(loader, name) for name in _LOADER_OPTIONS},
+    )

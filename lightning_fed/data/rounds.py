@@ -1,0 +1,125 @@
+"""The round's loader: what Lightning iterates over in one epoch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_fed.data.population import PlannedVisit, Population, StreamItem, seed_everything
+from lightning_fed.messages import Client
+from lightning_fed.schedule import Cohort
+
+_log = logging.getLogger(__name__)
+
+
+class RoundLoader:
+    """The batches of a round's visits, one client after another, with a cursor that says whose batch this is.
+
+    It is a plain iterable with a length, which Lightning leaves alone. Lightning calls ``iter`` twice in every epoch
+    after the first: an iterator does nothing before its first ``next``. A visit that fails is padded with ``None``
+    batches, which Lightning skips, so that the epoch keeps the length it was promised.
+
+    Args:
+        population: The clients' data.
+        cohort: Who takes part in the round.
+        limit: Largest number of batches of the round (``limit_train_batches``); visits beyond it are cut or left out.
+        skipped_batches: Batches that Lightning believes done already, when it resumes inside an epoch.
+
+    Attributes:
+        visits: The visits that are served, in order.
+        failed: Clients that have no data to serve, with the reason.
+        current: The visit of the batch served last; ``None`` before the first and in a round without visits.
+        batches_left: Batches of the current visit that follow the one served last.
+
+    """
+
+    def __init__(
+        self, population: Population, cohort: Cohort, limit: int | float = 1.0, skipped_batches: int = 0
+    ) -> None:
+        self.round = cohort.visits[0].round if cohort.visits else None
+        self.population = population
+        self.skipped_batches = skipped_batches
+        self.visits: list[PlannedVisit] = []
+        self.failed: dict[Client, str] = {}
+        self.current: PlannedVisit | None = None
+        self.batches_left = 0
+        for visit in cohort.visits:
+            try:
+                num_samples = population.num_samples(visit.client)
+                per_epoch = population.batches_per_epoch(visit.client)
+            except Exception as error:
+                self.failed[visit.client] = f"its data raised {describe(error)}"
+                continue
+            if per_epoch is None:
+                if visit.steps is None:
+                    self.failed[visit.client] = "its loader has no length: set `local_steps`"
+                    continue
+                per_epoch = visit.steps
+            planned = PlannedVisit(visit, num_samples, visit.num_batches(per_epoch))
+            if num_samples == 0:
+                self.failed[visit.client] = "it has no examples"
+            elif planned.num_batches == 0:
+                self.failed[visit.client] = f"its {num_samples} examples make no full batch and `drop_last` is set"
+            else:
+                self.visits.append(planned)
+        self._limit(limit)
+
+    def __len__(self) -> int:
+        # A round without visits serves one `None`, so that the epoch runs, validates and logs.
+        return self.skipped_batches + max(1, sum(planned.num_batches for planned in self.visits))
+
+    def __iter__(self) -> Iterator[Any]:
+        self.current, self.batches_left = None, 0
+        if not self.visits:
+            yield None
+            return
+        stream: Iterator[StreamItem] | None = None
+        for place, planned in enumerate(self.visits):
+            seed_everything(planned.visit.seed)  # before the first batch is fetched: it may be augmented
+            if stream is None:
+                stream = self.population.stream(self.visits)
+            for left in range(planned.num_batches - 1, -1, -1):
+                batch = None if planned.fault is not None else self._fetch(stream, place)
+                self.current, self.batches_left = planned, left
+                yield batch
+
+    def _fetch(self, stream: Iterator[StreamItem], place: int) -> Any:
+        item = next(stream)
+        while item.place < place:  # fetched ahead by a worker for a visit that has failed since
+            item = next(stream)
+        if item.error is not None:
+            self.visits[place].fault = f"its data raised {describe(item.error)}"
+        return item.batch
+
+    def _limit(self, limit: int | float) -> None:
+        total = sum(planned.num_batches for planned in self.visits)
+        left = limit if isinstance(limit, int) else int(total * limit)
+        if left >= total:
+            return
+        kept = []
+        for planned in self.visits:
+            planned.num_batches = min(planned.num_batches, left)
+            left -= planned.num_batches
+            if planned.num_batches:
+                kept.append(planned)
+        _log.warning(
+            "`limit_train_batches` cuts the round from %d visits and %d batches to %d visits and %d batches.",
+            len(self.visits),
+            total,
+            len(kept),
+            sum(planned.num_batches for planned in kept),
+        )
+        self.visits = kept
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line.
+
+    Example:
+        >>> describe(KeyError("image"))
+        "KeyError: 'image'"
+
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__

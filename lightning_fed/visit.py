@@ -1,0 +1,229 @@
+"""The client half of a round: load what the server sent, keep at home what stays, answer with an update."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.server import norm
+from lightning_fed.state import Policy, copy_state, live_entries, load_entries
+from lightning_fed.store import ClientStore
+
+_OPTIMIZER = "optimizer:"
+
+
+class LocalModel:
+    """The module as one client after another sees it.
+
+    Shared entries come from the broadcast, personal ones from the client's store (before its first visit: the server's
+    initial values), frozen ones are the server's. Outside a visit the module holds the global model.
+
+    Args:
+        module: The module that trains.
+        policies: The policy of every entry, of :func:`lightning_fed.state.entry_policies`.
+        store: Where clients keep their personal entries.
+
+    """
+
+    def __init__(self, module: nn.Module, policies: Mapping[str, Policy], store: ClientStore) -> None:
+        self.entries = live_entries(module)
+        self.store = store
+        self.parameters = [
+            name for name, _ in module.named_parameters() if policies.get(name) == "shared" and name in self.entries
+        ]
+        self.shared = [name for name in self.entries if policies[name] == "shared"]
+        self.personal = [name for name in self.entries if policies[name] == "personal"]
+        self.home = copy_state({name: value for name, value in self.entries.items() if policies[name] != "shared"})
+
+    def global_state(self) -> State:
+        """A copy of the shared entries as they are now."""
+        return copy_state({name: self.entries[name] for name in self.shared})
+
+    def load_global(self, state: Mapping[str, Tensor]) -> None:
+        """Makes the module the global model: shared entries from ``state``, all others the server's."""
+        load_entries(self.entries, {**state, **self.home})
+
+    def load_client(self, client: Client, state: Mapping[str, Tensor]) -> None:
+        """Makes the module a client's model: shared entries from ``state``, personal ones from its store.
+
+        Raises:
+            ValueError: If ``state`` does not hold the shared entries, or the store's do not fit.
+
+        """
+        load_entries(self.entries, {**state, **self.home, **self._kept(client)})
+
+    def keep(self, client: Client, round: int, optimizer_state: Mapping[str, Tensor]) -> None:
+        """Keeps the client's personal entries, and its optimizer state if there is one, until its next visit."""
+        kept = {name: self.entries[name] for name in self.personal} | dict(optimizer_state)
+        if kept:
+            self.store.put(client, round, kept)
+
+    def kept_optimizer_state(self, client: Client) -> State:
+        """The optimizer state that the client kept, as :func:`pack_optimizers` made it."""
+        return {name: value for name, value in (self.store.get(client) or {}).items() if name.startswith(_OPTIMIZER)}
+
+    def answer(self, client: Client, num_samples: int, broadcast: Broadcast) -> ClientUpdate:
+        """The client's update: a copy of the shared entries, and how far its parameters moved (``update_norm``)."""
+        state = self.global_state()
+        moved = [state[name] - broadcast.state[name] for name in self.parameters if name in broadcast.state]
+        metrics = {"update_norm": float(norm(moved))} if moved else {}
+        return ClientUpdate(client, num_samples, state, metrics=metrics)
+
+    def _kept(self, client: Client) -> State:
+        kept = self.store.get(client) if self.personal else None
+        return {name: value for name, value in (kept or {}).items() if not name.startswith(_OPTIMIZER)}
+
+
+class StepScheduler(Protocol):
+    """What is needed of a learning-rate scheduler."""
+
+    optimizer: Optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores its state."""
+
+
+class LocalOptimizers:
+    """Optimizers, per-step schedulers and loss scaling of one round, started anew for every visit.
+
+    Every visit starts from the round's state: the optimizers' buffers as they were made (or, with ``mode="keep"``, as
+    the client left them), the hyper-parameters of the round (learning rates that epoch schedulers have set), the
+    schedulers that step per batch and the loss scale as they were. After the round the latter two go on from where the
+    client with the most examples left them, as integer entries of the model do; with one client this is what plain
+    training does.
+
+    Args:
+        optimizers: The optimizers.
+        step_schedulers: Those learning-rate schedulers that step per batch.
+        scaler: Anything with ``state_dict`` and ``load_state_dict`` that holds the loss scale.
+        mode: ``"reset"`` or ``"keep"``.
+
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        step_schedulers: Sequence[StepScheduler] = (),
+        scaler: Any = None,
+        mode: Literal["reset", "keep"] = "reset",
+    ) -> None:
+        self.optimizers = optimizers
+        self.step_schedulers = step_schedulers
+        self.scaler = scaler
+        self.mode = mode
+        self._start = self._capture()
+        self._largest: tuple[int, dict[str, Any]] | None = None
+
+    def start_visit(self, kept: Mapping[str, Tensor] | None = None) -> None:
+        """Puts everything as it was at the start of the round, with the client's own buffers if it kept any."""
+        self._load(self._start)
+        if kept:
+            unpack_optimizers(self.optimizers, kept)
+
+    def end_visit(self, num_samples: int) -> State:
+        """Notes where this client left the schedulers; its packed optimizer state in ``"keep"`` mode."""
+        if (self.step_schedulers or self.scaler is not None) and num_samples > (self._largest or (-1,))[0]:
+            self._largest = (num_samples, self._capture(buffers=False))
+        return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
+
+    def end_round(self) -> None:
+        """Empties the buffers, keeps the learning rates that epoch schedulers have set."""
+        stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
+        groups = [_hyperparameters(optimizer) for optimizer in self.optimizers]
+        if self._largest is not None:
+            largest = self._largest[1]
+            pairs = zip(self.optimizers, groups, largest["groups"], strict=True)
+            groups = [theirs if id(optimizer) in stepped else ours for optimizer, ours, theirs in pairs]
+        else:
+            largest = self._start
+        self._load({**self._start, **{key: largest[key] for key in ("schedulers", "scaler")}, "groups": groups})
+
+    def checkpoint(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The optimizers' and per-step schedulers' states at the start of the round, as checkpoints hold them."""
+        states = []
+        for optimizer, buffers, groups in zip(
+            self.optimizers, self._start["buffers"], self._start["groups"], strict=True
+        ):
+            now = optimizer.state_dict()["param_groups"]
+            states.append(
+                {
+                    "state": copy.deepcopy(buffers),
+                    "param_groups": [{**group, **values} for group, values in zip(now, groups, strict=True)],
+                }
+            )
+        return states, copy.deepcopy(self._start["schedulers"])
+
+    def _capture(self, buffers: bool = True) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "groups": [_hyperparameters(optimizer) for optimizer in self.optimizers],
+            "schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in self.step_schedulers],
+            "scaler": copy.deepcopy(self.scaler.state_dict()) if self.scaler is not None else {},
+        }
+        if buffers:
+            state["buffers"] = [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
+        return state
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        for optimizer, buffers, groups in zip(self.optimizers, state["buffers"], state["groups"], strict=True):
+            now = optimizer.state_dict()["param_groups"]
+            merged = [{**group, **values} for group, values in zip(now, groups, strict=True)]
+            optimizer.load_state_dict({"state": copy.deepcopy(buffers), "param_groups": merged})
+        for scheduler, values in zip(self.step_schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(copy.deepcopy(values))
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+
+
+def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
+    """The optimizers' buffers as a flat dictionary of tensors.
+
+    Raises:
+        TypeError: If a buffer is neither a tensor nor a number.
+
+    """
+    packed: State = {}
+    for number, optimizer in enumerate(optimizers):
+        for parameter, buffers in optimizer.state_dict()["state"].items():
+            for name, value in buffers.items():
+                key = f"{_OPTIMIZER}{number}:{parameter}:{name}"
+                if isinstance(value, Tensor):
+                    packed[f"{key}:tensor"] = value
+                elif isinstance(value, int | float):
+                    kind = type(value).__name__
+                    packed[f"{key}:{kind}"] = torch.tensor(
+                        value, dtype=torch.float64 if kind == "float" else torch.int64
+                    )
+                elif value is not None:
+                    raise TypeError(
+                        f"Expected the state of {type(optimizer).__name__} to hold tensors and numbers, but {name!r} is"
+                        f" a {type(value).__name__}: use optimizer_state='reset'."
+                    )
+    return packed
+
+
+def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tensor]) -> None:
+    """Puts back what :func:`pack_optimizers` took; hyper-parameters are left as they are."""
+    states: list[dict[Any, dict[str, Any]]] = [{} for _ in optimizers]
+    for key, value in packed.items():
+        number, parameter, name, kind = key.removeprefix(_OPTIMIZER).split(":")
+        index: Any = int(parameter) if parameter.lstrip("-").isdigit() else parameter
+        kept = value.clone() if kind == "tensor" else {"float": float, "int": int, "bool": bool}[kind](value.item())
+        states[int(number)].setdefault(index, {})[name] = kept
+    for optimizer, state in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
