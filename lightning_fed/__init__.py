@@ -1,1 +1,25 @@
-"""TODO."""
+"""Federated training for PyTorch Lightning: one callback, one Trainer, one epoch per round."""
+
+from lightning_fed.aggregators import Aggregator as Aggregator
+from lightning_fed.callbacks import FedBN as FedBN
+from lightning_fed.callbacks import FederatedCallback as FederatedCallback
+from lightning_fed.callbacks import Federation as Federation
+from lightning_fed.callbacks import FedPer as FedPer
+from lightning_fed.data import FederatedDataModule as FederatedDataModule
+from lightning_fed.messages import Broadcast as Broadcast
+from lightning_fed.messages import ClientUpdate as ClientUpdate
+from lightning_fed.trainer import FederatedTrainer as FederatedTrainer
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Aggregator",
+    "Broadcast",
+    "ClientUpdate",
+    "FedBN",
+    "FedPer",
+    "FederatedCallback",
+    "FederatedDataModule",
+    "FederatedTrainer",
+    "Federation",
+]

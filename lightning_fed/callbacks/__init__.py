@@ -2,5 +2,8 @@
 
 from lightning_fed.callbacks.federated_callback import FederatedCallback as FederatedCallback
 from lightning_fed.callbacks.federation import Federation as Federation
+from lightning_fed.callbacks.presets import FedBN as FedBN
+from lightning_fed.callbacks.presets import FedPer as FedPer
+from lightning_fed.callbacks.progress import FederatedProgressBar as FederatedProgressBar
 
-__all__ = ["FederatedCallback", "Federation"]
+__all__ = ["FedBN", "FedPer", "FederatedCallback", "FederatedProgressBar", "Federation"]

@@ -19,7 +19,7 @@ from lightning_fed.callbacks.client_evaluation import evaluate_clients
 from lightning_fed.callbacks.door import TakenHook, check_schedulers, check_trainer, find_loader_owner
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.round_log import RoundLog
-from lightning_fed.data.federated import FederatedDataModule, split_loader
+from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_loader
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.data.rounds import RoundLoader
@@ -270,7 +270,7 @@ class Federation(L.Callback):
             self._abandon_round()
         datamodule = getattr(trainer, "datamodule", None)
         every = self.evaluate_clients_every
-        if isinstance(datamodule, FederatedDataModule) and every and self.rounds % every == 0:
+        if isinstance(datamodule, EvaluationData) and every and self.rounds % every == 0:
             clients = datamodule.val_clients()
             if clients:
                 self._evaluate(trainer, pl_module, clients)

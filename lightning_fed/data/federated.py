@@ -38,7 +38,70 @@ _LOADER_OPTIONS = (
 )  # fmt: skip
 
 
-class FederatedDataModule(L.LightningDataModule):
+class EvaluationData(L.LightningDataModule):
+    """Validation and test data, for all clients together or client by client.
+
+    Args:
+        val: Validation data of the global model: loaders as ``Trainer.fit`` takes them, or a data set. A mapping of
+            clients is validated as a whole, and client by client as well.
+        test: Test data, likewise.
+
+    """
+
+    def __init__(self, val: Any = None, test: Any = None) -> None:
+        super().__init__()
+        self.val = val
+        self.test = test
+
+    def val_dataloader(self) -> Any:
+        """The validation data; of a mapping of clients, all of them one after another."""
+        return self._evaluation_loader(self.val)
+
+    def test_dataloader(self) -> Any:
+        """The test data; of a mapping of clients, all of them one after another."""
+        return self._evaluation_loader(self.test)
+
+    def val_clients(self) -> dict[Client, Iterable[Any]]:
+        """Every client's validation loader; empty where ``val`` is not a mapping of clients."""
+        return self._client_loaders(self.val) if isinstance(self.val, Mapping) else {}
+
+    def evaluation_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
+        """The loader of validation or test data that are given as a data set."""
+        return DataLoader(dataset, batch_size=32)
+
+    def _evaluation_loader(self, data: Any) -> Any:
+        if data is None:
+            return []
+        if isinstance(data, Mapping):
+            return ChainedLoaders(list(self._client_loaders(data).values()))
+        return self.evaluation_loader(data) if isinstance(data, Dataset) else data
+
+    def _client_loaders(self, clients: Mapping[Client, Any]) -> dict[Client, Iterable[Any]]:
+        return {
+            client: self.evaluation_loader(data) if isinstance(data, Dataset) else data
+            for client, data in clients.items()
+        }
+
+
+class LoaderDataModule(EvaluationData):
+    """Loaders that were handed to ``FederatedTrainer.fit``, as a datamodule.
+
+    Args:
+        train: The training loader, which a partition splits.
+        val: Validation data.
+
+    """
+
+    def __init__(self, train: Any, val: Any = None) -> None:
+        super().__init__(val)
+        self.train = train
+
+    def train_dataloader(self) -> Any:
+        """The training loader."""
+        return self.train
+
+
+class FederatedDataModule(EvaluationData):
     """The clients of a federation, each with its own data.
 
     With :class:`~lightning_fed.callbacks.Federation` a round's clients are served one after another; on a plain
@@ -48,8 +111,8 @@ class FederatedDataModule(L.LightningDataModule):
         clients: Client to its training data, or a sequence of them (clients 0, 1, ...). Values are map-style data sets,
             or ``DataLoader`` s, which keep their own batch size and order.
             :class:`~lightning_fed.data.LazyClients` builds them when they are asked for.
-        val: Validation data of the global model: loaders as ``Trainer.fit`` takes them. A mapping of clients is also
-            evaluated client by client, with each client's personal entries.
+        val: Validation data of the global model: loaders as ``Trainer.fit`` takes them, or a data set. A mapping of
+            clients is validated as a whole, and client by client with each client's personal entries as well.
         test: Test data, likewise.
         batch_size: Examples per batch, for clients given as data sets.
         shuffle: Whether every epoch of a visit has its own order.
@@ -86,10 +149,8 @@ class FederatedDataModule(L.LightningDataModule):
         persistent_workers: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(val, test)
         self.clients = as_mapping(clients, "clients")
-        self.val = val
-        self.test = test
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
@@ -123,26 +184,9 @@ class FederatedDataModule(L.LightningDataModule):
             return self._loader(ConcatDataset(datasets), shuffle=self.shuffle)
         return ChainedLoaders([self.clients[key] for key in keys])
 
-    def val_dataloader(self) -> Any:
-        """The validation data; of a mapping of clients, all of them."""
-        return self._evaluation_loader(self.val)
-
-    def test_dataloader(self) -> Any:
-        """The test data; of a mapping of clients, all of them."""
-        return self._evaluation_loader(self.test)
-
-    def val_clients(self) -> dict[Client, Iterable[Any]]:
-        """Every client's validation loader; empty where ``val`` is not a mapping of clients."""
-        if not isinstance(self.val, Mapping):
-            return {}
-        return {client: self._loader(data) if isinstance(data, Dataset) else data for client, data in self.val.items()}
-
-    def _evaluation_loader(self, data: Any) -> Any:
-        if data is None:
-            return []
-        if isinstance(data, Mapping):
-            return ChainedLoaders([self._loader(part) if isinstance(part, Dataset) else part for part in data.values()])
-        return self._loader(data) if isinstance(data, Dataset) else data
+    def evaluation_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
+        """The loader of validation or test data that are given as a data set."""
+        return self._loader(dataset)
 
     def _loader(self, dataset: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
         return DataLoader(

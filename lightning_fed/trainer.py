@@ -1,0 +1,157 @@
+"""A Trainer that trains federatedly."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback, ProgressBar
+
+from lightning_fed.aggregators import Aggregator
+from lightning_fed.callbacks import FederatedProgressBar, Federation
+from lightning_fed.data.federated import FederatedDataModule, LoaderDataModule
+from lightning_fed.data.partitions import Partition
+from lightning_fed.state import Selector
+from lightning_fed.store import ClientStore
+
+
+class FederatedTrainer(L.Trainer):
+    """``L.Trainer`` with federated rounds for epochs.
+
+    It is a thin door to :class:`~lightning_fed.callbacks.Federation`, which does the work and documents the arguments:
+    it builds that callback, takes training data as they are, and counts rounds in the progress bar. All arguments of
+    ``L.Trainer`` pass through.
+
+    Args:
+        max_rounds: Rounds to train: Lightning's ``max_epochs``.
+        federation: A ready callback (a preset, say), instead of the arguments below.
+        aggregator: See :class:`~lightning_fed.callbacks.Federation`, as for all that follow.
+        partition: How one training loader is split into clients.
+        clients_per_round: Number (int) or fraction (float) of clients in a round.
+        local_epochs: Passes over a client's data in a visit.
+        local_steps: Batches in a visit; replaces ``local_epochs``.
+        stragglers: Fraction of the cohort that does only part of its work.
+        partial_work: Whether the stragglers' partial work is kept.
+        dropout: Probability that a chosen client never reports.
+        min_clients: Least number of good updates that changes the global model.
+        personal: Entries that stay with their client.
+        frozen: Entries that never travel.
+        batch_norm: What becomes of BatchNorm's running statistics.
+        optimizer_state: Whether optimizer state is fresh in every visit.
+        store: Where clients keep what is theirs.
+        evaluate_clients_every: Rounds between evaluations client by client.
+        seed: Seed of the partition and the schedule.
+        trainer_kwargs: Arguments of ``L.Trainer``.
+
+    Raises:
+        ValueError: If both ``max_rounds`` and ``max_epochs``, or ``federation`` and one of its arguments, are given.
+
+    Example:
+        >>> from lightning_fed.data import Dirichlet
+        >>> trainer = FederatedTrainer(
+        ...     max_rounds=50, clients_per_round=10, local_epochs=2, partition=Dirichlet(100, alpha=0.1), logger=False
+        ... )
+        >>> trainer.max_epochs
+        50
+
+    """
+
+    def __init__(
+        self,
+        *,
+        max_rounds: int | None = None,
+        federation: Federation | None = None,
+        aggregator: str | Aggregator = "fedavg",
+        partition: Partition | None = None,
+        clients_per_round: int | float = 1.0,
+        local_epochs: int = 1,
+        local_steps: int | None = None,
+        stragglers: float = 0.0,
+        partial_work: Literal["keep", "drop"] = "keep",
+        dropout: float = 0.0,
+        min_clients: int = 1,
+        personal: Sequence[Selector] = (),
+        frozen: Sequence[Selector] = (),
+        batch_norm: Literal["average", "recalibrate", "personal", "frozen"] = "average",
+        optimizer_state: Literal["reset", "keep"] = "reset",
+        store: str | os.PathLike[str] | ClientStore | None = None,
+        evaluate_clients_every: int = 1,
+        seed: int | None = None,
+        **trainer_kwargs: Any,
+    ) -> None:
+        options = {
+            "aggregator": aggregator,
+            "partition": partition,
+            "clients_per_round": clients_per_round,
+            "local_epochs": local_epochs,
+            "local_steps": local_steps,
+            "stragglers": stragglers,
+            "partial_work": partial_work,
+            "dropout": dropout,
+            "min_clients": min_clients,
+            "personal": personal,
+            "frozen": frozen,
+            "batch_norm": batch_norm,
+            "optimizer_state": optimizer_state,
+            "store": store,
+            "evaluate_clients_every": evaluate_clients_every,
+            "seed": seed,
+        }
+        if federation is None:
+            federation = Federation(**options)  # type: ignore[arg-type]
+        else:
+            defaults = inspect.signature(Federation).parameters
+            given = [name for name, value in options.items() if value != defaults[name].default]
+            if given:
+                raise ValueError(f"Expected `federation` or its arguments, but got `federation` and {given}.")
+        if max_rounds is not None:
+            if trainer_kwargs.get("max_epochs") is not None:
+                raise ValueError("Expected one of `max_rounds` and `max_epochs`, which mean the same, but got both.")
+            trainer_kwargs["max_epochs"] = max_rounds
+        self.federation = federation
+        callbacks = trainer_kwargs.pop("callbacks", None) or []
+        callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+        has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if trainer_kwargs.get("enable_progress_bar", True) and not has_bar and not trainer_kwargs.get("barebones"):
+            callbacks.append(FederatedProgressBar())
+        super().__init__(callbacks=[federation, *callbacks], **trainer_kwargs)
+
+    def fit(
+        self,
+        model: L.LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: L.LightningDataModule | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        """Trains the model federatedly; afterwards it holds the last complete global model.
+
+        Args:
+            model: Any LightningModule.
+            train_dataloaders: One ``DataLoader``, which ``partition`` splits; or a mapping or sequence of clients, each
+                with a ``DataLoader`` or a map-style data set; or a datamodule.
+            val_dataloaders: Validation data of the global model, as ``L.Trainer.fit`` takes them; a mapping of clients
+                is evaluated client by client as well.
+            datamodule: Any datamodule, which ``partition`` splits, or a
+                :class:`~lightning_fed.data.FederatedDataModule`.
+            ckpt_path: Checkpoint to resume from.
+            options: Further arguments of ``L.Trainer.fit``.
+
+        Raises:
+            MisconfigurationException: If the data are not clients and there is no ``partition``, or the Trainer is
+                asked for what cannot be right in a round.
+
+        """
+        if isinstance(train_dataloaders, L.LightningDataModule):
+            train_dataloaders, datamodule = None, train_dataloaders
+        elif isinstance(train_dataloaders, Mapping | list | tuple):
+            datamodule = FederatedDataModule(train_dataloaders, val_dataloaders)
+            train_dataloaders = val_dataloaders = None
+        elif train_dataloaders is not None:
+            datamodule = LoaderDataModule(train_dataloaders, val_dataloaders)
+            train_dataloaders = val_dataloaders = None
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, **options)
