@@ -1,0 +1,249 @@
+"""What the ready tasks share: one network, one loss, torchmetrics, and an optimizer and schedule named in a recipe."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any, ClassVar, Literal, TypeVar, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler, OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import MetricCollection
+
+from lightning_fed.modules.group_norm import to_group_norm
+
+__all__ = ["Task"]
+
+T = TypeVar("T")
+
+
+class Task(L.LightningModule, ABC):
+    """An ordinary LightningModule around ``self.model``; what differs between the ready tasks is abstract.
+
+    It logs ``train_loss`` (mean over an epoch's examples) and, for ``val`` and ``test``, the loss and every metric of
+    `configure_metrics` (``val_loss``, ``val_acc``, ...). With several validation loaders each has its own metrics, and
+    Lightning's suffix (``val_acc/dataloader_idx_1``). Training batches are measured by their loss alone: that loop is
+    hot. Metrics and class weights are not part of the state dict, which holds the network's entries only.
+
+    Args:
+        optimizer: Name of a class in `torch.optim`.
+        lr: Learning rate.
+        momentum: Momentum, for an optimizer that has it. None: the optimizer's own default.
+        weight_decay: Weight decay. None: the optimizer's own default (0 for SGD, 0.01 for AdamW).
+        optimizer_kwargs: Any other arguments of the optimizer.
+        scheduler: Name of a class in `torch.optim.lr_scheduler`; None for a constant rate.
+        scheduler_kwargs: Arguments of the scheduler.
+        scheduler_interval: Whether the schedule counts ``"epoch"``s (rounds, in federated training) or optimizer
+            ``"step"``s.
+        scheduler_monitor: Logged value that `torch.optim.lr_scheduler.ReduceLROnPlateau` watches.
+
+    Raises:
+        ValueError: If the optimizer or the scheduler is unknown, or refuses its arguments.
+    """
+
+    target_key: ClassVar[str]
+    """Key of the target in a batch that is a dict."""
+
+    def __init__(
+        self,
+        *,
+        optimizer: str,
+        lr: float,
+        momentum: float | None,
+        weight_decay: float | None,
+        optimizer_kwargs: dict[str, Any] | None,
+        scheduler: str | None,
+        scheduler_kwargs: dict[str, Any] | None,
+        scheduler_interval: Literal["epoch", "step"],
+        scheduler_monitor: str,
+    ) -> None:
+        super().__init__()
+        check_choice("scheduler_interval", scheduler_interval, ("epoch", "step"))
+        if scheduler_kwargs and scheduler is None:
+            raise ValueError(
+                f"Expected `scheduler` to be given with `scheduler_kwargs` {scheduler_kwargs}, but got None."
+            )
+        given = {"momentum": momentum, "weight_decay": weight_decay}
+        self.lr = lr  # public and read late: where Lightning's learning-rate finder writes
+        self._optimizer_class = _class_named("optimizer", optimizer, torch.optim, Optimizer)
+        self._optimizer_kwargs: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        self._optimizer_kwargs.update(optimizer_kwargs or {})
+        self._scheduler_class = _class_named("scheduler", scheduler, lr_scheduler, LRScheduler) if scheduler else None
+        self._scheduler_kwargs = dict(scheduler_kwargs or {})
+        self._scheduler_interval = scheduler_interval
+        self._scheduler_monitor = scheduler_monitor
+        try:  # what they refuse, they refuse now and not after the data are loaded
+            self._build_optimizer([nn.Parameter(torch.zeros(1, 1))])
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"Expected arguments that the optimizer '{optimizer}' and the scheduler '{scheduler}' take, "
+                f"but got: {error}"
+            ) from error
+
+    @abstractmethod
+    def configure_network(self, name: str) -> nn.Module:
+        """Return the network of that name."""
+
+    @abstractmethod
+    def configure_metrics(self) -> MetricCollection:
+        """Return the metrics of validation and test; their keys become ``val_<key>`` and ``test_<key>``.
+
+        They are updated with (logits, target).
+        """
+
+    @abstractmethod
+    def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the mean loss of a batch, a scalar."""
+
+    def configure_task(
+        self,
+        model: str | nn.Module,
+        norm: Literal["batch", "group"],
+        class_weights: list[float] | None,
+        num_classes: int,
+    ) -> None:
+        """Set up the network, the metrics and the class weights. A task calls it at the end of its ``__init__``."""
+        check_choice("norm", norm, ("batch", "group"))
+        if class_weights is not None and len(class_weights) != num_classes:
+            raise ValueError(
+                f"Expected `class_weights` to hold {num_classes} weights, one per class, but got {len(class_weights)}."
+            )
+        weights = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
+        self.class_weights: Tensor | None
+        self.register_buffer("class_weights", weights, persistent=False)  # a setting, no state: clients never send it
+        self.model = model if isinstance(model, nn.Module) else self.configure_network(model)
+        if norm == "group":
+            self.model = to_group_norm(self.model)
+        metrics = self.configure_metrics()
+        # one collection per loader; more are cloned when a second loader shows itself
+        self.val_metrics = nn.ModuleList([metrics.clone(prefix="val_")])
+        self.test_metrics = nn.ModuleList([metrics.clone(prefix="test_")])
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return the optimizer over all parameters, and the scheduler if there is one."""
+        optimizer, scheduler = self._build_optimizer(self.parameters())
+        if scheduler is None:
+            return optimizer
+        return OptimizerLRSchedulerConfig(
+            optimizer=optimizer,
+            lr_scheduler={
+                "scheduler": scheduler,
+                "interval": self._scheduler_interval,
+                "monitor": self._scheduler_monitor,
+            },
+        )
+
+    def _build_optimizer(self, parameters: Iterable[nn.Parameter]) -> tuple[Optimizer, LRScheduler | None]:
+        optimizer = self._optimizer_class(parameters, **{"lr": self.lr, **self._optimizer_kwargs})
+        if self._scheduler_class is None:
+            return optimizer, None
+        return optimizer, self._scheduler_class(optimizer, **self._scheduler_kwargs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the network's logits for a batch of images of shape ``(N, C, H, W)``."""
+        logits: Tensor = self.model(x)
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the batch's loss."""
+        x, target = self.split_batch(batch)
+        loss = self.compute_loss(self(x), target)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(x))
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        """Start the metrics afresh."""
+        _reset(self.val_metrics)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the batch's loss and update the metrics."""
+        self._evaluate("val", self.val_metrics, batch, dataloader_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the metrics over the whole of each loader."""
+        self._log_metrics(self.val_metrics, len(self.trainer.num_val_batches))
+
+    def on_test_epoch_start(self) -> None:
+        """Start the metrics afresh."""
+        _reset(self.test_metrics)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the batch's loss and update the metrics."""
+        self._evaluate("test", self.test_metrics, batch, dataloader_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the metrics over the whole of each loader."""
+        self._log_metrics(self.test_metrics, len(self.trainer.num_test_batches))
+
+    def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return images and targets of a batch: a pair ``(x, y)`` or a dict with ``"image"`` and the target's key.
+
+        Raises:
+            TypeError: If the batch is neither.
+        """
+        if isinstance(batch, Mapping) and "image" in batch and self.target_key in batch:
+            return batch["image"], batch[self.target_key]
+        if isinstance(batch, list | tuple) and len(batch) == 2:
+            return batch[0], batch[1]
+        got = f"a dict with keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else _description(batch)
+        raise TypeError(f"Expected a batch (x, y) or a dict with keys 'image' and '{self.target_key}', but got {got}.")
+
+    def images_of(self, batch: Any) -> Tensor:
+        """Return the images of a batch that may have no targets: in prediction it can be the images alone."""
+        if isinstance(batch, Tensor):
+            return batch
+        if isinstance(batch, Mapping):
+            return cast(Tensor, batch["image"])
+        return cast(Tensor, batch[0])
+
+    def _evaluate(self, stage: str, metrics: nn.ModuleList, batch: Any, dataloader_idx: int) -> None:
+        x, target = self.split_batch(batch)
+        logits = self(x)
+        self.log(f"{stage}_loss", self.compute_loss(logits, target), batch_size=len(x), sync_dist=True)
+        while len(metrics) <= dataloader_idx:
+            metrics.append(cast(MetricCollection, metrics[0]).clone())
+            cast(MetricCollection, metrics[-1]).reset()
+        cast(MetricCollection, metrics[dataloader_idx]).update(logits, target)
+
+    def _log_metrics(self, metrics: nn.ModuleList, num_loaders: int) -> None:
+        for index, module in enumerate(metrics):
+            collection = cast(MetricCollection, module)
+            if not any(metric.update_called for metric in collection.values()):
+                continue  # a loader without batches, or one that only an earlier run had
+            suffix = f"/dataloader_idx_{index}" if num_loaders > 1 else ""
+            values = {f"{name}{suffix}": value for name, value in collection.compute().items()}
+            self.log_dict(values, prog_bar=True, sync_dist=True, add_dataloader_idx=False)
+
+
+def check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise a ValueError that names the argument, the choices and the value, unless the value is one of them."""
+    if value not in choices:
+        raise ValueError(f"Expected `{argument}` to be one of {list(choices)}, but got '{value}'.")
+
+
+def _reset(metrics: nn.ModuleList) -> None:
+    for collection in metrics:
+        cast(MetricCollection, collection).reset()
+
+
+def _class_named(kind: str, name: str, module: ModuleType, base: type[T]) -> type[T]:
+    classes = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, base) and value is not base and not key.startswith("_")
+    }
+    if name not in classes:
+        raise ValueError(f"Expected `{kind}` to be one of {sorted(classes)}, but got '{name}'.")
+    return classes[name]
+
+
+def _description(batch: Any) -> str:
+    if isinstance(batch, list | tuple):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return type(batch).__name__

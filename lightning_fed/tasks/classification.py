@@ -1,0 +1,129 @@
+"""Image classification as an ordinary LightningModule."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fed.tasks.base import Task
+from lightning_fed.tasks.networks import build_network
+
+__all__ = ["ClassificationTask"]
+
+
+class ClassificationTask(Task):
+    """Classify images with cross-entropy; log loss and accuracy.
+
+    Batches are ``(x, y)`` or dicts with keys ``image`` and ``label``: images of shape ``(N, C, H, W)`` and class
+    indices of shape ``(N,)``. Logged: ``train_loss``, ``val_loss``, ``val_acc``, ``test_loss``, ``test_acc``.
+    Prediction returns class probabilities of shape ``(N, num_classes)``.
+
+    Args:
+        model: Name of a network (see `build_network`: the papers' ``mlp``, ``mcmahan_cnn``, ``fedfusion_cifar_cnn``,
+            ``lenet``, ``vgg9``, or any `timm` model), or a ready module that maps images to logits. A ready module is
+            not among the saved hyperparameters: give it again to ``load_from_checkpoint(path, model=...)``.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        input_size: Side of the square images, in pixels; `timm` models do not need it.
+        pretrained: Load `timm`'s published weights (a download).
+        model_kwargs: More arguments of the named network.
+        norm: ``"group"`` replaces every BatchNorm of the network by GroupNorm (see `to_group_norm`).
+        class_weights: Weight of each class in the loss.
+        label_smoothing: Share of a target that is spread evenly over all classes, between 0 and 1.
+        optimizer: Name of a class in `torch.optim`.
+        lr: Learning rate.
+        momentum: Momentum, for an optimizer that has it. None: the optimizer's own default.
+        weight_decay: Weight decay. None: the optimizer's own default.
+        optimizer_kwargs: Any other arguments of the optimizer.
+        scheduler: Name of a class in `torch.optim.lr_scheduler`; None for a constant rate.
+        scheduler_kwargs: Arguments of the scheduler.
+        scheduler_interval: Whether the schedule counts ``"epoch"``s (rounds, in federated training) or optimizer
+            ``"step"``s.
+        scheduler_monitor: Logged value that a ``ReduceLROnPlateau`` watches.
+
+    Raises:
+        ValueError: If a name or a choice is unknown, or an argument does not fit its network, optimizer or scheduler.
+
+    Example:
+        >>> task = ClassificationTask("mcmahan_cnn", num_classes=10, lr=0.1, scheduler="ExponentialLR",
+        ...                           scheduler_kwargs={"gamma": 0.99})
+        >>> import torch
+        >>> task(torch.zeros(2, 1, 28, 28)).shape
+        torch.Size([2, 10])
+    """
+
+    target_key: ClassVar[str] = "label"
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        num_classes: int,
+        in_channels: int = 1,
+        input_size: int = 28,
+        pretrained: bool = False,
+        model_kwargs: dict[str, Any] | None = None,
+        norm: Literal["batch", "group"] = "batch",
+        class_weights: list[float] | None = None,
+        label_smoothing: float = 0.0,
+        optimizer: str = "SGD",
+        lr: float = 0.01,
+        momentum: float | None = None,
+        weight_decay: float | None = None,
+        optimizer_kwargs: dict[str, Any] | None = None,
+        scheduler: str | None = None,
+        scheduler_kwargs: dict[str, Any] | None = None,
+        scheduler_interval: Literal["epoch", "step"] = "epoch",
+        scheduler_monitor: str = "val_loss",
+    ) -> None:
+        super().__init__(
+            optimizer=optimizer,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            optimizer_kwargs=optimizer_kwargs,
+            scheduler=scheduler,
+            scheduler_kwargs=scheduler_kwargs,
+            scheduler_interval=scheduler_interval,
+            scheduler_monitor=scheduler_monitor,
+        )
+        self.save_hyperparameters(ignore=["model"] if isinstance(model, nn.Module) else None)
+        if num_classes < 2:
+            raise ValueError(f"Expected `num_classes` to be at least 2, but got {num_classes}.")
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"Expected `label_smoothing` to be between 0 and 1, but got {label_smoothing}.")
+        self.num_classes = num_classes
+        self._in_channels = in_channels
+        self._input_size = input_size
+        self._pretrained = pretrained
+        self._model_kwargs = dict(model_kwargs or {})
+        self._label_smoothing = label_smoothing
+        self.configure_task(model, norm, class_weights, num_classes)
+
+    def configure_network(self, name: str) -> nn.Module:
+        """Return the network of that name (see `build_network`)."""
+        return build_network(
+            name,
+            self.num_classes,
+            self._in_channels,
+            self._input_size,
+            pretrained=self._pretrained,
+            **self._model_kwargs,
+        )
+
+    def configure_metrics(self) -> MetricCollection:
+        """Return ``acc``: the share of examples whose largest logit is their class."""
+        accuracy = MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)
+        return MetricCollection({"acc": accuracy}, compute_groups=False)
+
+    def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the cross-entropy of logits ``(N, num_classes)`` and class indices ``(N,)``."""
+        return F.cross_entropy(logits, target.long(), weight=self.class_weights, label_smoothing=self._label_smoothing)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Return class probabilities of shape ``(N, num_classes)``."""
+        logits: Tensor = self(self.images_of(batch))
+        return logits.softmax(dim=1)
