@@ -218,17 +218,17 @@ def shards(labels: npt.ArrayLike, num_clients: int, shards_per_client: int, seed
     return _by_owner(owner, num_clients)
 
 
-def labels_per_client(labels: npt.ArrayLike, num_clients: int, num_labels: int, seed: int) -> list[IndexArray]:
+def labels_per_client(labels: npt.ArrayLike, num_clients: int, labels_per_client: int, seed: int) -> list[IndexArray]:
     """Gives every client samples of a fixed number of labels (NIID-Bench's "#label").
 
-    With C labels, client k has label k mod C and ``num_labels - 1`` others at random. The samples of a label are shared
-    equally (to within one) by the clients that have it. A label that no client has, possible only with fewer clients
-    than labels, goes to nobody; a client gets no sample of a label that has more owners than samples.
+    With C labels, client k has label k mod C and ``labels_per_client - 1`` others at random. The samples of a label are
+    shared equally (to within one) by the clients that have it. A label that no client has, possible only with fewer
+    clients than labels, goes to nobody; where a label has more owners than samples, the last owners get none.
 
     Args:
         labels: Class of each sample, shape ``(N,)``.
         num_clients: Number of clients.
-        num_labels: Number of different labels per client, at most as many as there are.
+        labels_per_client: Number of different labels per client, at most as many as there are.
         seed: Seed, not negative.
 
     Returns:
@@ -240,23 +240,23 @@ def labels_per_client(labels: npt.ArrayLike, num_clients: int, num_labels: int, 
     Example:
         >>> import numpy as np
         >>> y = np.arange(100) % 5
-        >>> [np.unique(y[part]).size for part in labels_per_client(y, num_clients=10, num_labels=2, seed=0)]
+        >>> [np.unique(y[part]).size for part in labels_per_client(y, num_clients=10, labels_per_client=2, seed=0)]
         [2, 2, 2, 2, 2, 2, 2, 2, 2, 2]
 
     """
     classes, class_sizes = _classes(labels)
     _check_clients(num_clients, classes.size)
-    if not 1 <= num_labels <= class_sizes.size:
+    if not 1 <= labels_per_client <= class_sizes.size:
         raise ValueError(
-            f"Expected `num_labels` to be from 1 to the number of different labels ({class_sizes.size}), but got"
-            f" {num_labels}."
+            f"Expected `labels_per_client` to be from 1 to the number of different labels ({class_sizes.size}), but got"
+            f" {labels_per_client}."
         )
     rng = _generator("labels_per_client", seed)
     clients = np.arange(num_clients)
     scores = rng.random((num_clients, class_sizes.size))
     scores[clients, clients % class_sizes.size] = -1.0  # the lowest: every client's first label
     owned = np.zeros(scores.shape, dtype=np.int64)
-    np.put_along_axis(owned, np.argsort(scores, axis=1)[:, :num_labels], 1, axis=1)
+    np.put_along_axis(owned, np.argsort(scores, axis=1)[:, :labels_per_client], 1, axis=1)
     num_owners = np.maximum(owned.sum(axis=0), 1)
     is_among_the_first = np.cumsum(owned, axis=0) <= class_sizes % num_owners
     return _deal_by_class(rng, classes, owned * (class_sizes // num_owners + is_among_the_first))

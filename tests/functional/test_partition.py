@@ -390,8 +390,14 @@ def test_one_client_gets_everything():
         ),
         (lambda: shards(LABELS, 2, 0, 0), "Expected `shards_per_client` to be at least 1, but got 0."),
         (lambda: shards(LABELS, 600, 2, 0), "at most the number of samples (1003), but got 600 * 2."),
-        (lambda: labels_per_client(LABELS, 2, 0, 0), "from 1 to the number of different labels (5), but got 0."),
-        (lambda: labels_per_client(LABELS, 2, 6, 0), "from 1 to the number of different labels (5), but got 6."),
+        (
+            lambda: labels_per_client(LABELS, 2, 0, 0),
+            "`labels_per_client` to be from 1 to the number of different labels (5), but got 0.",
+        ),
+        (
+            lambda: labels_per_client(LABELS, 2, 6, 0),
+            "`labels_per_client` to be from 1 to the number of different labels (5), but got 6.",
+        ),
         (lambda: quantity_skew(10, 2, 0, beta=0), "Expected `beta` to be greater than 0, but got 0."),
         (lambda: quantity_skew(10, 2, 0, sigma=-1), "Expected `sigma` to be at least 0 and finite, but got -1."),
         (lambda: quantity_skew(10, 2, 0, distribution="x"), "'dirichlet' or 'lognormal', but got 'x'"),

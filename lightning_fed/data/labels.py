@@ -1,0 +1,378 @@
+"""The label and the natural group of every sample of a data set, without running its transforms where possible.
+
+Partitions need one class per sample. Classification sets mostly keep theirs in an attribute; in a segmentation set, the
+class of an image is taken to be its dominant foreground class.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+
+_log = logging.getLogger(__name__)
+
+MapDataset = Dataset[Any] | Sequence[Any]
+"""A data set with ``__len__`` and ``__getitem__``."""
+
+IndexArray = npt.NDArray[np.int64]
+
+_ATTRIBUTES = ("targets", "labels")
+_KEYS = ("label", "labels", "target", "mask")
+_HINT = "Pass `label_fn`, a function of a sample that gives its label as an integer."
+_MOST_BINS = 1 << 16  # class numbers beyond are counted by sorting
+
+
+def labels_of(
+    dataset: MapDataset,
+    label_fn: Callable[[Any], int] | None = None,
+    *,
+    ignore_index: int | None = 255,
+    background: int | None = 0,
+) -> IndexArray:
+    """One class label per sample.
+
+    The first of these that the data set offers:
+
+    1. ``label_fn(sample)`` of every sample, if given.
+    2. The attribute ``targets`` or ``labels`` (list, array or tensor, one entry per sample).
+    3. The labels of what a ``Subset`` or ``ConcatDataset`` is made of.
+    4. The targets of a ``TensorDataset``.
+    5. Every sample is read (a line is logged, because it can take long): entry ``"label"``, ``"labels"``, ``"target"``
+       or ``"mask"`` of a mapping, element 1 of a tuple or list; of a longer tuple the last where element 1 is neither
+       label nor mask. Random augmentations see the same fixed seed each time, and the global generators are left as
+       they were.
+
+    A target is an integer (also as a float, as binary losses want it) or a mask of integers, shape ``(H, W)``,
+    ``(1, H, W)`` or ``(H, W, 1)``. A mask's label is its dominant foreground class: the class with most pixels, apart
+    from ``ignore_index`` and ``background``, the smaller one of two equals.
+
+    Args:
+        dataset: A data set with ``__len__`` and ``__getitem__``.
+        label_fn: Function of a sample, as the data set returns it, that gives its label.
+        ignore_index: Value of void pixels in a mask; ``None`` for none (a binary mask stored as 0 and 255, say).
+        background: Background class of masks, the label of a mask with nothing else in it; ``None`` where every class
+            counts (then a mask with nothing but void pixels has the label ``ignore_index``).
+
+    Returns:
+        Labels, shape ``(N,)``.
+
+    Raises:
+        TypeError: If the data set cannot be read by index, or its targets are neither labels nor masks.
+        ValueError: If a label is not a whole number, or a mask has a negative class other than ``ignore_index``.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import Subset, TensorDataset
+        >>> masks = torch.tensor([[[0, 0, 0, 3]], [[2, 1, 2, 255]], [[0, 0, 0, 0]]])
+        >>> labels_of(Subset(TensorDataset(torch.rand(3, 1, 1, 4), masks), [1, 0])).tolist()
+        [2, 3]
+
+    """
+    length = length_of(dataset)
+    if label_fn is not None:
+        with _fixed_generators():
+            return np.asarray([_as_label(label_fn(dataset[i]), "`label_fn`") for i in range(length)], dtype=np.int64)
+
+    def label_of_target(target: Any) -> int:
+        return _label_of_target(target, ignore_index, background)
+
+    def known(part: Any, indices: IndexArray) -> IndexArray | None:
+        labels = (_labels_of_targets(targets, indices, len(part), label_of_target) for targets in _all_targets(part))
+        return next((found for found in labels if found is not None), None)
+
+    def read(part: Any, indices: IndexArray) -> IndexArray:
+        _log.info(
+            "Reading %d samples of %s to find their labels, because it has no labels as `targets` or `labels`. Should"
+            " this take long, give it such an attribute.",
+            indices.size,
+            type(part).__name__,
+        )
+        with _fixed_generators():
+            return np.asarray(_labels_of_samples(part, indices, label_of_target), dtype=np.int64)
+
+    return _collect(dataset, np.arange(length), known, read)
+
+
+def groups_of(
+    dataset: MapDataset, group: str | npt.ArrayLike | Callable[[Any], int | str] = "groups"
+) -> IndexArray | npt.NDArray[np.str_]:
+    """The group of every sample: its writer, speaker, video or hospital.
+
+    Args:
+        dataset: A data set with ``__len__`` and ``__getitem__``.
+        group: Name of an attribute of the data set with one group per sample (found through ``Subset`` and
+            ``ConcatDataset``; equal names in two parts are one group), or the groups themselves, or a function of a
+            sample that gives its group (reads every sample).
+
+    Returns:
+        Groups, shape ``(N,)``, integers or strings.
+
+    Raises:
+        TypeError: If the data set cannot be read by index, or the groups are neither all integers nor all strings.
+        ValueError: If the data set has no such attribute, or the number of groups is not that of the samples.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import Subset, TensorDataset
+        >>> dataset = TensorDataset(torch.rand(3, 2))
+        >>> dataset.groups = ["ann", "bob", "ann"]
+        >>> groups_of(Subset(dataset, [1, 2])).tolist()
+        ['bob', 'ann']
+
+    """
+    length = length_of(dataset)
+    if callable(group):
+        with _fixed_generators():
+            return _as_groups([group(dataset[index]) for index in range(length)], length, "`group`")
+    if not isinstance(group, str):
+        return _as_groups(group, length, "`group`")
+
+    def known(part: Any, indices: IndexArray) -> npt.NDArray[Any] | None:
+        values = getattr(part, group, None)
+        return None if values is None else _as_groups(values, len(part), f"`{group}`")[indices]
+
+    def read(part: Any, indices: IndexArray) -> npt.NDArray[Any]:
+        raise ValueError(
+            f"Expected the data set to have an attribute `{group}` with one group per sample, but"
+            f" {type(part).__name__} has none. Name another one, or pass the groups or a function of a sample."
+        )
+
+    return _collect(dataset, np.arange(length), known, read)
+
+
+def _collect(
+    dataset: Any,
+    indices: IndexArray,
+    known: Callable[[Any, IndexArray], npt.NDArray[Any] | None],
+    read: Callable[[Any, IndexArray], npt.NDArray[Any]],
+) -> npt.NDArray[Any]:
+    """Values of the samples at ``indices``: those ``known`` to the data set or to its parts, otherwise ``read``."""
+    length_of(dataset)
+    values = known(dataset, indices)
+    if values is not None:
+        return values
+    if isinstance(dataset, Subset):
+        inner = np.asarray(dataset.indices, dtype=np.int64)[indices]  # negative ones count from the end
+        inner = np.where(inner < 0, inner + length_of(dataset.dataset), inner)
+        return _collect(dataset.dataset, inner, known, read)
+    if isinstance(dataset, ConcatDataset):
+        ends = np.asarray(dataset.cumulative_sizes)
+        part_of = np.searchsorted(ends, indices, side="right")
+        places = [np.flatnonzero(part_of == number) for number in range(ends.size)]
+        pieces = [
+            _collect(part, indices[place] - (end - length_of(part)), known, read)
+            for part, place, end in zip(dataset.datasets, places, ends, strict=True)
+            if place.size
+        ]
+        return np.concatenate(pieces)[np.argsort(np.concatenate(places))] if pieces else np.zeros(0, np.int64)
+    return read(dataset, indices)
+
+
+def length_of(dataset: Any) -> int:
+    """Number of samples.
+
+    Args:
+        dataset: A data set with ``__len__`` and ``__getitem__``.
+
+    Raises:
+        TypeError: If the data set cannot be read by index.
+
+    Example:
+        >>> length_of(["a", "b"])
+        2
+
+    """
+    is_iterable = isinstance(dataset, IterableDataset)  # has `__getitem__` too, from `Dataset`
+    if is_iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            "Expected a data set with `__len__` and `__getitem__` (map-style), but got"
+            f" {type(dataset).__name__}. Only such a data set can be split by sample."
+        )
+    return len(dataset)
+
+
+@contextmanager
+def _fixed_generators() -> Iterator[None]:
+    """Gives random augmentations the same seed each time, and the global generators their state back."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()  # noqa: NPY002 - the generator that users' augmentations draw from
+    with torch.random.fork_rng(devices=[]):
+        try:
+            random.seed(0)
+            np.random.seed(0)  # noqa: NPY002
+            torch.default_generator.manual_seed(0)
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def _all_targets(dataset: Any) -> Iterator[Any]:
+    """Whatever might hold the targets of all samples."""
+    for name in _ATTRIBUTES:
+        yield getattr(dataset, name, None)
+    if type(dataset) is TensorDataset:  # not a subclass, which may return something else
+        for place in _target_places(dataset.tensors):
+            yield dataset.tensors[place]
+
+
+def _labels_of_targets(
+    targets: Any, indices: IndexArray, length: int, label_of_target: Callable[[Any], int]
+) -> IndexArray | None:
+    """Labels from the targets of all samples, or ``None`` if these are not one label or mask per sample."""
+    array = _as_array(targets)
+    targets = targets if array is None else array
+    if not isinstance(targets, np.ndarray | list | tuple) or len(targets) != length:
+        return None
+    if isinstance(targets, list | tuple) and all(isinstance(target, int | float) for target in targets):
+        targets = np.asarray(targets, dtype=None if targets else np.int64)
+    if isinstance(targets, np.ndarray) and targets.ndim == 1:
+        return _as_labels(targets[indices])
+    try:
+        return np.asarray([label_of_target(targets[index]) for index in indices.tolist()], dtype=np.int64)
+    except TypeError:
+        return None
+
+
+def _labels_of_samples(dataset: Any, indices: IndexArray, label_of_target: Callable[[Any], int]) -> list[int]:
+    labels: list[int] = []
+    place: Any = None
+    for index in indices.tolist():
+        sample = dataset[index]
+        try:
+            if place is None:
+                place = _place_of_target(sample, label_of_target)
+            labels.append(label_of_target(sample[place]))
+        except (TypeError, ValueError) as error:
+            error.add_note(f"This is about sample {index} of {type(dataset).__name__}.")
+            raise
+    return labels
+
+
+def _place_of_target(sample: Any, label_of_target: Callable[[Any], int]) -> Any:
+    """Key or position of the target in a sample."""
+    if isinstance(sample, Mapping):
+        for key in _KEYS:
+            if key in sample:
+                return key
+        raise TypeError(
+            f"Expected a sample with one of the keys {', '.join(map(repr, _KEYS))}, but got the keys"
+            f" {', '.join(map(repr, sample))}. {_HINT}"
+        )
+    if not isinstance(sample, tuple | list) or len(sample) < 2:
+        raise TypeError(
+            "Expected a sample to be a mapping, or a tuple or list of at least an input and a target, but got"
+            f" {_described(sample)}. {_HINT}"
+        )
+    for place in _target_places(sample):
+        try:
+            label_of_target(sample[place])
+        except (TypeError, ValueError):
+            continue
+        return place
+    return 1
+
+
+def _target_places(sample: Sequence[Any]) -> tuple[int, ...]:
+    """Where the target may stand: after the input, or else at the end."""
+    return (1,) if len(sample) == 2 else (1, -1) if len(sample) > 2 else ()
+
+
+def _label_of_target(target: Any, ignore_index: int | None, background: int | None) -> int:
+    """The label itself, or a mask's dominant foreground class."""
+    array = _as_array(target)
+    if array is not None and array.dtype.kind in "iubf":
+        if array.size == 1:
+            return _as_label(array.item(), "a target")
+        if array.ndim == 3 and 1 in (array.shape[0], array.shape[-1]):
+            array = array.squeeze(0 if array.shape[0] == 1 else -1)
+        if array.ndim == 2:
+            return _dominant_class(array, ignore_index, background)
+    raise TypeError(
+        "Expected a target to be a class label (a whole number) or a mask of classes of shape (H, W), (1, H, W) or"
+        f" (H, W, 1), but got {_described(target if array is None else array)}. {_HINT}"
+    )
+
+
+def _dominant_class(mask: npt.NDArray[Any], ignore_index: int | None, background: int | None) -> int:
+    pixels = _as_labels(mask.ravel())
+    if pixels is None:
+        raise TypeError(
+            f"Expected a mask of classes (whole numbers), but got one of {mask.dtype} with fractions. {_HINT}"
+        )
+    if pixels.min() >= 0 and pixels.max() < _MOST_BINS:
+        counts = np.bincount(pixels)
+        classes = np.arange(counts.size)
+    else:
+        classes, counts = np.unique(pixels, return_counts=True)
+    left_out = [value for value in (ignore_index, background) if value is not None]
+    counts[np.isin(classes, left_out)] = 0
+    if not counts.any():
+        return left_out[-1]  # background, or else void: the mask has nothing but these
+    if classes[counts > 0].min() < 0:
+        raise ValueError(
+            f"Expected the classes of a mask to be at least 0, apart from `ignore_index` ({ignore_index}), but got"
+            f" {classes.min()}."
+        )
+    return int(classes[counts.argmax()])
+
+
+def _as_array(value: Any) -> npt.NDArray[Any] | None:
+    """Numbers, tensors, arrays, images and data frames' columns as an array; ``None`` for everything else."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().numpy()
+    if isinstance(value, int | float) or hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
+        return np.asarray(value)
+    return None
+
+
+def _as_labels(values: npt.NDArray[Any]) -> IndexArray | None:
+    """The values as integers, or ``None`` if they are not whole numbers."""
+    if values.dtype.kind not in "iubf":
+        return None
+    with np.errstate(invalid="ignore"):  # NaN and infinity compare unequal below
+        integers = values.astype(np.int64)
+    return integers if values.dtype.kind != "f" or bool((integers == values).all()) else None
+
+
+def _as_label(value: Any, source: str) -> int:
+    array = _as_array(value)
+    item = array.item() if array is not None and array.size == 1 else value
+    if not isinstance(item, int | float):
+        raise TypeError(f"Expected {source} to be a whole number, but got {_described(value)}.")
+    if item != item // 1:
+        raise ValueError(f"Expected {source} to be a whole number, but got {item}. {_HINT}")
+    return int(item)
+
+
+def _as_groups(values: Any, length: int, source: str) -> npt.NDArray[Any]:
+    """Groups as an array of integers or of strings."""
+    array = _as_array(values)
+    items = list(values) if array is None else array.tolist()
+    items = [item.item() if isinstance(item, Tensor | np.generic) else item for item in items]
+    if len(items) != length:
+        raise ValueError(f"Expected {source} to have one group for each of {length} samples, but got {len(items)}.")
+    if all(isinstance(item, str) for item in items):
+        return np.asarray(items, dtype=np.str_)
+    if all(isinstance(item, int) for item in items):
+        return np.asarray(items, dtype=np.int64)
+    kinds = sorted({type(item).__name__ for item in items})
+    raise TypeError(f"Expected {source} to be all integers or all strings, but got {', '.join(kinds)}.")
+
+
+def _described(value: Any) -> str:
+    """Type and shape of a value, for an error."""
+    shape = getattr(value, "shape", None)
+    name = type(value).__name__
+    if shape is not None:
+        return f"{name} of shape {tuple(shape)} and type {getattr(value, 'dtype', '?')}"
+    return f"{name} of length {len(value)}" if isinstance(value, list | tuple) else name
