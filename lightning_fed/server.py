@@ -223,4 +223,5 @@ def norm(tensors: Sequence[Tensor]) -> Tensor:
         tensor(5.)
 
     """
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value.float()) for value in tensors]))
+    parts = torch.stack([torch.linalg.vector_norm(value.float()) for value in tensors])
+    return torch.linalg.vector_norm(parts)  # type: ignore[no-any-return]

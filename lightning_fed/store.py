@@ -97,10 +97,9 @@ class FolderStore(ClientStore):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self._written: set[Client] = (
-            set()
-        )  # by this run; the other clients' versions from `_resumed_at` on are not ours
         self._resumed_at: int | None = None
+        self._written: set[Client] = set()  # by this run: the others' versions from `_resumed_at` on are not ours
+        self._prunable: set[Client] = set()
         self._last_checkpoint = 0
 
     def get(self, client: Client) -> State | None:

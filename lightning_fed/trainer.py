@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -125,8 +126,8 @@ class FederatedTrainer(L.Trainer):
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: L.LightningDataModule | None = None,
-        ckpt_path: str | os.PathLike[str] | None = None,
-        **options: Any,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
     ) -> None:
         """Trains the model federatedly; afterwards it holds the last complete global model.
 
@@ -139,7 +140,7 @@ class FederatedTrainer(L.Trainer):
             datamodule: Any datamodule, which ``partition`` splits, or a
                 :class:`~lightning_fed.data.FederatedDataModule`.
             ckpt_path: Checkpoint to resume from.
-            options: Further arguments of ``L.Trainer.fit``.
+            weights_only: As in ``L.Trainer.fit`` from Lightning 2.6 on: whether to load tensors and primitives only.
 
         Raises:
             MisconfigurationException: If the data are not clients and there is no ``partition``, or the Trainer is
@@ -154,4 +155,5 @@ class FederatedTrainer(L.Trainer):
         elif train_dataloaders is not None:
             datamodule = LoaderDataModule(train_dataloaders, val_dataloaders)
             train_dataloaders = val_dataloaders = None
+        options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, **options)

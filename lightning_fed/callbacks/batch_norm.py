@@ -11,7 +11,7 @@ count of every BatchNorm layer's input, and the server pools them by the law of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,7 +74,7 @@ class InputStatistics:
     def watching(self) -> Iterator[None]:
         """While inside, every forward pass is counted."""
         handles = [
-            layer.register_forward_pre_hook(lambda _, inputs, name=name: self._count(name, inputs[0]))  # type: ignore[misc]
+            layer.register_forward_pre_hook(lambda _, inputs, name=name: self._count(name, inputs[0]))
             for name, layer in self._layers.items()
         ]
         try:
@@ -103,7 +103,7 @@ class InputStatistics:
         )
 
 
-def pool_statistics(reports: list[Mapping[str, Tensor]], layer: str) -> tuple[Tensor, Tensor] | None:
+def pool_statistics(reports: Sequence[Mapping[str, Tensor]], layer: str) -> tuple[Tensor, Tensor] | None:
     """Mean and unbiased variance of a layer's input over all clients, in float64; ``None`` if no client used it.
 
     Example:

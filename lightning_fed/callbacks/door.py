@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 _REFUSED: dict[type[L.Callback], str] = {

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.aggregators import Aggregator, build_aggregator
 from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, thaw_batch_norm, warn_of_averaging
@@ -198,8 +198,8 @@ class Federation(L.Callback):
                 f" brings them, but got {'both' if self.partition is not None else 'neither'}."
             )
         self._trainer = trainer
-        self._previous_reload = trainer.reload_dataloaders_every_n_epochs
-        trainer.reload_dataloaders_every_n_epochs = 1
+        self._previous_reload = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         owner = find_loader_owner(trainer, pl_module)
         self._hooks = [
             TakenHook(owner, "train_dataloader", self._train_dataloader),
@@ -459,7 +459,7 @@ class Federation(L.Callback):
         for hook in self._hooks:
             hook.give_back()
         if self._hooks:
-            self._trainer.reload_dataloaders_every_n_epochs = self._previous_reload
+            self._trainer.reload_dataloaders_every_n_epochs = self._previous_reload  # type: ignore[attr-defined]
         self._hooks = []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import lightning as L
@@ -167,9 +167,9 @@ class FederatedDataModule(EvaluationData):
         if not keys:
             raise ValueError("Expected at least one client, but got none.")
         if not isinstance(self.clients[keys[0]], Dataset):
-            return LoaderClients(self.clients)  # type: ignore[arg-type]
+            return LoaderClients(self.clients)
         return DatasetClients(
-            DatasetsSource(self.clients, self.collate_fn),  # type: ignore[arg-type]
+            DatasetsSource(self.clients, self.collate_fn),
             self.batch_size,
             self.shuffle,
             self.drop_last,
@@ -209,13 +209,13 @@ class ChainedLoaders:
 
     """
 
-    def __init__(self, loaders: Sequence[Iterable[Any]]) -> None:
+    def __init__(self, loaders: Sequence[Any]) -> None:
         self.loaders = loaders
 
     def __len__(self) -> int:
-        return sum(len(loader) for loader in self.loaders)  # type: ignore[arg-type]
+        return sum(len(loader) for loader in self.loaders)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Any]:
         for loader in self.loaders:
             yield from loader
 
@@ -230,10 +230,20 @@ def as_mapping(clients: Any, name: str) -> Mapping[Client, Any]:
     if isinstance(clients, Mapping):
         return clients
     if isinstance(clients, Sequence) and not isinstance(clients, str):
-        return LazyClients(range(len(clients)), clients.__getitem__)
+        return LazyClients(range(len(clients)), _Places(clients))
     raise TypeError(
         f"Expected `{name}` to be a mapping or a sequence of data sets or loaders, but got {type(clients).__name__}."
     )
+
+
+class _Places:
+    """Looks up a sequence; a class, because it goes to worker processes."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = values
+
+    def __call__(self, place: Client) -> Any:
+        return self._values[int(place)]
 
 
 def dataset_of(data: Any) -> Any:

@@ -134,7 +134,7 @@ class DatasetClients(Population):
         self._sampler = _RoundSampler(self)
         self._loader: DataLoader[Any] = DataLoader(
             source,
-            batch_sampler=self._sampler,
+            batch_sampler=self._sampler,  # type: ignore[arg-type] # requests of our own, which `source` understands
             collate_fn=_as_collated,
             generator=torch.Generator().manual_seed(0),  # else the loader draws from the global generator
             **(loader_options or {}),
