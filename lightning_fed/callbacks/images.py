@@ -232,9 +232,10 @@ def _split(batch: Any) -> tuple[Tensor, Tensor]:
         return batch["image"], batch["mask"]
     if isinstance(batch, list | tuple) and len(batch) == 2:
         return batch[0], batch[1]
+    got = f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
     raise TypeError(
         "Expected a validation batch (x, y) or a dict with keys 'image' and 'mask' for `SegmentationImages`, "
-        f"but got {type(batch).__name__}."
+        f"but got {got}."
     )
 
 
