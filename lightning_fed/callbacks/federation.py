@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fed.aggregators import Aggregator, build_aggregator
 from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, thaw_batch_norm, warn_of_averaging
