@@ -3,9 +3,12 @@
 Nothing here imports the package: these are what its results are compared with.
 """
 
+import hashlib
 import itertools
+import random
 
 import numpy as np
+import torch
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Partitions: specs/baselines.md, section 3 (McMahan 2017; Hsu, Qi and Brown 2019; NIID-Bench's published program)
@@ -103,3 +106,145 @@ def permuted_pixels_reference(image, permutation):
             source = int(permutation[place])
             permuted[channel, place // width, place % width] = image[channel, source // width, source % width]
     return permuted
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Federated averaging: McMahan et al. 2017, Algorithm 1, with the schedule of DESIGN section 3 written again
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def client_key_reference(client):
+    """The first 8 bytes, big endian, of the SHA-256 of "s:name" or "i:number"."""
+    text = ("s:" if isinstance(client, str) else "i:") + str(client)
+    return int(hashlib.sha256(text.encode()).hexdigest()[:16], 16)
+
+
+def visit_seed_reference(seed, round, client):
+    return int(np.random.SeedSequence([seed, round, 3, client_key_reference(client)]).generate_state(1)[0])
+
+
+def cohort_reference(seed, round, clients, size):
+    """The clients of a round in the order of the population."""
+    clients = list(clients)
+    if size == len(clients):
+        return clients
+    places = np.random.default_rng(np.random.SeedSequence([seed, round, 0])).choice(len(clients), size, replace=False)
+    return [clients[place] for place in sorted(places.tolist())]
+
+
+def epoch_reference(num_samples, batch_size, visit_seed, epoch):
+    """One epoch's batches as lists of places: a fresh permutation, a trailing single example with the batch before."""
+    order = np.random.default_rng([visit_seed, epoch]).permutation(num_samples).tolist()
+    batches = []
+    while order:
+        batches.append(order[:batch_size])
+        order = order[batch_size:]
+    if len(batches) > 1 and len(batches[-1]) == 1 < batch_size:
+        single = batches.pop()
+        batches[-1] = batches[-1] + single
+    return batches
+
+
+def visit_batches_reference(tensors, batch_size, visit_seed, epochs=1, steps=None):
+    """The batches of a visit, each a list of tensors; ``steps`` batches, or ``epochs`` epochs."""
+    batches, epoch = [], 0
+    while epoch < epochs if steps is None else len(batches) < steps:
+        for places in epoch_reference(len(tensors[0]), batch_size, visit_seed, epoch):
+            batches.append([tensor[places] for tensor in tensors])
+        epoch += 1
+    return batches if steps is None else batches[:steps]
+
+
+def seed_reference(seed):
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - what a visit does
+    torch.manual_seed(seed)
+
+
+def average_reference(states, sizes, equal=False):
+    """Weighted mean in float64; an integer entry is the one of the largest client."""
+    weights = [1.0 if equal else float(size) for size in sizes]
+    largest = max(range(len(sizes)), key=lambda place: sizes[place])
+    mean = {}
+    for name, value in states[0].items():
+        if value.is_floating_point():
+            total = torch.zeros_like(value, dtype=torch.float64)
+            for weight, state in zip(weights, states, strict=True):
+                total += weight * state[name].double()
+            mean[name] = (total / sum(weights)).to(value.dtype)
+        else:
+            mean[name] = states[largest][name].clone()
+    return mean
+
+
+def fedavg_reference(
+    net, clients, loss, optimizer, rounds, cohort_size, seed, batch_size, epochs=1, steps=None, clip=None, equal=False
+):
+    """Federated averaging with one plain PyTorch loop per client; the net is changed, a list of global states returned.
+
+    Args:
+        net: A ``torch.nn.Module``.
+        clients: Client to tensors, whose first dimension is the example.
+        loss: Function of (net, batch).
+        optimizer: Function of parameters, called for every visit.
+        rounds: Number of rounds.
+        cohort_size: Clients per round.
+        seed: Seed of the schedule.
+        batch_size: Examples per batch.
+        epochs: Local epochs.
+        steps: Local batches instead of epochs.
+        clip: Largest norm of the gradient.
+        equal: Whether clients weigh the same.
+
+    """
+    history = []
+    for round in range(rounds):
+        start = {name: value.clone() for name, value in net.state_dict().items()}
+        states, sizes = [], []
+        for client in cohort_reference(seed, round, clients, cohort_size):
+            visit_seed = visit_seed_reference(seed, round, client)
+            batches = visit_batches_reference(clients[client], batch_size, visit_seed, epochs, steps)
+            net.load_state_dict(start)
+            net.train()
+            seed_reference(visit_seed)
+            stepper = optimizer(net.parameters())
+            for batch in batches:
+                stepper.zero_grad()
+                loss(net, batch).backward()
+                if clip is not None:
+                    torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+                stepper.step()
+            states.append({name: value.clone() for name, value in net.state_dict().items()})
+            sizes.append(len(clients[client][0]))
+        net.load_state_dict(average_reference(states, sizes, equal))
+        history.append({name: value.clone() for name, value in net.state_dict().items()})
+    return history
+
+
+def batch_norm_reference(net, layers, batches):
+    """Mean and unbiased variance of what enters BatchNorm layers, over all batches of all clients, in float64.
+
+    Args:
+        net: The net; BatchNorm normalises by batch, everything else is in evaluation mode.
+        layers: Name of each layer to the layer.
+        batches: The inputs of the net, batch after batch.
+
+    """
+    seen = {name: [] for name in layers}
+    handles = [
+        layer.register_forward_pre_hook(lambda _, inputs, name=name: seen[name].append(inputs[0].double()))
+        for name, layer in layers.items()
+    ]
+    net.eval()
+    for layer in layers.values():
+        layer.train()
+    with torch.no_grad():
+        for batch in batches:
+            net(batch)
+    for handle in handles:
+        handle.remove()
+    statistics = {}
+    for name, values in seen.items():
+        flat = torch.cat([value.movedim(1, -1).reshape(-1, value.shape[1]) for value in values])
+        statistics[name] = flat.mean(0), flat.var(0)
+    return statistics

@@ -1,0 +1,88 @@
+"""What every test gets: one thread, its own random numbers, nothing left behind; and trainers that only train."""
+
+import gc
+import logging
+import os
+import random
+import threading
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+
+from lightning_fed import FederatedTrainer
+
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_random_numbers():
+    """Every test starts from the same global generators; what ran before it does not matter, nor what runs after."""
+    names = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+    before = {name: os.environ.pop(name, None) for name in names}
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    torch.manual_seed(0)
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+    torch.set_rng_state(states[2])
+    for name in names:
+        os.environ.pop(name, None)
+        if before[name] is not None:
+            os.environ[name] = before[name]
+
+
+@pytest.fixture(autouse=True)
+def no_leaks():
+    """A test leaves no thread behind, and the switches of torch as they were."""
+    before = set(threading.enumerate())
+    yield
+    torch.set_num_threads(1)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+    left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    if left:
+        gc.collect()  # loaders and writers that nobody holds any more
+        for thread in left:
+            thread.join(timeout=5)
+    assert not [thread.name for thread in left if thread.is_alive()]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quiet_lightning():
+    """Lightning says little; what we say stays, so that `caplog` sees it."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@pytest.fixture
+def plain_trainer(tmp_path):
+    """Makes an ``L.Trainer`` without logger, bar and checkpoints; any argument can be given."""
+
+    def make(**arguments):
+        return L.Trainer(**{**QUIET, "default_root_dir": tmp_path, **arguments})
+
+    return make
+
+
+@pytest.fixture
+def federated_trainer(tmp_path):
+    """Makes a ``FederatedTrainer``, likewise."""
+
+    def make(**arguments):
+        return FederatedTrainer(**{**QUIET, "default_root_dir": tmp_path, **arguments})
+
+    return make

@@ -1,0 +1,313 @@
+"""Small real models and data of ours. Every maker gives the same weights and examples at every call."""
+
+from collections.abc import Callable, Mapping
+
+import lightning as L
+import segmentation_models_pytorch as smp
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+CLASSES = 3
+
+# --- optimizers -----------------------------------------------------------------------------------------------------
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+# --- modules --------------------------------------------------------------------------------------------------------
+
+
+class Module(L.LightningModule):
+    """A net, a loss and an optimizer, as a user would write them.
+
+    Args:
+        net: The net.
+        optimizer: Makes the optimizer of the parameters.
+        scheduler: Makes Lightning's scheduler configuration of the optimizer, if there is one.
+        loss: Loss of (output, target).
+
+    """
+
+    def __init__(self, net, optimizer: Callable = sgd, scheduler: Callable | None = None, loss=F.cross_entropy):
+        super().__init__()
+        self.net = net
+        self.make_optimizer = optimizer
+        self.make_scheduler = scheduler
+        self.loss = loss
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        loss = self.loss(self(inputs), targets)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        inputs, targets = batch
+        outputs = self(inputs)
+        self.log("val_loss", self.loss(outputs, targets))
+        if not targets.is_floating_point():
+            self.log("val_acc", (outputs.argmax(1) == targets).float().mean())
+
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer(self.parameters())
+        if self.make_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.make_scheduler(optimizer)}
+
+
+class ManualModule(Module):
+    """Optimizes by hand: two gradient accumulations per step, and a scheduler stepped with every optimizer step."""
+
+    def __init__(self, net, optimizer: Callable = momentum, scheduler: Callable | None = None):
+        super().__init__(net, optimizer, scheduler)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for part in zip(*(tensor.chunk(2) for tensor in batch), strict=True):
+            inputs, targets = part
+            self.manual_backward(self.loss(self(inputs), targets) / 2)
+        self.clip_gradients(optimizer, gradient_clip_val=1.0)
+        optimizer.step()
+        if self.make_scheduler is not None:
+            self.lr_schedulers().step()
+
+
+class TwoOptimizers(L.LightningModule):
+    """Two nets that train against each other, each with its own optimizer: the smallest GAN."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.maker = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.judge = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        real = batch[0]
+        make, judge = self.optimizers()
+        noise = torch.randn(len(real), 4)
+        self.toggle_optimizer(judge)
+        scores = self.judge(real), self.judge(self.maker(noise).detach())
+        loss = F.softplus(-scores[0]).mean() + F.softplus(scores[1]).mean()
+        judge.zero_grad()
+        self.manual_backward(loss)
+        judge.step()
+        self.untoggle_optimizer(judge)
+        self.toggle_optimizer(make)
+        loss = F.softplus(-self.judge(self.maker(noise))).mean()
+        make.zero_grad()
+        self.manual_backward(loss)
+        make.step()
+        self.untoggle_optimizer(make)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.softplus(-self.judge(batch[0])).mean())
+
+    def configure_optimizers(self):
+        return [
+            torch.optim.Adam(self.maker.parameters(), lr=1e-2, betas=(0.5, 0.9)),
+            torch.optim.SGD(self.judge.parameters(), lr=1e-2, momentum=0.9),
+        ]
+
+
+class Quadratic(L.LightningModule):
+    """0.5 * |w - x|^2: the optimum is the mean of the examples, and one step with rate 1 goes there."""
+
+    def __init__(self, size=2, lr=1.0):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(size))
+        self.lr = lr
+
+    def training_step(self, batch, batch_idx):
+        return 0.5 * (self.w - batch[0]).square().sum(1).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 0.5 * (self.w - batch[0]).square().sum(1).mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+# --- nets -----------------------------------------------------------------------------------------------------------
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+def dropout_mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, CLASSES))
+
+
+def norm_mlp():
+    """BatchNorm, dropout."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 8), nn.BatchNorm1d(8),
+        nn.ReLU(), nn.Linear(8, CLASSES),
+    )  # fmt: skip
+
+
+def cnn():
+    """Convolutions with BatchNorm, for images of 1 x 8 x 8."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8, momentum=None), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES),
+    )  # fmt: skip
+
+
+class BaseAndHead(nn.Module):
+    """A base that all share and a head that may be personal."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, inputs):
+        return self.head(self.base(inputs))
+
+
+class Tied(nn.Module):
+    """A language model whose embedding is its output layer."""
+
+    def __init__(self, tokens=7, size=5):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(tokens, size)
+        self.mix = nn.Linear(size, size)
+        self.output = nn.Linear(size, tokens)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.output(torch.tanh(self.mix(self.embedding(tokens)).cumsum(1))).transpose(1, 2)
+
+
+class Recurrent(nn.Module):
+    """A language model with an LSTM of two layers and dropout between them."""
+
+    def __init__(self, tokens=7, size=5):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(tokens, size)
+        self.lstm = nn.LSTM(size, 6, num_layers=2, batch_first=True, dropout=0.3)
+        self.output = nn.Linear(6, tokens)
+
+    def forward(self, tokens):
+        return self.output(self.lstm(self.embedding(tokens))[0]).transpose(1, 2)
+
+
+def deeplab():
+    """DeepLabV3+ of `segmentation_models_pytorch`, from scratch."""
+    torch.manual_seed(0)
+    return smp.DeepLabV3Plus("mobilenet_v2", encoder_weights=None, classes=CLASSES, decoder_channels=16)
+
+
+def unet():
+    """U-Net of `segmentation_models_pytorch`, from scratch."""
+    torch.manual_seed(0)
+    return smp.Unet("resnet18", encoder_weights=None, classes=CLASSES, decoder_channels=(32, 16, 16, 8, 8))
+
+
+# --- data: for each client a tuple of tensors; sizes differ, and some leave a batch of one at the end ---------------
+
+SIZES = {"ann": 65, "bob": 40, "cid": 97, "dan": 7, "eve": 33}
+"""Examples per client. In batches of 32, `ann` (65), `cid` (97) and `eve` (33) leave a single one over."""
+
+
+def vectors(sizes: Mapping[str, int] = SIZES):
+    """Gaussian vectors whose mean differs between clients, with the class of a fixed linear rule."""
+    generator = torch.Generator().manual_seed(1)
+    rule = torch.randn(6, CLASSES, generator=generator)
+    clients = {}
+    for place, (name, size) in enumerate(sizes.items()):
+        inputs = torch.randn(size, 6, generator=generator) + 0.3 * place
+        clients[name] = (inputs, (inputs @ rule).argmax(1))
+    return clients
+
+
+def images(sizes: Mapping[str, int] = SIZES):
+    """Images of 1 x 8 x 8 whose class is the quarter that is bright."""
+    generator = torch.Generator().manual_seed(2)
+    clients = {}
+    for place, (name, size) in enumerate(sizes.items()):
+        targets = torch.randint(CLASSES, (size,), generator=generator)
+        inputs = torch.randn(size, 1, 8, 8, generator=generator) * (1 + place / 4)
+        for row, target in enumerate(targets.tolist()):
+            inputs[row, 0, 4 * (target // 2) :, 4 * (target % 2) :][:4, :4] += 1
+        clients[name] = (inputs, targets)
+    return clients
+
+
+def sentences(sizes: Mapping[str, int] = SIZES):
+    """Rising sequences of 5 tokens (modulo 7) and the tokens that follow, with steps that differ between clients."""
+    generator = torch.Generator().manual_seed(3)
+    clients = {}
+    for place, (name, size) in enumerate(sizes.items()):
+        start = torch.randint(7, (size, 1), generator=generator)
+        tokens = (start + torch.arange(6) * (1 + place % 3)) % 7
+        clients[name] = (tokens[:, :-1], tokens[:, 1:])
+    return clients
+
+
+def scenes(sizes: Mapping[str, int]):
+    """Images of 3 x 32 x 32 with a bright box, and the class of every pixel."""
+    generator = torch.Generator().manual_seed(4)
+    clients = {}
+    for name, size in sizes.items():
+        inputs = torch.randn(size, 3, 32, 32, generator=generator)
+        targets = torch.zeros(size, 32, 32, dtype=torch.int64)
+        for row in range(size):
+            top, left = (int(place) for place in torch.randint(16, (2,), generator=generator))
+            label = 1 + row % (CLASSES - 1)
+            targets[row, top : top + 16, left : left + 16] = label
+            inputs[row, label, top : top + 16, left : left + 16] += 2
+        clients[name] = (inputs, targets)
+    return clients
+
+
+def as_datasets(clients: Mapping[str, tuple]):
+    return {name: TensorDataset(*tensors) for name, tensors in clients.items()}
+
+
+def pooled(clients: Mapping[str, tuple], batch_size=32, **options):
+    """One loader over all examples, client after client, and the client's name of every example."""
+    tensors = [torch.cat(parts) for parts in zip(*clients.values(), strict=True)]
+    groups = [name for name, parts in clients.items() for _ in range(len(parts[0]))]
+    return DataLoader(TensorDataset(*tensors), batch_size, **{"shuffle": True, **options}), groups
+
+
+class PooledData(L.LightningDataModule):
+    """All examples in one training loader, as in a project that knows nothing of clients."""
+
+    def __init__(self, clients, val=None, **options):
+        super().__init__()
+        self.clients, self.val, self.options = clients, val, options
+
+    def train_dataloader(self):
+        return pooled(self.clients, **self.options)[0]
+
+    def val_dataloader(self):
+        return [] if self.val is None else DataLoader(TensorDataset(*self.val), 16)

@@ -1,0 +1,130 @@
+"""Callbacks and a logger that note what passes, for tests."""
+
+import copy
+from dataclasses import dataclass, field
+
+import torch
+from lightning.pytorch.loggers.logger import Logger
+
+from lightning_fed import FederatedCallback
+
+
+def state_of(module):
+    """A copy of everything in the module's state, tied entries under each of their names."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def bytes_of(*states):
+    return sum(value.element_size() * value.numel() for state in states for value in state.values())
+
+
+def assert_same(left, right, names=None):
+    """Bit-equal states."""
+    names = sorted(left) if names is None else names
+    assert names == sorted(names)
+    different = [name for name in names if not torch.equal(left[name], right[name])]
+    assert not different, {name: float((left[name].double() - right[name].double()).abs().max()) for name in different}
+    assert all(left[name].dtype == right[name].dtype for name in names)
+
+
+@dataclass
+class SeenVisit:
+    """One visit: both messages, the module at both ends, and its batches."""
+
+    round: int
+    client: object
+    broadcast: dict
+    start: dict
+    update: dict = field(default_factory=dict)
+    end: dict = field(default_factory=dict)
+    num_samples: int = 0
+    batches: list = field(default_factory=list)
+    learning_rates: list = field(default_factory=list)
+    extras: tuple = ()
+
+
+class Recorder(FederatedCallback):
+    """Notes every message, visit, aggregate, and what validation saw."""
+
+    def __init__(self):
+        self.visits: list[SeenVisit] = []
+        self.aggregates: list[dict] = []
+        self.validated: list[dict] = []
+        self.logged: list[dict] = []
+        self.objects: set[tuple] = set()
+        self.down_bytes: list[int] = []
+        self.up_bytes: list[int] = []
+
+    def round(self, number):
+        return [visit for visit in self.visits if visit.round == number]
+
+    def on_train_epoch_start(self, trainer, module):
+        self.down_bytes.append(0)
+        self.up_bytes.append(0)
+
+    def on_broadcast(self, trainer, module, client, broadcast):
+        self.down_bytes[-1] += bytes_of(broadcast.state, broadcast.extras)
+
+    def on_client_start(self, trainer, module, client, broadcast):
+        sent = {name: value.clone() for name, value in broadcast.state.items()}
+        self.visits.append(SeenVisit(broadcast.round, client, sent, state_of(module)))
+        self.objects.add(
+            (
+                tuple(id(parameter) for parameter in module.parameters()),
+                tuple(parameter.data_ptr() for parameter in module.parameters()),
+                tuple(id(optimizer) for optimizer in trainer.optimizers),
+                id(trainer.model),
+            )
+        )
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.visits[-1].batches.append(copy.deepcopy(batch))
+        self.visits[-1].learning_rates.append(
+            [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        )
+
+    def on_client_end(self, trainer, module, client, update):
+        visit = self.visits[-1]
+        assert visit.client == client == update.client
+        visit.update = {name: value.clone() for name, value in update.state.items()}
+        visit.end = state_of(module)
+        visit.num_samples = update.num_samples
+
+    def on_update(self, trainer, module, update):
+        self.up_bytes[-1] += bytes_of(update.state, update.extras)
+
+    def on_aggregate(self, trainer, module, state):
+        self.aggregates.append({name: value.clone() for name, value in state.items()})
+
+    def on_validation_start(self, trainer, module):
+        if not trainer.sanity_checking:
+            self.validated.append(state_of(module))
+
+    def on_train_epoch_end(self, trainer, module):
+        self.logged.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+
+
+class MemoryLogger(Logger):
+    """Keeps what is logged: (step, values)."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines: list[tuple[int, dict]] = []
+
+    @property
+    def name(self):
+        return "memory"
+
+    @property
+    def version(self):
+        return 0
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.lines.append((step, dict(metrics)))
+
+    def curve(self, name):
+        """(step, value) of every time that the name was logged."""
+        return [(step, metrics[name]) for step, metrics in self.lines if name in metrics]
