@@ -299,7 +299,7 @@ def test_when_grids_are_logged(tmp_path, options, trainer_options, expected):
 
 
 def test_the_first_images_of_the_first_loader_stay_the_same(tmp_path):
-    """Fewer images than asked for, a shuffled loader, a second loader: still the first images of the first epoch."""
+    """Fewer images than asked for, a new order, a second loader, a step that overwrites: still those seen first."""
     logger = TensorBoardLogger(tmp_path)
     seen = []
 
@@ -320,9 +320,14 @@ def test_the_first_images_of_the_first_loader_stay_the_same(tmp_path):
                 x, y = self.pairs[index]
                 yield x[None], y[None]
 
+    class Overwrites(Segmenter):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            batch[0].zero_()
+            batch[1].zero_()
+
     callback = SegmentationImages(every_n_epochs=1, num_images=4)
     val = [Loader(1), Loader(2)]
-    fit(Segmenter(), logger, [callback], val, max_epochs=3, num_sanity_val_steps=0)
+    fit(Overwrites(), logger, [callback], val, max_epochs=3, num_sanity_val_steps=0)
     assert len(set(seen)) == 3
     pictures = [picture for _, picture in logged(logger)]
     x, y = (torch.stack(parts) for parts in zip(*dataset(3, seed=1), strict=True))

@@ -389,6 +389,8 @@ def test_optimizer_options_reach_the_optimizer():
     # an option that is not given is the optimizer's own default
     (group,) = ClassificationTask("mlp", 10, optimizer="AdamW").configure_optimizers().param_groups
     assert group["weight_decay"] == 0.01
+    plateau = ClassificationTask("mlp", 10, scheduler="ReduceLROnPlateau", scheduler_monitor="val_acc")
+    assert plateau.configure_optimizers()["lr_scheduler"]["monitor"] == "val_acc"
     # Lightning's learning-rate finder writes here
     task.lr = 0.9
     assert task.configure_optimizers().param_groups[0]["lr"] == 0.9
