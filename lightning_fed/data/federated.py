@@ -52,6 +52,10 @@ class EvaluationData(L.LightningDataModule):
         super().__init__()
         self.val = val
         self.test = test
+        for hook, data in (("val_dataloader", val), ("test_dataloader", test)):
+            if data is None and getattr(type(self), hook) is getattr(EvaluationData, hook):
+                # No data, no hook: Lightning then asks the module for its own, and else leaves the loop out.
+                setattr(self, hook, getattr(super(), hook))
 
     def val_dataloader(self) -> Any:
         """The validation data; of a mapping of clients, all of them one after another."""
@@ -127,6 +131,7 @@ class FederatedDataModule(EvaluationData):
         ValueError: If there are no clients.
 
     Example:
+        >>> import torch
         >>> from torch.utils.data import TensorDataset
         >>> hospitals = {name: TensorDataset(torch.zeros(8, 3), torch.zeros(8)) for name in ("a", "b")}
         >>> data = FederatedDataModule(hospitals, batch_size=4)
