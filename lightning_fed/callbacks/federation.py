@@ -17,18 +17,18 @@ from lightning_fed.aggregators import Aggregator, build_aggregator
 from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, thaw_batch_norm, warn_of_averaging
 from lightning_fed.callbacks.client_evaluation import evaluate_clients
 from lightning_fed.callbacks.door import TakenHook, check_schedulers, check_trainer, find_loader_owner
-from lightning_fed.callbacks.federated_callback import FederatedCallback
+from lightning_fed.callbacks.open_round import OpenRound
 from lightning_fed.callbacks.round_log import RoundLog
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_loader
 from lightning_fed.data.partitions import Partition
-from lightning_fed.data.population import PlannedVisit, Population
+from lightning_fed.data.population import Population
 from lightning_fed.data.rounds import RoundLoader
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.messages import Client
 from lightning_fed.schedule import Cohort, Schedule
 from lightning_fed.server import Server
-from lightning_fed.state import BatchNorm, Policy, Selector, batch_norm_statistics, entry_policies, tied_names
+from lightning_fed.state import BatchNorm, Policy, Selector, batch_norm_statistics, entry_policies
 from lightning_fed.store import ClientStore, FolderStore, MemoryStore
-from lightning_fed.visit import LocalModel, LocalOptimizers
+from lightning_fed.visit import LocalModel
 
 _log = logging.getLogger(__name__)
 
@@ -144,19 +144,16 @@ class Federation(L.Callback):
         self._policies: dict[str, Policy] = {}
         self._loader: RoundLoader | None = None
         self._served: RoundLoader | None = None  # the loader whose round is over
-        self._cohort: Cohort | None = None
-        self._global: State | None = None  # while a round is open
-        self._local: LocalModel
-        self._optimizers: LocalOptimizers
-        self._visit: PlannedVisit | None = None
-        self._broadcast: Broadcast
+        self._cohort: Cohort
+        self._round: OpenRound | None = None
 
     # What the outside may ask
 
     @property
     def current_client(self) -> Client | None:
         """The client that trains now; ``None`` between visits."""
-        return None if self._visit is None else self._visit.visit.client
+        visit = None if self._round is None else self._round.visit
+        return None if visit is None else visit.visit.client
 
     @property
     def population(self) -> Population:
@@ -243,8 +240,9 @@ class Federation(L.Callback):
     ) -> None:
         """Starts the visit if this is its first batch."""
         self._batches_begun = batch_idx + 1
-        if self._loader is not None and self._loader.current is not self._visit:
-            self._start_visit(trainer, pl_module)
+        planned = None if self._loader is None else self._loader.current
+        if planned is not None and (self._round is None or self._round.visit is not planned):
+            self._open(trainer, pl_module).start_visit(planned)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -254,9 +252,11 @@ class Federation(L.Callback):
         if loader is None or loader.batches_left or loader is self._served:
             return
         self._batches_begun = batch_idx + 1
-        self._end_visit(trainer, pl_module)
+        round = self._open(trainer, pl_module)
+        if loader.current is not None:
+            round.end_visit(loader.current)
         if loader.current is None or loader.current is loader.visits[-1]:
-            self._end_round(trainer, pl_module)
+            self._close(round, pl_module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives the validation metrics the round as their x-axis."""
@@ -265,9 +265,9 @@ class Federation(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the clients; gives up a round that was cut short by the module."""
-        if self._global is not None:
+        if self._round is not None:
             _log.warning("Round %d was cut short: the global model stays as it was.", trainer.current_epoch)
-            self._abandon_round()
+            self._abandon()
         datamodule = getattr(trainer, "datamodule", None)
         every = self.evaluate_clients_every
         if isinstance(datamodule, EvaluationData) and every and self.rounds % every == 0:
@@ -277,7 +277,7 @@ class Federation(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, also where the fit ended inside a round."""
-        self._abandon_round()
+        self._abandon()
         thaw_batch_norm(pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -292,7 +292,7 @@ class Federation(L.Callback):
                     " trailing single example joins the batch before it."
                 )
             exception.add_note(note)
-        self._abandon_round()
+        self._abandon()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Gives back what ``setup`` took."""
@@ -342,104 +342,36 @@ class Federation(L.Callback):
         self._loader = RoundLoader(self._population, cohort, trainer.limit_train_batches, skipped)
         return self._loader
 
-    def _start_round(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert self._loader is not None
-        self._local = LocalModel(pl_module, self._policies, self.store)
-        step_schedulers = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "step"]
-        scaler = trainer.precision_plugin if trainer.precision_plugin.state_dict() else None
-        self._optimizers = LocalOptimizers(trainer.optimizers, step_schedulers, scaler, self.optimizer_state)
-        self._global = self._local.global_state()
-        self.server.start_round(trainer.current_epoch, self._global)
-        for client, reason in self._loader.failed.items():
-            self.server.fail(client, reason)
-        if self.batch_norm == "frozen":
-            freeze_batch_norm(pl_module)
+    def _open(self, trainer: L.Trainer, pl_module: L.LightningModule) -> OpenRound:
+        if self._round is None:
+            assert self._loader is not None
+            self._round = OpenRound(trainer, pl_module, self.server, self._policies, self.store, self.optimizer_state)
+            for client, reason in self._loader.failed.items():
+                self.server.fail(client, reason)
+            if self.batch_norm == "frozen":
+                freeze_batch_norm(pl_module)
+        return self._round
 
-    def _start_visit(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._global is None:
-            self._start_round(trainer, pl_module)
-        assert self._loader is not None
-        assert self._loader.current is not None
-        self._visit = self._loader.current
-        client = self._visit.visit.client
-        callbacks = federated_callbacks(trainer)
-
-        def shape(broadcast: Broadcast) -> None:
-            for callback in callbacks:
-                callback.on_broadcast(trainer, pl_module, client, broadcast)
-
-        self._broadcast = self.server.send(client, shape)
-        self._local.load_client(client, self._broadcast.state)
-        kept = self._local.kept_optimizer_state(client) if self.optimizer_state == "keep" else None
-        self._optimizers.start_visit(kept)
-        pl_module.zero_grad()
-        for callback in callbacks:
-            callback.on_client_start(trainer, pl_module, client, self._broadcast)
-
-    def _end_visit(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._global is None:
-            self._start_round(trainer, pl_module)
-        assert self._loader is not None
-        planned, self._visit = self._loader.current, None
-        if planned is None:  # a round without visits
-            return
-        client = planned.visit.client
-        if planned.fault is not None:
-            self.server.fail(client, planned.fault)
-            return
-        callbacks = federated_callbacks(trainer)
-        update = self._local.answer(client, planned.num_samples, self._broadcast)
-        for callback in callbacks:
-            callback.on_client_end(trainer, pl_module, client, update)
-        self._local.keep(client, self.server.report.round, self._optimizers.end_visit(planned.num_samples))
-
-        def unpack(update: ClientUpdate) -> None:
-            for callback in callbacks:
-                callback.on_update(trainer, pl_module, update)
-
-        self.server.receive(update, unpack)
-
-    def _end_round(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert self._global is not None
-        assert self._cohort is not None
-        before, state = self._global, self.server.finish_round()
-        if state is None:
-            state = before
-        else:
-            for callback in federated_callbacks(trainer):
-                callback.on_aggregate(trainer, pl_module, state)
-        self._local.load_global(state)
-        self._optimizers.end_round()
+    def _close(self, round: OpenRound, pl_module: L.LightningModule) -> None:
+        round.close()
         if self.batch_norm == "recalibrate":
-            recalibrate(trainer, pl_module, self.server, self._local, self.population, self._cohort)
-        names = self._local.parameters
-        self.log_book.end_round(pl_module, self.server.report, self._cohort, before, self._local.entries, names)
-        self._global = None
-        self._served = self._loader
+            recalibrate(self._trainer, pl_module, self.server, round.local, self.population, self._cohort)
+        after, parameters = round.local.entries, round.local.parameters
+        self.log_book.end_round(pl_module, self.server.report, self._cohort, round.before, after, parameters)
+        self._round, self._served = None, self._loader
         self._batches_begun = self._skipped_batches = 0
-        self.rounds = trainer.current_epoch + 1
+        self.rounds = self.server.report.round + 1
 
-    def _abandon_round(self) -> None:
+    def _abandon(self) -> None:
         """Goes back to the global model at the start of the round, if one is open."""
-        if self._global is None:
-            return
-        self._local.load_global(self._global)
-        self._optimizers.start_visit()
-        self._global = self._visit = None
+        if self._round is not None:
+            self._round.abandon()
+            self._round = None
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A checkpoint inside a round holds the last complete global model, and the round is trained again."""
-        if self._global is not None:
-            state = {**self._global, **self._local.home}
-            saved = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, torch.Tensor)}
-            checkpoint["state_dict"] |= {name: state[first].clone() for name, first in tied_names(saved).items()}
-            if "optimizer_states" in checkpoint:
-                optimizers, schedulers = self._optimizers.checkpoint()
-                checkpoint["optimizer_states"] = optimizers
-                configs = self._trainer.lr_scheduler_configs
-                places = [place for place, config in enumerate(configs) if config.interval == "step"]
-                for place, scheduler in zip(places, schedulers, strict=True):
-                    checkpoint["lr_schedulers"][place] = scheduler
+        if self._round is not None:
+            self._round.patch(checkpoint)
         self._hooks[1].original(checkpoint)
 
     def _evaluate(self, trainer: L.Trainer, pl_module: L.LightningModule, clients: dict[Client, Any]) -> None:
@@ -461,12 +393,6 @@ class Federation(L.Callback):
         if self._hooks:
             self._trainer.reload_dataloaders_every_n_epochs = self._previous_reload  # type: ignore[attr-defined]
         self._hooks = []
-
-
-def federated_callbacks(trainer: L.Trainer) -> list[FederatedCallback]:
-    """The Trainer's callbacks that take part in the federation, in their order."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback for callback in callbacks if isinstance(callback, FederatedCallback)]
 
 
 def default_seed() -> int:

@@ -1,0 +1,128 @@
+"""One round while it is open: visits go in, a new global model comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import lightning as L
+import torch
+
+from lightning_fed.callbacks.federated_callback import FederatedCallback
+from lightning_fed.data.population import PlannedVisit
+from lightning_fed.messages import Broadcast, Client, ClientUpdate
+from lightning_fed.server import Server
+from lightning_fed.state import Policy, tied_names
+from lightning_fed.store import ClientStore
+from lightning_fed.visit import LocalModel, LocalOptimizers
+
+
+class OpenRound:
+    """Joins the client half, the server half and the callbacks between them, from a round's first batch to its last.
+
+    Args:
+        trainer: The Trainer.
+        module: The module, which holds the global model.
+        server: The server half.
+        policies: The policy of every entry of the module.
+        store: Where clients keep what is theirs.
+        optimizer_state: Whether clients start with fresh optimizer state or with their own.
+
+    Attributes:
+        local: The module's entries.
+        before: The global model's shared entries as the round found them.
+        visit: The visit that is under way; ``None`` between visits.
+
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        server: Server,
+        policies: Mapping[str, Policy],
+        store: ClientStore,
+        optimizer_state: Literal["reset", "keep"],
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._server = server
+        self._callbacks = federated_callbacks(trainer)
+        self.local = LocalModel(module, policies, store)
+        step_schedulers = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "step"]
+        scaler = trainer.precision_plugin if trainer.precision_plugin.state_dict() else None
+        self._optimizers = LocalOptimizers(trainer.optimizers, step_schedulers, scaler, optimizer_state)
+        self.before = self.local.global_state()
+        self.visit: PlannedVisit | None = None
+        self._broadcast: Broadcast
+        server.start_round(trainer.current_epoch, self.before)
+
+    def start_visit(self, planned: PlannedVisit) -> None:
+        """Makes the module the client's: before its first batch."""
+        self.visit = planned
+        client = planned.visit.client
+        self._broadcast = self._server.send(client, self._shape)
+        self.local.load_client(client, self._broadcast.state)
+        keeps = self._optimizers.mode == "keep"
+        self._optimizers.start_visit(self.local.kept_optimizer_state(client) if keeps else None)
+        self._module.zero_grad()
+        for callback in self._callbacks:
+            callback.on_client_start(self._trainer, self._module, client, self._broadcast)
+
+    def end_visit(self, planned: PlannedVisit) -> None:
+        """Sends the client's answer: after its last batch. What a client keeps is kept only if its answer was good."""
+        self.visit = None
+        client, num_samples = planned.visit.client, planned.num_samples
+        if planned.fault is not None:
+            self._server.fail(client, planned.fault)
+            return
+        update = self.local.answer(client, num_samples, self._broadcast)
+        for callback in self._callbacks:
+            callback.on_client_end(self._trainer, self._module, client, update)
+        if self._server.receive(update, self._unpack):
+            self.local.keep(client, planned.visit.round, self._optimizers.end_visit(num_samples))
+
+    def close(self) -> None:
+        """Aggregates and makes the module the new global model: after the last visit."""
+        state = self._server.finish_round()
+        if state is None:
+            state = self.before
+        else:
+            for callback in self._callbacks:
+                callback.on_aggregate(self._trainer, self._module, state)
+        self.local.load_global(state)
+        self._optimizers.end_round()
+
+    def abandon(self) -> None:
+        """Makes the module the global model that the round found."""
+        self.local.load_global(self.before)
+        self._optimizers.start_visit()
+
+    def patch(self, checkpoint: dict[str, Any]) -> None:
+        """Puts the global model that the round found into a checkpoint taken meanwhile, for a client's."""
+        state = {**self.before, **self.local.home}
+        saved = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, torch.Tensor)}
+        checkpoint["state_dict"] |= {name: state[first].clone() for name, first in tied_names(saved).items()}
+        if "optimizer_states" not in checkpoint:
+            return
+        checkpoint["optimizer_states"], schedulers = self._optimizers.checkpoint()
+        configs = self._trainer.lr_scheduler_configs
+        places = [place for place, config in enumerate(configs) if config.interval == "step"]
+        for place, scheduler in zip(places, schedulers, strict=True):
+            checkpoint["lr_schedulers"][place] = scheduler
+
+    def _shape(self, broadcast: Broadcast) -> None:
+        assert self.visit is not None
+        client: Client = self.visit.visit.client
+        for callback in self._callbacks:
+            callback.on_broadcast(self._trainer, self._module, client, broadcast)
+
+    def _unpack(self, update: ClientUpdate) -> None:
+        for callback in self._callbacks:
+            callback.on_update(self._trainer, self._module, update)
+
+
+def federated_callbacks(trainer: L.Trainer) -> list[FederatedCallback]:
+    """The Trainer's callbacks that take part in the federation, in their order."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, FederatedCallback)]
