@@ -49,7 +49,11 @@ class OpenRound:
         self._server = server
         self._callbacks = federated_callbacks(trainer)
         self.local = LocalModel(module, policies, store)
-        step_schedulers = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "step"]
+        # With manual optimization Lightning leaves the stepping, and so the interval, to the user.
+        is_manual = not module.automatic_optimization
+        configs = trainer.lr_scheduler_configs
+        self._stepwise = [place for place, config in enumerate(configs) if is_manual or config.interval == "step"]
+        step_schedulers = [configs[place].scheduler for place in self._stepwise]
         scaler = trainer.precision_plugin if trainer.precision_plugin.state_dict() else None
         self._optimizers = LocalOptimizers(trainer.optimizers, step_schedulers, scaler, optimizer_state)
         self.before = self.local.global_state()
@@ -106,9 +110,7 @@ class OpenRound:
         if "optimizer_states" not in checkpoint:
             return
         checkpoint["optimizer_states"], schedulers = self._optimizers.checkpoint()
-        configs = self._trainer.lr_scheduler_configs
-        places = [place for place, config in enumerate(configs) if config.interval == "step"]
-        for place, scheduler in zip(places, schedulers, strict=True):
+        for place, scheduler in zip(self._stepwise, schedulers, strict=True):
             checkpoint["lr_schedulers"][place] = scheduler
 
     def _shape(self, broadcast: Broadcast) -> None:
