@@ -1,1 +1,9 @@
-"""TODO."""
+"""Ready LightningModules: classification and segmentation."""
+
+from lightning_fed.tasks.base import Task as Task
+from lightning_fed.tasks.classification import ClassificationTask as ClassificationTask
+from lightning_fed.tasks.networks import NETWORKS as NETWORKS
+from lightning_fed.tasks.networks import build_network as build_network
+from lightning_fed.tasks.segmentation import SegmentationTask as SegmentationTask
+
+__all__ = ["NETWORKS", "ClassificationTask", "SegmentationTask", "Task", "build_network"]
