@@ -302,12 +302,23 @@ def pooled(clients: Mapping[str, tuple], batch_size=32, **options):
 class PooledData(L.LightningDataModule):
     """All examples in one training loader, as in a project that knows nothing of clients."""
 
-    def __init__(self, clients, val=None, **options):
+    def __init__(self, clients, **options):
         super().__init__()
-        self.clients, self.val, self.options = clients, val, options
+        self.clients, self.options = clients, options
 
     def train_dataloader(self):
         return pooled(self.clients, **self.options)[0]
 
+
+class ValidatedData(PooledData):
+    """The same with validation and test data."""
+
+    def __init__(self, clients, val, **options):
+        super().__init__(clients, **options)
+        self.val = val
+
     def val_dataloader(self):
-        return [] if self.val is None else DataLoader(TensorDataset(*self.val), 16)
+        return DataLoader(TensorDataset(*self.val), 16)
+
+    def test_dataloader(self):
+        return DataLoader(TensorDataset(*self.val), 16)

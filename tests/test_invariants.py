@@ -1,0 +1,577 @@
+"""What must always hold (DESIGN, section 6): visits are Lightning fits, FedAvg is FedAvg, identities, only messages."""
+
+import copy
+import gc
+import multiprocessing
+from dataclasses import dataclass, field
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fed import ClientUpdate, FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
+from lightning_fed.aggregators import FairAvg, FedAvg
+from lightning_fed.data import ByGroup
+from tests import models
+from tests.recorders import Recorder, assert_same, bytes_of, state_of
+from tests.references import (
+    average_reference,
+    epoch_reference,
+    fedavg_reference,
+    visit_seed_reference,
+)
+
+# Most fits here only train, with modules that could validate.
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+SEED = 7
+
+
+class FixedBatches:
+    """Batches by epoch, for a plain Trainer: an iterable that Lightning leaves as it is."""
+
+    def __init__(self, *epochs):
+        self.epochs = epochs
+        self.trainer = None
+
+    def __len__(self):
+        return len(self.epochs[0])
+
+    def __iter__(self):
+        return iter(self.epochs[self.trainer.current_epoch])
+
+
+def epochs_of(tensors, visit_seed, epochs, batch_size=32):
+    """A visit's batches, epoch by epoch, in the order that the design states."""
+    return [
+        [
+            [tensor[places] for tensor in tensors]
+            for places in epoch_reference(len(tensors[0]), batch_size, visit_seed, e)
+        ]
+        for e in range(epochs)
+    ]
+
+
+def fit_fixed(trainer, module, epochs):
+    """A plain Lightning fit on batches that are known."""
+    loader = FixedBatches(*epochs)
+    loader.trainer = trainer
+    trainer.fit(module, loader)
+
+
+# --- 1. a visit is a Lightning fit ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """A module, its clients, and what both Trainers are told."""
+
+    module: object
+    clients: object = models.vectors
+    trainer: dict = field(default_factory=dict)
+    rounds: int = 2
+    max_steps_differ: bool = False
+
+
+def one_cycle(optimizer):
+    return {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=30), "interval": "step"}
+
+
+def warm_up(optimizer):
+    return {
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5)),
+        "interval": "step",
+    }
+
+
+def decay(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
+
+
+VISITS = {
+    "sgd": Case(lambda: models.Module(models.mlp())),
+    "momentum": Case(lambda: models.Module(models.mlp(), models.momentum)),
+    "adam": Case(lambda: models.Module(models.mlp(), models.adam)),
+    "adamw": Case(lambda: models.Module(models.mlp(), lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1))),
+    "adagrad": Case(
+        lambda: models.Module(models.mlp(), lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1))
+    ),
+    "clipping": Case(
+        lambda: models.Module(models.mlp(), models.momentum),
+        trainer={"gradient_clip_val": 0.3, "gradient_clip_algorithm": "norm"},
+    ),
+    "dropout": Case(lambda: models.Module(models.dropout_mlp(), models.adam)),
+    "batch norm": Case(lambda: models.Module(models.norm_mlp(), models.momentum)),
+    "cnn": Case(lambda: models.Module(models.cnn(), models.momentum), models.images),
+    "lstm": Case(lambda: models.Module(models.Recurrent(), models.adam), models.sentences),
+    "tied": Case(lambda: models.Module(models.Tied(), models.momentum), models.sentences),
+    "one cycle": Case(lambda: models.Module(models.mlp(), models.momentum, one_cycle), rounds=1),
+    "warm-up": Case(lambda: models.Module(models.mlp(), models.adam, warm_up), rounds=1),
+    "manual": Case(models.TwoOptimizers),
+    "manual with a scheduler": Case(lambda: models.ManualModule(models.mlp(), scheduler=decay), rounds=1),
+    "bf16": Case(lambda: models.Module(models.dropout_mlp(), models.momentum), trainer={"precision": "bf16-mixed"}),
+    "lbfgs": Case(lambda: models.Module(models.mlp(), lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3))),
+}
+
+
+@pytest.mark.parametrize("case", VISITS.values(), ids=VISITS)
+def test_a_visit_is_a_lightning_fit(case, plain_trainer, federated_trainer):
+    """Every visit of every round, from the state it was sent, against a fresh module and a fresh plain Trainer."""
+    clients = case.clients()
+    recorder = Recorder()
+    trainer = federated_trainer(max_rounds=case.rounds, local_epochs=2, seed=SEED, callbacks=[recorder], **case.trainer)
+    trainer.fit(case.module(), models.as_datasets(clients))
+    assert len(recorder.visits) == case.rounds * len(clients)
+    for visit in recorder.visits:
+        seed = visit_seed_reference(SEED, visit.round, visit.client)
+        module = case.module()
+        start = state_of(module) | visit.broadcast
+        module.load_state_dict(start | {name: start[first] for name, first in tied(module).items()})
+        L.seed_everything(seed, verbose=False)
+        fit_fixed(plain_trainer(max_epochs=2, **case.trainer), module, epochs_of(clients[visit.client], seed, 2))
+        assert_same(visit.end, state_of(module))
+        assert visit.update, "an update that holds nothing compares with nothing"
+        assert_same(visit.update, state_of(module))
+
+
+def tied(module):
+    """Every entry that is tied to an earlier one, with the earlier one's name."""
+    first = {}
+    state = module.state_dict()
+    return {name: first.setdefault(value.data_ptr(), name) for name, value in state.items()}
+
+
+@pytest.mark.parametrize("net", [models.mlp, models.dropout_mlp])
+def test_a_visit_of_a_users_own_loader(net, plain_trainer, federated_trainer):
+    """A client that brings its own shuffling loader sees what `L.seed_everything(visit_seed)` and a plain fit see."""
+    clients = models.vectors({"a": 41, "b": 24})
+
+    def loaders():
+        return {name: DataLoader(data, 8, shuffle=True) for name, data in models.as_datasets(clients).items()}
+
+    recorder = Recorder()
+    trainer = federated_trainer(max_rounds=2, local_epochs=3, seed=SEED, callbacks=[recorder])
+    trainer.fit(models.Module(net(), models.momentum), loaders())
+    assert len(recorder.visits) == 4
+    for visit in recorder.visits:
+        module = models.Module(net(), models.momentum)
+        module.load_state_dict(visit.broadcast)
+        L.seed_everything(visit_seed_reference(SEED, visit.round, visit.client), verbose=False)
+        plain_trainer(max_epochs=3).fit(module, loaders()[visit.client])
+        assert_same(visit.update, state_of(module))
+
+
+# --- 2. FedAvg is FedAvg ----------------------------------------------------------------------------------------------
+
+ROUNDS, COHORT = 4, 3
+OPTIONS = {"clients_per_round": COHORT, "seed": SEED}
+
+
+def cross_entropy_reference(net, batch):
+    return F.cross_entropy(net(batch[0]), batch[1])
+
+
+class ModuleWithData(models.Module):
+    """A module that brings its own training loader."""
+
+    def train_dataloader(self):
+        return models.pooled(models.vectors())[0]
+
+
+def by_name(clients):
+    return ByGroup(models.pooled(clients)[1])
+
+
+def through_mapping(clients, module, callbacks, **options):
+    FederatedTrainer(callbacks=callbacks, **options).fit(module(models.Module), models.as_datasets(clients))
+
+
+def through_loader(clients, module, callbacks, workers=0, **options):
+    loader, groups = models.pooled(clients, num_workers=workers, persistent_workers=workers > 0)
+    FederatedTrainer(partition=ByGroup(groups), callbacks=callbacks, **options).fit(module(models.Module), loader)
+
+
+def through_loader_with_workers(clients, module, callbacks, **options):
+    through_loader(clients, module, callbacks, workers=2, **options)
+
+
+def plain(callbacks, options, **federation):
+    own = {
+        name: options.pop(name)
+        for name in list(options)
+        if name in ("aggregator", *OPTIONS, "local_epochs", "local_steps")
+    }
+    return L.Trainer(
+        max_epochs=options.pop("max_rounds"), callbacks=[Federation(**own, **federation), *callbacks], **options
+    )
+
+
+def through_callback_and_datamodule(clients, module, callbacks, **options):
+    trainer = plain(callbacks, options, partition=by_name(clients))
+    trainer.fit(module(models.Module), datamodule=models.PooledData(clients))
+
+
+def through_callback_and_module(clients, module, callbacks, **options):
+    plain(callbacks, options, partition=by_name(clients)).fit(module(ModuleWithData))
+
+
+def through_callback_and_clients(clients, module, callbacks, workers=0, **options):
+    data = FederatedDataModule(models.as_datasets(clients), num_workers=workers, persistent_workers=workers > 0)
+    plain(callbacks, options).fit(module(models.Module), datamodule=data)
+
+
+def through_callback_and_clients_with_workers(clients, module, callbacks, **options):
+    through_callback_and_clients(clients, module, callbacks, workers=2, **options)
+
+
+DOORS = [
+    through_mapping,
+    through_loader,
+    through_loader_with_workers,
+    through_callback_and_datamodule,
+    through_callback_and_module,
+    through_callback_and_clients,
+    through_callback_and_clients_with_workers,
+]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_fedavg_is_fedavg(door, tmp_path):
+    """BatchNorm, dropout, momentum, clipping, unequal clients, three of five in a round: every round bit for bit."""
+    clients = models.vectors()
+    expected = fedavg_reference(
+        models.norm_mlp(), clients, cross_entropy_reference, models.momentum,
+        rounds=ROUNDS, cohort_size=COHORT, seed=SEED, batch_size=32, epochs=2, clip=0.5,
+    )  # fmt: skip
+    modules = []
+
+    def module(kind):
+        modules.append(kind(models.norm_mlp(), models.momentum))
+        return modules[-1]
+
+    recorder = Recorder()
+    options = {**quiet(tmp_path), **OPTIONS, "max_rounds": ROUNDS, "local_epochs": 2, "gradient_clip_val": 0.5}
+    door(clients, module, [recorder], **options)
+    assert len(recorder.aggregates) == ROUNDS
+    for aggregate, global_state in zip(recorder.aggregates, expected, strict=True):
+        assert_same(prefixed(global_state), aggregate)
+    assert_same(expected[-1], modules[0].net.state_dict())
+    assert not torch.equal(expected[-1]["0.weight"], expected[-2]["0.weight"])
+    assert {len(recorder.round(number)) for number in range(ROUNDS)} == {COHORT}
+
+
+@pytest.mark.parametrize(("aggregator", "steps"), [("fedavg", None), ("fairavg", None), ("fedavg", 5)])
+def test_both_rules_on_images(aggregator, steps, federated_trainer):
+    clients = models.images()
+    expected = fedavg_reference(
+        models.cnn(), clients, cross_entropy_reference, models.adam,
+        rounds=2, cohort_size=5, seed=0, batch_size=32, epochs=1, steps=steps, equal=aggregator == "fairavg",
+    )  # fmt: skip
+    module = models.Module(models.cnn(), models.adam)
+    federated_trainer(max_rounds=2, aggregator=aggregator, local_steps=steps).fit(module, models.as_datasets(clients))
+    assert_same(expected[-1], module.net.state_dict())
+    if aggregator == "fedavg":
+        assert module.net[1].num_batches_tracked == 2 * (steps or 3)  # those of `cid`, the largest, 97 examples
+
+
+def test_one_step_of_gradient_descent_on_quadratics(federated_trainer):
+    """A known optimum: with one full batch and rate 1 every client goes to its own mean, so FedAvg to that of all."""
+    clients = {"a": (torch.tensor([[1.0, 2.0]]),), "b": (torch.tensor([[3.0, 0.0], [5.0, 2.0], [4.0, 1.0]]),)}
+    results = {}
+    for aggregator in ("fedavg", "fairavg"):
+        module = models.Quadratic()
+        federated_trainer(max_rounds=1, aggregator=aggregator).fit(module, models.as_datasets(clients))
+        results[aggregator] = module.w.tolist()
+    assert results == {"fedavg": [3.25, 1.25], "fairavg": [2.5, 1.5]}
+
+
+def quiet(folder):
+    return {
+        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "num_sanity_val_steps": 0, "default_root_dir": folder,
+    }  # fmt: skip
+
+
+def prefixed(state, prefix="net."):
+    return {prefix + name: value for name, value in state.items()}
+
+
+# --- 6. identities ----------------------------------------------------------------------------------------------------
+
+
+def exponential(optimizer):
+    return {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7), "interval": "epoch"}
+
+
+def cosine_per_step(optimizer):
+    return {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12), "interval": "step"}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "optimizer_state", "local_epochs"),
+    [
+        (models.momentum, None, "keep", 2),
+        (models.adam, None, "keep", 2),
+        (models.adam, exponential, "keep", 1),
+        (models.momentum, cosine_per_step, "keep", 2),
+        (models.momentum, one_cycle, "keep", 1),
+        (models.sgd, None, "reset", 2),
+        (models.sgd, exponential, "reset", 1),
+        (models.sgd, cosine_per_step, "reset", 1),
+    ],
+)
+def test_one_client_is_centralised_training(
+    optimizer, scheduler, optimizer_state, local_epochs, plain_trainer, federated_trainer
+):
+    """Four rounds of one client are one plain fit over the same batches."""
+    tensors = models.vectors({"only": 70})["only"]
+    federated = models.Module(models.BaseAndHead(), optimizer, scheduler)
+    trainer = federated_trainer(
+        max_rounds=4, local_epochs=local_epochs, optimizer_state=optimizer_state, seed=SEED, gradient_clip_val=1.0
+    )
+    trainer.fit(federated, {"only": TensorDataset(*tensors)})
+    epochs = [
+        epoch
+        for round in range(4)
+        for epoch in epochs_of(tensors, visit_seed_reference(SEED, round, "only"), local_epochs)
+    ]
+    central = models.Module(models.BaseAndHead(), optimizer, scheduler)
+    plain = plain_trainer(max_epochs=4 * local_epochs, gradient_clip_val=1.0)
+    fit_fixed(plain, central, epochs)
+    assert_same(state_of(central), state_of(federated))
+    rates = [[group["lr"] for group in trainer.optimizers[0].param_groups] for trainer in (trainer, plain)]
+    assert rates[0] == rates[1]
+    assert trainer.global_step == plain.global_step
+
+
+def test_optimizer_state_is_reset_for_every_visit(plain_trainer, federated_trainer):
+    """The other side of the test before: with momentum, `reset` is not one long fit."""
+    tensors = models.vectors({"only": 70})["only"]
+    results = {}
+    for mode in ("reset", "keep"):
+        module = models.Module(models.mlp(), models.momentum)
+        federated_trainer(max_rounds=2, optimizer_state=mode).fit(module, {"only": TensorDataset(*tensors)})
+        results[mode] = module.net[0].weight.clone()
+    assert not torch.equal(results["reset"], results["keep"])
+
+
+@pytest.mark.parametrize("aggregator", ["fedavg", "fairavg"])
+def test_identical_clients_are_one_of_them(aggregator, federated_trainer):
+    tensors = models.vectors({"x": 37})["x"]
+    recorder = Recorder()
+    trainer = federated_trainer(max_rounds=2, aggregator=aggregator, local_epochs=2, callbacks=[recorder])
+    data = FederatedDataModule({name: TensorDataset(*tensors) for name in "abcdefg"}, batch_size=8, shuffle=False)
+    trainer.fit(models.Module(models.BaseAndHead(), models.adam), datamodule=data)
+    for number, aggregate in enumerate(recorder.aggregates):
+        for visit in recorder.round(number):
+            assert_same(visit.update, aggregate)
+        assert len(recorder.round(number)) == 7
+
+
+@pytest.mark.parametrize("rule", [FedAvg, FairAvg])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_copies_average_to_themselves(rule, dtype):
+    """Any number of copies with any numbers of examples, exactly, in every dtype a model may have."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(1000, generator=generator) * 10 ** torch.randint(-4, 4, (1000,), generator=generator)
+    state = {"w": values.to(dtype), "steps": torch.tensor(5)}
+    for sizes in ([1], [3, 3, 3], [1, 10, 100, 17, 23, 91], list(range(1, 60))):
+        aggregator = rule()
+        aggregator.start_round(0, state)
+        for client, size in enumerate(sizes):
+            aggregator.receive(ClientUpdate(client, size, {name: value.clone() for name, value in state.items()}))
+        assert_same(state, aggregator.aggregate())
+
+
+@pytest.mark.parametrize("aggregator", ["fedavg", "fairavg"])
+def test_the_order_of_the_clients_does_not_matter(aggregator, federated_trainer):
+    clients = models.as_datasets(models.vectors())
+    states = []
+    for names in (list(clients), list(clients)[::-1], sorted(clients, key=lambda name: name[-1])):
+        module = models.Module(models.norm_mlp(), models.momentum)
+        trainer = federated_trainer(max_rounds=3, aggregator=aggregator, local_epochs=2, seed=SEED)
+        trainer.fit(module, {name: clients[name] for name in names})
+        states.append(state_of(module))
+    assert_same(states[0], states[1])
+    assert_same(states[0], states[2])
+
+
+def test_the_rules_agree_on_equal_sizes(federated_trainer):
+    clients = models.as_datasets(models.vectors(dict.fromkeys("abcd", 24)))
+    states = []
+    for aggregator in ("fedavg", "fairavg"):
+        module = models.Module(models.norm_mlp(), models.momentum)
+        federated_trainer(max_rounds=2, aggregator=aggregator, local_epochs=2).fit(module, clients)
+        states.append(state_of(module))
+    assert_same(*states)
+    module = models.Module(models.norm_mlp(), models.momentum)
+    unequal = models.as_datasets(models.vectors({"a": 24, "b": 3, "c": 24, "d": 50}))
+    federated_trainer(max_rounds=2, aggregator="fairavg", local_epochs=2).fit(module, unequal)
+    assert not torch.equal(states[0]["net.0.weight"], module.net[0].weight)
+
+
+@pytest.mark.parametrize("rule", [FedAvg, FairAvg])
+def test_parts_received_apart_and_merged_are_the_whole(rule):
+    generator = torch.Generator().manual_seed(0)
+    updates = [
+        ClientUpdate(c, size, {"w": torch.randn(50, generator=generator), "steps": torch.tensor(size // 2)})
+        for c, size in enumerate([5, 80, 3, 41, 80])
+    ]
+    whole, parts = rule(), [rule(), rule(), rule()]
+    for aggregator in (whole, *parts):
+        aggregator.start_round(0, updates[0].state)
+    for place, update in enumerate(updates):
+        whole.receive(copy.deepcopy(update))
+        parts[place % 2].receive(copy.deepcopy(update))
+    parts[2].merge(parts[0])  # one that received nothing
+    parts[2].merge(parts[1])
+    expected = average_reference([update.state for update in updates], [5, 80, 3, 41, 80], rule is FairAvg)
+    assert_same(expected, whole.aggregate())
+    assert_same(expected, parts[2].aggregate())
+
+
+# --- 7. nothing but messages ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregator", ["fedavg", "fairavg"])
+def test_only_shared_entries_travel_and_every_byte_is_counted(aggregator, federated_trainer):
+    """A tied language model whose mixing layer stays with its client and whose bias is frozen."""
+    recorder = Recorder()
+    trainer = federated_trainer(
+        max_rounds=3, clients_per_round=3, aggregator=aggregator, personal=["net.mix.*"], frozen=["net.output.bias"],
+        callbacks=[recorder],
+    )  # fmt: skip
+    module = models.Module(models.Tied(), models.momentum)
+    trainer.fit(module, models.as_datasets(models.sentences()))
+    for visit in recorder.visits:
+        assert list(visit.broadcast) == list(visit.update) == ["net.embedding.weight"]  # once, though it has two names
+    assert recorder.up_bytes == recorder.down_bytes == [3 * 7 * 5 * 4] * 3
+    for number, logged in enumerate(recorder.logged):
+        assert logged["comm/up_bytes"] == recorder.up_bytes[number]
+        assert logged["comm/down_bytes"] == recorder.down_bytes[number]
+        assert logged["comm/total_up_bytes"] == sum(recorder.up_bytes[: number + 1])
+        assert logged["comm/total_down_bytes"] == sum(recorder.down_bytes[: number + 1])
+    assert module.net.output.weight is module.net.embedding.weight
+
+
+def test_what_a_callback_adds_is_counted(federated_trainer):
+    """Extras, and a message that a callback makes smaller."""
+
+    class Method(Recorder):
+        def on_broadcast(self, trainer, module, client, broadcast):
+            broadcast.extras["classes"] = torch.arange(3)
+            super().on_broadcast(trainer, module, client, broadcast)
+
+        def on_client_end(self, trainer, module, client, update):
+            update.state = {name: value.half() for name, value in update.state.items()}
+            update.extras["prototypes"] = torch.zeros(2, 5)
+
+        def on_update(self, trainer, module, update):
+            super().on_update(trainer, module, update)
+            update.state = {name: value.float() for name, value in update.state.items()}
+
+    method = Method()
+    module = models.Module(models.mlp())
+    federated_trainer(max_rounds=1, callbacks=[method]).fit(module, models.as_datasets(models.vectors()))
+    size = bytes_of(module.state_dict())
+    assert method.logged[0]["comm/up_bytes"] == method.up_bytes[0] == 5 * (size // 2 + 40)
+    assert method.logged[0]["comm/down_bytes"] == method.down_bytes[0] == 5 * (size + 24)
+
+
+def held_bytes(start):
+    """Bytes of all tensors that an object holds, however deep."""
+    seen, storages, todo = {id(start)}, {}, [start]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        for child in gc.get_referents(value):
+            if id(child) not in seen and (isinstance(child, torch.Tensor) or not callable(child)):
+                seen.add(id(child))
+                todo.append(child)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("rule", [FedAvg, FairAvg])
+def test_an_average_holds_one_state_however_many_clients(rule):
+    state = {"w": torch.zeros(1000), "steps": torch.tensor(0)}
+    held = {}
+    for count in (1, 2, 50):
+        aggregator = rule()
+        aggregator.start_round(0, state)
+        for client in range(count):
+            aggregator.receive(
+                ClientUpdate(client, 1 + client, {"w": torch.randn(1000), "steps": torch.tensor(client)})
+            )
+        held[count] = held_bytes(aggregator)
+    assert held[1] == held[2] == held[50]
+    assert 8000 <= held[1] < 8000 + 4000 + 100  # the sum in float64, and the broadcast state
+
+
+def test_the_memory_of_a_round_does_not_grow_with_its_cohort(federated_trainer):
+    """Live tensors at the end of every visit, in rounds of two and of twelve clients."""
+
+    class Meter(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            gc.collect()
+            storages = {
+                value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+                for value in gc.get_objects()
+                if issubclass(type(value), torch.Tensor)
+            }
+            peaks[-1] = max(peaks[-1], sum(storages.values()))
+            counts[-1] += 1
+
+    peaks, counts = [], []
+    clients = models.as_datasets(models.vectors(dict.fromkeys("abcdefghijkl", 40)))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 4000), nn.ReLU(), nn.Linear(4000, models.CLASSES))  # 37 000 parameters
+    gc.collect()
+    gc.freeze()  # so that what is old is neither searched nor counted
+    try:
+        for size in (2, 12):
+            peaks.append(0)
+            counts.append(0)
+            trainer = federated_trainer(max_rounds=2, clients_per_round=size, callbacks=[Meter()])
+            trainer.fit(models.Module(copy.deepcopy(net)), clients)
+    finally:
+        gc.unfreeze()
+    assert counts == [4, 24]
+    assert peaks[1] <= peaks[0] + 10_000  # a state is 150 000 bytes
+
+
+# --- one Trainer, one optimizer, one process --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", ["trainer", "callback"])
+def test_nothing_is_built_per_client(door, tmp_path):
+    recorder = Recorder()
+
+    class Children(L.Callback):
+        def on_train_batch_start(self, *args):
+            assert set(multiprocessing.active_children()) <= before
+            trained.append(True)
+
+    before, trained = set(multiprocessing.active_children()), []
+    trainers, optimizers = [], []
+    init, configure = L.Trainer.__init__, models.Module.configure_optimizers
+
+    class Counted(models.Module):
+        def configure_optimizers(self):
+            optimizers.append(self)
+            return configure(self)
+
+    def counted(self, *args, **kwargs):
+        trainers.append(self)
+        init(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(L.Trainer, "__init__", counted)
+        open_door = {"trainer": through_mapping, "callback": through_callback_and_datamodule}[door]
+        options = {**quiet(tmp_path), **OPTIONS, "max_rounds": 3}
+        open_door(models.vectors(), lambda kind: Counted(models.mlp(), models.adam), [recorder, Children()], **options)
+    assert len(trainers) == len(optimizers) == len(recorder.objects) == 1
+    assert trained
