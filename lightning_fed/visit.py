@@ -104,6 +104,8 @@ class LocalOptimizers:
     Args:
         optimizers: The optimizers.
         step_schedulers: Those learning-rate schedulers that step per batch.
+        epoch_schedulers: Those that the Trainer steps at the round's last batch, whoever's it is; where they share an
+            optimizer with ``step_schedulers``, they step from where the client with the most examples left it.
         scaler: Anything with ``state_dict`` and ``load_state_dict`` that holds the loss scale.
         mode: ``"reset"`` or ``"keep"``.
 
@@ -115,9 +117,12 @@ class LocalOptimizers:
         step_schedulers: Sequence[StepScheduler] = (),
         scaler: Any = None,
         mode: Literal["reset", "keep"] = "reset",
+        epoch_schedulers: Sequence[Any] = (),
     ) -> None:
         self.optimizers = optimizers
         self.step_schedulers = step_schedulers
+        stepped = {id(scheduler.optimizer) for scheduler in step_schedulers}
+        self.epoch_schedulers = [scheduler for scheduler in epoch_schedulers if id(scheduler.optimizer) in stepped]
         self.scaler = scaler
         self.mode = mode
         self._start = self._capture()
@@ -138,14 +143,17 @@ class LocalOptimizers:
     def end_round(self) -> None:
         """Empties the buffers, keeps the learning rates that epoch schedulers have set."""
         stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
-        groups = [_hyperparameters(optimizer) for optimizer in self.optimizers]
-        if self._largest is not None:
-            largest = self._largest[1]
-            pairs = zip(self.optimizers, groups, largest["groups"], strict=True)
-            groups = [theirs if id(optimizer) in stepped else ours for optimizer, ours, theirs in pairs]
-        else:
-            largest = self._start
+        largest = self._start if self._largest is None else self._largest[1]
+        groups = [
+            theirs if id(optimizer) in stepped else _hyperparameters(optimizer)
+            for optimizer, theirs in zip(self.optimizers, largest["groups"], strict=True)
+        ]
         self._load({**self._start, **{key: largest[key] for key in ("schedulers", "scaler")}, "groups": groups})
+        for scheduler, then in zip(self.epoch_schedulers, largest["epoch_schedulers"], strict=True):
+            # It has stepped since, but from where another client left the learning rate.
+            if getattr(scheduler, "last_epoch", None) != then.get("last_epoch"):
+                scheduler.load_state_dict(copy.deepcopy(then))
+                scheduler.step()
 
     def checkpoint(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The optimizers' and per-step schedulers' states at the start of the round, as checkpoints hold them."""
@@ -166,6 +174,7 @@ class LocalOptimizers:
         state: dict[str, Any] = {
             "groups": [_hyperparameters(optimizer) for optimizer in self.optimizers],
             "schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in self.step_schedulers],
+            "epoch_schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in self.epoch_schedulers],
             "scaler": copy.deepcopy(self.scaler.state_dict()) if self.scaler is not None else {},
         }
         if buffers:

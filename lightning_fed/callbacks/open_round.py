@@ -54,8 +54,15 @@ class OpenRound:
         configs = trainer.lr_scheduler_configs
         self._stepwise = [place for place, config in enumerate(configs) if is_manual or config.interval == "step"]
         step_schedulers = [configs[place].scheduler for place in self._stepwise]
+        epoch_schedulers = [
+            config.scheduler
+            for place, config in enumerate(configs)
+            if place not in self._stepwise and not config.reduce_on_plateau
+        ]
         scaler = trainer.precision_plugin if trainer.precision_plugin.state_dict() else None
-        self._optimizers = LocalOptimizers(trainer.optimizers, step_schedulers, scaler, optimizer_state)
+        self._optimizers = LocalOptimizers(
+            trainer.optimizers, step_schedulers, scaler, optimizer_state, epoch_schedulers
+        )
         self.before = self.local.global_state()
         self.visit: PlannedVisit | None = None
         self._broadcast: Broadcast
