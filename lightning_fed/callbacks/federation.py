@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -138,7 +139,7 @@ class Federation(L.Callback):
     def _reset(self) -> None:
         self.log_book = RoundLog()
         self.rounds = 0
-        self._batches_begun = 0  # of a round that is not complete
+        self._batches_done = 0  # of this epoch, as a checkpoint taken now makes Lightning believe on resuming
         self._skipped_batches = 0
         self._population: Population | None = None
         self._policies: dict[str, Policy] = {}
@@ -194,6 +195,8 @@ class Federation(L.Callback):
                 "Expected a `partition` that splits the training data into clients, or a FederatedDataModule that"
                 f" brings them, but got {'both' if self.partition is not None else 'neither'}."
             )
+        # A visit that fails is padded with `None` batches: on purpose, and the log says why.
+        warnings.filterwarnings("ignore", "train_dataloader yielded None")
         self._trainer = trainer
         self._previous_reload = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
@@ -239,24 +242,33 @@ class Federation(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Starts the visit if this is its first batch."""
-        self._batches_begun = batch_idx + 1
+        self._batches_done = batch_idx
         planned = None if self._loader is None else self._loader.current
         if planned is not None and (self._round is None or self._round.visit is not planned):
-            self._open(trainer, pl_module).start_visit(planned)
+            self._open().start_visit(planned)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Ends the visit if this was its last batch, and the round if it was the last visit."""
+        self._batches_done = batch_idx + 1
         loader = self._loader
         if loader is None or loader.batches_left or loader is self._served:
             return
-        self._batches_begun = batch_idx + 1
-        round = self._open(trainer, pl_module)
+        round = self._open()
         if loader.current is not None:
             round.end_visit(loader.current)
         if loader.current is None or loader.current is loader.visits[-1]:
             self._close(round, pl_module)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Gives up a round that is cut short: a Trainer that is told to stop validates at once."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        if self._round is None:
+            self._batches_done = 0
+        else:
+            self._cut_short()
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives the validation metrics the round as their x-axis."""
@@ -266,8 +278,9 @@ class Federation(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the clients; gives up a round that was cut short by the module."""
         if self._round is not None:
-            _log.warning("Round %d was cut short: the global model stays as it was.", trainer.current_epoch)
-            self._abandon()
+            self._cut_short()
+        self._batches_done = 0
+        self.rounds = trainer.current_epoch + 1  # also where nothing came of the round
         datamodule = getattr(trainer, "datamodule", None)
         every = self.evaluate_clients_every
         if isinstance(datamodule, EvaluationData) and every and self.rounds % every == 0:
@@ -293,6 +306,7 @@ class Federation(L.Callback):
                 )
             exception.add_note(note)
         self._abandon()
+        self._give_back()  # Lightning does not call `teardown` after an exception
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Gives back what ``setup`` took."""
@@ -302,7 +316,7 @@ class Federation(L.Callback):
         """See the class's note."""
         return {
             "rounds": self.rounds,
-            "skipped_batches": self._batches_begun,
+            "skipped_batches": self._batches_done,
             "seed": self.schedule.seed,
             "totals": self.log_book.state_dict(),
             "aggregator": self.server.aggregator.state_dict(),
@@ -340,11 +354,13 @@ class Federation(L.Callback):
             cohort = Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
         skipped = self._skipped_batches if round == self.rounds else 0
         self._loader = RoundLoader(self._population, cohort, trainer.limit_train_batches, skipped)
+        self._loader.on_start = self._open
         return self._loader
 
-    def _open(self, trainer: L.Trainer, pl_module: L.LightningModule) -> OpenRound:
+    def _open(self) -> OpenRound:
         if self._round is None:
             assert self._loader is not None
+            trainer, pl_module = self._trainer, self._trainer.lightning_module
             self._round = OpenRound(trainer, pl_module, self.server, self._policies, self.store, self.optimizer_state)
             for client, reason in self._loader.failed.items():
                 self.server.fail(client, reason)
@@ -359,7 +375,7 @@ class Federation(L.Callback):
         after, parameters = round.local.entries, round.local.parameters
         self.log_book.end_round(pl_module, self.server.report, self._cohort, round.before, after, parameters)
         self._round, self._served = None, self._loader
-        self._batches_begun = self._skipped_batches = 0
+        self._skipped_batches = 0
         self.rounds = self.server.report.round + 1
 
     def _abandon(self) -> None:
@@ -367,6 +383,10 @@ class Federation(L.Callback):
         if self._round is not None:
             self._round.abandon()
             self._round = None
+
+    def _cut_short(self) -> None:
+        _log.warning("Round %d was cut short: the global model stays as it was.", self.server.report.round)
+        self._abandon()
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A checkpoint inside a round holds the last complete global model, and the round is trained again."""

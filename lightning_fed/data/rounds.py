@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem, seed_everything
@@ -31,6 +31,7 @@ class RoundLoader:
         failed: Clients that have no data to serve, with the reason.
         current: The visit of the batch served last; ``None`` before the first and in a round without visits.
         batches_left: Batches of the current visit that follow the one served last.
+        on_start: Called before the first batch is fetched.
 
     """
 
@@ -44,6 +45,7 @@ class RoundLoader:
         self.failed: dict[Client, str] = {}
         self.current: PlannedVisit | None = None
         self.batches_left = 0
+        self.on_start: Callable[[], object] | None = None
         for visit in cohort.visits:
             try:
                 num_samples = population.num_samples(visit.client)
@@ -71,6 +73,8 @@ class RoundLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.current, self.batches_left = None, 0
+        if self.on_start is not None:
+            self.on_start()
         if not self.visits:
             yield None
             return
