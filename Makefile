@@ -1,0 +1,49 @@
+# Every target sets up what it needs: `make demo` and `make test` work in a fresh clone.
+# Another Python, or another folder for the environment:  make test PYTHON=python3.12 VENV=/tmp/venv
+
+PYTHON ?= python3
+VENV ?= .venv
+DATA ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+# One thread for each of pytest's two workers: more would take turns on the same cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+.PHONY: help venv demo test test-slow lint types docs clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+venv: $(STAMP) ## install the package and its tools into .venv
+
+# Again only where pyproject.toml has changed.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch $@
+
+demo: $(STAMP) ## DeepLabV3+ on 24 clients, about two minutes; on CamVid with DATA=folder
+	$(BIN)/lightning-fed demo $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+test: $(STAMP) ## the tests but for the slow ones
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(STAMP) ## the slow tests: reproductions that take minutes
+	$(PYTEST) -m slow $(ARGS)
+
+lint: $(STAMP) ## style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## types
+	$(BIN)/mypy
+
+docs: $(STAMP) ## the documentation as HTML, in site/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	$(BIN)/mkdocs build --strict
+
+clean: ## remove what the targets made, but for .venv
+	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist site runs lightning_logs checkpoints
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,177 @@
+"""The command line: recipes through ``LightningCLI``, and the demo."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import ArgsType, LightningCLI
+from torch import nn
+
+# Imported classes can be named without their path in recipes: `class_path: Dirichlet`.
+import lightning_fed.aggregators
+import lightning_fed.callbacks
+import lightning_fed.data
+import lightning_fed.tasks  # noqa: F401
+from lightning_fed import __version__
+from lightning_fed.callbacks import Federation
+from lightning_fed.trainer import FederatedTrainer
+
+_COMMANDS = {
+    "fit": "Train a model federatedly; one epoch is one round.",
+    "validate": "Evaluate a checkpoint on the validation data.",
+    "test": "Evaluate a checkpoint on the test data.",
+    "predict": "Run a checkpoint on the data to predict.",
+}
+
+_HELP = """\
+usage: lightning-fed COMMAND [options]
+
+Federated training with PyTorch Lightning: one epoch of one Trainer is one round over many clients.
+
+commands:
+  demo                      train DeepLabV3+ on 24 clients with generated images; minutes, no download
+  fit -c RECIPE             train what a recipe (a YAML file) describes
+  validate -c RECIPE        evaluate a checkpoint on validation data: --ckpt_path FILE
+  test -c RECIPE            the same on test data
+  predict -c RECIPE         run a checkpoint on the data to predict
+
+  COMMAND --help            all options of a command
+  fit --data.help CamVid    the options of a data set; so too --model.help, --trainer.partition.help
+  --version                 the version
+
+examples:
+  lightning-fed demo
+  lightning-fed fit -c recipes/shapes_deeplab.yaml --trainer.max_rounds 5 --trainer.aggregator fairavg
+
+A recipe names a model, data and the options of the Trainer. Each can be changed on the command line, and model and
+data may be your own: --model my_project.MyModule. `fit -c RECIPE --print_config` shows everything that can be set.
+"""
+
+
+class FederatedCLI(LightningCLI):
+    """``LightningCLI`` with a :class:`~lightning_fed.FederatedTrainer`, and errors without a traceback.
+
+    Model and data are named by their class path, or by name alone where lightning_fed has them. The environment
+    variable ``JSONARGPARSE_DEBUG`` brings the tracebacks back.
+
+    Args:
+        args: The command line; ``None`` for the process's own.
+
+    """
+
+    def __init__(self, args: ArgsType = None) -> None:
+        super().__init__(
+            trainer_class=federated_trainer,
+            # A run's configuration goes where its logs are. With `logger: false` that is one folder for all runs.
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+            parser_kwargs={
+                "prog": "lightning-fed",
+                "usage": "lightning-fed COMMAND [options]",
+                "version": __version__,
+                # Without these an error would be preceded by the names of some sixty options.
+                **{name: {"usage": f"lightning-fed {name} -c RECIPE [options]", "description": text}
+                   for name, text in _COMMANDS.items()},
+            },
+            args=args,
+        )  # fmt: skip
+
+    def instantiate_classes(self) -> None:
+        """Builds data, model and Trainer; a value that one of them refuses is an error of the command line."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            self.parser.error(str(error), error)
+
+
+def federated_trainer(
+    *,
+    max_rounds: int | None = None,
+    federation: Federation | None = None,
+    personal: Sequence[type[nn.Module] | str] = (),
+    frozen: Sequence[type[nn.Module] | str] = (),
+    callbacks: list[Callback] | Callback | None = None,
+    enable_progress_bar: bool | None = None,
+    **options: Any,
+) -> FederatedTrainer:
+    """:class:`~lightning_fed.FederatedTrainer`, with types that the command line needs.
+
+    Args:
+        max_rounds: Rounds to train: Lightning's ``max_epochs``.
+        federation: A ready callback, such as a preset, instead of the arguments below:
+            ``{class_path: lightning_fed.FedPer, init_args: {head: "head.*"}}``.
+        personal: Entries that stay with their client: name patterns, or module types by class path (which are tried
+            first, as every class path is a string too).
+        frozen: Entries that never travel, likewise.
+        callbacks: Callbacks beside the federation's own.
+        enable_progress_bar: Whether to show a progress bar.
+        options: Further arguments of ``FederatedTrainer``, and those of ``L.Trainer``.
+
+    """
+    return FederatedTrainer(
+        max_rounds=max_rounds,
+        federation=federation,
+        personal=tuple(personal),  # an empty list is not the default
+        frozen=tuple(frozen),
+        callbacks=callbacks,
+        enable_progress_bar=enable_progress_bar is not False,
+        **options,
+    )
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The program ``lightning-fed``.
+
+    Args:
+        args: The command line after the program's name; ``None`` for the process's own.
+
+    Raises:
+        SystemExit: If the command line is wrong (status 2), the run cannot work (status 1), or only help was asked for.
+
+    """
+    given = sys.argv[1:] if args is None else list(args)
+    command = given[0] if given else "--help"
+    if command in ("-h", "--help"):
+        sys.stdout.write(_HELP)
+    elif command == "--version":
+        sys.stdout.write(f"lightning-fed {__version__}\n")
+    elif command == "demo":
+        _demo(given[1:])
+    elif command in _COMMANDS:
+        _run(None if args is None else given)
+    else:
+        sys.stderr.write(f"{_HELP}\nerror: Expected a command of {['demo', *_COMMANDS]}, but got {command!r}.\n")
+        raise SystemExit(2)
+
+
+def _run(args: list[str] | None) -> None:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: where the user's own modules are
+    try:
+        FederatedCLI(args)
+    except (FileNotFoundError, MisconfigurationException) as error:
+        if "JSONARGPARSE_DEBUG" in os.environ:
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(1) from error
+
+
+def _demo(args: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="lightning-fed demo",
+        description="Trains DeepLabV3+ on 24 clients whose images differ, and shows how it went.",
+    )
+    parser.add_argument("--data", type=Path, help="folder with CamVid; without it, scenes of shapes are generated")
+    parser.add_argument("--rounds", type=int, help="number of rounds")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for logs and the picture")
+    options = parser.parse_args(args)
+    from lightning_fed.demo import run_demo  # needs the extra `demo`
+
+    run_demo(data_dir=options.data, rounds=options.rounds, out=options.out)
