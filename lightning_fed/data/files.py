@@ -1,0 +1,140 @@
+"""Finding and reading the files of the ready data sets."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+
+def find_file(data_dir: str | Path, candidates: Sequence[str], how_to_get: str) -> Path:
+    """The first of several places where a file may be.
+
+    Args:
+        data_dir: Folder that the candidates are relative to, or one of the files itself.
+        candidates: Paths relative to `data_dir`, best first.
+        how_to_get: What the error tells somebody who has none of them, as full sentences.
+
+    Returns:
+        The path of the first candidate that exists.
+
+    Raises:
+        FileNotFoundError: If none exists.
+    """
+    root = Path(data_dir)
+    if root.is_file() and root.name in {Path(candidate).name for candidate in candidates}:
+        return root
+    for candidate in candidates:
+        if (root / candidate).exists():
+            return root / candidate
+    wanted = " or ".join(f"`{candidate}`" for candidate in candidates)
+    raise FileNotFoundError(f"Expected {wanted} under `data_dir` ({root.absolute()}), but found none. {how_to_get}")
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """Reads an array of unsigned bytes in the idx format (http://yann.lecun.com/exdb/mnist/), gzipped or not.
+
+    Args:
+        path: The file; it is unpacked in memory if its name ends in `.gz`.
+
+    Returns:
+        The array, uint8.
+
+    Raises:
+        ValueError: If the file is not an idx file of bytes, or is cut short.
+    """
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    # Two zero bytes, the type (8 is unsigned byte), the number of axes; then the length of each axis, big-endian.
+    if len(content) < 4 or content[:3] != b"\x00\x00\x08" or len(content) < 4 + 4 * content[3]:
+        raise ValueError(f"Expected {path} to be an idx file of unsigned bytes, but it begins with {content[:4]!r}.")
+    shape = struct.unpack(f">{content[3]}I", content[4 : 4 + 4 * content[3]])
+    values = np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape))
+    if values.size != np.prod(shape, dtype=np.int64):
+        raise ValueError(f"Expected {path} to hold an array of shape {shape}, but it has {values.size} bytes of data.")
+    return values.reshape(shape).copy()
+
+
+def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Reads some arrays of an npz file, without unpickling anything.
+
+    Args:
+        path: The file.
+        names: The arrays wanted.
+
+    Returns:
+        The arrays by name.
+
+    Raises:
+        ValueError: If one is missing; the error lists those that are there.
+    """
+    with np.load(path, allow_pickle=False) as archive:
+        missing = sorted(set(names) - set(archive.files))
+        if missing:
+            raise ValueError(f"Expected {path} to hold the arrays {missing}, but it has only {sorted(archive.files)}.")
+        return {name: archive[name] for name in names}
+
+
+def decode_images(sources: Iterable[bytes | Path], image_size: tuple[int, int] | None = None) -> Tensor:
+    """Decodes image files of one size to RGB, and resizes them.
+
+    Args:
+        sources: Contents (JPEG, PNG, ...) or paths of the files.
+        image_size: Height and width in pixels to resize to; None keeps the size. Shrinking averages over the area,
+            anything else is bilinear.
+
+    Returns:
+        The images, uint8, shape (N, 3, H, W).
+    """
+    images = []
+    for source in sources:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+            image = opened.convert("RGB")
+        if image_size is not None and image_size != (image.height, image.width):
+            is_smaller = image_size[0] <= image.height and image_size[1] <= image.width
+            resampling = Image.Resampling.BOX if is_smaller else Image.Resampling.BILINEAR
+            image = image.resize((image_size[1], image_size[0]), resampling)
+        images.append(np.asarray(image))
+    if not images:
+        return torch.empty((0, 3, *(image_size or (0, 0))), dtype=torch.uint8)
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
+
+
+def resize_masks(masks: np.ndarray, image_size: tuple[int, int] | None) -> Tensor:
+    """Resizes label masks to the nearest pixel.
+
+    Args:
+        masks: Masks, uint8, shape (N, H, W).
+        image_size: Height and width in pixels to resize to; None keeps the size.
+
+    Returns:
+        The masks, uint8, shape (N, H, W).
+    """
+    if image_size is not None and image_size != masks.shape[1:]:
+        # The pixel of the old grid below the centre of each pixel of the new one.
+        rows, columns = (
+            ((2 * np.arange(new) + 1) * old) // (2 * new) for new, old in zip(image_size, masks.shape[1:], strict=True)
+        )
+        masks = masks[:, rows[:, None], columns[None, :]]
+    return torch.from_numpy(np.ascontiguousarray(masks))
+
+
+def split_bytes(content: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> Iterable[bytes]:
+    """Cuts some files out of one array that holds them end to end.
+
+    Args:
+        content: All files, uint8; file i is `content[offsets[i]:offsets[i + 1]]`.
+        offsets: Where they begin, and the end of the last.
+        indices: Which files.
+
+    Yields:
+        The contents, in the order of `indices`.
+    """
+    for index in indices:
+        yield content[offsets[index] : offsets[index + 1]].tobytes()
