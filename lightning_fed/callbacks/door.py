@@ -26,6 +26,8 @@ _REFUSED: dict[type[L.Callback], str] = {
 class TakenHook:
     """A method of a user's object, replaced on the instance until :meth:`give_back`.
 
+    A copy of the owner that is made meanwhile (``copy.deepcopy(module)``) has its own method.
+
     Args:
         owner: The object.
         name: The method's name.
@@ -39,9 +41,18 @@ class TakenHook:
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         self.owner = owner
         self.name = name
+        self.replacement = replacement
         self.original: Callable[..., Any] = getattr(owner, name)
+        self.__wrapped__ = self.original  # where Lightning looks whether a hook is overridden
         self._was_on_instance = name in vars(owner)
-        setattr(owner, name, replacement)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the replacement."""
+        return self.replacement(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, (self.owner, self.name)  # of the owner's copy
 
     def give_back(self) -> None:
         """Puts the original back."""
@@ -87,11 +98,12 @@ def check_trainer(trainer: L.Trainer, local_steps: int | None, stragglers: float
             f"`Federation` trains the clients of a round one after another in one process, but the Trainer has"
             f" {trainer.world_size}: use `devices=1`."
         )
-    if getattr(trainer, "val_check_interval", None) != 1.0 or trainer.check_val_every_n_epoch is None:
+    interval = getattr(trainer, "val_check_interval", None)
+    if interval != 1.0 or isinstance(interval, int) or trainer.check_val_every_n_epoch is None:  # 1 is "every batch"
         raise MisconfigurationException(
             "Validation inside a round would validate one client's model: leave `val_check_interval` at 1.0 and use"
             f" `check_val_every_n_epoch` to validate every n rounds, but got"
-            f" val_check_interval={getattr(trainer, 'val_check_interval', None)!r} and"
+            f" val_check_interval={interval!r} and"
             f" check_val_every_n_epoch={trainer.check_val_every_n_epoch!r}."
         )
     window = trainer.accumulate_grad_batches
