@@ -48,7 +48,8 @@ class FederatedTrainer(L.Trainer):
         trainer_kwargs: Arguments of ``L.Trainer``.
 
     Raises:
-        ValueError: If both ``max_rounds`` and ``max_epochs``, or ``federation`` and one of its arguments, are given.
+        ValueError: If both ``max_rounds`` and ``max_epochs``, or ``federation`` and one of its arguments, are given, or
+            a ``Federation`` is among the ``callbacks``.
 
     Example:
         >>> from lightning_fed.data import Dirichlet
@@ -115,6 +116,8 @@ class FederatedTrainer(L.Trainer):
         self.federation = federation
         callbacks = trainer_kwargs.pop("callbacks", None) or []
         callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+        if any(isinstance(callback, Federation) for callback in callbacks):
+            raise ValueError("Expected a ready `Federation` as the argument `federation`, not among the `callbacks`.")
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if trainer_kwargs.get("enable_progress_bar", True) and not has_bar and not trainer_kwargs.get("barebones"):
             callbacks.append(FederatedProgressBar())
@@ -147,13 +150,11 @@ class FederatedTrainer(L.Trainer):
                 asked for what cannot be right in a round.
 
         """
-        if isinstance(train_dataloaders, L.LightningDataModule):
-            train_dataloaders, datamodule = None, train_dataloaders
-        elif isinstance(train_dataloaders, Mapping | list | tuple):
-            datamodule = FederatedDataModule(train_dataloaders, val_dataloaders)
-            train_dataloaders = val_dataloaders = None
-        elif train_dataloaders is not None:
-            datamodule = LoaderDataModule(train_dataloaders, val_dataloaders)
+        is_data = train_dataloaders is not None and not isinstance(train_dataloaders, L.LightningDataModule)
+        if is_data and datamodule is None:  # both is an error, which Lightning raises
+            brings_clients = isinstance(train_dataloaders, Mapping | list | tuple)
+            wrap = FederatedDataModule if brings_clients else LoaderDataModule
+            datamodule = wrap(train_dataloaders, val_dataloaders)
             train_dataloaders = val_dataloaders = None
         options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, **options)
