@@ -127,7 +127,7 @@ class FederatedDataModule(EvaluationData):
         collate_fn: Makes a batch of a list of samples.
 
     Raises:
-        TypeError: If ``clients`` is neither a mapping nor a sequence.
+        TypeError: If ``clients`` is neither a mapping nor a sequence, or mixes data sets and loaders.
         ValueError: If there are no clients.
 
     Example:
@@ -155,6 +155,7 @@ class FederatedDataModule(EvaluationData):
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         super().__init__(val, test)
+        _check_kinds(clients)
         self.clients = as_mapping(clients, "clients")
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -249,6 +250,16 @@ class _Places:
 
     def __call__(self, place: Client) -> Any:
         return self._values[int(place)]
+
+
+def _check_kinds(clients: Any) -> None:
+    values = clients.values() if isinstance(clients, dict) else clients if isinstance(clients, list | tuple) else ()
+    kinds = {type(value).__name__: isinstance(value, Dataset) for value in values}
+    if len(set(kinds.values())) > 1 or any(isinstance(value, IterableDataset) for value in values):
+        raise TypeError(
+            "Expected the clients to be map-style data sets, or all of them loaders, but got"
+            f" {' and '.join(sorted(kinds))}. Put each in a `DataLoader`."
+        )
 
 
 def dataset_of(data: Any) -> Any:

@@ -84,6 +84,9 @@ class Population(ABC):
         What still comes for a visit after its error, or after it was given a ``fault``, is to be ignored.
         """
 
+    def close(self) -> None:  # noqa: B027 - optional
+        """Ends worker processes; they start again when they are needed."""
+
 
 def seed_everything(seed: int) -> None:
     """Seeds Python's, NumPy's and PyTorch's global generators, as ``lightning.seed_everything`` does, without its log.
@@ -138,14 +141,9 @@ class DatasetClients(Population):
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
+        self._loader_options = loader_options or {}
         self._sampler = _RoundSampler(self)
-        self._loader: DataLoader[Any] = DataLoader(
-            source,
-            batch_sampler=self._sampler,  # type: ignore[arg-type] # requests of our own, which `source` understands
-            collate_fn=_as_collated,
-            generator=torch.Generator().manual_seed(0),  # else the loader draws from the global generator
-            **(loader_options or {}),
-        )
+        self._loader = self._make_loader()
 
     @property
     def num_workers(self) -> int:
@@ -159,6 +157,19 @@ class DatasetClients(Population):
     def batches_per_epoch(self, client: Client) -> int:
         """Batches in one pass over the client's data."""
         return len(cut_batches(self.num_samples(client), self.batch_size, self.drop_last))
+
+    def close(self) -> None:
+        """Lets go of the loader, whose workers end with it."""
+        self._loader = self._make_loader()
+
+    def _make_loader(self) -> DataLoader[Any]:
+        return DataLoader(
+            self.source,
+            batch_sampler=self._sampler,  # type: ignore[arg-type] # requests of our own, which `source` understands
+            collate_fn=_as_collated,
+            generator=torch.Generator().manual_seed(0),  # else the loader draws from the global generator
+            **self._loader_options,
+        )
 
     def stream(self, visits: Sequence[PlannedVisit]) -> Iterator[StreamItem]:
         """The batches of all visits in order."""
@@ -189,7 +200,7 @@ class LoaderClients(Population):
         self.loaders = loaders
 
     def num_samples(self, client: Client) -> int:
-        """Length of the loader's data set, or else the examples in one pass over its batches.
+        """Length of the loader's data set, or of the part that its sampler draws; else of one pass over its batches.
 
         Raises:
             ValueError: If neither has a length.
@@ -198,7 +209,9 @@ class LoaderClients(Population):
         loader = self.loaders[client]
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, Sized):
-            return len(dataset)
+            # Clients may share a data set, each with a sampler of its part.
+            sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+            return min(len(sampler), len(dataset)) if isinstance(sampler, Sized) else len(dataset)
         if isinstance(loader, Sized) and dataset is None:
             return sum(batch_length(batch) for batch in loader)
         raise ValueError(
