@@ -198,9 +198,9 @@ class Federation(L.Callback):
         # A visit that fails is padded with `None` batches: on purpose, and the log says why.
         warnings.filterwarnings("ignore", "train_dataloader yielded None")
         self._trainer = trainer
+        owner = find_loader_owner(trainer, pl_module)
         self._previous_reload = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
-        owner = find_loader_owner(trainer, pl_module)
         self._hooks = [
             TakenHook(owner, "train_dataloader", self._train_dataloader),
             TakenHook(pl_module, "on_save_checkpoint", self._on_save_checkpoint),
@@ -413,6 +413,8 @@ class Federation(L.Callback):
         if self._hooks:
             self._trainer.reload_dataloaders_every_n_epochs = self._previous_reload  # type: ignore[attr-defined]
         self._hooks = []
+        if self._population is not None:
+            self._population.close()  # worker processes that are left to the garbage collector take seconds to end
 
 
 def default_seed() -> int:
