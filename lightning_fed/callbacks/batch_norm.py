@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_fed.callbacks.side_pass import forward_step, run_step, side_pass
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything
+from lightning_fed.data.rounds import describe
 from lightning_fed.messages import Broadcast, ClientUpdate, State
 from lightning_fed.schedule import Cohort, Visit, derive_seed
 from lightning_fed.server import Server
@@ -56,9 +57,12 @@ def thaw_batch_norm(module: nn.Module) -> None:
 class InputStatistics:
     """Counts, means and variances per channel of what goes into BatchNorm layers, over all batches, in float64.
 
+    Args:
+        layers: The layers by name.
+
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(1))
-        >>> statistics = InputStatistics(net)
+        >>> statistics = InputStatistics(batch_norm_layers(net))
         >>> with statistics.watching():
         ...     _ = net(torch.tensor([[1.0], [3.0]])), net(torch.tensor([[5.0], [7.0]]))
         >>> statistics.as_extras()["batch_norm:0:mean"]
@@ -66,8 +70,8 @@ class InputStatistics:
 
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._layers = batch_norm_layers(module)
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        self._layers = layers
         self._sums: dict[str, tuple[float, Tensor, Tensor]] = {}
 
     @contextmanager
@@ -139,7 +143,8 @@ def recalibrate(
 
     Every client whose update was used runs its data once through the new global model, in evaluation mode except for
     BatchNorm, which normalises with each batch's own statistics as in training. The exchange is counted: the global
-    model down, the statistics up.
+    model down, the statistics up. Layers in evaluation mode (a frozen backbone's) keep the statistics they have; where
+    no client can measure, the averages stay.
 
     Args:
         trainer: The Trainer.
@@ -151,7 +156,10 @@ def recalibrate(
 
     """
     step = forward_step(module)
-    if step is None or not batch_norm_layers(module):
+    layers = {
+        name: layer for name, layer in batch_norm_layers(module).items() if layer.training
+    }  # not the user's frozen
+    if step is None or not layers:
         return
     state, reports = local.global_state(), []
     for visit in cohort.visits:
@@ -159,12 +167,16 @@ def recalibrate(
             continue
         server.count_down(Broadcast(visit.round, state))
         local.load_client(visit.client, state)
-        statistics = InputStatistics(module)
-        with side_pass(module), statistics.watching():
-            for layer in batch_norm_layers(module).values():
-                layer.train()
-            for number, batch in enumerate(one_pass(population, visit)):
-                run_step(trainer, module, step, batch, number)
+        statistics = InputStatistics(layers)
+        try:
+            with side_pass(module), statistics.watching():
+                for layer in layers.values():
+                    layer.train()
+                for number, batch in enumerate(one_pass(population, visit)):
+                    run_step(trainer, module, step, batch, number)
+        except Exception as error:
+            _log.warning("Client %r's BatchNorm statistics are left out: %s.", visit.client, describe(error))
+            continue
         update = ClientUpdate(visit.client, server.report.received[visit.client], {}, statistics.as_extras())
         server.count_up(update)
         fault = find_non_finite(update.extras)
@@ -174,7 +186,7 @@ def recalibrate(
             _log.warning("Client %r's BatchNorm statistics are left out: %s.", visit.client, fault)
     local.load_global(state)
     with torch.no_grad():
-        for name in batch_norm_layers(module):
+        for name in layers:
             pooled = pool_statistics(reports, name)
             prefix = f"{name}." if name else ""
             if pooled is not None and f"{prefix}running_mean" in local.shared:
@@ -183,7 +195,7 @@ def recalibrate(
 
 
 def one_pass(population: Population, visit: Visit) -> Iterator[Any]:
-    """One pass over a client's data, with a seed of its own; ends early where the data raise."""
+    """One pass over a client's data, in an order of its own; raises what the data raise."""
     seed = derive_seed(visit.seed, 1)
     again = Visit(visit.client, visit.round, seed, steps=visit.steps)
     planned = PlannedVisit(
@@ -192,9 +204,9 @@ def one_pass(population: Population, visit: Visit) -> Iterator[Any]:
     seed_everything(seed)
     for item in population.stream([planned]):
         if item.error is not None:
-            _log.warning("Client %r's data raised while BatchNorm was recalibrated: %s.", visit.client, item.error)
-            return
-        yield item.batch
+            raise item.error
+        if item.batch is not None:
+            yield item.batch
 
 
 def warn_of_averaging(module: nn.Module, policies: Mapping[str, Policy]) -> None:
