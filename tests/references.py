@@ -108,6 +108,22 @@ def permuted_pixels_reference(image, permutation):
     return permuted
 
 
+def synthetic_client_reference(alpha, beta, rng, num_features, num_classes):
+    """The FedProx authors' Synthetic(alpha, beta), one client: inputs and labels, sample by sample."""
+    num_samples = int(rng.lognormal(4, 2)) + 50
+    u, big_b = rng.normal(0, alpha), rng.normal(0, beta)
+    v = [rng.normal(big_b, 1) for _ in range(num_features)]
+    weight = [[rng.normal(u, 1) for _ in range(num_classes)] for _ in range(num_features)]
+    bias = [rng.normal(u, 1) for _ in range(num_classes)]
+    covariance = np.diag([(j + 1) ** -1.2 for j in range(num_features)])
+    inputs = rng.multivariate_normal(v, covariance, num_samples)
+    labels = []
+    for x in inputs:
+        logits = (np.dot(x, weight) + bias).tolist()
+        labels.append(logits.index(max(logits)))
+    return inputs, labels
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Federated averaging: McMahan et al. 2017, Algorithm 1, with the schedule of DESIGN section 3 written again
 # ---------------------------------------------------------------------------------------------------------------------

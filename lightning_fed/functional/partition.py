@@ -447,8 +447,7 @@ def _draw_client(
     while (missing := size - int(count.sum())) > 0:
         is_left = left > count
         if (mass * is_left).sum() == 0:
-            mass = np.zeros_like(pi)
-            mass[is_left] = _dirichlet(rng, _normalised(pi[is_left]), alpha, 1)[0]
+            mass[is_left] = _dirichlet(rng, _normalised(pi[is_left]), alpha * pi[is_left].sum(), 1)[0]
         drawn = rng.multinomial(missing, _normalised(mass[is_left]))
         count[is_left] += np.minimum(drawn, (left - count)[is_left])
     return count

@@ -113,6 +113,7 @@ def test_subset_and_concatenation_are_looked_through():
     joined = ConcatDataset([first, Subset(second, [5, 3, -1]), TensorDataset(torch.rand(2, 3), torch.tensor([7, 8]))])
     assert_labels(labels_of(joined), [*CLASSES, 10, 12, 10, 7, 8])
     assert_labels(labels_of(Subset(joined, [10, 0, 6, 2, 0])), [8, 3, 10, 2, 3])
+    assert_labels(labels_of(Subset(joined, [-1, -11, -5])), [8, 3, 10])
     assert_labels(labels_of(Subset(Subset(joined, range(5, 11)), torch.tensor([4, 1]))), [7, 10])
     assert first.reads == second.reads == []
     part, _ = random_split(first, [4, 2], generator=torch.Generator().manual_seed(0))

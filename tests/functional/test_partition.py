@@ -216,6 +216,11 @@ def test_dirichlet_per_client_without_alpha_gives_one_class_each():
     assert all(np.unique(BALANCED[part]).size == 1 for part in dirichlet_per_client(BALANCED, 100, 0, seed=0))
     assert np.bincount(owners).tolist() == [10] * 10
     assert owners != sorted(owners)
+    # Two clients fit into each class; only the fifth has to take two rests.
+    labels = np.repeat([0, 1], 25)
+    for seed in range(20):
+        num_labels = [np.unique(labels[part]).size for part in dirichlet_per_client(labels, 5, 0, seed)]
+        assert num_labels == [1, 1, 1, 1, 2]
     # Too few of every class for a client: it takes a class whole, then another.
     parts = dirichlet_per_client([0, 0, 1, 1, 2, 2], 2, 0, seed=0)
     assert [part.size for part in parts] == [3, 3]
