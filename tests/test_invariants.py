@@ -91,6 +91,22 @@ def decay(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
 
 
+class Clipped(models.Module):
+    """Keeps its weights small after every batch, and an average of them along the way, in Lightning's hook for that."""
+
+    def __init__(self):
+        super().__init__(models.mlp(), models.momentum)
+        self.slow = copy.deepcopy(self.net).requires_grad_(False)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert outputs["loss"].isfinite()
+        assert len(batch) == 2
+        for parameter, slow in zip(self.net.parameters(), self.slow.parameters(), strict=True):
+            parameter.clamp_(-0.3, 0.3)
+            slow.lerp_(parameter, 0.1)
+
+
 VISITS = {
     "sgd": Case(lambda: models.Module(models.mlp())),
     "momentum": Case(lambda: models.Module(models.mlp(), models.momentum)),
@@ -112,6 +128,7 @@ VISITS = {
     "warm-up": Case(lambda: models.Module(models.mlp(), models.adam, warm_up), rounds=1),
     "manual": Case(models.TwoOptimizers),
     "manual with a scheduler": Case(lambda: models.ManualModule(models.mlp(), scheduler=decay), rounds=1),
+    "weights changed in a hook": Case(Clipped),
     "bf16": Case(lambda: models.Module(models.dropout_mlp(), models.momentum), trainer={"precision": "bf16-mixed"}),
     "lbfgs": Case(lambda: models.Module(models.mlp(), lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3))),
 }

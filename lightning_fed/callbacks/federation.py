@@ -141,6 +141,7 @@ class Federation(L.Callback):
         self.rounds = 0
         self._batches_done = 0  # of this epoch, as a checkpoint taken now makes Lightning believe on resuming
         self._skipped_batches = 0
+        self._module_hook_is_done = False
         self._population: Population | None = None
         self._policies: dict[str, Policy] = {}
         self._loader: RoundLoader | None = None
@@ -204,6 +205,7 @@ class Federation(L.Callback):
         self._hooks = [
             TakenHook(owner, "train_dataloader", self._train_dataloader),
             TakenHook(pl_module, "on_save_checkpoint", self._on_save_checkpoint),
+            TakenHook(pl_module, "on_train_batch_end", self._module_on_train_batch_end),
         ]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -257,6 +259,9 @@ class Federation(L.Callback):
             return
         round = self._open()
         if loader.current is not None:
+            if batch is not None:  # what the module does after a batch is part of the visit
+                self._hooks[2].original(outputs, batch, batch_idx)
+                self._module_hook_is_done = True
             round.end_visit(loader.current)
         if loader.current is None or loader.current is loader.visits[-1]:
             self._close(round, pl_module)
@@ -281,6 +286,7 @@ class Federation(L.Callback):
             self._cut_short()
         self._batches_done = 0
         self.rounds = trainer.current_epoch + 1  # also where nothing came of the round
+        self.log_book.put_axis(pl_module, self.rounds - 1)  # also where the fit was resumed after the round's batches
         datamodule = getattr(trainer, "datamodule", None)
         every = self.evaluate_clients_every
         if isinstance(datamodule, EvaluationData) and every and self.rounds % every == 0:
@@ -387,6 +393,13 @@ class Federation(L.Callback):
     def _cut_short(self) -> None:
         _log.warning("Round %d was cut short: the global model stays as it was.", self.server.report.round)
         self._abandon()
+
+    def _module_on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The module's own hook, unless the end of the visit has called it already; not for batches that failed."""
+        if self._module_hook_is_done:
+            self._module_hook_is_done = False
+        elif batch is not None:
+            self._hooks[2].original(outputs, batch, batch_idx)
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A checkpoint inside a round holds the last complete global model, and the round is trained again."""
