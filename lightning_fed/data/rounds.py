@@ -88,6 +88,13 @@ class RoundLoader:
                 self.current, self.batches_left = planned, left
                 yield batch
 
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: a round that is resumed starts again. That there is one tells Lightning that resuming is exact."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing, likewise."""
+
     def _fetch(self, stream: Iterator[StreamItem], place: int) -> Any:
         item = next(stream)
         while item.place < place:  # fetched ahead by a worker for a visit that has failed since
