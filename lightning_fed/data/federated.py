@@ -16,17 +16,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource, PartitionedSource, SampleTransform
+from lightning_fed.data.loader_clients import LoaderClients
 from lightning_fed.data.partitions import Partition
-from lightning_fed.data.population import (
-    DatasetClients,
-    DatasetsSource,
-    LazyClients,
-    LoaderClients,
-    PartitionedSource,
-    Population,
-    SampleTransform,
-    client_keys,
-)
+from lightning_fed.data.population import LazyClients, Population, client_keys
 from lightning_fed.messages import Client
 
 ClientData: TypeAlias = Dataset[Any] | Iterable[Any]

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from lightning_fed.messages import Client
-from lightning_fed.schedule import Visit, derive_seed
-
-SampleTransform: TypeAlias = Callable[[Any], Any]
+from lightning_fed.schedule import Visit
 
 
 @dataclass
@@ -107,276 +102,6 @@ def seed_everything(seed: int) -> None:
         torch.mps.manual_seed(seed)
 
 
-class DatasetClients(Population):
-    """Clients that are parts of one map-style data set, or map-style data sets of their own.
-
-    One ``DataLoader`` serves every round, so that its workers persist and fetch the next client's batches while this
-    one trains. Batches never hold examples of two clients. A trailing batch of a single example joins the batch before
-    it, because BatchNorm cannot train on one example.
-
-    Args:
-        source: Where the examples are.
-        batch_size: Examples per batch.
-        shuffle: Whether every epoch of every visit has its own order, drawn from the visit's seed.
-        drop_last: Whether a trailing batch that is not full is left out.
-        loader_options: Further arguments of the ``DataLoader`` (``num_workers``, ``pin_memory``, ...).
-
-    Raises:
-        ValueError: If ``batch_size`` is below 1.
-
-    """
-
-    def __init__(
-        self,
-        source: ClientSource,
-        batch_size: int,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        loader_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(source.clients)
-        if batch_size < 1:
-            raise ValueError(f"Expected `batch_size` to be at least 1, but got {batch_size}.")
-        self.source = source
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.drop_last = drop_last
-        self._loader_options = loader_options or {}
-        self._sampler = _RoundSampler(self)
-        self._loader = self._make_loader()
-
-    @property
-    def num_workers(self) -> int:
-        """Worker processes of the loader."""
-        return self._loader.num_workers
-
-    def num_samples(self, client: Client) -> int:
-        """The client's local examples."""
-        return self.source.num_samples(client)
-
-    def batches_per_epoch(self, client: Client) -> int:
-        """Batches in one pass over the client's data."""
-        return len(cut_batches(self.num_samples(client), self.batch_size, self.drop_last))
-
-    def close(self) -> None:
-        """Lets go of the loader, whose workers end with it."""
-        self._loader = self._make_loader()
-
-    def _make_loader(self) -> DataLoader[Any]:
-        return DataLoader(
-            self.source,
-            batch_sampler=self._sampler,  # type: ignore[arg-type] # requests of our own, which `source` understands
-            collate_fn=_as_collated,
-            generator=torch.Generator().manual_seed(0),  # else the loader draws from the global generator
-            **self._loader_options,
-        )
-
-    def stream(self, visits: Sequence[PlannedVisit]) -> Iterator[StreamItem]:
-        """The batches of all visits in order."""
-        self._sampler.visits = visits
-        issued = self._sampler.issued = deque()
-        batches = iter(self._loader)
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except Exception as error:
-                yield StreamItem(issued.popleft(), error=error)
-            else:
-                yield StreamItem(issued.popleft(), batch)
-
-
-class LoaderClients(Population):
-    """Clients that bring their own ``DataLoader`` or another iterable of batches; the round chains them.
-
-    Args:
-        loaders: Client to loader; may build a client's loader when it is asked for.
-
-    """
-
-    def __init__(self, loaders: Mapping[Client, Iterable[Any]]) -> None:
-        super().__init__(client_keys(loaders))
-        self.loaders = loaders
-
-    def num_samples(self, client: Client) -> int:
-        """Length of the loader's data set, or of the part that its sampler draws; else of one pass over its batches.
-
-        Raises:
-            ValueError: If neither has a length.
-
-        """
-        loader = self.loaders[client]
-        dataset = getattr(loader, "dataset", None)
-        if isinstance(dataset, Sized):
-            # Clients may share a data set, each with a sampler of its part.
-            sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
-            return min(len(sampler), len(dataset)) if isinstance(sampler, Sized) else len(dataset)
-        if isinstance(loader, Sized) and dataset is None:
-            return sum(batch_length(batch) for batch in loader)
-        raise ValueError(
-            f"Expected the loader of client {client!r} to have a data set with a length, because an average weighs"
-            " clients by their examples: define `__len__` on the data set."
-        )
-
-    def batches_per_epoch(self, client: Client) -> int | None:
-        """Length of the client's loader."""
-        loader = self.loaders[client]
-        try:
-            return len(loader)  # type: ignore[arg-type]
-        except TypeError:  # a DataLoader over an IterableDataset has `__len__`, which raises
-            return None
-
-    def stream(self, visits: Sequence[PlannedVisit]) -> Iterator[StreamItem]:
-        """The batches of all visits in order."""
-        for place, planned in enumerate(visits):
-            try:
-                served = 0
-                for batch in itertools.islice(self._passes(planned.visit), planned.num_batches):
-                    yield StreamItem(place, batch)
-                    served += 1
-            except Exception as error:
-                yield StreamItem(place, error=error)
-                continue
-            for _ in range(planned.num_batches - served):  # the loader gave fewer batches than its length
-                yield StreamItem(place)
-
-    def _passes(self, visit: Visit) -> Iterator[Any]:
-        loader = self.loaders[visit.client]
-        for _ in itertools.count() if visit.steps is not None else range(visit.epochs):
-            has_batches = False
-            for batch in loader:
-                has_batches = True
-                yield batch
-            if not has_batches:
-                raise ValueError("its loader gave no batch")
-
-
-class ClientSource(Dataset[Any], ABC):
-    """The data set behind :class:`DatasetClients`: answers a request for some examples of one client with a batch.
-
-    Args:
-        clients: The clients' keys.
-        collate: Makes a batch of a list of samples.
-
-    """
-
-    def __init__(self, clients: Sequence[Client], collate: Callable[[list[Any]], Any] | None = None) -> None:
-        self.clients = clients
-        self.collate = collate or default_collate
-
-    @abstractmethod
-    def num_samples(self, client: Client) -> int:
-        """The client's local examples."""
-
-    @abstractmethod
-    def locate(self, client: Client, places: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
-        """The data set with a client's examples, their indices in it, and a transform of the client's samples."""
-
-    def __getitems__(self, request: BatchRequest) -> Any:
-        if get_worker_info() is not None:
-            # Random augmentation depends on the batch alone, not on the worker that happens to fetch it.
-            seed_everything(request.seed)
-        dataset, indices, transform = self.locate(request.client, request.places)
-        if transform is None and self.collate is default_collate:
-            batch = _direct_batch(dataset, indices)
-            if batch is not None:
-                return batch
-        positions = indices.tolist()
-        if hasattr(dataset, "__getitems__"):
-            samples = dataset.__getitems__(positions)
-        else:
-            samples = [dataset[position] for position in positions]
-        if transform is not None:
-            samples = [transform(sample) for sample in samples]
-        return self.collate(samples)
-
-
-class PartitionedSource(ClientSource):
-    """Clients that are index sets of one data set.
-
-    Args:
-        dataset: The data set.
-        indices: Client to the indices of its examples.
-        transform: Makes the transform of a client's samples, or ``None``.
-        collate: Makes a batch of a list of samples.
-
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        indices: Mapping[Client, np.ndarray],
-        transform: Callable[[Client], SampleTransform | None] | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
-    ) -> None:
-        super().__init__(client_keys(indices), collate)
-        while type(dataset) is Subset:  # so that batches come straight from the data set below
-            outer = np.asarray(dataset.indices)
-            indices = {client: outer[inner] for client, inner in indices.items()}
-            dataset = dataset.dataset
-        self.dataset = dataset
-        self.indices = indices
-        self.transform = transform
-
-    def num_samples(self, client: Client) -> int:
-        """The client's local examples."""
-        return len(self.indices[client])
-
-    def locate(self, client: Client, places: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
-        """The shared data set and the client's indices in it."""
-        transform = None if self.transform is None else self.transform(client)
-        return self.dataset, self.indices[client][places], transform
-
-
-class DatasetsSource(ClientSource):
-    """Clients with data sets of their own.
-
-    Args:
-        datasets: Client to map-style data set; may build a client's data set when it is asked for. The last two are
-            kept, so that a visit builds it once.
-        collate: Makes a batch of a list of samples.
-
-    """
-
-    def __init__(
-        self, datasets: Mapping[Client, Dataset[Any]], collate: Callable[[list[Any]], Any] | None = None
-    ) -> None:
-        super().__init__(client_keys(datasets), collate)
-        self.datasets = datasets
-        self._recent: dict[Client, Dataset[Any]] = {}
-
-    def num_samples(self, client: Client) -> int:
-        """Length of the client's data set."""
-        return len(self._dataset(client))  # type: ignore[arg-type]
-
-    def locate(self, client: Client, places: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
-        """The client's data set."""
-        return self._dataset(client), places, None
-
-    def _dataset(self, client: Client) -> Dataset[Any]:
-        if client not in self._recent:
-            while len(self._recent) >= 2:
-                self._recent.pop(next(iter(self._recent)))
-            self._recent[client] = self.datasets[client]
-        return self._recent[client]
-
-
-class BatchRequest(NamedTuple):
-    """Which examples a batch is made of.
-
-    Args:
-        client: Whose examples.
-        places: Their places among the client's examples, shape (batch,).
-        seed: Seed of whatever is random in making the batch in a worker process.
-
-    """
-
-    client: Client
-    places: np.ndarray
-    seed: int
-
-
 class LazyClients(Mapping[Client, Any]):
     """A mapping that builds a client's data when it is asked for, for huge populations.
 
@@ -385,6 +110,7 @@ class LazyClients(Mapping[Client, Any]):
         build: Makes the data set or loader of one client.
 
     Example:
+        >>> from torch.utils.data import TensorDataset
         >>> clients = LazyClients(range(1_000_000), lambda client: TensorDataset(torch.full((4, 1), client)))
         >>> len(clients), clients[123_456][0]
         (1000000, (tensor([123456]),))
@@ -410,70 +136,6 @@ class LazyClients(Mapping[Client, Any]):
 def client_keys(clients: Mapping[Client, Any]) -> Sequence[Client]:
     """The keys of a mapping as a sequence, without listing those of a lazy one."""
     return clients.clients if isinstance(clients, LazyClients) else list(clients)
-
-
-def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> list[tuple[int, int]]:
-    """Where each batch begins and ends; a single trailing example joins the batch before it.
-
-    Example:
-        >>> cut_batches(9, 4)
-        [(0, 4), (4, 9)]
-        >>> cut_batches(10, 4), cut_batches(10, 4, drop_last=True)
-        ([(0, 4), (4, 8), (8, 10)], [(0, 4), (4, 8)])
-
-    """
-    bounds = [(start, min(start + batch_size, num_samples)) for start in range(0, num_samples, batch_size)]
-    if drop_last:
-        return [(start, end) for start, end in bounds if end - start == batch_size]
-    if len(bounds) > 1 and batch_size > 1 and bounds[-1][1] - bounds[-1][0] == 1:
-        bounds[-2:] = [(bounds[-2][0], num_samples)]
-    return bounds
-
-
-class _RoundSampler:
-    """Walks the examples of a round's visits; notes in ``issued`` whose every batch is."""
-
-    def __init__(self, population: DatasetClients) -> None:
-        self._population = population
-        self.visits: Sequence[PlannedVisit] = ()
-        self.issued: deque[int] = deque()
-
-    def __iter__(self) -> Iterator[BatchRequest]:
-        in_workers = self._population.num_workers > 0
-        for place, planned in enumerate(self.visits):
-            client, seed = planned.visit.client, planned.visit.seed
-            for number, places in zip(range(planned.num_batches), self._endless(planned), strict=False):
-                if planned.fault is not None:
-                    break
-                self.issued.append(place)
-                yield BatchRequest(client, places, derive_seed(seed, number) if in_workers else 0)
-
-    def _endless(self, planned: PlannedVisit) -> Iterator[np.ndarray]:
-        population = self._population
-        bounds: Collection[tuple[int, int]] = cut_batches(
-            planned.num_samples, population.batch_size, population.drop_last
-        )
-        epoch = 0
-        while True:
-            order = np.arange(planned.num_samples)
-            if population.shuffle:
-                order = np.random.default_rng([planned.visit.seed, epoch]).permutation(order)
-            for start, end in bounds:
-                yield order[start:end]
-            epoch += 1
-
-
-def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
-    """What ``default_collate`` makes of the samples, by indexing the tensors behind them; ``None`` if it cannot."""
-    if type(dataset) is TensorDataset:
-        where = torch.from_numpy(indices)
-        return [tensor[where] for tensor in dataset.tensors]
-    get_batch = getattr(dataset, "get_batch", None)
-    return None if get_batch is None else get_batch(indices)
-
-
-def _as_collated(batch: Any) -> Any:
-    return batch
 
 
 def batch_length(batch: Any) -> int:

@@ -1,0 +1,76 @@
+"""Clients that bring their own loaders: the round chains them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+from lightning_fed.data.population import PlannedVisit, Population, StreamItem, batch_length, client_keys
+from lightning_fed.messages import Client
+from lightning_fed.schedule import Visit
+
+
+class LoaderClients(Population):
+    """Clients that bring their own ``DataLoader`` or another iterable of batches; the round chains them.
+
+    Args:
+        loaders: Client to loader; may build a client's loader when it is asked for.
+
+    """
+
+    def __init__(self, loaders: Mapping[Client, Iterable[Any]]) -> None:
+        super().__init__(client_keys(loaders))
+        self.loaders = loaders
+
+    def num_samples(self, client: Client) -> int:
+        """Length of the loader's data set, or of the part that its sampler draws; else of one pass over its batches.
+
+        Raises:
+            ValueError: If neither has a length.
+
+        """
+        loader = self.loaders[client]
+        dataset = getattr(loader, "dataset", None)
+        if isinstance(dataset, Sized):
+            # Clients may share a data set, each with a sampler of its part.
+            sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+            return min(len(sampler), len(dataset)) if isinstance(sampler, Sized) else len(dataset)
+        if isinstance(loader, Sized) and dataset is None:
+            return sum(batch_length(batch) for batch in loader)
+        raise ValueError(
+            f"Expected the loader of client {client!r} to have a data set with a length, because an average weighs"
+            " clients by their examples: define `__len__` on the data set."
+        )
+
+    def batches_per_epoch(self, client: Client) -> int | None:
+        """Length of the client's loader."""
+        loader = self.loaders[client]
+        try:
+            return len(loader)  # type: ignore[arg-type]
+        except TypeError:  # a DataLoader over an IterableDataset has `__len__`, which raises
+            return None
+
+    def stream(self, visits: Sequence[PlannedVisit]) -> Iterator[StreamItem]:
+        """The batches of all visits in order."""
+        for place, planned in enumerate(visits):
+            try:
+                served = 0
+                for batch in itertools.islice(self._passes(planned.visit), planned.num_batches):
+                    yield StreamItem(place, batch)
+                    served += 1
+            except Exception as error:
+                yield StreamItem(place, error=error)
+                continue
+            for _ in range(planned.num_batches - served):  # the loader gave fewer batches than its length
+                yield StreamItem(place)
+
+    def _passes(self, visit: Visit) -> Iterator[Any]:
+        loader = self.loaders[visit.client]
+        for _ in itertools.count() if visit.steps is not None else range(visit.epochs):
+            has_batches = False
+            for batch in loader:
+                has_batches = True
+                yield batch
+            if not has_batches:
+                raise ValueError("its loader gave no batch")
