@@ -94,9 +94,9 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed)  # noqa: NPY002 - the user's data sets may use the global generator
     # `torch.manual_seed` walks the stack for every device that is not initialised: 2 ms, which small visits would feel.
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
-    if torch.xpu.is_initialized():
+    if torch.xpu.is_initialized():  # type: ignore[no-untyped-call]
         torch.xpu.manual_seed_all(seed)
     if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
