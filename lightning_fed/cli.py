@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import ArgsType, LightningCLI
@@ -59,7 +60,7 @@ class FederatedCLI(LightningCLI):
     """``LightningCLI`` with a :class:`~lightning_fed.FederatedTrainer`, and errors without a traceback.
 
     Model and data are named by their class path, or by name alone where lightning_fed has them. The environment
-    variable ``JSONARGPARSE_DEBUG`` brings the tracebacks back.
+    variable ``JSONARGPARSE_DEBUG=true`` brings the tracebacks back.
 
     Args:
         args: The command line; ``None`` for the process's own.
@@ -90,6 +91,24 @@ class FederatedCLI(LightningCLI):
         except ValueError as error:
             self.parser.error(str(error), error)
 
+    def predict(self, **arguments: Any) -> None:
+        """Predicts, and saves the list of the batches' predictions as ``predictions.pt`` beside the logs.
+
+        With several processes each saves its own batches (``predictions_0.pt``, ...); with ``--return_predictions
+        false`` nothing is saved, which is for a ``BasePredictionWriter`` among the callbacks.
+
+        Args:
+            arguments: Those of ``Trainer.predict``.
+
+        """
+        predictions = self.trainer.predict(**arguments)
+        if predictions:
+            rank = f"_{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
+            path = Path(self.trainer.log_dir or self.trainer.default_root_dir) / f"predictions{rank}.pt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(predictions, path)
+            sys.stdout.write(f"Predictions of {len(predictions)} batches: {path}\n")
+
 
 def federated_trainer(
     *,
@@ -101,7 +120,9 @@ def federated_trainer(
     enable_progress_bar: bool | None = None,
     **options: Any,
 ) -> FederatedTrainer:
-    """:class:`~lightning_fed.FederatedTrainer`, with types that the command line needs.
+    """Federation and Trainer.
+
+    A :class:`~lightning_fed.FederatedTrainer`, with the types that the command line checks.
 
     Args:
         max_rounds: Rounds to train: Lightning's ``max_epochs``.
@@ -157,7 +178,7 @@ def _run(args: list[str] | None) -> None:
     try:
         FederatedCLI(args)
     except (FileNotFoundError, MisconfigurationException) as error:
-        if "JSONARGPARSE_DEBUG" in os.environ:
+        if os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true":
             raise
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(1) from error

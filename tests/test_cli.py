@@ -1,0 +1,310 @@
+"""The command line: what it builds from recipes, what it says to mistakes, and a run from fit to prediction."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_fed import FederatedTrainer, cli
+from lightning_fed.aggregators import FairAvg, FedAvg
+from lightning_fed.cli import FederatedCLI, main
+from lightning_fed.data import ByGroup, Dirichlet, Shards
+from lightning_fed.data.camvid import CamVid
+from lightning_fed.data.femnist import FEMNIST
+from lightning_fed.data.mnist import FashionMNIST
+from lightning_fed.data.shapes import Shapes
+from lightning_fed.store import FolderStore
+from lightning_fed.tasks import ClassificationTask, SegmentationTask
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT.parent / "shared" / "data"
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+OFFLINE = str(ROOT / "recipes" / "shapes_deeplab.yaml")
+
+# Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
+pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+
+# 3 clients with 32 scenes of 32 x 32 pixels.
+TINY = [
+    *("--data.num_train", "32", "--data.num_val", "8", "--data.num_test", "8", "--data.image_size", "32"),
+    *("--trainer.partition", "IID", "--trainer.partition.num_clients", "3", "--trainer.clients_per_round", "2"),
+    *("--trainer.local_epochs", "1", "--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"),
+]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """What is written goes to a temporary folder; LightningCLI warns where the process has arguments of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-fed"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("JSONARGPARSE_DEBUG", raising=False)
+
+
+class Built(FederatedCLI):
+    """Builds what `fit` would train."""
+
+    def fit(self, **arguments):
+        self.arguments = arguments
+
+
+def build(*arguments):
+    return Built(["fit", *arguments])
+
+
+def federation_of(*arguments):
+    return build("-c", OFFLINE, *arguments).trainer.federation
+
+
+# Recipes
+
+
+def test_there_is_a_recipe_for_every_job():
+    assert [recipe.stem for recipe in RECIPES] == [
+        "camvid_deeplab_dirichlet",
+        "camvid_deeplab_sequence",
+        "fashion_mnist_dirichlet",
+        "femnist_writers",
+        "shapes_deeplab",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "task", "data", "partition", "rounds", "clients_per_round"),
+    [
+        ("camvid_deeplab_dirichlet", SegmentationTask, CamVid, Dirichlet(12, 0.1, min_size=4, background=None), 100, 4),
+        ("camvid_deeplab_sequence", SegmentationTask, CamVid, ByGroup(), 60, 1.0),
+        ("fashion_mnist_dirichlet", ClassificationTask, FashionMNIST, Dirichlet(100, 0.1), 200, 10),
+        ("femnist_writers", ClassificationTask, FEMNIST, ByGroup(), 300, 10),
+        ("shapes_deeplab", SegmentationTask, Shapes, Dirichlet(12, 0.3), 6, 4),
+    ],
+)
+def test_a_recipe_builds_what_it_says(recipe, task, data, partition, rounds, clients_per_round):
+    has_folder = data is not Shapes
+    path = ROOT / "recipes" / f"{recipe}.yaml"
+    built = build("-c", str(path), *(["--data.data_dir", "somewhere"] if has_folder else []))
+    assert type(built.model) is task
+    assert type(built.datamodule) is data
+    assert not has_folder or built.datamodule.data_dir == Path("somewhere")
+    assert built.model.num_classes == built.datamodule.num_classes
+    assert type(built.trainer) is FederatedTrainer
+    assert built.trainer.max_epochs == rounds
+    federation = built.trainer.federation
+    assert repr(federation.partition) == repr(partition)
+    assert type(federation.server.aggregator) is FedAvg
+    assert federation.schedule.clients_per_round == clients_per_round
+    assert type(federation.schedule.clients_per_round) is type(clients_per_round)
+    assert federation.schedule.seed == 0
+    assert built.arguments["model"] is built.model
+    comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert f"lightning-fed fit -c recipes/{recipe}.yaml" in "\n".join(comment)
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if str(path) != OFFLINE], ids=lambda path: path.stem)
+def test_a_recipe_trains_on_real_data(recipe, tmp_path):
+    if not DATA.is_dir():
+        pytest.skip(f"no data at {DATA}")
+    is_small = ["--data.image_size", "[32,32]"] if recipe.stem.startswith("camvid") else []
+    main(["fit", "-c", str(recipe), "--data.data_dir", str(DATA), "--trainer.fast_dev_run", "2", *is_small])
+
+
+# Lightning says it of every checkpoint that is used in another folder than its run's.
+@pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")
+def test_fit_validate_test_and_predict(tmp_path, capsys):
+    main(["fit", "-c", OFFLINE, *TINY, "--trainer.max_rounds", "2"])
+    run = tmp_path / "runs" / "shapes" / "version_0"
+    events = EventAccumulator(str(run)).Reload()
+    scores = events.Scalars("val_miou")
+    assert [score.step for score in scores] == [0, 1]
+    assert [event.step for event in events.Scalars("comm/up_bytes")] == [0, 1]
+    assert len(events.Images("segmentation/input_truth_prediction")) == 1
+
+    checkpoint = run / "checkpoints" / "last.ckpt"
+    capsys.readouterr()
+    main(["validate", "-c", OFFLINE, *TINY, "--ckpt_path", str(checkpoint)])
+    printed = re.search(r"val_miou\W+([\d.]+)", capsys.readouterr().out)
+    assert float(printed[1]) == pytest.approx(scores[-1].value)
+
+    main(["test", "-c", OFFLINE, *TINY, "--ckpt_path", str(checkpoint)])
+    assert "test_miou" in capsys.readouterr().out
+
+    main(["predict", "-c", OFFLINE, *TINY, "--ckpt_path", str(checkpoint), "--trainer.logger", "false"])
+    said = capsys.readouterr().out
+    assert f"Predictions of 1 batches: {tmp_path / 'predictions.pt'}" in said
+    (masks,) = torch.load(tmp_path / "predictions.pt")
+    assert masks.shape == (8, 32, 32)
+    assert masks.dtype == torch.int64
+
+    # It goes on where it stopped, and the configuration beside the logs says all.
+    main(["fit", "-c", str(run / "config.yaml"), "--trainer.max_rounds", "3", "--ckpt_path", str(checkpoint)])
+    resumed = EventAccumulator(str(run.with_name("version_3"))).Reload()
+    assert [event.step for event in resumed.Scalars("val_miou")] == [2]
+    before, after = (
+        yaml.safe_load((folder / "config.yaml").read_text()) for folder in (run, run.with_name("version_3"))
+    )
+    changed = {"max_rounds": 3}
+    assert after["trainer"] == before["trainer"] | changed
+    assert after["model"] == before["model"]
+    assert after["data"] == before["data"]
+
+
+# What can be said in YAML and on the command line
+
+
+def test_aggregators_by_name_and_by_class():
+    assert type(federation_of("--trainer.aggregator", "fairavg").server.aggregator) is FairAvg
+    assert type(federation_of("--trainer.aggregator", "{class_path: FairAvg}").server.aggregator) is FairAvg
+
+
+def test_another_partition_than_the_recipes():
+    partition = federation_of("--trainer.partition", "Shards", "--trainer.partition.num_clients", "5").partition
+    assert type(partition) is Shards
+    assert partition.num_clients == 5
+
+
+def test_presets_by_class_path():
+    federation = federation_of(
+        *("--trainer.partition", "null", "--trainer.clients_per_round", "1.0", "--trainer.local_epochs", "1"),
+        *("--trainer.batch_norm", "average", "--trainer.federation"),
+        "{class_path: lightning_fed.FedPer, init_args: {head: 'model.segmentation_head.*', clients_per_round: 3,"
+        " partition: {class_path: IID, init_args: {num_clients: 4}}}}",
+    )
+    assert federation.personal == ("model.segmentation_head.*",)
+    assert federation.schedule.clients_per_round == 3
+    assert federation.partition.num_clients == 4
+
+
+def test_personal_entries_by_pattern_and_by_type():
+    assert federation_of("--trainer.personal", "['model.head.*', torch.nn.BatchNorm2d]").personal == (
+        "model.head.*",
+        torch.nn.BatchNorm2d,
+    )
+
+
+def test_a_store_by_its_folder(tmp_path):
+    assert type(federation_of("--trainer.store", "clients").store) is FolderStore
+
+
+def test_arguments_of_the_lightning_trainer():
+    trainer = build(
+        *("-c", OFFLINE, "--trainer.callbacks+", "EarlyStopping", "--trainer.callbacks.monitor", "val_miou"),
+        *("--trainer.gradient_clip_val", "1.5", "--trainer.enable_progress_bar", "false"),
+    ).trainer
+    names = [type(callback).__name__ for callback in trainer.callbacks]
+    assert {"Federation", "EarlyStopping", "ModelCheckpoint", "SaveConfigCallback"} <= set(names)
+    assert "FederatedProgressBar" not in names
+    assert trainer.gradient_clip_val == 1.5
+
+
+def test_a_model_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "mine_for_test_cli.py").write_text(
+        "import lightning as L\n\nclass Mine(L.LightningModule):\n    def __init__(self, width: int):\n"
+        "        super().__init__()\n        self.width = width\n"
+    )
+    seen = []
+    monkeypatch.setattr(FederatedTrainer, "fit", lambda self, model, **options: seen.append(model))
+    main(["fit", "-c", OFFLINE, "--model", "mine_for_test_cli.Mine", "--model.width", "3"])
+    assert type(seen[0]).__name__ == "Mine"
+    assert seen[0].width == 3
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--trainer.aggregator", "fedag"], 2, "Expected `aggregator` to be one of ['fairavg', 'fedavg'"),
+        (["--trainer.batch_norm", "averge"], 2, "'recalibrate', 'personal', 'frozen']. Got value: averge"),
+        (["--trainer.clients_per_round", "0"], 2, "Expected `clients_per_round` to be at least 1, but got 0"),
+        (["--trainer.local_epochs", "two"], 2, 'Parser key "trainer.local_epochs"'),
+        (["--trainer.partition.alpha", "-1"], 2, "Expected `alpha` to be greater than 0, but got -1"),
+        (["--trainer.partition.alpha", "x"], 2, "Expected a <class 'float'>. Got value: x"),
+        (["--trainer.partition", "Dirichle"], 2, "Dirichle"),
+        (["--trainer.rounds", "3"], 2, "trainer.rounds"),
+        (["--trainer.max_epochs", "3"], 2, "Expected one of `max_rounds` and `max_epochs`"),
+        (["--model.lr", "fast"], 2, "Got value: fast"),
+        (["--model.optimizer", "SDG"], 2, "Expected `optimizer` to be one of"),
+        (["--data.image_size", "3"], 2, "Expected `image_size` to be at least 16, but got 3"),
+        (["--trainer.partition", "null"], 1, "Expected a `partition` that splits the training data"),
+        (
+            ["--data", "CamVid", "--data.data_dir", "nowhere"],
+            1,
+            "Expected `camvid/camvid_240x180.npz` or `camvid_240x180.npz` or `CamVid` under `data_dir`",
+        ),
+    ],
+)
+def test_a_mistake_gets_a_short_answer(arguments, status, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "-c", OFFLINE, *arguments])
+    assert stopped.value.code == status
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+    assert len(said.splitlines()) < 20
+
+
+def test_tracebacks_come_back_with_the_switch(monkeypatch):
+    monkeypatch.setenv("JSONARGPARSE_DEBUG", "true")
+    with pytest.raises(FileNotFoundError):
+        main(["fit", "-c", OFFLINE, "--data", "CamVid", "--data.data_dir", "nowhere"])
+
+
+def test_a_recipe_that_is_not_there(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "-c", "nowhere.yaml"])
+    assert stopped.value.code == 2
+    assert "nowhere.yaml" in capsys.readouterr().err
+
+
+# The program itself
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
+def test_help(arguments, capsys):
+    main(arguments)
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) < 30
+    for command in ("demo", "fit", "validate", "test", "predict"):
+        assert re.search(rf"^  {command} ", said, re.MULTILINE)
+    recipes = re.findall(r"recipes/\w+\.yaml", said)
+    assert recipes
+    assert all((ROOT / recipe).is_file() for recipe in recipes)
+
+
+def test_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"lightning-fed {cli.__version__}\n"
+
+
+def test_an_unknown_command(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train"])
+    assert stopped.value.code == 2
+    assert "['demo', 'fit', 'validate', 'test', 'predict'], but got 'train'" in capsys.readouterr().err
+
+
+def test_help_of_a_command(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "--help"])
+    assert stopped.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: lightning-fed fit -c RECIPE [options]\n")
+    for option in ("--trainer.max_rounds", "--trainer.partition", "--trainer.precision", "--ckpt_path"):
+        assert option in said
+
+
+def test_as_a_module_and_without_the_command_line():
+    program = (
+        "import runpy, sys, lightning_fed\n"
+        "print(sorted({'lightning_fed.cli', 'lightning_fed.demo'} & set(sys.modules)))\n"
+        "sys.argv = ['lightning_fed', '--version']\n"
+        "runpy.run_module('lightning_fed', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines() == ["[]", f"lightning-fed {cli.__version__}"]
