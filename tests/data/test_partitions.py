@@ -81,6 +81,7 @@ def test_own_seed_goes_before_the_federations(partition, function, left_over):
     seeded = type(partition)(**{**arguments, "seed": SEED + 1})
     assert same(seeded.split(DATASET, SEED), partition.split(DATASET, SEED + 1))
     assert same(seeded.split(DATASET, 0), partition.split(DATASET, SEED + 1))
+    assert same(type(partition)(**{**arguments, "seed": 0}).split(DATASET, SEED), partition.split(DATASET, 0))
 
 
 @cases
