@@ -104,6 +104,7 @@ def test_dominant_class_without_background_or_void():
 def test_dominant_class_takes_the_smaller_of_two_equals_and_any_ignore_index():
     masks = torch.tensor([[[4, 2, 2, 4, -100, -100, -100]], [[2**40, 2**40, 5, 0, 0, 0, -100]]])
     assert_labels(labels_of(Samples([0] * 2, targets=masks), ignore_index=-100), [2, 2**40])
+    assert_labels(labels_of([(0, np.array([[2**40, 2**40, 5, 0]]))]), [2**40])
     with pytest.raises(ValueError, match=r"at least 0, apart from `ignore_index` \(255\), but got -100"):
         labels_of(Samples([0] * 2, targets=masks))
 
