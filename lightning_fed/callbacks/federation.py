@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import warnings
@@ -78,7 +79,7 @@ class Federation(L.Callback):
         MisconfigurationException: In ``setup``, if the Trainer is asked for what cannot be right in a round.
 
     Note:
-        The callback's checkpoint state holds ``rounds`` (int), ``skipped_batches`` (int), ``seed`` (int), ``totals``
+        The callback's checkpoint state holds ``rounds`` (int), ``seed`` (int), ``totals``
         (two ints), ``aggregator`` (its own state: nothing for averages) and ``store`` (all clients' personal entries
         with the memory store, the folder's name with a folder).
 
@@ -139,8 +140,8 @@ class Federation(L.Callback):
     def _reset(self) -> None:
         self.log_book = RoundLog()
         self.rounds = 0
-        self._batches_done = 0  # of this epoch, as a checkpoint taken now makes Lightning believe on resuming
-        self._skipped_batches = 0
+        self._start: tuple[int, dict[str, Any]] | None = None  # Lightning's progress before an incomplete round
+        self._is_before_validation = False
         self._module_hook_is_done = False
         self._population: Population | None = None
         self._policies: dict[str, Policy] = {}
@@ -244,7 +245,6 @@ class Federation(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Starts the visit if this is its first batch."""
-        self._batches_done = batch_idx
         planned = None if self._loader is None else self._loader.current
         if planned is not None and (self._round is None or self._round.visit is not planned):
             self._open().start_visit(planned)
@@ -253,7 +253,6 @@ class Federation(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Ends the visit if this was its last batch, and the round if it was the last visit."""
-        self._batches_done = batch_idx + 1
         loader = self._loader
         if loader is None or loader.batches_left or loader is self._served:
             return
@@ -270,9 +269,8 @@ class Federation(L.Callback):
         """Gives up a round that is cut short: a Trainer that is told to stop validates at once."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        if self._round is None:
-            self._batches_done = 0
-        else:
+        self._is_before_validation = False
+        if self._round is not None:
             self._cut_short()
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -284,7 +282,7 @@ class Federation(L.Callback):
         """Evaluates the clients; gives up a round that was cut short by the module."""
         if self._round is not None:
             self._cut_short()
-        self._batches_done = 0
+        self._start, self._is_before_validation = None, False
         self.rounds = trainer.current_epoch + 1  # also where nothing came of the round
         self.log_book.put_axis(pl_module, self.rounds - 1)  # also where the fit was resumed after the round's batches
         datamodule = getattr(trainer, "datamodule", None)
@@ -318,11 +316,26 @@ class Federation(L.Callback):
         """Gives back what ``setup`` took."""
         self._give_back()
 
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Takes back the batches of a round that is not complete: it is trained again from its start.
+
+        Lightning would go on after them, in a round that is shorter by as many. A checkpoint between a round's last
+        batch and its validation becomes one of the epoch's end.
+        """
+        loops = checkpoint["loops"]
+        if self._start is not None:
+            checkpoint["global_step"], progress = self._start
+            loops["fit_loop"] = copy.deepcopy(progress)
+            if loops["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == 0:
+                _advance(loops["fit_loop"]["epoch_loop.batch_progress"], "ready")  # the first batch is on its way
+        elif self._is_before_validation:
+            _advance(loops["fit_loop"]["epoch_loop.batch_progress"], "completed")
+            _advance(loops["fit_loop"]["epoch_progress"], "processed")
+
     def state_dict(self) -> dict[str, Any]:
         """See the class's note."""
         return {
             "rounds": self.rounds,
-            "skipped_batches": self._batches_done,
             "seed": self.schedule.seed,
             "totals": self.log_book.state_dict(),
             "aggregator": self.server.aggregator.state_dict(),
@@ -332,7 +345,6 @@ class Federation(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on after the checkpoint's last complete round."""
         self.rounds = state_dict["rounds"]
-        self._skipped_batches = state_dict["skipped_batches"]
         if state_dict["seed"] != self.schedule.seed:
             _log.warning(
                 "The checkpoint's rounds were drawn with seed %d; from now on they are drawn with seed %d.",
@@ -358,8 +370,7 @@ class Federation(L.Callback):
         self._cohort = cohort
         if self.partial_work == "drop":
             cohort = Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
-        skipped = self._skipped_batches if round == self.rounds else 0
-        self._loader = RoundLoader(self._population, cohort, trainer.limit_train_batches, skipped)
+        self._loader = RoundLoader(self._population, cohort, trainer.limit_train_batches)
         self._loader.on_start = self._open
         return self._loader
 
@@ -367,6 +378,7 @@ class Federation(L.Callback):
         if self._round is None:
             assert self._loader is not None
             trainer, pl_module = self._trainer, self._trainer.lightning_module
+            self._start = trainer.global_step, trainer.fit_loop.state_dict()
             self._round = OpenRound(trainer, pl_module, self.server, self._policies, self.store, self.optimizer_state)
             for client, reason in self._loader.failed.items():
                 self.server.fail(client, reason)
@@ -381,7 +393,7 @@ class Federation(L.Callback):
         after, parameters = round.local.entries, round.local.parameters
         self.log_book.end_round(pl_module, self.server.report, self._cohort, round.before, after, parameters)
         self._round, self._served = None, self._loader
-        self._skipped_batches = 0
+        self._start, self._is_before_validation = None, True
         self.rounds = self.server.report.round + 1
 
     def _abandon(self) -> None:
@@ -433,6 +445,11 @@ class Federation(L.Callback):
 def default_seed() -> int:
     """The seed of ``lightning.seed_everything`` if it was called, else 0."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def _advance(progress: dict[str, Any], stage: str) -> None:
+    for part in ("total", "current"):
+        progress[part][stage] += 1
 
 
 def _has(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:

@@ -24,7 +24,6 @@ class RoundLoader:
         population: The clients' data.
         cohort: Who takes part in the round.
         limit: Largest number of batches of the round (``limit_train_batches``); visits beyond it are cut or left out.
-        skipped_batches: Batches that Lightning believes done already, when it resumes inside an epoch.
 
     Attributes:
         visits: The visits that are served, in order.
@@ -35,12 +34,9 @@ class RoundLoader:
 
     """
 
-    def __init__(
-        self, population: Population, cohort: Cohort, limit: int | float = 1.0, skipped_batches: int = 0
-    ) -> None:
+    def __init__(self, population: Population, cohort: Cohort, limit: int | float = 1.0) -> None:
         self.round = cohort.visits[0].round if cohort.visits else None
         self.population = population
-        self.skipped_batches = skipped_batches
         self.visits: list[PlannedVisit] = []
         self.failed: dict[Client, str] = {}
         self.current: PlannedVisit | None = None
@@ -69,7 +65,7 @@ class RoundLoader:
 
     def __len__(self) -> int:
         # A round without visits serves one `None`, so that the epoch runs, validates and logs.
-        return self.skipped_batches + max(1, sum(planned.num_batches for planned in self.visits))
+        return max(1, sum(planned.num_batches for planned in self.visits))
 
     def __iter__(self) -> Iterator[Any]:
         self.current, self.batches_left = None, 0
