@@ -228,7 +228,7 @@ def deeplab():
 def unet():
     """U-Net of `segmentation_models_pytorch`, from scratch."""
     torch.manual_seed(0)
-    return smp.Unet("resnet18", encoder_weights=None, classes=CLASSES, decoder_channels=(32, 16, 16, 8, 8))
+    return smp.Unet("resnet18", encoder_depth=3, encoder_weights=None, classes=CLASSES, decoder_channels=(16, 8, 8))
 
 
 # --- data: for each client a tuple of tensors; sizes differ, and some leave a batch of one at the end ---------------

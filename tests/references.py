@@ -139,6 +139,11 @@ def visit_seed_reference(seed, round, client):
     return int(np.random.SeedSequence([seed, round, 3, client_key_reference(client)]).generate_state(1)[0])
 
 
+def recalibration_seed_reference(visit_seed):
+    """The seed of the pass in which BatchNorm's statistics are measured."""
+    return int(np.random.SeedSequence([visit_seed, 1]).generate_state(1)[0])
+
+
 def cohort_reference(seed, round, clients, size):
     """The clients of a round in the order of the population."""
     clients = list(clients)

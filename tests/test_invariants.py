@@ -16,7 +16,7 @@ from lightning_fed import ClientUpdate, FederatedCallback, FederatedDataModule, 
 from lightning_fed.aggregators import FairAvg, FedAvg
 from lightning_fed.data import ByGroup
 from tests import models
-from tests.recorders import Recorder, assert_same, bytes_of, state_of
+from tests.recorders import Recorder, assert_same, bytes_of, fit_fixed, state_of
 from tests.references import (
     average_reference,
     epoch_reference,
@@ -30,20 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 SEED = 7
 
 
-class FixedBatches:
-    """Batches by epoch, for a plain Trainer: an iterable that Lightning leaves as it is."""
-
-    def __init__(self, *epochs):
-        self.epochs = epochs
-        self.trainer = None
-
-    def __len__(self):
-        return len(self.epochs[0])
-
-    def __iter__(self):
-        return iter(self.epochs[self.trainer.current_epoch])
-
-
 def epochs_of(tensors, visit_seed, epochs, batch_size=32):
     """A visit's batches, epoch by epoch, in the order that the design states."""
     return [
@@ -53,13 +39,6 @@ def epochs_of(tensors, visit_seed, epochs, batch_size=32):
         ]
         for e in range(epochs)
     ]
-
-
-def fit_fixed(trainer, module, epochs):
-    """A plain Lightning fit on batches that are known."""
-    loader = FixedBatches(*epochs)
-    loader.trainer = trainer
-    trainer.fit(module, loader)
 
 
 # --- 1. a visit is a Lightning fit ------------------------------------------------------------------------------------

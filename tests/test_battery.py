@@ -1,0 +1,629 @@
+"""One table of models, data and options: every row through the same checks, with both rules, through both doors."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fed import FedBN, FederatedCallback, Federation, FedPer
+from lightning_fed.data import ByGroup
+from tests import models
+from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, fit_fixed, state_of
+from tests.references import (
+    average_reference,
+    batch_norm_reference,
+    cohort_reference,
+    recalibration_seed_reference,
+    seed_reference,
+    visit_batches_reference,
+    visit_seed_reference,
+)
+
+# The plain fits that visits are compared with only train, with modules that could validate.
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+SEED = 5
+FEW = {"ann": 10, "bob": 5, "cid": 17}
+
+
+@dataclass
+class Row:
+    """A row of the table.
+
+    Args:
+        module: Makes the module; the same at every call.
+        clients: Client to tensors.
+        options: Of the federation.
+        trainer: Of the Trainer.
+        rounds: Rounds to train.
+        replayed: Rounds whose visits are trained again by a plain Trainer.
+        personal: Whether an entry stays with its client.
+        frozen: Whether an entry never changes.
+        recalibrated: Whether BatchNorm's statistics are measured after the aggregation.
+        plain: Makes the module for the plain Trainer, if it is not the same.
+
+    """
+
+    module: Callable
+    clients: dict = field(default_factory=models.vectors)
+    options: dict = field(default_factory=dict)
+    trainer: dict = field(default_factory=dict)
+    rounds: int = 2
+    replayed: tuple = (0, 1)
+    personal: Callable = lambda name: False
+    frozen: Callable = lambda name: False
+    recalibrated: Callable = lambda name: False
+    plain: Callable | None = None
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def per_step(optimizer):
+    return {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step), "interval": "step"}
+
+
+class TwoRates(models.Module):
+    """Parameter groups with settings of their own, one of them without gradient at all."""
+
+    def configure_optimizers(self):
+        self.net.base[0].bias.requires_grad_(False)
+        groups = [
+            {"params": self.net.base.parameters(), "lr": 0.01, "weight_decay": 0.1},
+            {"params": self.net.head.parameters(), "lr": 0.2, "momentum": 0.5},
+        ]
+        return torch.optim.SGD(groups, lr=1.0, momentum=0.9)
+
+
+class FrozenNorm(models.Module):
+    """What `batch_norm="frozen"` should be: BatchNorm that trains with its running statistics and leaves them alone."""
+
+    def on_train_start(self):
+        for layer in self.modules():
+            if isinstance(layer, nn.BatchNorm1d):
+                layer.eval()
+
+
+class Compiled(models.Module):
+    """A user's module whose net is compiled (without a C++ compiler)."""
+
+    def __init__(self):
+        super().__init__(torch.compile(models.norm_mlp(), backend="eager"), models.momentum)
+
+
+def is_statistic(name):
+    return "running" in name or "num_batches" in name
+
+
+def is_head(name):
+    return name.startswith("net.head.")
+
+
+TABLE = {
+    "mlp": Row(lambda: models.Module(models.mlp(), models.momentum)),
+    "dropout, adam, steps, three of five": Row(
+        lambda: models.Module(models.dropout_mlp(), models.adam),
+        options={"local_steps": 4, "clients_per_round": 3},
+        rounds=3,
+    ),
+    "batch norm averaged, clipping": Row(
+        lambda: models.Module(models.cnn(), models.momentum), models.images(), trainer={"gradient_clip_val": 0.5}
+    ),
+    "batch norm recalibrated": Row(
+        lambda: models.Module(models.cnn(), models.momentum),
+        models.images(),
+        options={"batch_norm": "recalibrate", "clients_per_round": 0.6},
+        recalibrated=lambda name: "running" in name,
+    ),
+    "batch norm personal": Row(
+        lambda: models.Module(models.BaseAndHead(), models.momentum),
+        options={"batch_norm": "personal"},
+        personal=lambda name: name.startswith("net.base.1."),
+    ),
+    "batch norm frozen": Row(
+        lambda: models.Module(models.BaseAndHead(), models.momentum),
+        options={"batch_norm": "frozen"},
+        frozen=is_statistic,
+        plain=lambda: FrozenNorm(models.BaseAndHead(), models.momentum),
+    ),
+    "personal head": Row(
+        lambda: models.Module(models.BaseAndHead(), models.adam),
+        options={"personal": ["net.head.*"], "clients_per_round": 3, "local_epochs": 2},
+        rounds=4,
+        replayed=(0, 3),
+        personal=is_head,
+    ),
+    "personal by type": Row(
+        lambda: models.Module(models.BaseAndHead(), models.sgd),
+        options={"personal": [nn.BatchNorm1d, "net.head.bias"]},
+        personal=lambda name: name == "net.head.bias" or name.startswith("net.base.1."),
+    ),
+    "tied, frozen bias": Row(
+        lambda: models.Module(models.Tied(), models.momentum),
+        models.sentences(),
+        options={"frozen": ["net.output.bias"]},
+        replayed=(),
+        frozen=lambda name: name == "net.output.bias",
+    ),
+    "lstm": Row(
+        lambda: models.Module(models.Recurrent(), models.adam), models.sentences(), trainer={"gradient_clip_val": 1.0}
+    ),
+    "two optimizers": Row(models.TwoOptimizers),
+    "manual with a scheduler": Row(
+        lambda: models.ManualModule(models.norm_mlp(), scheduler=per_step), replayed=(0,), options={"local_epochs": 2}
+    ),
+    "stragglers": Row(
+        lambda: models.Module(models.mlp(), models.momentum), options={"local_epochs": 4, "stragglers": 0.5}
+    ),
+    "stragglers dropped": Row(
+        lambda: models.Module(models.mlp(), models.momentum),
+        options={"local_epochs": 4, "stragglers": 0.5, "partial_work": "drop"},
+    ),
+    "clients that never report": Row(
+        lambda: models.Module(models.mlp(), models.momentum), options={"dropout": 0.4}, rounds=3
+    ),
+    "scheduler per round": Row(lambda: models.Module(models.mlp(), models.adam, halving), replayed=(0,), rounds=3),
+    "scheduler per step": Row(lambda: models.Module(models.mlp(), models.adam, per_step), replayed=(0,)),
+    "optimizer state kept": Row(
+        lambda: models.Module(models.mlp(), models.adam), options={"optimizer_state": "keep"}, replayed=(0,)
+    ),
+    "gradient accumulation": Row(
+        lambda: models.Module(models.mlp(), models.momentum),
+        options={"local_steps": 4},
+        trainer={"accumulate_grad_batches": 2},
+    ),
+    "parameter groups": Row(lambda: TwoRates(models.BaseAndHead())),
+    "compiled": Row(Compiled, options={"clients_per_round": 2}),
+    "bf16": Row(lambda: models.Module(models.dropout_mlp(), models.momentum), trainer={"precision": "bf16-mixed"}),
+    "bf16 throughout": Row(
+        lambda: models.Module(models.dropout_mlp(), models.momentum), trainer={"precision": "bf16-true"}, replayed=()
+    ),
+    "deeplab": Row(
+        lambda: models.Module(models.deeplab(), models.sgd), models.scenes(FEW), options={"clients_per_round": 2}
+    ),
+    "unet": Row(
+        lambda: models.Module(models.unet(), models.sgd),
+        models.scenes(FEW),
+        options={"clients_per_round": 2, "personal": ["net.segmentation_head.*"], "batch_norm": "recalibrate"},
+        personal=lambda name: "segmentation_head" in name,
+        recalibrated=lambda name: "running" in name and "layer3" not in name and "layer4" not in name,  # not used
+    ),
+}
+ONCE = {"deeplab": ("fedavg", "trainer"), "unet": ("fairavg", "callback")}
+
+
+def fit(row, door, aggregator, plain_trainer, federated_trainer):
+    """Trains a row through a door."""
+    recorder, module = Recorder(), row.module()
+    options = {**row.options, "aggregator": aggregator, "seed": SEED}
+    trainer_options = {**row.trainer, "callbacks": [recorder]}
+    validation = tuple(tensor[:7] for tensor in next(iter(row.clients.values())))
+    if door == "trainer":
+        trainer = federated_trainer(max_rounds=row.rounds, **options, **trainer_options)
+        trainer.fit(module, models.as_datasets(row.clients), DataLoader(TensorDataset(*validation), 4))
+    else:
+        federation = Federation(partition=ByGroup(models.pooled(row.clients)[1]), **options)
+        trainer_options["callbacks"] = [federation, recorder]
+        trainer = plain_trainer(max_epochs=row.rounds, **trainer_options)
+        trainer.fit(module, datamodule=models.ValidatedData(row.clients, validation))
+    return recorder, module, trainer
+
+
+@pytest.mark.parametrize(
+    ("name", "aggregator", "door"),
+    [
+        (name, aggregator, door)
+        for name in TABLE
+        for aggregator in ("fedavg", "fairavg")
+        for door in ("trainer", "callback")
+        if (aggregator, door) == ONCE.get(name, (aggregator, door))
+    ],
+)
+def test_table(name, aggregator, door, plain_trainer, federated_trainer):
+    row = TABLE[name]
+    initial = state_of(row.module())
+    if row.trainer.get("precision") == "bf16-true":
+        initial = {entry: value.bfloat16() for entry, value in initial.items()}
+    recorder, module, trainer = fit(row, door, aggregator, plain_trainer, federated_trainer)
+    assert trainer.current_epoch == len(recorder.validated) == len(recorder.aggregates) == row.rounds
+    assert len(recorder.objects) == 1  # parameters and optimizers stay what they are
+    assert module.training
+    check_cohorts(row, recorder)
+    check_states(row, recorder, initial, state_of(module), aggregator)
+    check_log(row, recorder)
+    for visit in recorder.visits:
+        if visit.round in row.replayed:
+            check_replay(row, visit, plain_trainer)
+
+
+def check_cohorts(row, recorder):
+    """Who took part, and with how much work."""
+    options = row.options
+    size = options.get("clients_per_round", 1.0)
+    size = math.ceil(size * len(row.clients)) if isinstance(size, float) else size
+    for number in range(row.rounds):
+        seen, logged = recorder.round(number), recorder.logged[number]
+        chosen = cohort_reference(SEED, number, row.clients, size)
+        names = [visit.client for visit in seen]
+        full = {}
+        for visit in seen:
+            seed = visit_seed_reference(SEED, number, visit.client)
+            work = options.get("local_epochs", 1), options.get("local_steps")
+            full[visit.client] = visit_batches_reference(row.clients[visit.client], 32, seed, *work)
+            assert len(full[visit.client]) >= len(visit.batches) > 0
+            for ours, theirs in zip(visit.batches, full[visit.client], strict=False):
+                assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(ours, theirs, strict=True))
+        short = [visit.client for visit in seen if len(visit.batches) < len(full[visit.client])]
+        if "stragglers" in options:
+            assert logged["fed/stragglers"] == size // 2  # half of five, rounded: three do all of their work
+            kept = options.get("partial_work", "keep") == "keep"
+            assert len(short) == (size // 2 if kept else 0)
+            assert len(names) == size - (0 if kept else size // 2)
+        else:
+            assert not short
+            assert logged["fed/stragglers"] == 0
+        if "dropout" in options:
+            assert set(names) < set(chosen)
+            assert logged["fed/dropped"] == size - len(names)
+        elif options.get("partial_work") != "drop":
+            assert names == chosen
+        assert logged["fed/clients"] == len(names)
+        assert logged["fed/failed"] == 0
+        assert logged["fed/num_samples"] == sum(len(row.clients[client][0]) for client in names)
+
+
+def check_states(row, recorder, initial, final, aggregator):
+    """What was sent, what each visit started from, what validation saw, and what the module holds in the end."""
+    at_home = {name for name in initial if row.personal(name) or row.frozen(name)}
+    shared, kept = dict(initial), {}
+    for number in range(row.rounds):
+        visits = recorder.round(number)
+        for visit in visits:
+            assert not at_home & (set(visit.broadcast) | set(visit.update))
+            assert list(visit.broadcast) == list(visit.update)
+            assert len({value.data_ptr() for value in visit.broadcast.values()}) == len(visit.broadcast)
+            for name, value in visit.start.items():
+                mine = kept.get(visit.client, initial)[name] if row.personal(name) else shared[name]
+                assert torch.equal(value, initial[name] if row.frozen(name) else mine), name
+            assert_same({name: visit.end[name] for name in visit.update}, visit.update)
+            kept[visit.client] = visit.end
+        sizes = [visit.num_samples for visit in visits]
+        assert sizes == [len(row.clients[visit.client][0]) for visit in visits]
+        aggregate = average_reference([visit.update for visit in visits], sizes, aggregator == "fairavg")
+        assert_same(aggregate, recorder.aggregates[number])
+        validated = recorder.validated[number]
+        for name, value in validated.items():
+            if row.recalibrated(name):
+                assert not torch.equal(value, aggregate[name])
+            elif row.personal(name) or row.frozen(name):
+                assert torch.equal(value, initial[name])
+            elif name in aggregate:
+                assert torch.equal(value, aggregate[name])
+            else:
+                assert any(torch.equal(value, other) for other in aggregate.values())  # a tied entry's second name
+        assert any(not torch.equal(value, shared[name]) for name, value in aggregate.items())
+        shared = validated
+    assert_same(final, shared)
+
+
+def check_log(row, recorder):
+    """The numbers of every round, from the messages that were seen."""
+    names = [name for name, _ in row.module().named_parameters()]
+    totals = {"up": 0, "down": 0}
+    for number, logged in enumerate(recorder.logged):
+        visits = recorder.round(number)
+        down, up = recorder.down_bytes[number], recorder.up_bytes[number]
+        if row.options.get("batch_norm") == "recalibrate":
+            measured = {name: value for name, value in visits[0].update.items() if row.recalibrated(name)}
+            down *= 2  # the new global model
+            up += len(visits) * (bytes_of(measured) + 8 * len(measured) // 2)  # and a count for each mean and variance
+        totals["up"] += up
+        totals["down"] += down
+        assert (logged["comm/up_bytes"], logged["comm/down_bytes"]) == (up, down)
+        assert (logged["comm/total_up_bytes"], logged["comm/total_down_bytes"]) == (totals["up"], totals["down"])
+        trained = [name for name in names if name in recorder.aggregates[number]]
+
+        def distance(new, old, trained=trained):
+            return math.sqrt(sum(float((new[name].double() - old[name].double()).square().sum()) for name in trained))
+
+        norms = [distance(visit.update, visit.broadcast) for visit in visits]
+        mean, moved = sum(norms) / len(norms), distance(recorder.aggregates[number], visits[0].broadcast)
+        tolerance = 2e-2 if row.trainer.get("precision") == "bf16-true" else 1e-4
+        assert logged["fed/update_norm"] == pytest.approx(mean, rel=tolerance)
+        assert logged["fed/global_update_norm"] == pytest.approx(moved, rel=tolerance)
+        assert logged["fed/drift"] == pytest.approx(1 - moved / mean, abs=10 * tolerance)
+
+
+def check_replay(row, visit, plain_trainer):
+    """A plain Trainer makes the same of the same start, batches and seed."""
+    module = (row.plain or row.module)()
+    module.load_state_dict(visit.start)
+    seed_reference(visit_seed_reference(SEED, visit.round, visit.client))
+    fit_fixed(plain_trainer(max_epochs=1, **row.trainer), module, [copy.deepcopy(visit.batches)])
+    assert_same(state_of(module), visit.end)
+
+
+# --- options, one by one ----------------------------------------------------------------------------------------------
+
+
+def val_loader(tensors, batch_size=16):
+    return DataLoader(TensorDataset(*tensors), batch_size)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_recalibrated_statistics_are_those_of_all_the_clients_data(dropped, federated_trainer):
+    """In float64 and in one go, from the aggregate, over the cohort's clients; personal heads play no part."""
+    clients = models.images()
+    recorder, module = Recorder(), models.Module(models.cnn(), models.momentum)
+    trainer = federated_trainer(
+        max_rounds=2, clients_per_round=3, batch_norm="recalibrate", seed=SEED, callbacks=[recorder],
+        local_epochs=2, stragglers=0.4 if dropped else 0.0, partial_work="drop",
+    )  # fmt: skip
+    trainer.fit(module, models.as_datasets(clients), val_loader(clients["ann"]))
+    for number in range(2):
+        visits = recorder.round(number)
+        assert len(visits) == (2 if dropped else 3)
+        net = models.cnn()
+        net.load_state_dict({name.removeprefix("net."): value for name, value in recorder.aggregates[number].items()})
+        batches = []
+        for visit in visits:
+            seed = recalibration_seed_reference(visit_seed_reference(SEED, number, visit.client))
+            batches += [inputs for inputs, _ in visit_batches_reference(clients[visit.client], 32, seed)]
+        measured = batch_norm_reference(net, {"1": net[1], "5": net[5]}, batches)
+        for layer, (mean, variance) in measured.items():
+            seen = recorder.validated[number]
+            assert torch.allclose(seen[f"net.{layer}.running_mean"].double(), mean, rtol=1e-6, atol=1e-7)
+            assert torch.allclose(seen[f"net.{layer}.running_var"].double(), variance, rtol=1e-6, atol=1e-7)
+            assert torch.equal(
+                seen[f"net.{layer}.num_batches_tracked"],
+                recorder.aggregates[number][f"net.{layer}.num_batches_tracked"],
+            )
+
+
+def test_kept_optimizer_state_is_each_clients_own(federated_trainer):
+    """Against a plain loop with one Adam per client, and a rate that falls every round."""
+    clients = models.vectors()
+    module = models.Module(models.dropout_mlp(), models.adam, halving)
+    trainer = federated_trainer(max_rounds=3, clients_per_round=3, optimizer_state="keep", seed=SEED)
+    trainer.fit(module, models.as_datasets(clients))
+    net, kept = models.dropout_mlp(), {}
+    for number in range(3):
+        start, states, sizes = copy.deepcopy(net.state_dict()), [], []
+        for client in cohort_reference(SEED, number, clients, 3):
+            seed = visit_seed_reference(SEED, number, client)
+            net.load_state_dict(start)
+            optimizer = models.adam(net.parameters())
+            if client in kept:
+                optimizer.load_state_dict(kept[client])
+            optimizer.param_groups[0]["lr"] = 0.01 * 0.5**number
+            seed_reference(seed)
+            for inputs, targets in visit_batches_reference(clients[client], 32, seed):
+                optimizer.zero_grad()
+                F.cross_entropy(net(inputs), targets).backward()
+                optimizer.step()
+            kept[client] = copy.deepcopy(optimizer.state_dict())
+            states.append(copy.deepcopy(net.state_dict()))
+            sizes.append(len(clients[client][0]))
+        net.load_state_dict(average_reference(states, sizes))
+    assert len(kept) > 3
+    assert_same(net.state_dict(), module.net.state_dict())
+
+
+def test_learning_rates_per_round(federated_trainer):
+    """A scheduler per epoch falls from round to round and stays within one; that of the optimizer starts anew."""
+    recorder, logger = Recorder(), MemoryLogger()
+    trainer = federated_trainer(
+        max_rounds=3, callbacks=[recorder, LearningRateMonitor("epoch")], logger=logger, log_every_n_steps=1
+    )
+    trainer.fit(models.Module(models.mlp(), models.adam, halving), models.as_datasets(models.vectors()))
+    for visit in recorder.visits:
+        assert all(rates == [0.01 * 0.5**visit.round] for rates in visit.learning_rates)
+    assert [value for _, value in logger.curve("lr-Adam")] == [0.01, 0.005, 0.0025]
+
+
+def test_learning_rates_per_step(federated_trainer):
+    """Every visit starts from the round's rate; the next round goes on where the largest client was."""
+    recorder = Recorder()
+    trainer = federated_trainer(max_rounds=3, callbacks=[recorder])
+    trainer.fit(models.Module(models.mlp(), models.adam, per_step), models.as_datasets(models.vectors()))
+    for visit in recorder.visits:
+        first = 3 * visit.round  # `cid`, the largest, has three batches
+        assert [rates[0] for rates in visit.learning_rates] == [
+            pytest.approx(0.01 * 0.9 ** (first + place)) for place in range(len(visit.batches))
+        ]
+
+
+def test_plateaus_and_early_stopping_count_rounds(federated_trainer):
+    """A model that cannot move: the rate falls once the patience is over, and the fit stops."""
+
+    def plateau(optimizer):
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=1)
+        return {"scheduler": scheduler, "monitor": "val_loss"}
+
+    clients = models.vectors()
+    module = models.Module(models.mlp(), lambda parameters: torch.optim.SGD(parameters, lr=1e-30), plateau)
+    recorder = Recorder()
+    trainer = federated_trainer(max_rounds=20, callbacks=[recorder, EarlyStopping("val_loss", patience=4)])
+    trainer.fit(module, models.as_datasets(clients), val_loader(clients["bob"]))
+    assert trainer.current_epoch == 5
+    rates = [recorder.round(number)[0].learning_rates[0][0] for number in range(5)]
+    assert rates == pytest.approx([1e-30, 1e-30, 1e-30, 1e-31, 1e-31])
+
+
+def test_checkpoints_hold_the_validated_model_of_the_best_round(federated_trainer, tmp_path):
+    clients = models.vectors()
+    recorder, logger = Recorder(), MemoryLogger()
+    best = ModelCheckpoint(tmp_path / "best", monitor="val_loss", mode="max", save_top_k=1)
+    moved = ModelCheckpoint(tmp_path / "moved", monitor="fed/update_norm", mode="max", filename="{epoch}")
+    module = models.Module(models.norm_mlp(), models.momentum)
+    trainer = federated_trainer(
+        max_rounds=4, callbacks=[recorder, best, moved], enable_checkpointing=True, logger=logger, seed=SEED
+    )
+    trainer.fit(module, models.as_datasets(clients), val_loader(clients["bob"]))
+    curve = logger.curve("val_loss")
+    assert [step for step, _ in curve] == [0, 1, 2, 3]
+    worst = max(range(4), key=lambda number: curve[number][1])
+    saved = torch.load(best.best_model_path, weights_only=True)
+    assert saved["epoch"] == worst
+    assert_same(recorder.validated[worst], saved["state_dict"])
+    for number, validated in enumerate(recorder.validated):
+        net = models.norm_mlp().eval()
+        net.load_state_dict({name.removeprefix("net."): value for name, value in validated.items()})
+        with torch.no_grad():
+            expected = F.cross_entropy(net(clients["bob"][0]), clients["bob"][1])
+        assert curve[number][1] == pytest.approx(expected.item(), rel=1e-5)
+    norms = logger.curve("fed/update_norm")
+    assert [step for step, _ in norms] == [0, 1, 2, 3]
+    largest = max(range(4), key=lambda number: norms[number][1])
+    assert_same(recorder.validated[largest], torch.load(moved.best_model_path, weights_only=True)["state_dict"])
+
+
+def test_validation_every_second_round(federated_trainer):
+    clients = models.vectors()
+    recorder, logger = Recorder(), MemoryLogger()
+    trainer = federated_trainer(max_rounds=4, check_val_every_n_epoch=2, callbacks=[recorder], logger=logger)
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(clients), val_loader(clients["bob"]))
+    assert [step for step, _ in logger.curve("val_loss")] == [1, 3]
+    assert [step for step, _ in logger.curve("fed/clients")] == [0, 1, 2, 3]
+    assert_same(recorder.validated[0], recorder.aggregates[1])
+    assert_same(recorder.validated[1], recorder.aggregates[3])
+
+
+def test_too_few_clients_leave_the_global_model_as_it_was(federated_trainer, caplog):
+    """Two of the five send nonsense in the second round, and four are needed."""
+
+    class Nonsense(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            if trainer.current_epoch == 1 and client in ("ann", "dan"):
+                update.state["net.0.bias"] = update.state["net.0.bias"] * float("nan")
+
+    clients = models.vectors()
+    recorder = Recorder()
+    module = models.Module(models.mlp(), models.momentum)
+    trainer = federated_trainer(max_rounds=3, min_clients=4, callbacks=[Nonsense(), recorder])
+    trainer.fit(module, models.as_datasets(clients), val_loader(clients["bob"]))
+    assert [logged["fed/clients"] for logged in recorder.logged] == [5, 3, 5]
+    assert [logged["fed/failed"] for logged in recorder.logged] == [0, 2, 0]
+    assert len(recorder.aggregates) == 2
+    assert_same(recorder.validated[0], recorder.validated[1])
+    assert_same(recorder.aggregates[1], recorder.validated[2])
+    assert "client 'ann' is left out" in caplog.text
+    assert "fewer than min_clients=4" in caplog.text
+
+
+@pytest.mark.parametrize("preset", ["FedPer", "FedBN"])
+def test_presets(preset, federated_trainer):
+    recorder = Recorder()
+    federation = FedPer("net.head.*", local_epochs=2) if preset == "FedPer" else FedBN(local_epochs=2)
+    trainer = federated_trainer(max_rounds=2, federation=federation, callbacks=[recorder])
+    trainer.fit(models.Module(models.BaseAndHead(), models.momentum), models.as_datasets(models.vectors()))
+    at_home = "net.head." if preset == "FedPer" else "net.base.1."
+    names = [name for name in state_of(models.Module(models.BaseAndHead())) if not name.startswith(at_home)]
+    assert all(list(visit.broadcast) == list(visit.update) == names for visit in recorder.visits)
+    assert len(names) == 7 if preset == "FedPer" else 4
+    first, second = (next(v for v in recorder.round(r) if v.client == "cid") for r in (0, 1))
+    for name, value in second.start.items():
+        if value.is_floating_point():
+            assert torch.equal(value, first.end[name]) == name.startswith(at_home)
+
+
+# --- evaluation client by client --------------------------------------------------------------------------------------
+
+
+class Scored(models.Module):
+    """Metrics as objects, in training and in validation."""
+
+    def __init__(self):
+        super().__init__(models.BaseAndHead(), models.momentum)
+        kind = {"task": "multiclass", "num_classes": models.CLASSES}
+        self.scores = nn.ModuleDict({"fit": torchmetrics.Accuracy(**kind)})
+        self.val_scores = torchmetrics.MetricCollection({"acc": torchmetrics.Accuracy(**kind)}, prefix="val_")
+        self.confusion = torchmetrics.ConfusionMatrix(**kind)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.scores["fit"](self(batch[0]), batch[1])
+        self.log("train_acc", self.scores["fit"], on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        outputs = self(batch[0])
+        self.val_scores.update(outputs, batch[1])
+        self.confusion.update(outputs, batch[1])
+        self.log_dict(self.val_scores, on_epoch=True)
+        self.log("val_loss", F.cross_entropy(outputs, batch[1]))
+
+    def on_validation_epoch_end(self):
+        self.log("val_seen", self.confusion.compute().sum().float())
+        self.confusion.reset()
+
+
+@pytest.mark.parametrize("personal", [(), ("net.head.*",), (nn.BatchNorm1d,)])
+def test_every_client_is_evaluated_with_its_own_model(personal, federated_trainer):
+    """Against plain numbers: 23 clients so that the worst tenth are three, one of them new, three rounds."""
+    clients = models.vectors({f"c{number:02}": 3 + 7 * number % 19 for number in range(22)})
+    held_out = models.vectors({f"c{number:02}": 20 + number for number in range(23)})  # batches of 32: unequal ones
+    recorder, module = Recorder(), Scored()
+    trainer = federated_trainer(
+        max_rounds=3, clients_per_round=6, personal=personal, evaluate_clients_every=2, callbacks=[recorder], seed=SEED
+    )
+    trainer.fit(module, models.as_datasets(clients), models.as_datasets(held_out))
+    own = {visit.client: visit.end for visit in recorder.visits if visit.round < 2}
+    assert 6 < len(own) < 22
+    accuracies, losses = [], []
+    for client, (inputs, targets) in held_out.items():
+        state = dict(recorder.validated[1])
+        kept = own.get(client, state_of(Scored()))
+        at_home = [name for name in state if name not in recorder.visits[0].update]
+        net = models.BaseAndHead()
+        merged = state | {name: kept[name] for name in at_home}
+        net.load_state_dict({name.removeprefix("net."): value for name, value in merged.items()})
+        net.eval()
+        with torch.no_grad():
+            outputs = net(inputs)
+        accuracies.append(float((outputs.argmax(1) == targets).double().mean()))
+        losses.append(float(F.cross_entropy(outputs.double(), targets)))
+    assert bool(personal) == bool(at_home)
+    second = recorder.logged[1]
+    for name, values, worst_first in (("val_acc", accuracies, False), ("val_loss", losses, True)):
+        worst = sorted(values, reverse=worst_first)[:3]
+        mean = sum(values) / 23
+        assert second[f"fed/{name}/mean"] == pytest.approx(mean, rel=1e-5)
+        assert second[f"fed/{name}/worst10"] == pytest.approx(sum(worst) / 3, rel=1e-5)
+        spread = math.sqrt(sum((value - mean) ** 2 for value in values) / 23)
+        assert second[f"fed/{name}/std"] == pytest.approx(spread, rel=1e-4)
+    total = sum(len(targets) for _, targets in held_out.values())
+    assert second["fed/val_seen/mean"] == pytest.approx(total / 23)
+    assert not [name for name in second if name.startswith("client/")]  # 23 are too many to name
+    assert_same(recorder.validated[2], state_of(module))
+    assert not any(name.startswith("fed/val") for name in recorder.logged[0])
+    assert second["val_seen"] == total
+
+
+def test_evaluation_of_clients_leaves_the_rest_alone(federated_trainer):
+    """The same run without it: the same weights and values, also of metrics that are objects."""
+    clients = models.vectors()
+    held_out = models.vectors({"ann": 11, "bob": 40})
+    runs = []
+    for every in (0, 1):
+        recorder, module = Recorder(), Scored()
+        trainer = federated_trainer(max_rounds=3, evaluate_clients_every=every, callbacks=[recorder], seed=SEED)
+        trainer.fit(module, models.as_datasets(clients), models.as_datasets(held_out))
+        runs.append((recorder, module))
+        assert module.training
+    without, with_it = (recorder.logged for recorder, _ in runs)
+    for before, after in zip(without, with_it, strict=True):
+        extra = set(after) - set(before)
+        assert {"fed/val_acc/mean", "client/ann/val_acc", "client/bob/val_loss"} <= extra
+        assert all(name.startswith(("fed/val", "client/")) for name in extra)
+        assert before == {name: after[name] for name in before}
+    assert_same(*(state_of(module) for _, module in runs))
