@@ -170,9 +170,9 @@ class TestFlipAndShift:
         torch.manual_seed(0)
         seen = set()
         for _ in range(200):
-            image, moved = FlipAndShift(max_shift=2)(mask[None].float(), mask)
+            image, moved = FlipAndShift(max_shift=2)(100.0 + mask[None], mask)
             labelled = moved != 255
-            assert torch.equal(image[0][labelled].long(), moved[labelled])
+            assert torch.equal(image[0][labelled].long(), 100 + moved[labelled])
             assert (image[0][~labelled] == 0).all()
             assert image.shape == (1, 6, 8)
             middle = moved[3, 3:5]
