@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -178,10 +178,7 @@ def _run(args: list[str] | None) -> None:
     try:
         FederatedCLI(args)
     except (FileNotFoundError, MisconfigurationException) as error:
-        if os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true":
-            raise
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(1) from error
+        _stop(error)
 
 
 def _demo(args: Sequence[str]) -> None:
@@ -193,6 +190,19 @@ def _demo(args: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, help="number of rounds")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for logs and the picture")
     options = parser.parse_args(args)
-    from lightning_fed.demo import run_demo  # needs the extra `demo`
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"Expected `--rounds` to be at least 1, but got {options.rounds}.")
+    from lightning_fed.demo import run_demo  # not for those who do not want it
 
-    run_demo(data_dir=options.data, rounds=options.rounds, out=options.out)
+    try:
+        run_demo(data_dir=options.data, rounds=options.rounds, out=options.out)
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        _stop(error)
+
+
+def _stop(error: Exception) -> NoReturn:
+    """Ends the program with the error's text; with the switch, with its traceback."""
+    if os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true":
+        raise error
+    sys.stderr.write(f"error: {error}\n")
+    raise SystemExit(1) from error
