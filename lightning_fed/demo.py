@@ -20,13 +20,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_fed.callbacks.images import SegmentationImages, default_colors, segmentation_grid
+from lightning_fed.data import ArrayDataset, CamVid, Dirichlet, Shapes
 from lightning_fed.data.array_module import ArrayDataModule
-from lightning_fed.data.arrays import ArrayDataset
-from lightning_fed.data.camvid import CamVid
 from lightning_fed.data.labels import labels_of
-from lightning_fed.data.partitions import Dirichlet
-from lightning_fed.data.shapes import Shapes
-from lightning_fed.tasks.segmentation import SegmentationTask
+from lightning_fed.tasks import SegmentationTask
 from lightning_fed.trainer import FederatedTrainer
 
 _ENCODER = "tu-mobilenetv3_small_100"
@@ -240,6 +237,7 @@ def draw(result: DemoResult, task: SegmentationTask, data: ArrayDataModule, coun
     for axes in (loss, score):
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
+    for axes in (skew, loss, score):
         axes.xaxis.get_major_locator().set_params(integer=True)
 
     tiles = _predictions(task, data.val_dataset)

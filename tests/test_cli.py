@@ -13,11 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_fed import FederatedTrainer, cli
 from lightning_fed.aggregators import FairAvg, FedAvg
 from lightning_fed.cli import FederatedCLI, main
-from lightning_fed.data import ByGroup, Dirichlet, Shards
-from lightning_fed.data.camvid import CamVid
-from lightning_fed.data.femnist import FEMNIST
-from lightning_fed.data.mnist import FashionMNIST
-from lightning_fed.data.shapes import Shapes
+from lightning_fed.data import FEMNIST, ByGroup, CamVid, Dirichlet, FashionMNIST, Shapes, Shards
 from lightning_fed.store import FolderStore
 from lightning_fed.tasks import ClassificationTask, SegmentationTask
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_fed import demo
 from lightning_fed.callbacks.images import SegmentationImages, default_colors
 from lightning_fed.cli import main
-from lightning_fed.data.shapes import Shapes
+from lightning_fed.data import Shapes
 from lightning_fed.demo import run_demo
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
