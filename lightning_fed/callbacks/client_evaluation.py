@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,7 +101,7 @@ def evaluate_clients(
         recorder = _Recorder()
         with side_pass(module, recorder.log):
             module.on_validation_epoch_start()
-            for number, batch in enumerate(loader):
+            for number, batch in enumerate(_limited(loader, trainer.limit_val_batches)):
                 recorder.batch_size = batch_length(batch)
                 run_step(trainer, module, "validation_step", batch, number)
             module.on_validation_epoch_end()
@@ -108,6 +109,13 @@ def evaluate_clients(
                 results.values.setdefault(name, {})[client] = value
                 results.higher_is_better[name] = higher_is_better
     return results
+
+
+def _limited(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
+    """As many batches as Lightning would take: a number of them, or a share."""
+    if isinstance(limit, float):
+        return loader if limit == 1.0 else itertools.islice(loader, int(limit * len(loader)))  # type: ignore[arg-type]
+    return itertools.islice(loader, limit)
 
 
 def _is_score(name: str) -> bool:

@@ -109,6 +109,8 @@ class RoundLog:
         self._put(module, values)
 
     def _put(self, module: L.LightningModule, values: Mapping[str, float]) -> None:
+        if module.trainer.barebones:  # logs nothing, and would say so
+            return
         # Byte counts outgrow float32, which Lightning would make of a plain number.
         dtype = torch.float32 if module.device.type == "mps" else torch.float64
         for name, value in values.items():
