@@ -61,10 +61,11 @@ class Federation(L.Callback):
         min_clients: Least number of good updates; with fewer the global model stays as it was.
         personal: Entries that stay with their client: name patterns (``"head.*"``) and module types.
         frozen: Entries that never travel and stay as the server has them, likewise.
-        batch_norm: What becomes of BatchNorm's running statistics: ``"average"`` averages them like all entries;
-            ``"recalibrate"`` has the round's clients run their data once through the new global model, without
-            gradients, and pools their means and variances by total variance; ``"personal"`` keeps the whole layers with
-            their clients (FedBN); ``"frozen"`` keeps the statistics the model came with and trains with them.
+        batch_norm: What becomes of BatchNorm's running statistics: ``"recalibrate"`` has the round's clients run their
+            data once through the new global model, without gradients, and pools their means and variances by total
+            variance; ``"average"`` averages them like all entries, which costs nothing and lags behind the weights
+            where visits are short; ``"personal"`` keeps the whole layers with their clients (FedBN); ``"frozen"`` keeps
+            the statistics the model came with and trains with them. Models without BatchNorm do not notice.
         optimizer_state: ``"reset"`` starts every visit with fresh optimizer state; ``"keep"`` lets each client go on
             with its own.
         store: Where clients keep what is theirs between visits: a folder (safetensors files, for many clients), a
@@ -105,7 +106,7 @@ class Federation(L.Callback):
         min_clients: int = 1,
         personal: Sequence[Selector] = (),
         frozen: Sequence[Selector] = (),
-        batch_norm: BatchNormMode = "average",
+        batch_norm: BatchNormMode = "recalibrate",
         optimizer_state: Literal["reset", "keep"] = "reset",
         store: str | os.PathLike[str] | ClientStore | None = None,
         evaluate_clients_every: int = 1,
@@ -143,6 +144,7 @@ class Federation(L.Callback):
         self._start: tuple[int, dict[str, Any]] | None = None  # Lightning's progress before an incomplete round
         self._is_before_validation = False
         self._module_hook_is_done = False
+        self._has_warned = False
         self._population: Population | None = None
         self._policies: dict[str, Policy] = {}
         self._loader: RoundLoader | None = None
@@ -182,7 +184,11 @@ class Federation(L.Callback):
         if stage != "fit":
             return
         self._give_back()
+        book, rounds = self.log_book, self.rounds
         self._reset()
+        if rounds and getattr(self, "_trainer", None) is trainer and trainer.current_epoch == rounds:
+            self.log_book, self.rounds = book, rounds  # the same Trainer goes on: its `max_epochs` was raised
+            self.store.restore(rounds, self.store.checkpoint(rounds))
         check_trainer(trainer, self.schedule.local_steps, self.schedule.stragglers)
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if sum(isinstance(callback, Federation) for callback in callbacks) > 1:
@@ -219,8 +225,6 @@ class Federation(L.Callback):
         if has_batch_norm and self.batch_norm == "frozen":
             frozen = (*frozen, *sorted(batch_norm_statistics(pl_module)))
         self._policies = entry_policies(pl_module, personal, frozen)
-        if has_batch_norm and self.batch_norm == "average":
-            warn_of_averaging(pl_module, self._policies)
         at_home = [name for name, policy in self._policies.items() if policy == "personal"]
         if at_home:
             _log.warning(
@@ -286,7 +290,7 @@ class Federation(L.Callback):
         self.rounds = trainer.current_epoch + 1  # also where nothing came of the round
         self.log_book.put_axis(pl_module, self.rounds - 1)  # also where the fit was resumed after the round's batches
         datamodule = getattr(trainer, "datamodule", None)
-        every = self.evaluate_clients_every
+        every = self.evaluate_clients_every if trainer.limit_val_batches else 0
         if isinstance(datamodule, EvaluationData) and every and self.rounds % every == 0:
             clients = datamodule.val_clients()
             if clients:
@@ -384,6 +388,10 @@ class Federation(L.Callback):
                 self.server.fail(client, reason)
             if self.batch_norm == "frozen":
                 freeze_batch_norm(pl_module)
+            visits = self._loader.visits
+            if self.batch_norm == "average" and visits and not self._has_warned:
+                warn_of_averaging(pl_module, self._round.local, min(planned.num_batches for planned in visits))
+                self._has_warned = True
         return self._round
 
     def _close(self, round: OpenRound, pl_module: L.LightningModule) -> None:
