@@ -77,7 +77,7 @@ class FederatedTrainer(L.Trainer):
         min_clients: int = 1,
         personal: Sequence[Selector] = (),
         frozen: Sequence[Selector] = (),
-        batch_norm: Literal["average", "recalibrate", "personal", "frozen"] = "average",
+        batch_norm: Literal["average", "recalibrate", "personal", "frozen"] = "recalibrate",
         optimizer_state: Literal["reset", "keep"] = "reset",
         store: str | os.PathLike[str] | ClientStore | None = None,
         evaluate_clients_every: int = 1,

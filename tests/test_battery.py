@@ -204,7 +204,7 @@ ONCE = {"deeplab": ("fedavg", "trainer"), "unet": ("fairavg", "callback")}
 def fit(row, door, aggregator, plain_trainer, federated_trainer):
     """Trains a row through a door."""
     recorder, module = Recorder(), row.module()
-    options = {**row.options, "aggregator": aggregator, "seed": SEED}
+    options = {"batch_norm": "average", **row.options, "aggregator": aggregator, "seed": SEED}
     trainer_options = {**row.trainer, "callbacks": [recorder]}
     validation = tuple(tensor[:7] for tensor in next(iter(row.clients.values())))
     if door == "trainer":

@@ -163,7 +163,7 @@ def test_a_visit_of_a_users_own_loader(net, plain_trainer, federated_trainer):
 # --- 2. FedAvg is FedAvg ----------------------------------------------------------------------------------------------
 
 ROUNDS, COHORT = 4, 3
-OPTIONS = {"clients_per_round": COHORT, "seed": SEED}
+OPTIONS = {"clients_per_round": COHORT, "seed": SEED, "batch_norm": "average"}
 
 
 def cross_entropy_reference(net, batch):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -30,11 +30,13 @@ from lightning_fed.visit import LocalModel
 
 _log = logging.getLogger(__name__)
 
+_MOST_LEFT = 0.1  # 22 batches with BatchNorm's default momentum
 
-def batch_norm_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """The BatchNorm layers that keep running statistics, by name."""
+
+def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
+    """The BatchNorm layers (of any kind) that keep running statistics, by name."""
     return {
-        name: layer
+        name: cast("nn.BatchNorm2d", layer)  # the kinds share their attributes, and no public base class
         for name, layer in module.named_modules()
         if isinstance(layer, BatchNorm) and layer.running_mean is not None
     }
@@ -209,13 +211,29 @@ def one_pass(population: Population, visit: Visit) -> Iterator[Any]:
             yield item.batch
 
 
-def warn_of_averaging(module: nn.Module, policies: Mapping[str, Policy]) -> None:
-    """Says once what averaged running statistics can do to evaluation."""
-    statistics = [name for name in policies if name.endswith(("running_mean", "running_var"))]
-    if any(policies[name] == "shared" for name in statistics):
+def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> None:
+    """Says that averaged statistics cannot follow the weights, where a visit is too short for them.
+
+    Args:
+        module: The module, in training mode.
+        local: Its entries.
+        batches: Batches of the shortest visit.
+
+    """
+    left = max(
+        (
+            (1 - layer.momentum) ** batches  # share of the old statistics that is left after the visit
+            for name, layer in batch_norm_layers(module).items()
+            if layer.training and layer.momentum is not None and f"{name}.running_mean".lstrip(".") in local.shared
+        ),
+        default=0.0,
+    )
+    if left > _MOST_LEFT:
         _log.warning(
-            "The running statistics of %d BatchNorm layers are averaged. With few local steps they lag behind the"
-            " weights, and evaluation can fail although the training loss falls: batch_norm='recalibrate' measures"
-            " them with the averaged model; `lightning_fed.modules.to_group_norm` does without them.",
-            len(statistics) // 2,
+            "The running statistics of BatchNorm layers are averaged, but after a visit of %d batches %.0f %% of them"
+            " are still the old ones: evaluation can fail although the training loss falls."
+            " batch_norm='recalibrate' measures them with the averaged model; `lightning_fed.modules.to_group_norm`"
+            " does without them.",
+            batches,
+            100 * left,
         )
