@@ -1,0 +1,267 @@
+"""Federated runs that are broken off and resumed: shared by the tests of `test_resume.py`, and run as a process there.
+
+As a process, `python -m tests.resume_script FILE`, it takes the runs of a JSON file one after another, each in a child
+of its own (forked, so that the libraries are imported once). A child that reaches its breaking point writes a file and
+waits; the parent then kills it with SIGKILL.
+"""
+
+import csv
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fed import FederatedDataModule, Federation
+from lightning_fed.data import Dirichlet
+
+SIZES = (9, 14, 6, 21, 11)
+ROUNDS = 4
+PERSONAL = {"personal": ["head.*"], "batch_norm": "recalibrate", "optimizer_state": "keep"}
+
+RUNS = {
+    # Everything that draws random numbers or counts steps, on a model without state of its own.
+    "schedulers": {
+        "model": {"batch_norm": False, "schedulers": True},
+        "federation": {"clients_per_round": 0.8, "local_epochs": 2, "stragglers": 0.5, "dropout": 0.2},
+    },
+    "batch-norm-average": {"federation": {"clients_per_round": 3, "local_steps": 4, "stragglers": 0.4}},
+    "personal-in-memory": {"federation": {"clients_per_round": 3, **PERSONAL}},
+    "personal-in-folder": {
+        "model": {"optimizer": "adam"},
+        "federation": {"clients_per_round": 3, "local_epochs": 2, "store": "clients", **PERSONAL},
+    },
+    "personal-batch-norm-in-folder": {
+        "federation": {"clients_per_round": 0.6, "batch_norm": "personal", "store": "clients", "dropout": 0.3}
+    },
+    "two-optimizers": {
+        "model": {"optimizer": "two"},
+        "federation": {"batch_norm": "frozen", "optimizer_state": "keep", "clients_per_round": 4},
+    },
+    "partition": {"door": "partition", "federation": {"clients_per_round": 2, "local_epochs": 2}},
+    "saved-after-validation": {
+        "checkpoint": {"save_on_train_epoch_end": False},
+        "federation": {"clients_per_round": 3, **PERSONAL},
+    },
+}
+"""Options of the runs, by name."""
+
+
+class Interruption(Exception):
+    """Stands in for a kill where a process of its own would be too slow."""
+
+
+class Net(L.LightningModule):
+    """Dropout, BatchNorm unless told otherwise, and a head that can stay at home."""
+
+    def __init__(self, optimizer="sgd", batch_norm=True, schedulers=False):
+        super().__init__()
+        self.optimizer = optimizer
+        self.schedulers = schedulers
+        self.automatic_optimization = optimizer != "two"
+        norm = nn.BatchNorm1d(6) if batch_norm else nn.LayerNorm(6)
+        self.body = nn.Sequential(nn.Linear(4, 6), norm, nn.ReLU(), nn.Dropout(0.3))
+        self.head = nn.Linear(6, 3)
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self):
+        if self.optimizer == "adam":
+            return torch.optim.Adam(self.parameters(), lr=0.02)
+        if self.optimizer == "two":
+            return (
+                torch.optim.SGD(self.body.parameters(), lr=0.1, momentum=0.9),
+                torch.optim.Adagrad(self.head.parameters(), lr=0.05),
+            )
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+        if not self.schedulers:
+            return optimizer
+        per_round = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        per_batch = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.97)
+        return [optimizer], [per_round, {"scheduler": per_batch, "interval": "step"}]
+
+
+class Data(L.LightningDataModule):
+    """An ordinary datamodule, for a partition to split."""
+
+    def train_dataloader(self):
+        return DataLoader(examples(60, seed=7), batch_size=5, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(examples(8, seed=9), batch_size=4)
+
+
+class At(L.Callback):
+    """Calls `action(trainer, module)` once, in `hook` of a round: at its "first", "middle" or "last" batch, or at the
+    first one of its "second visit"; hooks that are not about a training batch come after the last one.
+
+    """
+
+    HOOKS = (
+        "on_train_batch_start",
+        "on_before_optimizer_step",
+        "on_train_batch_end",
+        "on_validation_start",
+        "on_validation_batch_end",
+        "on_validation_end",
+        "on_train_epoch_end",
+    )
+
+    def __init__(self, hook, round, where, action):
+        assert hook in self.HOOKS
+        self.hook, self.round, self.where = hook, round, where
+        self.action = action
+        self.is_done = False
+        self.batch = -1
+        self.skipped = 0
+        self.clients = []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.batch, self.clients = -1, []
+
+    def reached(self, hook, trainer, pl_module, arguments):
+        is_new = False
+        if hook == "on_train_batch_start":
+            self.batch += 1
+            if self.batch == 0:
+                self.skipped = arguments[1]  # what Lightning believes done, in a round that is trained again
+            federation = next(callback for callback in trainer.callbacks if isinstance(callback, Federation))
+            is_new = federation.current_client not in self.clients
+            self.clients += [federation.current_client] if is_new else []
+        count = trainer.num_training_batches - self.skipped
+        is_here = {
+            "first": self.batch == 0,
+            "middle": self.batch == count // 2,
+            "last": self.batch == count - 1,
+            "second visit": is_new and len(self.clients) == 2,
+        }
+        if (hook, trainer.current_epoch) == (self.hook, self.round) and is_here[self.where] and not self.is_done:
+            self.is_done = True
+            self.action(trainer, pl_module)
+
+
+def _hook(name):
+    return lambda self, trainer, pl_module, *arguments: self.reached(name, trainer, pl_module, arguments)
+
+
+for _name in At.HOOKS:
+    setattr(At, _name, _hook(_name))
+
+
+def examples(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 4, generator=generator)
+    return TensorDataset(inputs, (inputs[:, :3] + 0.3 * inputs[:, 1:]).argmax(1))
+
+
+def fit(run, folder, version, callbacks=(), ckpt_path=None, **trainer_options):
+    """Trains `RUNS[run]` in `folder`; returns the trainer."""
+    trainer, module, data = prepare(run, folder, version, callbacks, **trainer_options)
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return trainer
+
+
+def prepare(run, folder, version, callbacks=(), **trainer_options):
+    """Trainer, module and data of `RUNS[run]`, whose checkpoints and logs go to `folder`."""
+    options = RUNS[run]
+    federation = {"seed": 3, **options.get("federation", {})}
+    if "store" in federation:
+        federation["store"] = os.path.join(folder, federation["store"])
+    if options.get("door") == "partition":
+        federation["partition"] = Dirichlet(6, alpha=1.0, min_size=3)
+        data = Data()
+    else:
+        clients = {f"client-{place}": examples(size, place) for place, size in enumerate(SIZES)}
+        val = {client: examples(4, 10 + place) for place, client in enumerate(clients)}
+        data = FederatedDataModule(clients, val, batch_size=4)
+    torch.manual_seed(0)
+    module = Net(**options.get("model", {}))
+    trainer = L.Trainer(
+        callbacks=[
+            Federation(**federation),
+            *callbacks,
+            ModelCheckpoint(os.path.join(folder, "checkpoints"), save_last=True, **options.get("checkpoint", {})),
+        ],
+        logger=CSVLogger(folder, name="", version=f"log-{version}", flush_logs_every_n_steps=1),
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **{"max_epochs": ROUNDS, **trainer_options},
+    )
+    return trainer, module, data
+
+
+def last_checkpoint(folder, name="checkpoints"):
+    """The newest "last" checkpoint, whatever its version."""
+    return max((Path(folder) / name).glob("last*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def rows(folder, version):
+    """What was logged, by round: round to name to value; nothing if there is no such log."""
+    by_round = {}
+    if not os.path.exists(os.path.join(folder, f"log-{version}", "metrics.csv")):
+        return by_round
+    with open(os.path.join(folder, f"log-{version}", "metrics.csv"), newline="") as file:
+        for row in csv.DictReader(file):
+            values = {name: value for name, value in row.items() if value and name not in ("step", "epoch")}
+            by_round.setdefault(int(row["step"]), {}).update(values)
+    return by_round
+
+
+def in_child(job):
+    """One run, up to its breaking point."""
+
+    def wait_for_the_end(trainer, module):
+        (Path(job["folder"]) / "reached").touch()
+        time.sleep(600)
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    fit(job["run"], job["folder"], job["version"], [At(*job["at"], wait_for_the_end)])
+
+
+def main():
+    torch.set_num_threads(1)
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        child = os.fork()
+        if child == 0:
+            try:
+                in_child(job)
+            finally:
+                os._exit(0)
+        folder = Path(job["folder"])
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if (folder / "reached").exists():
+                os.kill(child, signal.SIGKILL)
+                _, status = os.waitpid(child, 0)
+                assert os.WTERMSIG(status) == signal.SIGKILL
+                (folder / "killed").touch()
+                break
+            time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()
