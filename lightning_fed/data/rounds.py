@@ -61,11 +61,13 @@ class RoundLoader:
                 self.failed[visit.client] = f"its {num_samples} examples make no full batch and `drop_last` is set"
             else:
                 self.visits.append(planned)
+        # A round without visits serves one `None`, so that the epoch runs, validates and logs.
+        self._length = max(1, sum(planned.num_batches for planned in self.visits))
         self._limit(limit)
 
     def __len__(self) -> int:
-        # A round without visits serves one `None`, so that the epoch runs, validates and logs.
-        return max(1, sum(planned.num_batches for planned in self.visits))
+        """Batches without the limit, which Lightning applies to this number again."""
+        return self._length
 
     def __iter__(self) -> Iterator[Any]:
         self.current, self.batches_left = None, 0
