@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_fed.aggregators import Aggregator
 from lightning_fed.callbacks import FederatedProgressBar, Federation
@@ -155,6 +156,9 @@ class FederatedTrainer(L.Trainer):
             brings_clients = isinstance(train_dataloaders, Mapping | list | tuple)
             wrap = FederatedDataModule if brings_clients else LoaderDataModule
             datamodule = wrap(train_dataloaders, val_dataloaders)
+            if val_dataloaders is None and is_overridden("val_dataloader", model, L.LightningModule):
+                # Beside a datamodule Lightning does not ask the module for its own.
+                setattr(datamodule, "val_dataloader", model.val_dataloader)  # noqa: B010 - a method, for mypy
             train_dataloaders = val_dataloaders = None
         options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, **options)

@@ -47,7 +47,7 @@ class EvaluationData(L.LightningDataModule):
         self.test = test
         for hook, data in (("val_dataloader", val), ("test_dataloader", test)):
             if data is None and getattr(type(self), hook) is getattr(EvaluationData, hook):
-                # No data, no hook: Lightning then asks the module for its own, and else leaves the loop out.
+                # No data, no hook: an empty list would make Lightning warn of its length in every fit.
                 setattr(self, hook, getattr(super(), hook))
 
     def val_dataloader(self) -> Any:
