@@ -1,0 +1,712 @@
+"""The two doors: what they take, what they refuse and in which words, and what they leave behind."""
+
+import copy
+import inspect
+import pickle
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation, FedPer
+from lightning_fed.aggregators import FairAvg, FedAvg
+from lightning_fed.callbacks.door import check_trainer
+from lightning_fed.data import IID, ByGroup, Dirichlet, LazyClients
+from tests import models
+from tests.conftest import QUIET
+from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
+
+# Many fits here only train, with modules that could validate.
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+CLIENTS = models.vectors({"a": 40, "b": 64, "c": 33})
+HELD_OUT = models.vectors({"a": 40})["a"]
+
+
+def module(**options):
+    own = models.Module(models.mlp(), **options)
+    own.lr, own.batch_size = 0.1, 8  # for those who tune them
+    return own
+
+
+def datasets():
+    return models.as_datasets(CLIENTS)
+
+
+def loader(**options):
+    return models.pooled(CLIENTS, **options)[0]
+
+
+def names():
+    return models.pooled(CLIENTS)[1]
+
+
+class OwnData(models.Module):
+    """A module with a training and a validation loader of its own."""
+
+    def __init__(self, **options):
+        super().__init__(models.mlp(), **options)
+
+    def train_dataloader(self):
+        return loader()
+
+    def val_dataloader(self):
+        return DataLoader(TensorDataset(*HELD_OUT), 16)
+
+
+# --- what cannot be right is refused ----------------------------------------------------------------------------------
+
+
+def bad_scheduler(**config):
+    """Makes a module with a per-step scheduler that cannot be right."""
+
+    def make(optimizer):
+        kind = torch.optim.lr_scheduler.ReduceLROnPlateau if "monitor" in config else torch.optim.lr_scheduler.LinearLR
+        return {"scheduler": kind(optimizer), "interval": "step", **config}
+
+    return lambda: module(scheduler=make)
+
+
+REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes the module, message)
+    "validation inside a round": (
+        {"val_check_interval": 0.5}, {}, module, "Validation inside a round .* `val_check_interval` at 1.0 .*=0.5",
+    ),
+    "validation after two batches": ({"val_check_interval": 2}, {}, module, "Validation inside a round .* got .*=2"),
+    "validation after every batch": ({"val_check_interval": 1}, {}, module, "Validation inside a round .* got .*=1"),
+    "validation by steps": (
+        {"val_check_interval": 3, "check_val_every_n_epoch": None}, {}, module, "check_val_every_n_epoch=None",
+    ),
+    "validation by time": ({"val_check_interval": "00:00:01:00"}, {}, module, "Validation inside a round"),
+    "windows over clients": (
+        {"accumulate_grad_batches": 2}, {}, module, "`local_steps` to a multiple of 2 .* or use a 2 times larger batch",
+    ),
+    "windows over clients, local steps": (
+        {"accumulate_grad_batches": 2}, {"local_steps": 3}, module, "let a window straddle two clients",
+    ),
+    "windows over clients, stragglers": (
+        {"accumulate_grad_batches": 2}, {"local_steps": 4, "stragglers": 0.5}, module, "without stragglers",
+    ),
+    "batch size finder": ({"callbacks": [BatchSizeFinder()]}, {}, module, "`BatchSizeFinder` does not work .* plain"),
+    "rate finder": ({"callbacks": [LearningRateFinder()]}, {}, module, "`LearningRateFinder` does not work .* plain"),
+    "weight averaging": (
+        {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, module, "would average clients: use a server-side rule",
+    ),
+    "changing windows": (
+        {"callbacks": [GradientAccumulationScheduler({0: 1, 2: 2})]}, {}, module, "use a larger batch size",
+    ),
+    "scheduler with a frequency": ({}, {}, bad_scheduler(frequency=2), "use frequency=1 .* or interval='epoch'"),
+    "plateaus of a client": ({}, {}, bad_scheduler(monitor="train_loss"), "use interval='epoch'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("door", ["trainer", "callback"])
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_refused_in_setup(case, door, plain_trainer, federated_trainer):
+    """Before anything trains, and nothing is left behind."""
+    arguments, options, make, message = case
+    own = make()
+    before = state_of(own)
+    data = models.PooledData(CLIENTS)
+    if door == "trainer":
+        trainer = federated_trainer(max_rounds=1, **options, partition=IID(2), **arguments)
+    else:
+        callbacks = [Federation(partition=IID(2), **options), *arguments.get("callbacks", ())]
+        trainer = plain_trainer(max_epochs=1, **{**arguments, "callbacks": callbacks})
+    with pytest.raises(MisconfigurationException, match=message):
+        trainer.fit(own, datamodule=data)
+    assert_same(before, state_of(own))
+    assert_nothing_is_left(trainer, own, data)
+
+
+def assert_nothing_is_left(trainer, *owners):
+    assert trainer.reload_dataloaders_every_n_epochs == 0
+    for owner in owners:
+        assert not {"train_dataloader", "on_save_checkpoint", "on_train_batch_end"} & set(vars(owner))
+
+
+def test_several_processes_are_refused(plain_trainer):
+    with pytest.raises(MisconfigurationException, match="the Trainer has 2: use `devices=1`"):
+        check_trainer(plain_trainer(devices=2, strategy="ddp_fork"), None, 0.0)
+
+
+@pytest.mark.parametrize("tune", ["lr_find", "scale_batch_size"])
+def test_tuners_are_refused(tune, federated_trainer):
+    own, data = module(), FederatedDataModule(datasets())
+    with pytest.raises(MisconfigurationException, match=r"tune with a plain `L\.Trainer` first"):
+        getattr(Tuner(federated_trainer(max_rounds=1)), tune)(own, datamodule=data)
+
+
+BAD_ARGUMENTS = [
+    ({"aggregator": "fedsgd"}, ValueError, r"one of \['fairavg', 'fedavg'.*\], but got 'fedsgd'"),
+    ({"aggregator": FedAvg}, TypeError, "a name or an Aggregator, but got ABCMeta"),
+    ({"clients_per_round": 0}, ValueError, "`clients_per_round` to be at least 1, but got 0"),
+    ({"clients_per_round": 0.0}, ValueError, r"in \(0, 1\], but got 0.0"),
+    ({"clients_per_round": 2.0}, ValueError, r"in \(0, 1\], but got 2.0. Pass an int for a number"),
+    ({"clients_per_round": True}, ValueError, r"a count \(int\) or a fraction \(float\), but got True"),
+    ({"clients_per_round": "all"}, ValueError, "but got 'all'"),
+    ({"local_epochs": 0}, ValueError, "`local_epochs` to be at least 1, but got 0"),
+    ({"local_steps": 0}, ValueError, "`local_steps` to be at least 1, but got 0"),
+    ({"local_steps": 3, "local_epochs": 2}, ValueError, "got local_epochs=2 and local_steps=3"),
+    ({"stragglers": 1.0}, ValueError, r"`stragglers` to be in \[0, 1\), but got 1.0"),
+    ({"dropout": -0.1}, ValueError, r"`dropout` to be in \[0, 1\), but got -0.1"),
+    ({"min_clients": 0}, ValueError, "`min_clients` to be at least 1, but got 0"),
+    ({"seed": -1}, ValueError, "`seed` to be at least 0, but got -1"),
+    ({"partial_work": "some"}, ValueError, r"`partial_work` to be one of \['keep', 'drop'\], but got 'some'"),
+    ({"batch_norm": "sync"}, ValueError, "`batch_norm` to be one of .*'recalibrate'.*, but got 'sync'"),
+    ({"optimizer_state": "share"}, ValueError, r"one of \['reset', 'keep'\], but got 'share'"),
+    ({"evaluate_clients_every": -1}, ValueError, "to be at least 0, but got -1"),
+    ({"personal": "head.*"}, ValueError, "sequences of patterns or types, but got a string"),
+    ({"frozen": "head.*"}, ValueError, "sequences of patterns or types, but got a string"),
+]
+
+
+@pytest.mark.parametrize("kind", [Federation, FederatedTrainer])
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD_ARGUMENTS, ids=lambda value: str(value)[:40])
+def test_bad_arguments(kind, arguments, error, message):
+    with pytest.raises(error, match=message):
+        kind(**arguments, **(QUIET if kind is FederatedTrainer else {}))
+
+
+BAD_SELECTORS = [
+    ({"personal": ["head.*"]}, "selector in `personal` to match entries of the model, but 'head.\\*' .*'net.0.weight'"),
+    ({"frozen": [torch.nn.LSTM]}, "selector in `frozen` to match .*LSTM"),
+    ({"personal": ["net.2.*"], "frozen": ["*.bias"]}, "these are both: 'net.2.bias'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_SELECTORS)
+def test_selectors_that_say_nothing(options, message, federated_trainer):
+    with pytest.raises(ValueError, match=message):
+        federated_trainer(max_rounds=1, **options).fit(module(), datasets())
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+def sampled():
+    return DataLoader(loader().dataset, 8, sampler=WeightedRandomSampler([1.0] * 137, 137))
+
+
+BAD_DATA = {  # what FederatedTrainer.fit is given, options, error, message
+    "no partition": (loader, {}, MisconfigurationException, "Expected a `partition` .*, but got neither"),
+    "nothing": (lambda: None, {}, MisconfigurationException, "Expected a `partition` .*, but got neither"),
+    "nothing to split": (lambda: None, {"partition": IID(2)}, MisconfigurationException, "or use `FederatedTrainer`"),
+    "partition of clients": (datasets, {"partition": IID(2)}, MisconfigurationException, "but got both"),
+    "no clients": (dict, {}, ValueError, "at least one client, but got none"),
+    "no clients in a list": (list, {}, ValueError, "at least one client, but got none"),
+    "a data set": (lambda: loader().dataset, {"partition": IID(2)}, TypeError, "one DataLoader .* got TensorDataset"),
+    "a stream": (lambda: DataLoader(Endless()), {"partition": IID(2)}, TypeError, "over a map-style data set"),
+    "a sampler": (sampled, {"partition": IID(2)}, ValueError, "without a sampler of its own, .*WeightedRandomSampler"),
+    "no batches": (
+        lambda: DataLoader(loader().dataset, None), {"partition": IID(2)}, ValueError, "a batch size .*batch_size=None",
+    ),
+    "mixed": (lambda: {"a": loader(), "b": loader().dataset}, {}, TypeError, "all of them loaders, but got DataLoader"),
+    "streams": (lambda: [Endless()], {}, TypeError, "map-style data sets, or all of them loaders, but got Endless"),
+    "too few": (datasets, {"clients_per_round": 4}, ValueError, r"at most the number of clients \(3\), but got 4"),
+    "too few to split": (loader, {"partition": IID(2), "clients_per_round": 3}, ValueError, "number of clients"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_DATA.values(), ids=BAD_DATA)
+def test_data_that_are_no_clients(case, federated_trainer):
+    make, options, error, message = case
+    trainer, own = federated_trainer(max_rounds=1, **options), module()
+    with pytest.raises(error, match=message):
+        trainer.fit(own, make())
+    assert_nothing_is_left(trainer, own)
+
+
+def test_clients_that_are_neither_a_mapping_nor_a_sequence():
+    with pytest.raises(TypeError, match="a mapping or a sequence of data sets or loaders, but got Federation"):
+        FederatedDataModule(Federation())
+    with pytest.raises(TypeError, match="but got str"):
+        FederatedDataModule("abc")
+
+
+@pytest.mark.parametrize("data", [datasets, loader])
+def test_loaders_and_a_datamodule(data, federated_trainer):
+    trainer = federated_trainer(max_rounds=1, partition=IID(2))
+    with pytest.raises(MisconfigurationException, match="You cannot pass `train_dataloader`"):
+        trainer.fit(module(), data(), datamodule=models.PooledData(CLIENTS))
+
+
+@pytest.mark.parametrize("kind", [module, OwnData])
+def test_loaders_handed_to_a_plain_trainer(kind, plain_trainer):
+    """They cannot be reached, whether the module has a loader of its own or not; no batch is trained on."""
+    trainer, own = plain_trainer(max_epochs=1, callbacks=[Federation(partition=IID(2))]), kind()
+    before = state_of(own)
+    with pytest.raises(MisconfigurationException, match="`FederatedTrainer`"):
+        trainer.fit(own, loader())
+    assert_same(before, state_of(own))
+    assert_nothing_is_left(trainer, own)
+
+
+def test_two_federations(plain_trainer, federated_trainer):
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `Federation`"):  # Lightning's
+        plain_trainer(callbacks=[Federation(), Federation()])
+    trainer = plain_trainer(max_epochs=1, callbacks=[Federation(partition=IID(2))])
+    trainer.callbacks.append(Federation(partition=IID(2)))
+    with pytest.raises(MisconfigurationException, match="one `Federation` callback, but the Trainer has more"):
+        trainer.fit(module(), datamodule=models.PooledData(CLIENTS))
+    with pytest.raises(ValueError, match="as the argument `federation`, not among the `callbacks`"):
+        federated_trainer(callbacks=[Federation()])
+
+
+# --- what the doors take ----------------------------------------------------------------------------------------------
+
+
+def test_clients_in_every_form_train_the_same(federated_trainer, plain_trainer):
+    """A mapping, a list, a lazy mapping, a datamodule in either place; names are what the seeds hang on."""
+    numbered = dict(enumerate(datasets().values()))
+    lazy = LazyClients(range(3), numbered.__getitem__)
+    module_of = FederatedDataModule(numbered)
+    results = []
+    for data in (numbered, list(numbered.values()), tuple(numbered.values()), lazy, module_of):
+        own = module(optimizer=models.momentum)
+        federated_trainer(max_rounds=2, clients_per_round=2).fit(own, data)
+        results.append(state_of(own))
+    own = module(optimizer=models.momentum)
+    federated_trainer(max_rounds=2, clients_per_round=2).fit(own, datamodule=module_of)
+    results.append(state_of(own))
+    own = module(optimizer=models.momentum)
+    plain_trainer(max_epochs=2, callbacks=[Federation(clients_per_round=2)]).fit(own, module_of)
+    results.append(state_of(own))
+    for result in results[1:]:
+        assert_same(results[0], result)
+
+
+def test_a_million_clients_are_built_when_they_are_asked_for(federated_trainer):
+    built = []
+
+    def build(client):
+        built.append(client)
+        return TensorDataset(*(tensor[: 3 + client % 5] for tensor in CLIENTS["b"]))
+
+    recorder = Recorder()
+    trainer = federated_trainer(max_rounds=2, clients_per_round=3, callbacks=[recorder])
+    trainer.fit(module(), LazyClients(range(1_000_000), build))
+    assert len(recorder.visits) == 6
+    assert set(built) == {0, *(visit.client for visit in recorder.visits)}  # the first one shows what they are
+    assert [visit.num_samples for visit in recorder.visits] == [3 + visit.client % 5 for visit in recorder.visits]
+
+
+def test_loaders_that_share_a_data_set_weigh_their_own_part(federated_trainer):
+    """Every client a sampler over the same data set, in three ways to say so."""
+    data = loader().dataset
+    parts = {"a": range(40), "b": range(40, 104), "c": range(104, 137)}
+    ways = {
+        "sampler": lambda part: DataLoader(data, 16, sampler=SubsetRandomSampler(part)),
+        "batch sampler": lambda part: DataLoader(
+            data, batch_sampler=torch.utils.data.BatchSampler(SubsetRandomSampler(part), 16, False)
+        ),
+        "subset": lambda part: DataLoader(torch.utils.data.Subset(data, part), 16),
+    }
+    for make in ways.values():
+        recorder = Recorder()
+        clients = {name: make(part) for name, part in parts.items()}
+        federated_trainer(max_rounds=1, callbacks=[recorder]).fit(module(), clients)
+        assert {visit.client: visit.num_samples for visit in recorder.visits} == {"a": 40, "b": 64, "c": 33}
+        assert recorder.logged[0]["fed/num_samples"] == 137
+    again = DataLoader(TensorDataset(*HELD_OUT), 16, sampler=torch.utils.data.RandomSampler(range(40), True, 1000))
+    recorder = Recorder()
+    federated_trainer(max_rounds=1, callbacks=[recorder]).fit(module(), {"a": again})
+    assert recorder.visits[0].num_samples == 40  # drawn again and again, they are no more
+
+
+def test_a_modules_own_validation_data_are_used(federated_trainer):
+    recorder, own = Recorder(), OwnData()
+    trainer = federated_trainer(max_rounds=2, callbacks=[recorder])
+    trainer.fit(own, datasets())
+    assert len(recorder.validated) == 2
+    assert "val_loss" in trainer.callback_metrics
+
+
+def test_aggregators_by_name_and_as_objects(federated_trainer):
+    results = []
+    for aggregator in ("fairavg", "FairAvg", FairAvg()):
+        own = module(optimizer=models.momentum)
+        federated_trainer(max_rounds=1, aggregator=aggregator).fit(own, datasets())
+        results.append(state_of(own))
+    assert_same(results[0], results[1])
+    assert_same(results[0], results[2])
+
+
+def test_a_compiled_module(federated_trainer):
+    own = models.Quadratic(size=6)
+    federated_trainer(max_rounds=2).fit(torch.compile(own, backend="eager"), datasets())
+    expected = models.Quadratic(size=6)
+    federated_trainer(max_rounds=2).fit(expected, datasets())
+    assert_same(state_of(expected), state_of(own))
+    assert own.w.any()
+
+
+# --- validate, test and predict ---------------------------------------------------------------------------------------
+
+
+class Predicting(models.Module):
+    def __init__(self):
+        super().__init__(models.norm_mlp(), models.momentum)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+
+@pytest.mark.parametrize("door", ["trainer", "callback"])
+def test_validate_test_and_predict(door, plain_trainer, federated_trainer):
+    """As with a plain Trainer, before and after the fit, with a datamodule and with loaders."""
+    own, data = Predicting(), models.ValidatedData(CLIENTS, HELD_OUT)
+    if door == "trainer":
+        trainer = federated_trainer(max_rounds=2, partition=ByGroup(names()))
+    else:
+        trainer = plain_trainer(max_epochs=2, callbacks=[Federation(partition=ByGroup(names()))])
+    inputs, targets = HELD_OUT
+    held_out = DataLoader(TensorDataset(*HELD_OUT), batch_size=16)
+
+    def check():
+        before = state_of(own)
+        results = [
+            trainer.validate(own, datamodule=data, verbose=False),
+            trainer.validate(own, held_out, verbose=False),
+        ]
+        tested = trainer.test(own, datamodule=data, verbose=False)
+        predicted = torch.cat(trainer.predict(own, held_out))
+        own.eval()
+        with torch.no_grad():
+            expected = own(inputs)
+            loss = float(torch.nn.functional.cross_entropy(expected, targets))
+        own.train()
+        assert torch.allclose(predicted, expected, atol=1e-6)
+        assert results[0] == results[1]
+        assert results[0][0]["val_loss"] == pytest.approx(loss, rel=1e-5)
+        assert tested[0]["test_acc"] == pytest.approx(float((expected.argmax(1) == targets).double().mean()))
+        assert set(results[0][0]) == {"val_loss", "val_acc"}
+        assert_same(before, state_of(own))
+        return loss
+
+    before = check()
+    trainer.fit(own, datamodule=data)
+    fitted = float(trainer.callback_metrics["val_loss"])
+    assert check() == pytest.approx(fitted, rel=1e-5)
+    assert before != fitted
+
+
+@pytest.mark.parametrize("which", ["val", "test"])
+def test_clients_held_out_data_are_evaluated_as_a_whole(which, federated_trainer):
+    held_out = models.vectors({"x": 40, "y": 10})
+    data = FederatedDataModule(datasets(), **{which: models.as_datasets(held_out)})
+    own, trainer = Predicting(), federated_trainer(max_rounds=1)
+    trainer.fit(own, datamodule=data)
+    run = trainer.validate if which == "val" else trainer.test
+    results = run(own, datamodule=data, verbose=False)[0]
+    own.eval()
+    right = [own(inputs).argmax(1) == targets for inputs, targets in held_out.values()]
+    assert results[f"{which}_acc"] == pytest.approx(float(torch.cat(right).double().mean()))
+
+
+# --- what is left behind ----------------------------------------------------------------------------------------------
+
+
+def test_a_second_fit_of_the_same_objects_is_the_first_again(plain_trainer):
+    """The federation, the datamodule and the module outlive a Trainer."""
+    federation = Federation(
+        partition=ByGroup(names()), personal=["net.2.*"], optimizer_state="keep", clients_per_round=2, seed=3
+    )
+    own, data = module(optimizer=models.adam), models.PooledData(CLIENTS)
+    start, runs = state_of(own), []
+    for _ in range(2):
+        own.load_state_dict(start)
+        recorder = Recorder()
+        trainer = plain_trainer(max_epochs=3, callbacks=[federation, recorder])
+        trainer.fit(own, datamodule=data)
+        assert_nothing_is_left(trainer, own, data)
+        runs.append((state_of(own), recorder.logged, [visit.client for visit in recorder.visits]))
+    assert_same(runs[0][0], runs[1][0])
+    assert runs[0][1:] == runs[1][1:]
+
+
+def test_a_trainer_that_goes_on(federated_trainer):
+    """One round, then two more after raising Lightning's `max_epochs`: as three at once, personal layers and all."""
+    options = {"personal": ["net.2.*"], "optimizer_state": "keep", "clients_per_round": 2, "seed": 3}
+    own, recorder = module(optimizer=models.adam), Recorder()
+    trainer = federated_trainer(max_rounds=1, callbacks=[recorder], **options)
+    trainer.fit(own, datasets())
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(own, datasets())
+    at_once, expected = module(optimizer=models.adam), Recorder()
+    federated_trainer(max_rounds=3, callbacks=[expected], **options).fit(at_once, datasets())
+    assert_same(state_of(at_once), state_of(own))
+    assert recorder.logged == expected.logged
+    assert [visit.client for visit in recorder.visits] == [visit.client for visit in expected.visits]
+
+
+def test_a_plain_trainer_afterwards_is_plain(plain_trainer, federated_trainer):
+    """The same datamodule and module, once without a federation in between."""
+    results = []
+    for is_federated in (True, False):
+        own, data = module(), models.PooledData(CLIENTS, shuffle=False)
+        start = state_of(own)
+        if is_federated:
+            federated_trainer(max_rounds=1, partition=IID(3)).fit(own, datamodule=data)
+            assert not torch.equal(start["net.0.weight"], own.net[0].weight)
+        own.load_state_dict(start)
+        trainer = plain_trainer(max_epochs=1)
+        trainer.fit(own, datamodule=data)
+        assert trainer.num_training_batches == 5  # 137 examples
+        results.append(state_of(own))
+    assert_same(*results)
+
+
+def test_a_plain_trainer_pools_the_clients_of_a_federated_datamodule(plain_trainer):
+    """The centralised baseline of the same data."""
+    clients = datasets()
+    seen = []
+
+    class Spy(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            seen.append(batch[0])
+
+    for data, batches in (
+        (FederatedDataModule(clients, batch_size=30), 5),
+        (FederatedDataModule({name: DataLoader(data, 30) for name, data in clients.items()}), 2 + 3 + 2),
+    ):
+        seen.clear()
+        plain_trainer(max_epochs=1, callbacks=[Spy()]).fit(module(), datamodule=data)
+        assert len(seen) == batches
+        rows = torch.cat(seen)
+        expected = torch.cat([inputs for inputs, _ in CLIENTS.values()])
+        assert torch.equal(rows[rows[:, 0].argsort()], expected[expected[:, 0].argsort()])
+
+
+class Interrupted(FederatedCallback):
+    """Stops the fit in the second visit of the second round."""
+
+    def __init__(self, error):
+        self.error = error
+        self.globals = []
+
+    def on_aggregate(self, trainer, module, state):
+        self.globals.append(copy.deepcopy(state))
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 1 and batch_idx == 2:
+            raise self.error
+
+
+@pytest.mark.parametrize(("error", "seen"), [(RuntimeError("boom"), RuntimeError), (KeyboardInterrupt(), SystemExit)])
+def test_an_interrupted_fit_leaves_the_global_model_and_nothing_else(error, seen, plain_trainer):
+    own, data = module(optimizer=models.adam), models.PooledData(CLIENTS)
+    interrupted = Interrupted(error)
+    trainer = plain_trainer(max_epochs=3, callbacks=[Federation(partition=ByGroup(names())), interrupted])
+    with pytest.raises(seen):
+        trainer.fit(own, datamodule=data)
+    assert len(interrupted.globals) == 1
+    assert_same(interrupted.globals[0], state_of(own))
+    assert_nothing_is_left(trainer, own, data)
+    again = plain_trainer(max_epochs=1)
+    again.fit(own, datamodule=data)
+    assert again.num_training_batches == 5
+
+
+def test_an_error_in_a_visit_names_the_client(federated_trainer):
+    class Faulty(models.Module):
+        def training_step(self, batch, batch_idx):
+            if len(batch[0]) == 33:
+                raise RuntimeError("out of luck")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match="out of luck") as caught:
+        federated_trainer(max_rounds=1).fit(Faulty(models.mlp()), datasets())
+    assert "in the visit of client 'c'" in caught.value.__notes__[0]
+
+
+class Copying(L.Callback):
+    """What exponential moving averages and experiment trackers do."""
+
+    def __init__(self):
+        self.copies = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.copies.append(copy.deepcopy(module))
+        self.copies.append(pickle.loads(pickle.dumps(module)))
+
+
+def test_a_module_can_be_copied_during_a_fit(federated_trainer):
+    copying, own = Copying(), module()
+    federated_trainer(max_rounds=1, callbacks=[copying]).fit(own, {"a": datasets()["a"]})
+    assert len(copying.copies) == 2 * 2
+    for copied in copying.copies:
+        for hook in (copied.on_save_checkpoint, copied.on_train_batch_end):
+            assert hook.__self__ is copied
+            assert hook.__func__ is getattr(L.LightningModule, hook.__name__)
+        federated_trainer(max_rounds=1).fit(copied, datasets())
+    assert_same(state_of(copying.copies[0]), state_of(copying.copies[1]))
+
+
+# --- FederatedTrainer is a thin door ----------------------------------------------------------------------------------
+
+
+def test_the_signatures_agree():
+    """Every option of the callback is one of the Trainer, with the same default and annotation, and documented."""
+    ours, theirs = (inspect.signature(kind.__init__).parameters for kind in (FederatedTrainer, Federation))
+    assert [name for name in theirs if name not in ours] == []
+    for name, parameter in theirs.items():
+        if name != "self":
+            assert ours[name].default == parameter.default, name
+            assert ours[name].annotation == parameter.annotation or name == "batch_norm"
+            assert f"\n        {name}: " in inspect.getdoc(Federation).replace("\n    ", "\n        ")
+            assert f"    {name}: " in inspect.getdoc(FederatedTrainer)
+    assert set(ours) - set(theirs) == {"max_rounds", "federation", "trainer_kwargs"}
+    fit, base = (inspect.signature(kind.fit).parameters for kind in (FederatedTrainer, L.Trainer))
+    assert list(fit)[: len(base)] == list(base)
+
+
+def test_every_option_reaches_the_federation():
+    aggregator, partition = FairAvg(), Dirichlet(3, alpha=1.0)
+    options = {
+        "aggregator": aggregator, "partition": partition, "clients_per_round": 2, "local_epochs": 3, "stragglers": 0.5,
+        "partial_work": "drop", "dropout": 0.25, "min_clients": 2, "personal": ["a"], "frozen": ["b"],
+        "batch_norm": "frozen", "optimizer_state": "keep", "evaluate_clients_every": 5, "seed": 11,
+    }  # fmt: skip
+    federation = FederatedTrainer(**options, **QUIET).federation
+    assert federation.server.aggregator is aggregator
+    assert federation.partition is partition
+    assert federation.server.min_clients == 2
+    for name in ("clients_per_round", "local_epochs", "stragglers", "dropout", "seed"):
+        assert getattr(federation.schedule, name) == options[name]
+    for name in ("partial_work", "batch_norm", "optimizer_state", "evaluate_clients_every"):
+        assert getattr(federation, name) == options[name]
+    assert (federation.personal, federation.frozen) == (("a",), ("b",))
+    assert FederatedTrainer(local_steps=9, **QUIET).federation.schedule.local_steps == 9
+
+
+def test_every_argument_of_the_trainer_passes_through(monkeypatch):
+    names = [name for name in inspect.signature(L.Trainer.__init__).parameters if name not in ("self", "callbacks")]
+    seen = {}
+    monkeypatch.setattr(L.Trainer, "__init__", lambda self, **arguments: seen.update(arguments))
+    values = {name: object() for name in names} | {"enable_progress_bar": False}
+    FederatedTrainer(**values)
+    assert seen.pop("callbacks")[0].state_key == "Federation"
+    assert seen == values
+    FederatedTrainer(max_rounds=3)
+    assert seen["max_epochs"] == 3
+
+
+def test_callbacks_and_the_bar(tmp_path):
+    own = Recorder()
+    trainer = FederatedTrainer(**{**QUIET, "enable_progress_bar": True}, callbacks=own, default_root_dir=tmp_path)
+    kinds = [type(callback).__name__ for callback in trainer.callbacks]
+    assert kinds == ["Federation", "Recorder", "FederatedProgressBar"]
+    assert trainer.progress_bar_callback is trainer.callbacks[-1]
+    mine = L.pytorch.callbacks.TQDMProgressBar()
+    trainer = FederatedTrainer(**{**QUIET, "enable_progress_bar": True}, callbacks=[mine])
+    assert trainer.progress_bar_callback is mine
+
+
+def test_a_ready_federation():
+    federation = FedPer("head.*", local_epochs=2)
+    assert FederatedTrainer(federation=federation, **QUIET).callbacks[0] is federation
+    with pytest.raises(ValueError, match=r"`federation` or its arguments, but got `federation` and \['local_steps'\]"):
+        FederatedTrainer(federation=federation, local_steps=3, **QUIET)
+
+
+def test_rounds_are_epochs():
+    assert FederatedTrainer(max_rounds=3, **QUIET).max_epochs == 3
+    assert FederatedTrainer(max_epochs=4, **QUIET).max_epochs == 4
+    with pytest.raises(ValueError, match="one of `max_rounds` and `max_epochs`"):
+        FederatedTrainer(max_rounds=3, max_epochs=3, **QUIET)
+
+
+def test_the_seed_is_lightnings_if_there_is_one():
+    assert Federation().schedule.seed == 0
+    L.seed_everything(41, verbose=False)
+    assert Federation().schedule.seed == 41
+    assert Federation(seed=5).schedule.seed == 5
+
+
+# --- Lightning's limits -----------------------------------------------------------------------------------------------
+
+
+class Counting(models.Module):
+    """Counts its steps, also those of the evaluation client by client."""
+
+    def __init__(self):
+        super().__init__(models.mlp())
+        self.validated = 0
+
+    def validation_step(self, batch, batch_idx):
+        self.validated += 1
+        super().validation_step(batch, batch_idx)
+
+
+LIMITS = {  # arguments: (visits, batches trained, batches validated, rounds)
+    "none": ({}, 6, 14, 2 * (4 + 4), 2),
+    "fast_dev_run": ({"fast_dev_run": True}, 1, 1, 1 + 2, 1),
+    "fast_dev_run, 3": ({"fast_dev_run": 3}, 2, 3, 3 + 4, 1),
+    "batches": ({"limit_train_batches": 3}, 4, 6, 2 * (4 + 4), 2),
+    "share of batches": ({"limit_train_batches": 0.5}, 4, 6, 2 * (4 + 4), 2),
+    "no batches": ({"limit_train_batches": 0}, 0, 0, 0, 0),
+    "validation batches": ({"limit_val_batches": 1}, 6, 14, 2 * (1 + 2), 2),
+    "share of validation": ({"limit_val_batches": 0.5}, 6, 14, 2 * (2 + 2), 2),
+    "no validation": ({"limit_val_batches": 0}, 6, 14, 0, 2),
+    "steps": ({"max_steps": 7}, 3, 7, 4 + 4, 1),
+    "overfit": ({"overfit_batches": 2}, 2, 4, 2 * (2 + 4), 2),
+}
+
+
+@pytest.mark.parametrize("case", LIMITS.values(), ids=LIMITS)
+def test_limits(case, federated_trainer):
+    """Three clients with 2, 3 and 2 batches, two clients to validate with 2 batches each."""
+    arguments, visits, trained, validated, rounds = case
+    recorder, own = Recorder(), Counting()
+    if "limit_train_batches" not in arguments or arguments["limit_train_batches"]:
+        clients = {name: DataLoader(data, 25) for name, data in datasets().items()}
+    else:
+        clients = datasets()
+    trainer = federated_trainer(max_rounds=2, callbacks=[recorder], **arguments)
+    held_out = models.as_datasets(models.vectors({"x": 40, "y": 64}))
+    trainer.fit(own, clients, {name: DataLoader(data, 32) for name, data in held_out.items()})
+    assert len(recorder.visits) == visits
+    assert trainer.global_step == sum(len(visit.batches) for visit in recorder.visits) == trained
+    assert own.validated == validated
+    assert trainer.current_epoch == rounds
+
+
+def test_max_steps_inside_a_round(federated_trainer):
+    """The fit ends there; the module holds the last complete global model."""
+    recorder, own = Recorder(), module(optimizer=models.adam)
+    trainer = federated_trainer(max_rounds=5, max_steps=6, callbacks=[recorder])
+    trainer.fit(own, datasets(), DataLoader(TensorDataset(*HELD_OUT), 16))
+    assert trainer.global_step == 6
+    assert len(recorder.aggregates) == 1
+    assert_same(recorder.aggregates[0], state_of(own))
+
+
+def test_barebones(tmp_path):
+    """Without logs, bars and checkpoints, as for measuring the Trainer; nothing warns."""
+    trainer = FederatedTrainer(max_rounds=2, barebones=True, accelerator="cpu", default_root_dir=tmp_path)
+    own = models.Quadratic()
+    trainer.fit(own, {"a": TensorDataset(torch.ones(3, 2)), "b": TensorDataset(torch.zeros(1, 2))})
+    assert own.w.tolist() == [0.75, 0.75]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_x_axis_of_a_logger_is_the_round(workers, federated_trainer):
+    logger = MemoryLogger()
+    trainer = federated_trainer(max_rounds=3, partition=ByGroup(names()), logger=logger, log_every_n_steps=1)
+    trainer.fit(module(), loader(num_workers=workers), DataLoader(TensorDataset(*HELD_OUT), 16))
+    for name in ("fed/clients", "fed/update_norm", "comm/total_up_bytes", "val_loss", "train_loss"):
+        assert [step for step, _ in logger.curve(name)] == [0, 1, 2], name
