@@ -20,9 +20,10 @@ venv: $(STAMP) ## install the package and its tools into .venv
 
 # Again only where pyproject.toml has changed.
 $(STAMP): pyproject.toml
+	@echo "Installing into $(VENV): about two minutes and 6 GB, most of it torch."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
-	touch $@
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[dev]"
+	@touch $@
 
 demo: $(STAMP) ## DeepLabV3+ on 24 clients, about two minutes; on CamVid with DATA=folder
 	$(BIN)/lightning-fed demo $(if $(DATA),--data "$(DATA)") $(ARGS)
@@ -41,7 +42,7 @@ types: $(STAMP) ## types
 	$(BIN)/mypy
 
 docs: $(STAMP) ## the documentation as HTML, in site/
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[docs]"
 	$(BIN)/mkdocs build --strict
 
 clean: ## remove what the targets made, but for .venv
