@@ -267,7 +267,8 @@ def test_both_rules_on_images(aggregator, steps, federated_trainer):
         rounds=2, cohort_size=5, seed=0, batch_size=32, epochs=1, steps=steps, equal=aggregator == "fairavg",
     )  # fmt: skip
     module = models.Module(models.cnn(), models.adam)
-    federated_trainer(max_rounds=2, aggregator=aggregator, local_steps=steps).fit(module, models.as_datasets(clients))
+    trainer = federated_trainer(max_rounds=2, aggregator=aggregator, local_steps=steps, batch_norm="average")
+    trainer.fit(module, models.as_datasets(clients))
     assert_same(expected[-1], module.net.state_dict())
     if aggregator == "fedavg":
         assert module.net[1].num_batches_tracked == 2 * (steps or 3)  # those of `cid`, the largest, 97 examples
@@ -326,7 +327,12 @@ def test_one_client_is_centralised_training(
     tensors = models.vectors({"only": 70})["only"]
     federated = models.Module(models.BaseAndHead(), optimizer, scheduler)
     trainer = federated_trainer(
-        max_rounds=4, local_epochs=local_epochs, optimizer_state=optimizer_state, seed=SEED, gradient_clip_val=1.0
+        batch_norm="average",
+        max_rounds=4,
+        local_epochs=local_epochs,
+        optimizer_state=optimizer_state,
+        seed=SEED,
+        gradient_clip_val=1.0,
     )
     trainer.fit(federated, {"only": TensorDataset(*tensors)})
     epochs = [
