@@ -1,0 +1,141 @@
+"""What the benchmark scripts share: arguments, curves of a fit, results on disk, sections of a Markdown file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+"""Arguments of a Trainer that does nothing but train and validate."""
+
+
+def parser(description: str, data: bool = True) -> argparse.ArgumentParser:
+    """The arguments that every script has."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    if data:
+        made.add_argument("--data", type=Path, required=True, help="folder that holds the data set")
+    made.add_argument("--out", type=Path, default=None, help="Markdown file whose section is written (else: printed)")
+    made.add_argument("--runs", type=Path, default=Path("runs/benchmarks"), help="folder of the results of single runs")
+    made.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
+    made.add_argument("--quick", action="store_true", help="a smoke run of under a minute; its numbers mean nothing")
+    return made
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """Sets threads and silences what Lightning says about every fit."""
+    torch.set_num_threads(arguments.threads)
+    warnings.filterwarnings("ignore", message=".*(does not have many workers|LeafSpec|torch.jit|logging interval).*")
+    warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
+    import logging
+
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda", "lightning_fed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    data = getattr(arguments, "data", None)
+    if data is not None and not data.is_dir():
+        raise SystemExit(f"Expected --data to be the folder that holds the data set, but {data} is not a folder.")
+    if arguments.quick:
+        arguments.runs = arguments.runs / "quick"
+
+
+class Curve(L.Callback):
+    """Every logged number, and the seconds of training, round by round (or epoch by epoch).
+
+    Attributes:
+        rounds: One dictionary per round.
+
+    """
+
+    def __init__(self, verbose: str = "") -> None:
+        self.rounds: list[dict[str, float]] = []
+        self.verbose = verbose
+        self._begin = (0.0, 0.0)
+        self._seconds = (0.0, 0.0)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._begin = (time.perf_counter(), time.process_time())
+        self._seconds = (0.0, 0.0)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._stop()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._seconds == (0.0, 0.0):
+            self._stop()
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        values |= {"wall_s": self._seconds[0], "cpu_s": self._seconds[1], "steps": trainer.global_step}
+        self.rounds.append(values)
+        if self.verbose:
+            shown = {name: round(value, 4) for name, value in values.items() if name.startswith(("val_", "train_"))}
+            print(f"{self.verbose} {len(self.rounds)} {shown} {values['cpu_s']:.1f} s", flush=True)
+
+    def _stop(self) -> None:
+        self._seconds = (time.perf_counter() - self._begin[0], time.process_time() - self._begin[1])
+
+
+def save_json(path: Path, value: Any) -> None:
+    """Writes a file as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value))
+    os.replace(part, path)
+
+
+def load_json(path: Path) -> Any:
+    """What :func:`save_json` wrote; ``None`` if there is no such file."""
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def version() -> str:
+    """The commit that is measured, as git names it."""
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def machine(threads: int) -> str:
+    """The machine in words."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    number = {1: "one shared core", 2: "two shared cores"}.get(cores or 0, f"{cores} cores")
+    used = "1 thread" if threads == 1 else f"{threads} threads"
+    return (
+        f"{number} ({platform.machine()}), {used}, Python {platform.python_version()}, torch {torch.__version__},"
+        f" lightning {L.__version__}"
+    )
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; all columns but the first are numbers."""
+    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def write_section(path: Path | None, name: str, text: str) -> None:
+    """Puts ``text`` between the markers ``<!-- name -->`` and ``<!-- /name -->`` of a Markdown file, or prints it."""
+    if path is None:
+        print(text)
+        return
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    content = path.read_text() if path.exists() else ""
+    section = f"{begin}\n\n{text.strip()}\n\n{end}"
+    if begin in content and end in content:
+        before, _, rest = content.partition(begin)
+        content = before + section + rest.partition(end)[2]
+    else:
+        content = f"{content.rstrip()}\n\n{section}\n".lstrip()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    print(f"wrote section `{name}` of {path}")

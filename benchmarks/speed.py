@@ -1,0 +1,321 @@
+"""Seconds per round: a PyTorch loop by hand, a plain Trainer, FederatedTrainer, and a new Trainer per client.
+
+All four train on the same batches of the same random data, in one process, alternating: every repetition runs a short
+fit of each, and ratios are taken within a repetition. Validation, loggers, progress bars and checkpoints are off. The
+second part measures the peak memory of rounds of 10, 50 and 200 clients, and the third a round over 1,000 and over
+1,000,000 clients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from common import QUIET, load_json, machine, parser, prepare, save_json, table, version, write_section
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed.data import LazyClients
+from lightning_fed.messages import tensor_bytes
+from lightning_fed.schedule import Schedule, Visit
+from lightning_fed.tasks.networks import build_network
+
+BATCH_SIZE, SAMPLES, COHORT, POPULATION, RATE = 20, 200, 10, 100, 0.05
+PARTS = ["mcmahan_cnn", "mlp", "memory", "population"]
+WORDS = {
+    "by hand": "(a) PyTorch loop by hand, one model",
+    "trainer": "(b) plain `L.Trainer`, same batches",
+    "ours": "(c) `FederatedTrainer`",
+    "trainers": "(d) new `L.Trainer` per client",
+}
+
+
+class Net(L.LightningModule):
+    """A network with the least around it."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        return F.cross_entropy(self.network(inputs), targets)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=RATE)
+
+
+class Stopwatch(L.Callback):
+    """Times a fit from its second epoch on."""
+
+    def __init__(self) -> None:
+        self.begin = self.end = (0.0, 0.0)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.begin = now()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.end = now()
+
+
+def now() -> tuple[float, float]:
+    """Wall clock and the process' own seconds."""
+    return time.perf_counter(), time.process_time()
+
+
+class Experiment:
+    """The data, the schedule and the initial weights that all four share.
+
+    Args:
+        network: Name of the network.
+        rounds: Timed rounds of a fit; one more comes before them.
+
+    """
+
+    def __init__(self, network: str, rounds: int) -> None:
+        self.rounds = rounds
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(POPULATION * SAMPLES, 1, 28, 28, generator=generator)
+        self.targets = torch.randint(10, (POPULATION * SAMPLES,), generator=generator)
+        self.schedule = Schedule(0, clients_per_round=COHORT)
+        self.network = build_network(network, num_classes=10)
+        self.start = {name: value.clone() for name, value in self.network.state_dict().items()}
+
+    def visits(self, number: int) -> Sequence[Visit]:
+        return self.schedule.cohort(number, range(POPULATION)).visits
+
+    def batches(self, visit: Visit) -> Iterator[tuple[Tensor, Tensor]]:
+        order = np.random.default_rng([visit.seed, 0]).permutation(SAMPLES) + SAMPLES * int(visit.client)
+        for batch in torch.from_numpy(order).split(BATCH_SIZE):
+            yield self.inputs[batch], self.targets[batch]
+
+    def by_hand(self) -> tuple[float, float]:
+        for number in range(self.rounds + 1):
+            if number == 1:
+                begin = now()
+            self._average(number, self._train_by_hand)
+        return elapsed(begin, now())
+
+    def trainers(self) -> tuple[float, float]:
+        net = Net(self.network)
+        begin = now()
+        for number in range(self.rounds + 1):
+            if number == 1:
+                begin = now()
+            self._average(number, lambda visit: L.Trainer(max_epochs=1, **QUIET).fit(net, Epoch(self, [visit])))
+        return elapsed(begin, now())
+
+    def trainer(self) -> tuple[float, float]:
+        watch = Stopwatch()
+        visits = [visit for number in range(self.rounds + 1) for visit in self.visits(number)]
+        loader = Epoch(self, visits, COHORT)
+        L.Trainer(max_epochs=self.rounds + 1, callbacks=[watch], **QUIET).fit(Net(self.network), loader)
+        return elapsed(watch.begin, watch.end)
+
+    def ours(self) -> tuple[float, float]:
+        watch = Stopwatch()
+        clients = [
+            TensorDataset(self.inputs[first : first + SAMPLES], self.targets[first : first + SAMPLES])
+            for first in range(0, len(self.inputs), SAMPLES)
+        ]
+        trainer = FederatedTrainer(
+            max_rounds=self.rounds + 1, clients_per_round=COHORT, seed=0, callbacks=[watch], **QUIET
+        )
+        trainer.fit(Net(self.network), federated(clients))
+        return elapsed(watch.begin, watch.end)
+
+    def reset(self) -> None:
+        self.network.load_state_dict(self.start)
+        gc.collect()
+
+    def _train_by_hand(self, visit: Visit) -> None:
+        optimizer = torch.optim.SGD(self.network.parameters(), lr=RATE)
+        for inputs, targets in self.batches(visit):
+            optimizer.zero_grad()
+            F.cross_entropy(self.network(inputs), targets).backward()
+            optimizer.step()
+
+    def _average(self, number: int, train: Callable[[Visit], Any]) -> None:
+        start = {name: value.clone() for name, value in self.network.state_dict().items()}
+        total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in start.items()}
+        visits = self.visits(number)
+        for visit in visits:
+            self.network.load_state_dict(start)
+            train(visit)
+            for name, value in self.network.state_dict().items():
+                total[name].add_(value, alpha=SAMPLES)
+        self.network.load_state_dict({name: value / (SAMPLES * len(visits)) for name, value in total.items()})
+
+
+class Epoch:
+    """Batches of some visits, without the cost of a ``DataLoader``; another part of the visits in every epoch."""
+
+    def __init__(self, experiment: Experiment, visits: Sequence[Visit], per_epoch: int = 1) -> None:
+        self.experiment = experiment
+        self.visits = visits
+        self.per_epoch = per_epoch
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.per_epoch * (SAMPLES // BATCH_SIZE)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        first = self.epoch % (len(self.visits) // self.per_epoch) * self.per_epoch
+        for visit in self.visits[first : first + self.per_epoch]:
+            yield from self.experiment.batches(visit)
+        self.epoch += 1
+
+
+def federated(clients: Any) -> FederatedDataModule:
+    return FederatedDataModule(clients, batch_size=BATCH_SIZE)
+
+
+def elapsed(begin: tuple[float, float], end: tuple[float, float]) -> tuple[float, float]:
+    return end[0] - begin[0], end[1] - begin[1]
+
+
+def measure(network: str, rounds: int, repetitions: int) -> dict[str, Any]:
+    """Wall and process seconds per round of each of the four, for every repetition."""
+    experiment = Experiment(network, rounds)
+    runs = {name: getattr(experiment, name.replace(" ", "_")) for name in WORDS}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in WORDS}
+    weights: dict[str, dict[str, Tensor]] = {}
+    names = list(WORDS)
+    for repetition in range(repetitions + 1):  # the first warms up
+        for name in names[repetition % 4 :] + names[: repetition % 4]:
+            experiment.reset()
+            wall, own = runs[name]()
+            weights[name] = {key: value.clone() for key, value in experiment.network.state_dict().items()}
+            if repetition:
+                seconds[name].append([wall / rounds, own / rounds])
+        shown = {name: round(values[-1][1], 4) for name, values in seconds.items() if values}
+        print(f"{network} {repetition}/{repetitions} {shown}", flush=True)
+    hand = weights["by hand"]
+    equal = {name: all(torch.equal(weights[name][key], hand[key]) for key in hand) for name in ("ours", "trainers")}
+    return {"network": network, "rounds": rounds, "seconds": seconds, "equal": equal, "version": version()}
+
+
+def population_cost(repetitions: int, rounds: int) -> dict[str, list[list[float]]]:
+    """Seconds per round over 1,000 and 1,000,000 clients that are built when they are asked for."""
+    seconds: dict[str, list[list[float]]] = {"1000": [], "1000000": []}
+    inputs, targets = torch.randn(SAMPLES, 1, 28, 28), torch.randint(10, (SAMPLES,))
+    for repetition in range(repetitions + 1):
+        sizes = list(seconds)
+        for size in sizes if repetition % 2 else sizes[::-1]:
+            watch = Stopwatch()
+            clients = LazyClients(range(int(size)), lambda client: TensorDataset(inputs, targets))
+            trainer = FederatedTrainer(
+                max_rounds=rounds + 1, clients_per_round=COHORT, seed=repetition, callbacks=[watch], **QUIET
+            )
+            trainer.fit(Net(build_network("mlp", num_classes=10)), federated(clients))
+            if repetition:
+                seconds[size].append([value / rounds for value in elapsed(watch.begin, watch.end)])
+    return seconds
+
+
+def peak_memory(cohort: int) -> int:
+    """Peak resident bytes of this process over one round of ``cohort`` clients."""
+    inputs, targets = torch.randn(BATCH_SIZE, 1, 28, 28), torch.randint(10, (BATCH_SIZE,))
+    clients = LazyClients(range(1000), lambda client: TensorDataset(inputs, targets))
+    trainer = FederatedTrainer(max_rounds=1, clients_per_round=cohort, seed=0, **QUIET)
+    trainer.fit(Net(build_network("mcmahan_cnn", num_classes=10)), federated(clients))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def ratios(seconds: dict[str, list[list[float]]], name: str, base: str, clock: int) -> np.ndarray:
+    return np.array(seconds[name])[:, clock] / np.array(seconds[base])[:, clock]
+
+
+def spread(values: np.ndarray) -> str:
+    low, high = np.percentile(values, [25, 75])
+    return f"{np.median(values):.2f} ({low:.2f}-{high:.2f})"
+
+
+def report(results: dict[str, Any], arguments: argparse.Namespace) -> str:
+    parts = [
+        f"`python benchmarks/speed.py --out docs/performance.md`. {machine(arguments.threads)}. Batches of"
+        f" {BATCH_SIZE}, {SAMPLES} examples per client, {COHORT} clients in a round, SGD. Ratios are medians over"
+        " repetitions of the ratio within a repetition, with the quartiles in brackets; *process* counts this"
+        " process' own seconds, which other work on a shared machine disturbs less than the wall clock."
+    ]
+    header = ["", "s / round, process", "s / round, wall", "/ (b), process", "/ (b), wall"]
+    header += ["/ (a), process", "/ (a), wall"]
+    for network, result in ((name, results[name]) for name in PARTS[:2] if name in results):
+        seconds, rows = result["seconds"], []
+        for name, words in WORDS.items():
+            wall, own = np.median(np.array(seconds[name]), axis=0)
+            cells = [spread(ratios(seconds, name, base, clock)) for base in ("trainer", "by hand") for clock in (1, 0)]
+            rows.append([words, f"{own:.4f}", f"{wall:.4f}", *cells])
+        equal = " and ".join(f"{WORDS[name][:3]} {'yes' if same else 'NO'}" for name, same in result["equal"].items())
+        parts += [f"**`{network}`, {len(seconds['ours'])} repetitions of {result['rounds']} rounds**"]
+        parts += [table(header, rows), f"Weights bit-equal to those of (a): {equal}."]
+    if "memory" in results:
+        rows = [[cohort, f"{peak / 2**20:.0f}"] for cohort, peak in results["memory"].items()]
+        model = tensor_bytes(build_network("mcmahan_cnn", num_classes=10).state_dict())
+        parts.append(
+            f"**Memory of averaging**: `mcmahan_cnn` ({model / 2**20:.1f} MiB), one round, a process for each."
+            f" Keeping all updates would add {model * 190 / 2**20:.0f} MiB from 10 to 200 clients."
+        )
+        parts.append(table(["clients in a round", "peak resident MiB"], rows))
+    if "population" in results:
+        seconds = results["population"]
+        wall = [np.median(np.array(values)[:, 0]) for values in seconds.values()]
+        own = [np.median(np.array(values)[:, 1]) for values in seconds.values()]
+        rows = [
+            [f"{int(size):,}", f"{mine:.4f}", f"{clock:.4f}"]
+            for size, mine, clock in zip(seconds, own, wall, strict=True)
+        ]
+        rows.append(["ratio", *(spread(ratios(seconds, "1000000", "1000", clock)) for clock in (1, 0))])
+        parts.append("**Size of the population**: MLP 784-64-10, 10 clients in a round, clients built on demand.")
+        parts.append(table(["clients", "s / round, process", "s / round, wall"], rows))
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    made = parser(__doc__.splitlines()[0], data=False)
+    made.add_argument(
+        "--repetitions", type=int, default=12, help="repetitions with the CNN; the MLP gets twice as many"
+    )
+    made.add_argument(
+        "--parts", nargs="+", default=["mcmahan_cnn", "mlp", "memory", "population"], help="what to measure"
+    )
+    made.add_argument("--peak-memory-of", type=int, default=None, metavar="CLIENTS", help=argparse.SUPPRESS)
+    arguments = made.parse_args()
+    prepare(arguments)
+    if arguments.peak_memory_of is not None:
+        print(json.dumps(peak_memory(arguments.peak_memory_of)))
+        return
+    repetitions = 1 if arguments.quick else arguments.repetitions
+    results: dict[str, Any] = load_json(arguments.runs / "speed.json") or {}
+    for part in arguments.parts:
+        if part == "mcmahan_cnn":
+            results[part] = measure(part, 1 if arguments.quick else 2, repetitions)
+        elif part == "mlp":
+            results[part] = measure(part, 2 if arguments.quick else 10, 2 * repetitions)
+        elif part == "memory":
+            results[part] = {}
+            for cohort in (10, 50) if arguments.quick else (10, 50, 200):
+                command = [sys.executable, __file__, "--peak-memory-of", str(cohort)]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                results[part][cohort] = json.loads(done.stdout.splitlines()[-1])
+        else:
+            results[part] = population_cost(repetitions, 2 if arguments.quick else 10)
+        save_json(arguments.runs / "speed.json", results)
+    write_section(arguments.out, "speed", report(results, arguments))
+
+
+if __name__ == "__main__":
+    main()
