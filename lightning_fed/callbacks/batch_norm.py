@@ -11,7 +11,7 @@ count of every BatchNorm layer's input, and the server pools them by the law of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from lightning_fed.data.rounds import describe
 from lightning_fed.messages import Broadcast, ClientUpdate, State
 from lightning_fed.schedule import Cohort, Visit, derive_seed
 from lightning_fed.server import Server
-from lightning_fed.state import BatchNorm, Policy, find_non_finite
+from lightning_fed.state import BatchNorm, find_non_finite
 from lightning_fed.visit import LocalModel
 
 _log = logging.getLogger(__name__)
@@ -57,10 +57,13 @@ def thaw_batch_norm(module: nn.Module) -> None:
 
 
 class InputStatistics:
-    """Counts, means and variances per channel of what goes into BatchNorm layers, over all batches, in float64.
+    """Counts, means and variances per channel of what goes into BatchNorm layers, over all batches.
+
+    A layer in training mode has each batch's mean and variance computed anyway: with a momentum of 1 they are its
+    running statistics after the batch. They are summed up in float64.
 
     Args:
-        layers: The layers by name.
+        layers: The layers by name, in training mode. Their running statistics are overwritten.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(1))
@@ -72,20 +75,22 @@ class InputStatistics:
 
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, layers: Mapping[str, nn.BatchNorm2d]) -> None:
         self._layers = layers
-        self._sums: dict[str, tuple[float, Tensor, Tensor]] = {}
+        self._sums: dict[str, tuple[int, Tensor, Tensor]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While inside, every forward pass is counted."""
-        handles = [
-            layer.register_forward_pre_hook(lambda _, inputs, name=name: self._count(name, inputs[0]))
-            for name, layer in self._layers.items()
-        ]
+        momenta = {name: layer.momentum for name, layer in self._layers.items()}
+        handles = [layer.register_forward_hook(self._counter(name)) for name, layer in self._layers.items()]
+        for layer in self._layers.values():
+            layer.momentum = 1.0
         try:
             yield
         finally:
+            for name, layer in self._layers.items():
+                layer.momentum = momenta[name]
             for handle in handles:
                 handle.remove()
 
@@ -99,14 +104,15 @@ class InputStatistics:
             extras[f"batch_norm:{name}:count"] = torch.tensor(count, dtype=torch.float64)
         return extras
 
-    def _count(self, name: str, values: Tensor) -> None:
-        flat = values.detach().transpose(0, 1).flatten(1).double()  # (channels, batch * positions)
-        count, total, squares = self._sums.get(name, (0.0, torch.zeros(()), torch.zeros(())))
-        self._sums[name] = (
-            count + flat.shape[1],
-            total.to(flat) + flat.sum(1),
-            squares.to(flat) + flat.square().sum(1),
-        )
+    def _counter(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def count(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            added = inputs[0].numel() // inputs[0].shape[1]
+            mean = _statistic(layer, "running_mean")
+            variance = _statistic(layer, "running_var") * ((added - 1) / added)  # the running one is unbiased
+            before, total, squares = self._sums.get(name, (0, torch.zeros_like(mean), torch.zeros_like(mean)))
+            self._sums[name] = (before + added, total + added * mean, squares + added * (variance + mean.square()))
+
+        return count
 
 
 def pool_statistics(reports: Sequence[Mapping[str, Tensor]], layer: str) -> tuple[Tensor, Tensor] | None:
@@ -194,6 +200,11 @@ def recalibrate(
             if pooled is not None and f"{prefix}running_mean" in local.shared:
                 local.entries[f"{prefix}running_mean"].copy_(pooled[0])
                 local.entries[f"{prefix}running_var"].copy_(pooled[1])
+
+
+def _statistic(layer: nn.Module, name: str) -> Tensor:
+    value: Tensor = getattr(layer, name)
+    return value.double() if value.device.type != "mps" else value  # which has no float64
 
 
 def one_pass(population: Population, visit: Visit) -> Iterator[Any]:

@@ -299,7 +299,8 @@ class Federation(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, also where the fit ended inside a round."""
         self._abandon()
-        thaw_batch_norm(pl_module)
+        if self.batch_norm == "frozen":
+            thaw_batch_norm(pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leaves the last complete global model in the module, and says whose visit it was."""
@@ -314,6 +315,8 @@ class Federation(L.Callback):
                 )
             exception.add_note(note)
         self._abandon()
+        if self.batch_norm == "frozen":
+            thaw_batch_norm(pl_module)
         self._give_back()  # Lightning does not call `teardown` after an exception
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
