@@ -79,7 +79,6 @@ def main():
     best = ModelCheckpoint(monitor="val_miou", mode="max")
     trainer = fed.FederatedTrainer(
         partition=fed.data.Dirichlet(num_clients=8, alpha=1.0),
-        batch_norm="recalibrate",
         max_epochs=args.epochs,
         callbacks=[best],
     )
