@@ -29,8 +29,8 @@ BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def live_entries(module: nn.Module) -> State:
     """The module's state by name, as tensors that share memory with it: writing to them changes the module.
 
-    Tied entries (one tensor under several names) appear once, under their first name. Entries that are not tensors
-    (a module's *extra state*) are left out: they stay with the server's module.
+    Tied entries (one tensor under several names) appear once, under their first name. A module's *extra state* is left
+    out, because it shares no memory with it: it stays as it is.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -39,7 +39,11 @@ def live_entries(module: nn.Module) -> State:
         3.0
 
     """
-    state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    state = {
+        name: value
+        for name, value in module.state_dict().items()
+        if isinstance(value, Tensor) and name.rpartition(".")[2] != "_extra_state"
+    }
     names = tied_names(state)
     return {name: value for name, value in state.items() if names[name] == name}
 

@@ -93,9 +93,10 @@ class OpenRound:
         if self._server.receive(update, self._unpack):
             self.local.keep(client, planned.visit.round, self._optimizers.end_visit(num_samples))
 
-    def close(self) -> None:
-        """Aggregates and makes the module the new global model: after the last visit."""
+    def close(self) -> bool:
+        """Aggregates and makes the module the new global model: after the last visit. Whether there is a new one."""
         state = self._server.finish_round()
+        is_new = state is not None
         if state is None:
             state = self.before
         else:
@@ -103,6 +104,7 @@ class OpenRound:
                 callback.on_aggregate(self._trainer, self._module, state)
         self.local.load_global(state)
         self._optimizers.end_round()
+        return is_new
 
     def abandon(self) -> None:
         """Makes the module the global model that the round found."""
@@ -113,7 +115,8 @@ class OpenRound:
         """Puts the global model that the round found into a checkpoint taken meanwhile, for a client's."""
         state = {**self.before, **self.local.home}
         saved = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, torch.Tensor)}
-        checkpoint["state_dict"] |= {name: state[first].clone() for name, first in tied_names(saved).items()}
+        firsts = tied_names(saved)
+        checkpoint["state_dict"] |= {name: state[first].clone() for name, first in firsts.items() if first in state}
         if "optimizer_states" not in checkpoint:
             return
         checkpoint["optimizer_states"], schedulers = self._optimizers.checkpoint()

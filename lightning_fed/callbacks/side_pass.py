@@ -48,9 +48,10 @@ def side_pass(module: L.LightningModule, log: Callable[..., None] | None = None)
 
 def to_device(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> Any:
     """The batch as a step gets it, with the transfer hooks of the datamodule or else the module."""
-    datamodule = getattr(trainer, "datamodule", None)
-    has_hook = datamodule is not None and is_overridden("on_before_batch_transfer", datamodule)
-    batch = (datamodule if has_hook else module).on_before_batch_transfer(batch, 0)
+    owner: Any = getattr(trainer, "datamodule", None)
+    if not is_overridden("on_before_batch_transfer", owner):  # nor if there is none
+        owner = module
+    batch = owner.on_before_batch_transfer(batch, 0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
