@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FedBN, FederatedCallback, Federation, FedPer
+from lightning_fed import FedBN, FederatedCallback, FederatedDataModule, Federation, FedPer
 from lightning_fed.data import ByGroup
 from tests import models
 from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, fit_fixed, state_of
@@ -627,3 +627,82 @@ def test_evaluation_of_clients_leaves_the_rest_alone(federated_trainer):
         assert all(name.startswith(("fed/val", "client/")) for name in extra)
         assert before == {name: after[name] for name in before}
     assert_same(*(state_of(module) for _, module in runs))
+
+
+class Halved(FederatedDataModule):
+    """A datamodule that changes batches on their way to the device."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0] / 2, batch[1]]
+
+
+def test_clients_are_evaluated_through_the_hooks_of_the_datamodule(federated_trainer):
+    """One client, so that the whole is the client."""
+    clients = models.as_datasets(models.vectors({"a": 40}))
+    trainer = federated_trainer(max_rounds=1, batch_norm="recalibrate")
+    trainer.fit(models.Module(models.norm_mlp()), datamodule=Halved(clients, clients))
+    logged = trainer.callback_metrics
+    assert logged["client/a/val_loss"] == pytest.approx(float(logged["val_loss"]), rel=1e-6)
+
+
+class Counter(nn.Module):
+    """A layer with extra state: once a tensor, once something else."""
+
+    def __init__(self, extra):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, models.CLASSES)
+        self.extra = extra
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize("extra", [torch.tensor([3.0]), {"steps": 3}])
+def test_extra_state_stays_where_it_is(extra, federated_trainer):
+    class Names(FederatedCallback):
+        def on_client_start(self, trainer, module, client, broadcast):
+            names.append(list(broadcast.state))
+
+        def on_client_end(self, trainer, module, client, update):
+            names.append(list(update.state))
+
+    names, module = [], models.Module(Counter(extra))
+    checkpoints = ModelCheckpoint(every_n_train_steps=1, save_last=True)
+    trainer = federated_trainer(max_rounds=1, enable_checkpointing=True, callbacks=[Names(), checkpoints])
+    trainer.fit(module, models.as_datasets(models.vectors()))
+    assert names == [["net.layer.weight", "net.layer.bias"]] * 10
+    assert module.net.extra is extra
+
+
+def test_layers_that_the_user_froze_stay_frozen(federated_trainer):
+    module = models.Module(models.BaseAndHead(), models.momentum)
+    module.net.base[1].eval()
+    with pytest.warns(UserWarning, match=r"1 module\(s\) in eval mode"):  # Lightning's
+        federated_trainer(max_rounds=2).fit(module, models.as_datasets(models.vectors()))
+    assert not module.net.base[1].training
+    assert module.net.base[1].num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_frozen_statistics_are_thawed_in_the_end(fails, federated_trainer):
+    class Faulty(FederatedCallback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            assert not module.net.base[1].training
+            if fails and batch_idx == 3:
+                raise RuntimeError("boom")
+
+    module = models.Module(models.BaseAndHead(), models.momentum)
+    trainer = federated_trainer(max_rounds=2, batch_norm="frozen", callbacks=[Faulty()])
+    if fails:
+        with pytest.raises(RuntimeError, match="boom"):
+            trainer.fit(module, models.as_datasets(models.vectors()))
+    else:
+        trainer.fit(module, models.as_datasets(models.vectors()))
+    assert all(layer.training for layer in module.modules())
