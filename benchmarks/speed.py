@@ -187,14 +187,14 @@ def elapsed(begin: tuple[float, float], end: tuple[float, float]) -> tuple[float
     return end[0] - begin[0], end[1] - begin[1]
 
 
-def measure(network: str, rounds: int, repetitions: int) -> dict[str, Any]:
+def measure(network: str, rounds: int, repetitions: int, warm_up: bool = True) -> dict[str, Any]:
     """Wall and process seconds per round of each of the four, for every repetition."""
     experiment = Experiment(network, rounds)
     runs = {name: getattr(experiment, name.replace(" ", "_")) for name in WORDS}
     seconds: dict[str, list[list[float]]] = {name: [] for name in WORDS}
     weights: dict[str, dict[str, Tensor]] = {}
     names = list(WORDS)
-    for repetition in range(repetitions + 1):  # the first warms up
+    for repetition in range(0 if warm_up else 1, repetitions + 1):
         for name in names[repetition % 4 :] + names[: repetition % 4]:
             experiment.reset()
             wall, own = runs[name]()
@@ -302,12 +302,12 @@ def main() -> None:
     results: dict[str, Any] = load_json(arguments.runs / "speed.json") or {}
     for part in arguments.parts:
         if part == "mcmahan_cnn":
-            results[part] = measure(part, 1 if arguments.quick else 2, repetitions)
+            results[part] = measure(part, 1 if arguments.quick else 2, repetitions, not arguments.quick)
         elif part == "mlp":
             results[part] = measure(part, 2 if arguments.quick else 10, 2 * repetitions)
         elif part == "memory":
             results[part] = {}
-            for cohort in (10, 50) if arguments.quick else (10, 50, 200):
+            for cohort in (10,) if arguments.quick else (10, 50, 200):
                 command = [sys.executable, __file__, "--peak-memory-of", str(cohort)]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 results[part][cohort] = json.loads(done.stdout.splitlines()[-1])
