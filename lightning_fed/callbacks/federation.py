@@ -304,10 +304,15 @@ class Federation(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leaves the last complete global model in the module, and says whose visit it was."""
-        client = self.current_client
-        if client is not None:
-            note = f"In round {self.server.report.round}, in the visit of client {client!r}."
-            if "more than 1 value per channel" in str(exception):
+        planned = None if self._round is None else self._round.visit
+        if planned is not None:
+            note = f"In round {self.server.report.round}, in the visit of client {planned.visit.client!r}."
+            if "more than 1 value per channel" in str(exception) and planned.num_samples == 1:
+                note += (
+                    " It has a single example, on which BatchNorm cannot train: leave such clients out, or convert the"
+                    " model with `lightning_fed.modules.to_group_norm`."
+                )
+            elif "more than 1 value per channel" in str(exception):
                 note += (
                     " Its loader gave a batch of a single example, on which BatchNorm cannot train: set"
                     " `drop_last=True` or another batch size on that loader, or give the client as a data set, whose"
@@ -398,8 +403,8 @@ class Federation(L.Callback):
         return self._round
 
     def _close(self, round: OpenRound, pl_module: L.LightningModule) -> None:
-        round.close()
-        if self.batch_norm == "recalibrate":
+        is_new = round.close()
+        if is_new and self.batch_norm == "recalibrate":
             recalibrate(self._trainer, pl_module, self.server, round.local, self.population, self._cohort)
         after, parameters = round.local.entries, round.local.parameters
         self.log_book.end_round(pl_module, self.server.report, self._cohort, round.before, after, parameters)

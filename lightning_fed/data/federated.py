@@ -163,9 +163,7 @@ class FederatedDataModule(EvaluationData):
     def population(self) -> Population:
         """The clients as the round's loader walks them."""
         keys = client_keys(self.clients)
-        if not keys:
-            raise ValueError("Expected at least one client, but got none.")
-        if not isinstance(self.clients[keys[0]], Dataset):
+        if not isinstance(self._first_data(keys), Dataset):
             return LoaderClients(self.clients)
         return DatasetClients(
             DatasetsSource(self.clients, self.collate_fn),
@@ -186,6 +184,16 @@ class FederatedDataModule(EvaluationData):
     def evaluation_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
         """The loader of validation or test data that are given as a data set."""
         return self._loader(dataset)
+
+    def _first_data(self, keys: Sequence[Client]) -> Any:
+        """The data of the first client whose data can be built; the others are named in their rounds."""
+        fault: Exception | None = None
+        for key in keys:
+            try:
+                return self.clients[key]
+            except Exception as error:
+                fault = fault or error
+        raise fault or ValueError("Expected at least one client, but got none.")
 
     def _loader(self, dataset: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
         return DataLoader(

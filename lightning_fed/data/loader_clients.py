@@ -60,7 +60,8 @@ class LoaderClients(Population):
                     yield StreamItem(place, batch)
                     served += 1
             except Exception as error:
-                yield StreamItem(place, error=error)
+                # Without the traceback, whose frames would keep the loader's workers waiting.
+                yield StreamItem(place, error=error.with_traceback(None))
                 continue
             for _ in range(planned.num_batches - served):  # the loader gave fewer batches than its length
                 yield StreamItem(place)
