@@ -1,0 +1,254 @@
+"""The documentation says what the code does: exports, logged names, code blocks, diffs, links."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_fed import FederatedTrainer
+from lightning_fed.callbacks.round_log import RoundLog
+from tests import models
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+PAGES = [README, *sorted(DOCS.rglob("*.md"))]
+ROOMS = {
+    "lightning_fed": "lightning_fed.md",
+    "lightning_fed.aggregators": "aggregators.md",
+    "lightning_fed.callbacks": "callbacks.md",
+    "lightning_fed.data": "data.md",
+    "lightning_fed.functional": "functional.md",
+    "lightning_fed.modules": "modules.md",
+    "lightning_fed.tasks": "tasks.md",
+}
+
+
+def page_id(page):
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page, language):
+    """The fenced blocks of a page, each on the line it has there, so that errors name it."""
+    text = page.read_text()
+    fences = re.finditer(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return ["\n" * (text[: fence.start()].count("\n") + 1) + fence[1] for fence in fences]
+
+
+# --- the API reference ------------------------------------------------------------------------------------------------
+
+
+def documented():
+    """What the API pages describe: path to object."""
+    paths = [
+        path for page in (DOCS / "api").glob("*.md") for path in re.findall(r"^::: (\S+)$", page.read_text(), re.M)
+    ]
+    assert len(paths) == len(set(paths))
+    objects = {}
+    for path in paths:
+        module, name = path.rsplit(".", 1)
+        objects[path] = getattr(importlib.import_module(module), name)
+    return objects
+
+
+def test_every_room_has_a_page():
+    packages = [path.parent for path in (ROOT / "lightning_fed").rglob("__init__.py")]
+    with_exports = {
+        ".".join(package.relative_to(ROOT).parts)
+        for package in packages
+        if getattr(importlib.import_module(".".join(package.relative_to(ROOT).parts)), "__all__", ())
+    }
+    assert with_exports == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_export_is_importable_and_documented(room):
+    module = importlib.import_module(room)
+    page = (DOCS / "api" / ROOMS[room]).read_text()
+    objects = list(documented().values())
+    for name in module.__all__:
+        value = getattr(module, name)
+        assert any(value is known for known in objects), f"{room}.{name} is not in docs/api"
+        assert re.search(rf"\b{name}\b", page), f"{room}.{name} is not on its room's page"
+
+
+def test_nothing_else_is_documented_as_an_export():
+    for path in documented():
+        room, name = path.rsplit(".", 1)
+        if room in ROOMS:
+            assert name in importlib.import_module(room).__all__, path
+
+
+@pytest.mark.parametrize("path", documented())
+def test_docstrings_name_every_argument(path):
+    value = documented()[path]
+    if not callable(value):
+        return
+    text = inspect.getdoc(value) or ""
+    assert text, path
+    described = re.search(r"^Args:\n((?: +.*\n|\n)*)", text + "\n", re.M)
+    if described:
+        names = re.findall(r"^ {4}\*{0,2}(\w+):", described[1], re.M)
+        assert sorted(names) == sorted(inspect.signature(value).parameters), path
+
+
+# --- logged names -----------------------------------------------------------------------------------------------------
+
+
+def logged_names(text):
+    return set(re.findall(r"`((?:fed|comm)/\w+)`", text))
+
+
+def test_logged_names_are_the_codes(federated_trainer):
+    guide = (DOCS / "guides" / "logging.md").read_text()
+    table = re.search(r"^\| name \| unit \|.*?\n\n", guide, re.DOTALL | re.M)[0]
+    names = set(re.findall(r"^\| `(\S+)` \|", table, re.M))
+    assert names == logged_names(inspect.getdoc(RoundLog))
+
+    data = models.as_datasets(models.vectors({"a": 8, "b": 9}))
+    trainer = federated_trainer(max_rounds=1)
+    trainer.fit(models.Module(models.mlp()), data, data)
+    assert names == {name for name in trainer.callback_metrics if re.fullmatch(r"(fed|comm)/\w+", name)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_no_page_names_a_value_that_is_not_logged(page):
+    known = logged_names(inspect.getdoc(RoundLog)) | {"fed/clipped"}  # the last is examples/extend.py's
+    assert logged_names(page.read_text()) <= known
+
+
+# --- code blocks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_python_blocks_compile(page):
+    for block in blocks(page, "python"):
+        compile(block, page_id(page), "exec")
+
+
+TINY = {  # what takes long in the pages, and what the tests make of it
+    "max_rounds=6": "max_rounds=1",
+    "max_rounds=10": "max_rounds=2",
+    "max_epochs=10": "max_epochs=2",
+    "num_train=480": "num_train=60, image_size=32",
+    "num_val=96": "num_val=8",
+    "num_val=64": "num_val=8",
+    "num_clients=12": "num_clients=3",
+    "clients_per_round=4": "clients_per_round=2",
+}
+RUNNING = [README, *(page for page in PAGES if page.parent in (DOCS, DOCS / "guides") and page.name != "index.md")]
+
+
+@pytest.mark.parametrize("page", [page for page in RUNNING if blocks(page, "python")], ids=page_id)
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    """In the order of the page, in one namespace, offline and in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "docs"}
+    for block in blocks(page, "python"):
+        if page in (README, DOCS / "quickstart.md", DOCS / "guides" / "segmentation.md"):
+            for long, short in TINY.items():
+                block = re.sub(rf"\b{long}\b", short, block)
+        exec(compile(block, page_id(page), "exec"), namespace)
+    trainers = [value for value in namespace.values() if isinstance(value, FederatedTrainer)]
+    assert all(trainer.federation.rounds == trainer.max_epochs for trainer in trainers if trainer.state.finished)
+
+
+def test_the_home_page_has_the_readmes_ten_lines():
+    (home,), (readme,) = (blocks(page, "python") for page in (DOCS / "index.md", README))
+    assert home.strip() == readme.strip()
+    assert len(readme.strip().splitlines()) <= 10
+
+
+def test_the_readmes_diffs_are_those_of_the_examples():
+    shown = [block.strip() for block in blocks(README, "diff")]
+    real = []
+    for name in ("segmentation", "classifier"):
+        files = [f"examples/{name}{kind}.py" for kind in ("", "_federated")]
+        lines = [(ROOT / file).read_text().splitlines() for file in files]
+        real.append("\n".join(difflib.unified_diff(*lines, *files, lineterm="", n=0)))
+    assert shown == real
+
+
+def test_the_commands_of_the_readme_are_make_targets():
+    targets = set(re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), re.M))
+    named = {target for page in PAGES for target in re.findall(r"(?:^\s*|`)make (\w+)", page.read_text(), re.M)}
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_the_recipes_of_the_guide_are_those_there_are():
+    listed = re.findall(r"^\| `recipes/(\S+)`", (DOCS / "guides" / "cli.md").read_text(), re.M)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "recipes").glob("*.yaml"))
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_headings_that_are_linked_exist(page):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        text = ((page.parent / target) if target else page).read_text()
+        headings = re.findall(r"^#+ (.*)$", text, re.M)
+        assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# --- the site ---------------------------------------------------------------------------------------------------------
+
+
+def test_docstrings_become_markdown():
+    pytest.importorskip("griffe")
+    spec = importlib.util.spec_from_file_location("docstrings", DOCS / "_ext" / "docstrings.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = """Mean of :math:`w`, see :class:`~lightning_fed.aggregators.FedAvg` and :meth:`mean`.
+
+    .. math:: a = b,
+        c = d
+
+    Text.
+
+    Example:
+        >>> 1 + 1
+        2
+    """
+    expected = """Mean of \\(w\\), see FEDAVG and <autoref optional identifier="mean"><code>mean</code></autoref>.
+
+    \\[a = b, c = d\\]
+
+    Text.
+
+    Examples:
+        >>> 1 + 1
+        2
+    """
+    fedavg = '<autoref optional identifier="lightning_fed.aggregators.FedAvg"><code>FedAvg</code></autoref>'
+    assert module.as_markdown(text) == expected.replace("FEDAVG", fedavg)
+
+
+def test_the_site_builds(tmp_path):
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    html = (tmp_path / "api" / "callbacks" / "index.html").read_text()
+    assert "clients_per_round" in html
+    for left in (":class:", ":math:", ".. math::", "&gt;&gt;&gt; <p>"):
+        assert left not in html
