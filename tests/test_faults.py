@@ -1,0 +1,687 @@
+"""Invariant 8: bad input gets a clear error and loses nothing.
+
+One table: whatever is wrong with a client, it is named, left out, counted and logged with the reason, and the round
+goes on with the others as if it had never been there.
+"""
+
+import re
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import Logger
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lightning_fed import ClientUpdate, FederatedCallback, FederatedDataModule, FederatedTrainer
+from lightning_fed.aggregators import AveragingAggregator, FedAvg
+from lightning_fed.data import LazyClients
+from lightning_fed.server import Server
+
+ROUNDS = 3
+BATCH = 4
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is needed
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Net(L.LightningModule):
+    """BatchNorm, dropout, momentum, a scheduler per round and one per batch: whatever a failed visit could disturb."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(5, 1)
+        self.validated = []
+
+    def loss(self, batch):
+        return nn.functional.mse_loss(self.head(self.body(batch[0])), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def on_validation_start(self):
+        self.validated.append({name: value.clone() for name, value in self.state_dict().items()})
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        per_round = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
+        per_batch = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.95)
+        return [optimizer], [per_round, {"scheduler": per_batch, "interval": "step"}]
+
+
+class Rows(Logger):
+    """Keeps what is logged, by round."""
+
+    name = version = "rows"
+
+    def __init__(self):
+        super().__init__()
+        self.rows = {}
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.setdefault(step, {}).update(metrics)
+
+    def log_hyperparams(self, *arguments, **options):
+        pass
+
+
+def examples(count, seed=0, value=None):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 3, generator=generator)
+    targets = inputs.sum(1, keepdim=True)
+    return TensorDataset(inputs if value is None else torch.full_like(inputs, value), targets)
+
+
+class Breaks(Dataset):
+    """A data set that cannot deliver one of its examples."""
+
+    def __init__(self, at, count=3 * BATCH):
+        self.at = at
+        self.inner = examples(count)
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        if index == self.at:
+            raise OSError("image 7 is truncated")
+        return self.inner[index]
+
+
+class HasNoLength(Dataset):
+    def __len__(self):
+        raise OSError("index file is gone")
+
+    def __getitem__(self, index):
+        raise AssertionError("not reached")
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield from iter(examples(BATCH))
+
+
+class Loader:
+    """A user's own loader: an iterable with a data set and a length that may promise too much."""
+
+    def __init__(self, count, length=None, breaks_at=None, raises=OSError):
+        self.dataset = examples(max(count, length or 0) * BATCH)
+        self.count = count
+        self.length = count if length is None else length
+        self.breaks_at = breaks_at
+        self.raises = raises
+
+    def __len__(self):
+        if self.length < 0:
+            raise OSError("index file is gone")
+        return self.length
+
+    def __iter__(self):
+        for number in range(self.count):
+            if number == self.breaks_at:
+                raise self.raises("image 7 is truncated")
+            start = number * BATCH
+            yield [tensor[start : start + BATCH] for tensor in self.dataset.tensors]
+
+
+def raise_on_build(client):
+    raise OSError("its disk is not mounted")
+
+
+# With a bad first client the schedulers are stepped before any optimizer is: Lightning steps them at every batch, also
+# at those that are `None`. Their steps are undone.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+# ---------------------------------------------------------------------------------------------------------------------
+
+TRUNCATED = "its data raised OSError: (OSError: )?image 7 is truncated"
+
+DATA = {
+    # The client's data set, the reason that is logged, and options of the datamodule.
+    "no examples": (lambda: examples(0), "it has no examples"),
+    "no full batch": (lambda: examples(BATCH - 1), "its 3 examples make no full batch and `drop_last` is set"),
+    "length raises": (HasNoLength, "its data raised OSError: index file is gone"),
+    "first batch raises": (lambda: Breaks(0), TRUNCATED),
+    "batch in the middle raises": (lambda: Breaks(BATCH + 1), TRUNCATED),
+    "last batch raises": (lambda: Breaks(3 * BATCH - 1), TRUNCATED),
+    "cannot be built": (raise_on_build, "its data raised OSError: its disk is not mounted"),
+    "NaN in the data": (lambda: examples(2 * BATCH, value=float("nan")), "entry 'body.*' has NaN or infinite values"),
+}
+
+LOADERS = {
+    # The client's loader and the reason.
+    "loader cannot be built": (raise_on_build, "its data raised OSError: its disk is not mounted"),
+    "loader without a batch": (lambda: Loader(0, length=2), "its data raised ValueError: its loader gave no batch"),
+    "loader of an empty data set": (lambda: DataLoader(examples(0), batch_size=4), "it has no examples"),
+    "loader raises at the first batch": (lambda: Loader(3, breaks_at=0), TRUNCATED),
+    "loader raises in the middle": (lambda: Loader(3, breaks_at=1), TRUNCATED),
+    "loader raises at the last batch": (lambda: Loader(3, breaks_at=2), TRUNCATED),
+    "loader raises in the second epoch": (
+        lambda: EveryOther(3),
+        "its data raised RuntimeError: it can be walked once",
+    ),
+    "length of the loader raises": (lambda: Loader(2, length=-1), "its data raised OSError: index file is gone"),
+    "loader without a length": (
+        lambda: DataLoader(Endless()),
+        "its data raised ValueError: Expected the loader of cli",
+    ),
+    "loader of batches that are not counted": (lambda: (batch for batch in ()), "its data raised ValueError: Expected"),
+    "loader with workers raises": (lambda: DataLoader(Breaks(BATCH), batch_size=BATCH, num_workers=1), TRUNCATED),
+}
+
+
+class EveryOther(Loader):
+    """A loader over a stream: a second pass is too much."""
+
+    walks = 0
+
+    def __iter__(self):
+        self.walks += 1
+        if self.walks % 2 == 0:
+            raise RuntimeError("it can be walked once")
+        return super().__iter__()
+
+
+def set_entry(name, change):
+    def sabotage(update):
+        update.state[name] = change(update.state[name])
+
+    return sabotage
+
+
+def drop_entry(update):
+    del update.state["head.bias"]
+
+
+def add_entry(update):
+    update.state["tail.bias"] = torch.zeros(1)
+
+
+def set_samples(count):
+    def sabotage(update):
+        update.num_samples = count
+
+    return sabotage
+
+
+def add_extras(update):
+    update.extras["prototypes"] = torch.tensor([1.0, float("nan")])
+
+
+def fill(value, place=(0,)):
+    def change(tensor):
+        tensor = tensor.clone()
+        tensor.view(-1)[place] = value
+        return tensor
+
+    return change
+
+
+MESSAGES = {
+    # What is done to the client's update, and the reason.
+    "NaN": (set_entry("head.weight", fill(float("nan"))), "entry 'head.weight' has NaN or infinite values"),
+    "infinite": (set_entry("body.0.bias", fill(float("inf"), 2)), "entry 'body.0.bias' has NaN or infinite values"),
+    "minus infinite": (
+        set_entry("body.1.running_var", fill(float("-inf"))),
+        "entry 'body.1.running_var' has NaN or infinite values",
+    ),
+    "missing entry": (drop_entry, "1 missing entries: 'head.bias'"),
+    "unexpected entry": (add_entry, "1 unexpected entries: 'tail.bias'"),
+    "wrong shape": (
+        set_entry("head.weight", lambda value: value.T),
+        "entry 'head.weight' has shape (5, 1) instead of (1, 5)",
+    ),
+    "wrong dtype": (
+        set_entry("head.bias", lambda value: value.double()),
+        "entry 'head.bias' has dtype torch.float64 instead of torch.float32",
+    ),
+    "integer entry as a float": (
+        set_entry("body.1.num_batches_tracked", lambda value: value.float()),
+        "entry 'body.1.num_batches_tracked' has dtype torch.float32 instead of torch.int64",
+    ),
+    "NaN in extras": (add_extras, "entry 'prototypes' has NaN or infinite values"),
+    "no samples": (set_samples(0), "it reports 0 examples"),
+    "negative samples": (set_samples(-5), "it reports -5 examples"),
+}
+
+
+class Sabotages(FederatedCallback):
+    def __init__(self, client, sabotage):
+        self.client = client
+        self.sabotage = sabotage
+
+    def on_client_end(self, trainer, module, client, update):
+        if client == self.client:
+            self.sabotage(update)
+
+
+def good_clients():
+    return {"good": examples(3 * BATCH, 1), "better": examples(2 * BATCH, 2), "best": examples(4 * BATCH, 3)}
+
+
+def with_bad(clients, place, bad):
+    """The clients with a bad one at a place, built when they are asked for."""
+    names = list(clients)
+    names.insert(place, "bad")
+    return LazyClients(names, Build(clients, bad))
+
+
+class Build:
+    """Makes a client's data; a class, because it goes to worker processes."""
+
+    def __init__(self, clients, bad):
+        self.clients = clients
+        self.bad = bad
+
+    def __call__(self, client):
+        if client != "bad":
+            return self.clients[client]
+        return self.bad(client) if self.bad is raise_on_build else self.bad()
+
+
+def train(clients, callbacks=(), data_options=None, **options):
+    """Module and rows of a federated fit of three rounds."""
+    data = FederatedDataModule(
+        clients,
+        DataLoader(examples(6, 9), batch_size=3),
+        **{"batch_size": BATCH, "shuffle": False, **(data_options or {})},
+    )
+    module, rows = Net(), Rows()
+    trainer = FederatedTrainer(
+        max_rounds=ROUNDS,
+        callbacks=list(callbacks),
+        logger=rows,
+        accelerator="cpu",
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **{"local_epochs": 2, "batch_norm": "average", **options},
+    )
+    trainer.fit(module, datamodule=data)
+    return module, rows.rows
+
+
+def assert_left_out(caplog, reason, rounds=range(ROUNDS)):
+    """Named, with the reason, once per round; and nobody else."""
+    left_out = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
+    assert len(left_out) == len(rounds)
+    for round, message in zip(rounds, left_out, strict=True):
+        assert message.startswith(f"Round {round}: client 'bad' is left out: ")
+        assert re.search(reason, message), message
+
+
+def assert_as_if_it_were_not_there(run, expected, same_bytes=()):
+    module, rows = run
+    expected_module, expected_rows = expected
+    assert_same(module.state_dict(), expected_module.state_dict())
+    assert len(module.validated) == ROUNDS
+    for state, expected_state in zip(module.validated, expected_module.validated, strict=True):
+        assert_same(state, expected_state)
+    assert set(rows) == set(range(ROUNDS))
+    for round, row in rows.items():
+        assert row["fed/clients"] == 3
+        assert row["fed/failed"] == 1
+        for name in ("val_loss", "fed/num_samples", "fed/global_update_norm", *same_bytes):
+            assert row[name] == expected_rows[round][name], name
+    assert all(row["fed/failed"] == 0 for row in expected_rows.values())
+
+
+def assert_same(state, expected):
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(value, state[name]), name
+
+
+@pytest.fixture(scope="module")
+def without():
+    """The run without the bad client, by kind of data."""
+    done = {}
+
+    def get(kind, batch_norm="average"):
+        if (kind, batch_norm) not in done:
+            clients = with_loaders(good_clients()) if kind == "loaders" else good_clients()
+            done[kind, batch_norm] = train(clients, batch_norm=batch_norm)
+        return done[kind, batch_norm]
+
+    return get
+
+
+def with_loaders(clients):
+    return {name: DataLoader(data, batch_size=BATCH) for name, data in clients.items()}
+
+
+@pytest.mark.parametrize("place", [0, 1, 3], ids=["first", "in the middle", "last"])
+@pytest.mark.parametrize("fault", DATA)
+def test_data(fault, place, without, caplog):
+    bad, reason = DATA[fault]
+    options = {"drop_last": True} if fault == "no full batch" else {}
+    run = train(with_bad(good_clients(), place, bad), data_options=options, batch_norm="recalibrate")
+    assert_left_out(caplog, reason)
+    assert_as_if_it_were_not_there(run, without("data sets", "recalibrate"))
+
+
+@pytest.mark.parametrize("place", [0, 3], ids=["first", "last"])
+@pytest.mark.parametrize("fault", ["batch in the middle raises", "cannot be built", "first batch raises"])
+def test_data_in_workers(fault, place, without, caplog):
+    """The data set is read in worker processes, ahead of the training."""
+    bad, reason = DATA[fault]
+    run = train(with_bad(good_clients(), place, bad), data_options={"num_workers": 2, "persistent_workers": True})
+    assert_left_out(caplog, reason)
+    assert_as_if_it_were_not_there(run, without("data sets"))
+
+
+@pytest.mark.parametrize("place", [0, 1, 3], ids=["first", "in the middle", "last"])
+@pytest.mark.parametrize("fault", LOADERS)
+def test_loaders(fault, place, without, caplog):
+    bad, reason = LOADERS[fault]
+    run = train(with_bad(with_loaders(good_clients()), place, bad))
+    assert_left_out(caplog, reason)
+    assert_as_if_it_were_not_there(run, without("loaders"))
+
+
+@pytest.mark.parametrize("place", [0, 1, 3], ids=["first", "in the middle", "last"])
+@pytest.mark.parametrize("fault", MESSAGES)
+def test_messages(fault, place, without, caplog):
+    sabotage, reason = MESSAGES[fault]
+    run = train(with_bad(good_clients(), place, lambda: examples(2 * BATCH)), [Sabotages("bad", sabotage)])
+    assert_left_out(caplog, re.escape(reason))
+    assert_as_if_it_were_not_there(run, without("data sets"))
+    bytes_ = {name: [row[f"comm/{name}_bytes"] for row in run[1].values()] for name in ("up", "down")}
+    size = sum(value.numel() * value.element_size() for value in run[0].state_dict().values())
+    assert bytes_["down"] == [4 * size] * ROUNDS
+    assert all(sent > 3 * size for sent in bytes_["up"])  # a bad message travels as well
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rounds with too few good clients
+# ---------------------------------------------------------------------------------------------------------------------
+
+NAN = set_entry("head.weight", fill(float("nan")))
+
+
+def assert_nothing_changed(module, rows, expected_module=None):
+    """The global model is bit-equal to the one before the fit, in every round, and every round was validated."""
+    start = Net().state_dict()
+    assert_same(module.state_dict(), start)
+    assert len(module.validated) == ROUNDS
+    for state in module.validated:
+        assert_same(state, start)
+    assert set(rows) == set(range(ROUNDS))
+    assert all("val_loss" in row for row in rows.values())
+
+
+def test_fewer_than_min_clients(caplog):
+    clients = with_bad(good_clients(), 1, lambda: examples(2 * BATCH))
+    module, rows = train(clients, [Sabotages("bad", NAN)], min_clients=4, batch_norm="recalibrate")
+    assert_nothing_changed(module, rows)
+    assert_left_out(caplog, "NaN")
+    for round, row in rows.items():
+        assert (row["fed/clients"], row["fed/failed"], row["fed/global_update_norm"]) == (3, 1, 0)
+        message = f"Round {round}: 3 good updates, fewer than min_clients=4: the global model stays as it was."
+        assert message in caplog.messages
+
+
+def test_just_enough_for_min_clients(without, caplog):
+    clients = with_bad(good_clients(), 1, lambda: examples(2 * BATCH))
+    run = train(clients, [Sabotages("bad", NAN)], min_clients=3)
+    assert_as_if_it_were_not_there(run, without("data sets"))
+
+
+@pytest.mark.parametrize("kind", ["messages", "data", "data from the second batch on", "loaders", "workers"])
+def test_all_clients_fail(kind, caplog):
+    bad = {
+        "messages": lambda: examples(2 * BATCH),
+        "data": lambda: examples(0),
+        "data from the second batch on": lambda: Breaks(BATCH),
+        "loaders": lambda: Loader(2, breaks_at=0),
+        "workers": lambda: Breaks(0),
+    }[kind]
+    options = {"num_workers": 1} if kind == "workers" else {}
+    clients = LazyClients(range(3), AllBad(bad))
+    callbacks = [Sabotages(client, NAN_BODY) for client in range(3)] if kind == "messages" else []
+    module, rows = train(clients, callbacks, options, batch_norm="recalibrate", personal=["head.*"])
+    assert_nothing_changed(module, rows)
+    for row in rows.values():
+        assert (row["fed/clients"], row["fed/failed"], row["fed/num_samples"]) == (0, 3, 0)
+    left_out = [message for message in caplog.messages if "is left out" in message]
+    assert [message.split(" is left")[0] for message in left_out] == [
+        f"Round {round}: client {client}" for round in range(ROUNDS) for client in range(3)
+    ]
+
+
+class AllBad:
+    def __init__(self, bad):
+        self.bad = bad
+
+    def __call__(self, client):
+        return self.bad()
+
+
+def test_all_clients_drop_out(caplog):
+    module, rows = train(good_clients(), dropout=0.999999)
+    assert_nothing_changed(module, rows)
+    for row in rows.values():
+        assert (row["fed/clients"], row["fed/failed"], row["fed/dropped"]) == (0, 0, 3)
+        assert row["comm/up_bytes"] == row["comm/down_bytes"] == 0
+    assert sum("0 good updates" in message for message in caplog.messages) == ROUNDS
+
+
+def test_learning_rates_after_rounds_without_visits():
+    """They decay once per round, as ever; the batches that are not there do not count."""
+    rates = {}
+    for dropout in (0.0, 0.999999):
+        trainer_rates = []
+
+        class Watch(L.Callback):
+            def on_train_epoch_end(self, trainer, pl_module, rates=trainer_rates):
+                rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+        train({"one": examples(BATCH)}, [Watch()], dropout=dropout, local_epochs=1)
+        rates[dropout] = trainer_rates
+    assert rates[0.0] == pytest.approx([0.05 * (0.8 * 0.95) ** round for round in (1, 2, 3)])
+    assert rates[0.999999] == pytest.approx([0.05 * 0.8**round for round in (1, 2, 3)])
+
+
+class Exploding(AveragingAggregator):
+    """A rule that divides by nothing."""
+
+    def weight(self, update):
+        return 1.0
+
+    def aggregate(self):
+        return {name: value / 0 if value.is_floating_point() else value for name, value in super().aggregate().items()}
+
+
+def test_an_aggregate_that_is_not_finite(caplog):
+    module, rows = train(good_clients(), aggregator=Exploding(), batch_norm="recalibrate")
+    assert_nothing_changed(module, rows)
+    assert (
+        sum("the aggregate is not used: entry 'body.0.weight' has NaN" in message for message in caplog.messages) == 3
+    )
+
+
+def test_a_client_that_failed_comes_back(without):
+    """A fault is of one round; and what the client keeps is from the rounds before."""
+    seen = []
+
+    class Watch(FederatedCallback):
+        def on_client_start(self, trainer, module, client, broadcast):
+            if client == "good":
+                seen.append(module.head.weight.clone())
+
+        def on_client_end(self, trainer, module, client, update):
+            if client == "good":
+                seen.append(module.head.weight.clone())
+            if (client, trainer.current_epoch) == ("good", 1):
+                NAN_BODY(update)
+
+    _, rows = train(good_clients(), [Watch()], personal=["head.*"], optimizer_state="keep")
+    assert [row["fed/failed"] for row in rows.values()] == [0, 1, 0]
+    assert [row["fed/clients"] for row in rows.values()] == [3, 2, 3]
+    assert torch.equal(seen[2], seen[1])  # the head that it left
+    assert torch.equal(seen[4], seen[1])  # and not that of the round in which it failed
+
+
+NAN_BODY = set_entry("body.0.weight", fill(float("nan")))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is not a fault
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 3], ids=["first", "last"])
+def test_a_loader_shorter_than_its_length(place, caplog):
+    """The client trains on what there is, as Lightning does."""
+    clients = with_loaders(good_clients())
+    short = train(with_bad(clients, place, lambda: Loader(2, length=3)), local_epochs=1)
+    exact = train(with_bad(clients, place, Exact), local_epochs=1)
+    assert_same(short[0].state_dict(), exact[0].state_dict())
+    assert [row["fed/failed"] for row in short[1].values()] == [0] * ROUNDS
+    assert "left out" not in caplog.text
+
+
+class Exact(Loader):
+    """Two batches, with the data set of three behind them."""
+
+    def __init__(self):
+        super().__init__(3)
+        self.count = self.length = 2
+
+
+def test_a_loader_longer_than_its_length():
+    clients = with_loaders(good_clients())
+    long = train(with_bad(clients, 1, lambda: Loader(3, length=2)), local_epochs=1)
+    exact = train(with_bad(clients, 1, Exact), local_epochs=1)
+    assert_same(long[0].state_dict(), exact[0].state_dict())
+
+
+class Streamed(IterableDataset):
+    """A stream that knows how many examples it has."""
+
+    def __len__(self):
+        return 2 * BATCH
+
+    def __iter__(self):
+        yield from iter([examples(2 * BATCH)[index] for index in range(2 * BATCH)])
+
+
+class Unmeasured(Loader):
+    """A loader without a length over data with one."""
+
+    def __len__(self):
+        raise TypeError("object has no len()")
+
+
+def test_a_loader_without_a_length(caplog):
+    """It is a fault where a visit is counted in epochs, and none where it is counted in batches."""
+    clients = {"good": DataLoader(examples(2 * BATCH), batch_size=BATCH), "bad": Unmeasured(2)}
+    _, rows = train(clients)
+    assert [row["fed/failed"] for row in rows.values()] == [1] * ROUNDS
+    assert_left_out(caplog, "its loader has no length: set `local_steps`")
+    _, rows = train(clients, local_epochs=1, local_steps=3)
+    assert [row["fed/failed"] for row in rows.values()] == [0] * ROUNDS
+    clients["stream"] = DataLoader(Streamed(), batch_size=BATCH)
+    _, rows = train(clients, local_epochs=1, local_steps=5)
+    assert [row["fed/clients"] for row in rows.values()] == [3] * ROUNDS
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults of the program, which end the fit
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_in_a_visit_names_the_client():
+    class Watch(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 7:
+                raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError, match="a bug") as caught:
+        train(good_clients(), [Watch()])
+    assert caught.value.__notes__ == ["In round 1, in the visit of client 'better'."]
+
+
+def test_ctrl_c_in_a_data_set_is_not_a_fault_of_the_client():
+    class Interrupted(Breaks):
+        def __getitem__(self, index):
+            raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit):
+        train({"good": examples(BATCH), "bad": Interrupted(0)})
+
+
+def test_a_single_example_from_a_users_loader():
+    clients = with_loaders(good_clients())
+    clients["odd"] = DataLoader(examples(2 * BATCH + 1), batch_size=BATCH)
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        train(clients)
+    (note,) = caught.value.__notes__
+    assert note.startswith("In round 0, in the visit of client 'odd'. Its loader gave a batch of a single example")
+    assert "`drop_last=True`" in note
+
+
+def test_a_client_with_a_single_example():
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        train({"good": examples(BATCH), "tiny": examples(1)})
+    (note,) = caught.value.__notes__
+    assert note.startswith("In round 0, in the visit of client 'tiny'. It has a single example")
+    assert "to_group_norm" in note
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_no_single_example_where_we_cut_the_batches(drop_last):
+    """Of any size from two on: also in the recalibration, and in both epochs."""
+    clients = {f"client-{count}": examples(count) for count in range(2, 4 * BATCH)}
+    _, rows = train(clients, data_options={"drop_last": drop_last, "shuffle": True}, batch_norm="recalibrate")
+    failed = 2 if drop_last else 0  # those with less than a batch
+    assert [row["fed/failed"] for row in rows.values()] == [failed] * ROUNDS
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The server alone
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_server_by_itself(caplog):
+    """Every row of the table of messages, and what one process cannot do: updates that never come, or twice."""
+    state = {name: value for name, value in Net().state_dict().items()}
+    server = Server(FedAvg())
+    server.start_round(4, state)
+    names = ["good", *MESSAGES, "silent", "better"]
+    for client in names:
+        assert server.send(client).round == 4
+    answers = {client: 2 if client == "good" else 6 for client in names}
+    for client in names:
+        if client == "silent":
+            continue
+        moved = {
+            name: value + (1 if client == "good" else 3) if value.is_floating_point() else value
+            for name, value in state.items()
+        }
+        update = ClientUpdate(client, answers[client], moved)
+        if client in MESSAGES:
+            MESSAGES[client][0](update)
+        assert server.receive(update) == (client in ("good", "better"))
+    twice = ClientUpdate("good", 2, {name: value + 50 for name, value in state.items()})
+    assert not server.receive(twice)
+    assert not server.receive(ClientUpdate("stranger", 2, dict(state)))
+    aggregate = server.finish_round()
+    for name, value in aggregate.items():
+        expected = state[name].double() + 2.5 if value.is_floating_point() else state[name]
+        torch.testing.assert_close(value.double(), expected.double(), rtol=1e-6, atol=1e-6)
+    reasons = {client: reason for client, (_, reason) in MESSAGES.items()}
+    reasons |= dict.fromkeys(["good", "stranger"], "it sent an update that was not asked for")
+    assert server.report.failed == reasons | {"silent": "it never answered"}
+    for client, reason in server.report.failed.items():
+        assert f"Round 4: client {client!r} is left out: {reason}." in caplog.messages
+    assert server.report.received == {"good": 2, "better": 6}
