@@ -710,3 +710,32 @@ def test_the_x_axis_of_a_logger_is_the_round(workers, federated_trainer):
     trainer.fit(module(), loader(num_workers=workers), DataLoader(TensorDataset(*HELD_OUT), 16))
     for name in ("fed/clients", "fed/update_norm", "comm/total_up_bytes", "val_loss", "train_loss"):
         assert [step for step, _ in logger.curve(name)] == [0, 1, 2], name
+
+
+def test_the_sanity_check_changes_nothing(federated_trainer):
+    """Lightning validates two batches before the fit: no axis, no client and no metric of it is left."""
+    runs = []
+    for steps in (0, 2):
+        logger, own = MemoryLogger(), module(optimizer=models.momentum)
+        trainer = federated_trainer(max_rounds=2, num_sanity_val_steps=steps, logger=logger, log_every_n_steps=1)
+        trainer.fit(own, datasets(), models.as_datasets(models.vectors({"a": 40, "b": 10})))
+        runs.append((state_of(own), logger.lines))
+    assert_same(runs[0][0], runs[1][0])
+    assert runs[0][1] == runs[1][1]
+    assert "fed/val_loss/mean" in {name for _, line in runs[0][1] for name in line}
+
+
+def test_what_the_trainer_was_told_of_reloading_comes_back(plain_trainer):
+    trainer = plain_trainer(
+        max_epochs=2, reload_dataloaders_every_n_epochs=3, callbacks=[Federation(partition=IID(3), clients_per_round=2)]
+    )
+    trainer.fit(module(), datamodule=models.PooledData(CLIENTS))
+    assert trainer.reload_dataloaders_every_n_epochs == 3
+
+
+def test_the_bar_counts_rounds(federated_trainer, capfd):
+    trainer = federated_trainer(max_rounds=2, enable_progress_bar=True)
+    trainer.fit(module(), datasets(), DataLoader(TensorDataset(*HELD_OUT), 16))
+    shown = "".join(capfd.readouterr())
+    assert "Round 1/2" in shown
+    assert "Round 2/2" in shown
