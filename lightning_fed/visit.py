@@ -22,7 +22,8 @@ class LocalModel:
     """The module as one client after another sees it.
 
     Shared entries come from the broadcast, personal ones from the client's store (before its first visit: the server's
-    initial values), frozen ones are the server's. Outside a visit the module holds the global model.
+    initial values), frozen ones are the server's. Outside a visit the module holds the global model. Buffers that are
+    not part of the module's state (``persistent=False``) start every visit as they were at the start of the round.
 
     Args:
         module: The module that trains.
@@ -40,6 +41,9 @@ class LocalModel:
         self.shared = [name for name in self.entries if policies[name] == "shared"]
         self.personal = [name for name in self.entries if policies[name] == "personal"]
         self.home = copy_state({name: value for name, value in self.entries.items() if policies[name] != "shared"})
+        known = module.state_dict()
+        self._other_buffers = {name: value for name, value in module.named_buffers() if name not in known}
+        self._other_values = copy_state(self._other_buffers)
 
     def global_state(self) -> State:
         """A copy of the shared entries as they are now."""
@@ -48,6 +52,7 @@ class LocalModel:
     def load_global(self, state: Mapping[str, Tensor]) -> None:
         """Makes the module the global model: shared entries from ``state``, all others the server's."""
         load_entries(self.entries, {**state, **self.home})
+        load_entries(self._other_buffers, self._other_values)
 
     def load_client(self, client: Client, state: Mapping[str, Tensor]) -> None:
         """Makes the module a client's model: shared entries from ``state``, personal ones from its store.
@@ -57,6 +62,7 @@ class LocalModel:
 
         """
         load_entries(self.entries, {**state, **self.home, **self._kept(client)})
+        load_entries(self._other_buffers, self._other_values)
 
     def keep(self, client: Client, round: int, optimizer_state: Mapping[str, Tensor]) -> None:
         """Keeps the client's personal entries, and its optimizer state if there is one, until its next visit."""
@@ -104,10 +110,10 @@ class LocalOptimizers:
     Args:
         optimizers: The optimizers.
         step_schedulers: Those learning-rate schedulers that step per batch.
-        epoch_schedulers: Those that the Trainer steps at the round's last batch, whoever's it is; where they share an
-            optimizer with ``step_schedulers``, they step from where the client with the most examples left it.
         scaler: Anything with ``state_dict`` and ``load_state_dict`` that holds the loss scale.
         mode: ``"reset"`` or ``"keep"``.
+        epoch_schedulers: Those that the Trainer steps at the round's last batch, whoever's it is; where they share an
+            optimizer with ``step_schedulers``, they step from where the client with the most examples left it.
 
     """
 

@@ -166,7 +166,7 @@ def test_another_partition_than_the_recipes():
 def test_presets_by_class_path():
     federation = federation_of(
         *("--trainer.partition", "null", "--trainer.clients_per_round", "1.0", "--trainer.local_epochs", "1"),
-        *("--trainer.batch_norm", "average", "--trainer.federation"),
+        *("--trainer.batch_norm", "recalibrate", "--trainer.federation"),
         "{class_path: lightning_fed.FedPer, init_args: {head: 'model.segmentation_head.*', clients_per_round: 3,"
         " partition: {class_path: IID, init_args: {num_clients: 4}}}}",
     )
