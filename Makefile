@@ -25,9 +25,8 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
-# Passive: threads that wait for one another sleep. Spinning, they stall for minutes where the cores are busy elsewhere.
 demo: $(STAMP) ## DeepLabV3+ on 24 clients, about two minutes; on CamVid with DATA=folder
-	OMP_WAIT_POLICY=passive $(BIN)/lightning-fed demo $(if $(DATA),--data "$(DATA)") $(ARGS)
+	$(BIN)/lightning-fed demo $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 test: $(STAMP) ## the tests but for the slow ones
 	$(PYTEST) -m "not slow" $(ARGS)
