@@ -16,7 +16,7 @@ from lightning_fed.aggregators import FedAvg
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SETTINGS = {
     "segmentation": ["--epochs", "3", "--scenes", "120", "--size", "32"],
-    "classifier": ["--epochs", "8", "--samples", "2000"],
+    "classifier": ["--epochs", "7", "--samples", "2000"],
 }
 
 
@@ -61,7 +61,7 @@ def test_a_project_is_federated_by_at_most_five_changed_lines(name):
 @pytest.mark.parametrize("name", ["segmentation", "classifier"])
 def test_plain_example_trains(name, run, tmp_path):
     assert "lightning_fed" not in (EXAMPLES / f"{name}.py").read_text()
-    run(name, *SETTINGS[name])
+    run(name, *SETTINGS[name], "--epochs", "2")
     curves = read_curves(tmp_path)
     assert curves["train_loss"][1][-1] < 0.9 * curves["train_loss"][1][0]
 
@@ -82,7 +82,7 @@ def test_federated_example_trains_in_rounds(name, score, clients, run, tmp_path)
 
 
 def test_extend_example_shows_that_the_median_withstands_poison(run, capsys):
-    run("extend", "--rounds", "5")
+    run("extend", "--rounds", "4")
     lines = [line for line in capsys.readouterr().out.splitlines() if "accuracy" in line]
     accuracy = {line.split(":")[0]: float(line.split()[-1]) for line in lines}
     assert accuracy["CoordinateMedian"] > accuracy["FedAvg"] + 0.1
