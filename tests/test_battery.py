@@ -681,6 +681,38 @@ def test_extra_state_stays_where_it_is(extra, federated_trainer):
     assert module.net.extra is extra
 
 
+class Remembering(nn.Module):
+    """Two buffers that are in no checkpoint: one that training changes, one that it replaces by a larger one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, models.CLASSES)
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, inputs):
+        if self.training:
+            self.steps += 1
+        if len(self.cache) < len(inputs):
+            self.cache = torch.zeros(len(inputs))
+        return self.layer(inputs) * (1 + 0.01 * self.steps)
+
+
+def test_buffers_that_are_in_no_message_pass_nothing_on(federated_trainer):
+    """A client's update is the same whoever trained before it."""
+    clients = models.as_datasets(models.vectors())
+    updates = []
+    for names in (list(clients), list(clients)[::-1]):
+        recorder, module = Recorder(), models.Module(Remembering(), models.momentum)
+        federated_trainer(max_rounds=2, callbacks=[recorder]).fit(module, {name: clients[name] for name in names})
+        updates.append({(visit.round, visit.client): visit.update for visit in recorder.visits})
+        assert module.net.steps == 0
+    for key, update in updates[0].items():
+        assert list(update) == ["net.layer.weight", "net.layer.bias"]
+        assert_same(update, updates[1][key])
+
+
 def test_layers_that_the_user_froze_stay_frozen(federated_trainer):
     module = models.Module(models.BaseAndHead(), models.momentum)
     module.net.base[1].eval()

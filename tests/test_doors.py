@@ -9,9 +9,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -99,6 +101,10 @@ REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes
     "rate finder": ({"callbacks": [LearningRateFinder()]}, {}, module, "`LearningRateFinder` does not work .* plain"),
     "weight averaging": (
         {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, module, "would average clients: use a server-side rule",
+    ),
+    "averages of steps": ({"callbacks": [WeightAveraging()]}, {}, module, "averages after every batch"),
+    "moving averages of steps": (
+        {"callbacks": [EMAWeightAveraging()]}, {}, module, "`EMAWeightAveraging` does not work .* `epoch_idx`",
     ),
     "changing windows": (
         {"callbacks": [GradientAccumulationScheduler({0: 1, 2: 2})]}, {}, module, "use a larger batch size",
@@ -731,6 +737,20 @@ def test_what_the_trainer_was_told_of_reloading_comes_back(plain_trainer):
     )
     trainer.fit(module(), datamodule=models.PooledData(CLIENTS))
     assert trainer.reload_dataloaders_every_n_epochs == 3
+
+
+class RoundAverage(WeightAveraging):
+    """The mean of the global models of all rounds."""
+
+    def should_update(self, step_idx=None, epoch_idx=None):
+        return epoch_idx is not None
+
+
+def test_rounds_can_be_averaged(federated_trainer):
+    recorder, own = Recorder(), module(optimizer=models.momentum)
+    federated_trainer(max_rounds=3, callbacks=[recorder, RoundAverage()]).fit(own, datasets())
+    for name, value in state_of(own).items():
+        assert torch.allclose(value, torch.stack([state[name] for state in recorder.aggregates]).mean(0), atol=1e-6)
 
 
 def test_the_bar_counts_rounds(federated_trainer, capfd):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import lightning.pytorch.callbacks as callbacks
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -21,6 +22,9 @@ _REFUSED: dict[type[L.Callback], str] = {
     StochasticWeightAveraging: "it edits the training loop and would average clients: use a server-side rule",
     GradientAccumulationScheduler: "its windows would straddle two clients: use a larger batch size",
 }
+_AVERAGE_STEPS = [  # new in Lightning 2.6; a subclass of the user's may well average rounds
+    getattr(callbacks, name) for name in ("WeightAveraging", "EMAWeightAveraging") if hasattr(callbacks, name)
+]
 
 
 class TakenHook:
@@ -116,6 +120,11 @@ def check_trainer(trainer: L.Trainer, local_steps: int | None, stragglers: float
         for refused, reason in _REFUSED.items():
             if isinstance(callback, refused):
                 raise MisconfigurationException(f"`{type(callback).__name__}` does not work in a federation: {reason}.")
+        if type(callback) in _AVERAGE_STEPS:
+            raise MisconfigurationException(
+                f"`{type(callback).__name__}` does not work in a federation: it averages after every batch, whoever's it"
+                " is. Subclass `WeightAveraging` with a `should_update` that looks at `epoch_idx` to average rounds."
+            )
 
 
 def check_schedulers(trainer: L.Trainer) -> None:
