@@ -50,10 +50,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "average": {"batch_norm": "average"},
     "recalibrate": {"batch_norm": "recalibrate"},
     "groupnorm": {"norm": "group"},
-    "central": {"central": True, "settings": ("sequence",)},
     "personal": {"batch_norm": "personal"},
-    "central-groupnorm": {"central": True, "norm": "group", "settings": ("sequence",)},
     "frozen": {"batch_norm": "frozen", "settings": ("sequence",), "seeds": 1},
+    "central": {"central": True, "settings": ("sequence",)},
+    "central-groupnorm": {"central": True, "norm": "group", "settings": ("sequence",)},
 }
 WORDS = {
     "average": "FedAvg, `batch_norm='average'`",
@@ -208,7 +208,7 @@ def report(arguments: argparse.Namespace) -> str:
         " test: all 233, from drives 0001TP and Seq05VD). *mIoU at the clients* is the mean over clients, each with its"
         " own held-out frames and its own personal entries. Means over the last three rounds, with the range over seeds"
         " in brackets; the learning rate is constant, so single rounds are noisy. CPU seconds and megabytes are those"
-        f" of training and aggregation in a round. {machine(arguments.threads)}."
+        f" of training and aggregation in a round (median of the last seed). {machine(arguments.threads)}."
     )
     return "\n\n".join([words, *parts])
 
