@@ -369,8 +369,9 @@ def test_data(fault, place, without, caplog):
     assert_as_if_it_were_not_there(run, without("data sets", "recalibrate"))
 
 
-@pytest.mark.parametrize("place", [0, 3], ids=["first", "last"])
-@pytest.mark.parametrize("fault", ["batch in the middle raises", "cannot be built", "first batch raises"])
+@pytest.mark.parametrize(
+    ("fault", "place"), [("batch in the middle raises", 0), ("first batch raises", 1), ("cannot be built", 3)]
+)
 def test_data_in_workers(fault, place, without, caplog):
     """The data set is read in worker processes, ahead of the training."""
     bad, reason = DATA[fault]
@@ -436,19 +437,17 @@ def test_just_enough_for_min_clients(without, caplog):
     assert_as_if_it_were_not_there(run, without("data sets"))
 
 
-@pytest.mark.parametrize("kind", ["messages", "data", "data from the second batch on", "loaders", "workers"])
+@pytest.mark.parametrize("kind", ["messages", "data", "data from the second batch on", "loaders"])
 def test_all_clients_fail(kind, caplog):
     bad = {
         "messages": lambda: examples(2 * BATCH),
         "data": lambda: examples(0),
         "data from the second batch on": lambda: Breaks(BATCH),
         "loaders": lambda: Loader(2, breaks_at=0),
-        "workers": lambda: Breaks(0),
     }[kind]
-    options = {"num_workers": 1} if kind == "workers" else {}
     clients = LazyClients(range(3), AllBad(bad))
     callbacks = [Sabotages(client, NAN_BODY) for client in range(3)] if kind == "messages" else []
-    module, rows = train(clients, callbacks, options, batch_norm="recalibrate", personal=["head.*"])
+    module, rows = train(clients, callbacks, batch_norm="recalibrate", personal=["head.*"])
     assert_nothing_changed(module, rows)
     for row in rows.values():
         assert (row["fed/clients"], row["fed/failed"], row["fed/num_samples"]) == (0, 3, 0)
