@@ -173,7 +173,7 @@ def run_demo(
         table = RoundTable()
         logger = TensorBoardLogger(out, name="")
         trainer = FederatedTrainer(
-            max_rounds=rounds or 20,
+            max_rounds=rounds or 16,
             clients_per_round=clients_per_round,
             local_epochs=3,
             partition=partition,
@@ -224,8 +224,8 @@ def draw(result: DemoResult, task: SegmentationTask, data: ArrayDataModule, coun
         if counts[:, number].any():
             skew.bar(range(len(counts)), counts[:, number], 0.9, bottom, color=[v / 255 for v in color], label=name)
             bottom += counts[:, number]
-    skew.set(title="Training images by dominant class", xlabel="client", ylabel="images")
-    skew.legend(fontsize="small")
+    skew.set(title="Training images by dominant class", xlabel="client", ylabel="images", ylim=(0, 1.3 * bottom.max()))
+    skew.legend(fontsize="small", ncols=3, loc="upper center")
 
     numbers = [row.number for row in result.rounds]
     loss.plot(numbers, [row.loss for row in result.rounds], "o-", label="clients, training")
@@ -295,4 +295,6 @@ def _say(text: str) -> None:
 def _program(name: str) -> str:
     """How to call a program of this environment, activated or not."""
     path = Path(sys.executable).with_name(name)
-    return str(path) if shutil.which(name) is None and path.exists() else name
+    if shutil.which(name) is not None or not path.exists():
+        return name
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
