@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import multiprocessing
 import pickle
 
 import lightning as L
@@ -495,6 +496,28 @@ def test_a_plain_trainer_pools_the_clients_of_a_federated_datamodule(plain_train
         rows = torch.cat(seen)
         expected = torch.cat([inputs for inputs, _ in CLIENTS.values()])
         assert torch.equal(rows[rows[:, 0].argsort()], expected[expected[:, 0].argsort()])
+
+
+@pytest.mark.parametrize("form", ["loader", "clients"])
+def test_worker_processes_end_with_the_fit(form, federated_trainer):
+    """Not when the garbage collector finds them, which then waits for each of them; a second fit starts new ones."""
+
+    class Children(L.Callback):
+        def on_train_batch_end(self, *args):
+            working.update(set(multiprocessing.active_children()) - before)
+
+    before, working = set(multiprocessing.active_children()), set()
+    workers = {"num_workers": 2, "persistent_workers": True}
+    if form == "loader":
+        data, options = loader(**workers), {"partition": ByGroup(names())}
+    else:
+        data, options = FederatedDataModule(datasets(), **workers), {}
+    trainer = federated_trainer(max_rounds=2, callbacks=[Children()], **options)
+    for fits in (1, 2):
+        trainer.fit_loop.max_epochs = 2 * fits
+        trainer.fit(module(), data)
+        assert len(working) == 2 * fits  # the same two in both rounds
+        assert set(multiprocessing.active_children()) <= before
 
 
 class Interrupted(FederatedCallback):
