@@ -8,6 +8,9 @@ from lightning_fed.callbacks import FedPer as FedPer
 from lightning_fed.data import FederatedDataModule as FederatedDataModule
 from lightning_fed.messages import Broadcast as Broadcast
 from lightning_fed.messages import ClientUpdate as ClientUpdate
+from lightning_fed.store import ClientStore as ClientStore
+from lightning_fed.store import FolderStore as FolderStore
+from lightning_fed.store import MemoryStore as MemoryStore
 from lightning_fed.trainer import FederatedTrainer as FederatedTrainer
 
 __version__ = "0.1.0.dev0"
@@ -15,6 +18,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Aggregator",
     "Broadcast",
+    "ClientStore",
     "ClientUpdate",
     "FedBN",
     "FedPer",
@@ -22,4 +26,6 @@ __all__ = [
     "FederatedDataModule",
     "FederatedTrainer",
     "Federation",
+    "FolderStore",
+    "MemoryStore",
 ]

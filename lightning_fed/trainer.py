@@ -51,6 +51,7 @@ class FederatedTrainer(L.Trainer):
     Raises:
         ValueError: If both ``max_rounds`` and ``max_epochs``, or ``federation`` and one of its arguments, are given, or
             a ``Federation`` is among the ``callbacks``.
+        TypeError: If ``federation`` is not a ``Federation``.
 
     Example:
         >>> from lightning_fed.data import Dirichlet
@@ -103,6 +104,8 @@ class FederatedTrainer(L.Trainer):
             "evaluate_clients_every": evaluate_clients_every,
             "seed": seed,
         }
+        if not (federation is None or isinstance(federation, Federation)):
+            raise TypeError(f"Expected `federation` to be a Federation object, but got {federation!r}.")
         if federation is None:
             federation = Federation(**options)  # type: ignore[arg-type]
         else:

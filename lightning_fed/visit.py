@@ -74,12 +74,19 @@ class LocalModel:
         """The optimizer state that the client kept, as :func:`pack_optimizers` made it."""
         return {name: value for name, value in (self.store.get(client) or {}).items() if name.startswith(_OPTIMIZER)}
 
-    def answer(self, client: Client, num_samples: int, broadcast: Broadcast) -> ClientUpdate:
-        """The client's update: a copy of the shared entries, and how far its parameters moved (``update_norm``)."""
-        state = self.global_state()
-        moved = [state[name] - broadcast.state[name] for name in self.parameters if name in broadcast.state]
-        metrics = {"update_norm": float(norm(moved))} if moved else {}
-        return ClientUpdate(client, num_samples, state, metrics=metrics)
+    def answer(self, client: Client, num_samples: int) -> ClientUpdate:
+        """The client's update: a copy of the shared entries."""
+        return ClientUpdate(client, num_samples, self.global_state())
+
+    def distance(self, update: ClientUpdate, broadcast: Broadcast) -> float | None:
+        """How far the parameters moved, as far as both messages hold them alike: the norm of their difference."""
+        moved = [
+            update.state[name] - broadcast.state[name]
+            for name in self.parameters
+            if name in update.state and name in broadcast.state
+            if update.state[name].shape == broadcast.state[name].shape
+        ]
+        return float(norm(moved)) if moved else None
 
     def _kept(self, client: Client) -> State:
         kept = self.store.get(client) if self.personal else None

@@ -25,7 +25,7 @@ def build_aggregator(aggregator: str | Aggregator) -> Aggregator:
     if isinstance(aggregator, Aggregator):
         return aggregator
     if not isinstance(aggregator, str):
-        raise TypeError(f"Expected `aggregator` to be a name or an Aggregator, but got {type(aggregator).__name__}.")
+        raise TypeError(f"Expected `aggregator` to be a name or an Aggregator object, but got {aggregator!r}.")
     if aggregator.lower() not in AGGREGATORS:
         raise ValueError(f"Expected `aggregator` to be one of {sorted(AGGREGATORS)}, but got {aggregator!r}.")
     return AGGREGATORS[aggregator.lower()]()

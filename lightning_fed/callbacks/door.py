@@ -79,7 +79,8 @@ def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.Lightn
     if is_overridden("train_dataloader", module):
         return module
     raise MisconfigurationException(
-        "`Federation` cannot reach loaders that are handed directly to `Trainer.fit(model, train_dataloaders=...)`."
+        "Expected training data in a datamodule or in the module's own `train_dataloader`. `Federation` cannot reach"
+        " loaders that are handed directly to `L.Trainer.fit(model, train_dataloaders=...)`."
         " Put them in a LightningDataModule (`trainer.fit(model, datamodule=...)`), or use `FederatedTrainer`, whose"
         " `fit` takes them as they are."
     )

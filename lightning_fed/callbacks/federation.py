@@ -76,7 +76,7 @@ class Federation(L.Callback):
 
     Raises:
         ValueError: If an argument is out of its range, or a selector matches nothing.
-        TypeError: If ``aggregator`` is neither a name nor an aggregator.
+        TypeError: If ``aggregator`` is neither a name nor an aggregator, or ``partition`` is not a partition.
         MisconfigurationException: In ``setup``, if the Trainer is asked for what cannot be right in a round.
 
     Note:
@@ -119,7 +119,10 @@ class Federation(L.Callback):
             raise ValueError(f"Expected `evaluate_clients_every` to be at least 0, but got {evaluate_clients_every}.")
         if isinstance(personal, str) or isinstance(frozen, str):
             raise ValueError("Expected `personal` and `frozen` to be sequences of patterns or types, but got a string.")
+        if not (partition is None or isinstance(partition, Partition)):
+            raise TypeError(f"Expected `partition` to be a Partition object such as `IID(10)`, but got {partition!r}.")
         self.server = Server(build_aggregator(aggregator), min_clients)
+        self._fresh_aggregator = copy.deepcopy(self.server.aggregator.state_dict())
         self.partition = partition
         self.schedule = Schedule(
             default_seed() if seed is None else seed, clients_per_round, local_epochs, local_steps, stragglers, dropout
@@ -189,6 +192,8 @@ class Federation(L.Callback):
         if rounds and getattr(self, "_trainer", None) is trainer and trainer.current_epoch == rounds:
             self.log_book, self.rounds = book, rounds  # the same Trainer goes on: its `max_epochs` was raised
             self.store.restore(rounds, self.store.checkpoint(rounds))
+        else:
+            self.server.aggregator.load_state_dict(copy.deepcopy(self._fresh_aggregator))
         check_trainer(trainer, self.schedule.local_steps, self.schedule.stragglers)
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if sum(isinstance(callback, Federation) for callback in callbacks) > 1:
@@ -378,6 +383,8 @@ class Federation(L.Callback):
             else:
                 loader = self._hooks[0].original()
                 self._population = split_loader(loader, self.partition, self.schedule.seed)
+            size = len(self._population.clients)
+            _log.info("%d clients, %d in every round.", size, self.schedule.cohort_size(size))
         cohort = self.schedule.cohort(round, self._population.clients)
         self._cohort = cohort
         if self.partial_work == "drop":

@@ -87,9 +87,12 @@ class OpenRound:
         if planned.fault is not None:
             self._server.fail(client, planned.fault)
             return
-        update = self.local.answer(client, num_samples, self._broadcast)
+        update = self.local.answer(client, num_samples)
         for callback in self._callbacks:
             callback.on_client_end(self._trainer, self._module, client, update)
+        distance = self.local.distance(update, self._broadcast)
+        if distance is not None:
+            update.metrics["update_norm"] = distance
         if self._server.receive(update, self._unpack):
             self.local.keep(client, planned.visit.round, self._optimizers.end_visit(num_samples))
 

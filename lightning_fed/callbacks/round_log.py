@@ -35,6 +35,8 @@ class RoundLog:
     ``comm/down_bytes``        bytes of the round's broadcasts; ``comm/total_down_bytes`` since round 0
     ========================== ==========================================================================
 
+    Other ``metrics`` that clients send are logged as ``fed/<name>``, their mean over clients.
+
     Attributes:
         total_up_bytes: Bytes of all updates since round 0.
         total_down_bytes: Bytes of all broadcasts since round 0.
@@ -98,6 +100,10 @@ class RoundLog:
             values["fed/update_norm"] = mean_norm
             values["fed/global_update_norm"] = global_norm
             values["fed/drift"] = 1 - global_norm / mean_norm if mean_norm else 0.0
+        others = {name for metrics in report.metrics.values() for name in metrics} - {"update_norm"}
+        for name in sorted(others):
+            sent = [metrics[name] for metrics in report.metrics.values() if name in metrics]
+            values[f"fed/{name}"] = sum(sent) / len(sent)
         self._put(module, values)
 
     def put_clients(self, module: L.LightningModule, results: ClientResults) -> None:

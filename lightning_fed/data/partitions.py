@@ -50,7 +50,7 @@ class Partition(abc.ABC):
         """
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any] | None:
-        """What is done to each of a client's samples, to its training and its test data alike.
+        """What is done to each of a client's training samples; the same is right for its validation and test samples.
 
         Args:
             client: The client, a key of what :meth:`split` returns.
