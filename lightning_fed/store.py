@@ -5,6 +5,7 @@ Entries are versioned by round, so that a run resumed from an earlier checkpoint
 
 from __future__ import annotations
 
+import hashlib
 import os
 import urllib.parse
 from abc import ABC, abstractmethod
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from lightning_fed.messages import Client, State
 from lightning_fed.state import copy_state
+
+_LONGEST_NAME = 200
 
 
 class ClientStore(ABC):
@@ -68,20 +71,34 @@ class MemoryStore(ClientStore):
     def checkpoint(self, round: int) -> dict[str, Any]:
         """All clients' tensors as of the end of round ``round - 1``."""
         states = self._states | (self._of_round if self._round < round else {})
-        return {"clients": list(states), "states": [copy_state(state) for state in states.values()]}
+        # Names as Python has them: NumPy's do not load with `weights_only=True`.
+        clients = [str(client) if isinstance(client, str) else int(client) for client in states]
+        return {"clients": clients, "states": [copy_state(state) for state in states.values()]}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Takes all clients' tensors back."""
+        """Takes all clients' tensors back.
+
+        Raises:
+            ValueError: If the checkpoint was taken with a folder.
+
+        """
+        if "folder" in state:
+            raise ValueError(
+                f"The checkpoint's clients keep what is theirs in a folder: set store={state['folder']!r}."
+            )
         self._states = dict(zip(state.get("clients", ()), state.get("states", ()), strict=True))
         self._round, self._of_round = -1, {}
 
 
 class FolderStore(ClientStore):
-    """Keeps every client's tensors in safetensors files of a folder: ``<folder>/<client>/<round>.safetensors``.
+    """Keeps every client's tensors in safetensors files of a folder: ``<folder>/run-0/<client>/<round>.safetensors``.
+
+    A fit that starts anew begins the folder's next run; one that is resumed goes on with the run of its checkpoint.
 
     A file is written beside its place and then moved there, so a killed run leaves no half-written one. A training
     checkpoint holds no tensors of it. So that a run can be resumed from either of the last two checkpoints, versions
-    are kept from the newest that the previous checkpoint saw; older ones are deleted when a checkpoint is taken.
+    are kept from the newest that the previous checkpoint saw; older ones are deleted when a checkpoint is taken, and
+    resuming from a checkpoint that would need them is an error.
 
     Args:
         folder: Where the files are; made if it does not exist.
@@ -97,6 +114,7 @@ class FolderStore(ClientStore):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
+        self._run = self._last_run()  # `None` until this run's first `put`
         self._resumed_at: int | None = None
         self._written: set[Client] = set()  # by this run: the others' versions from `_resumed_at` on are not ours
         self._prunable: set[Client] = set()
@@ -109,12 +127,16 @@ class FolderStore(ClientStore):
 
     def put(self, client: Client, round: int, state: State) -> None:
         """Writes the client's tensors as of ``round``."""
+        if self._run is None:
+            last = self._last_run()
+            self._run = 0 if last is None else last + 1
         folder = self._folder(client)
         folder.mkdir(parents=True, exist_ok=True)
         ours = {path for _, path in self._versions(client)}
         path = folder / f"{round:08d}.safetensors"
         partial = path.with_suffix(".partial")
-        save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, partial)
+        # Copies, because safetensors refuses tensors that share memory.
+        save_file({name: value.contiguous().cpu() for name, value in copy_state(state).items()}, partial)
         partial.replace(path)
         for other in folder.glob("*.safetensors"):
             if other not in ours and other != path:  # of a run that this one, resumed from an earlier round, replaces
@@ -125,26 +147,59 @@ class FolderStore(ClientStore):
     def checkpoint(self, round: int) -> dict[str, Any]:
         """Deletes the versions that neither this checkpoint nor the one before it needs."""
         if round > self._last_checkpoint:
+            needed_no_more: list[Path] = []
             for client in list(self._prunable):
                 versions = self._versions(client)
-                old = [path for version, path in versions if version < self._last_checkpoint]
-                for path in old[:-1]:
-                    path.unlink()
+                needed_no_more += [path for version, path in versions if version < self._last_checkpoint][:-1]
                 if versions[-1][0] < self._last_checkpoint:
                     self._prunable.discard(client)
+            if needed_no_more:
+                partial = self._oldest.with_suffix(".partial")
+                partial.write_text(str(self._last_checkpoint))
+                partial.replace(self._oldest)
+            for path in needed_no_more:
+                path.unlink()
             self._last_checkpoint = round
-        return {"folder": str(self.folder)}
+        return {"folder": str(self.folder), "run": self._run}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """From now on sees versions of rounds before ``round`` and what is put from now on, nothing else."""
+        """From now on sees versions of rounds before ``round`` and what is put from now on, nothing else.
+
+        Raises:
+            ValueError: If what the clients had then is not there any more, or was not kept in a folder.
+
+        """
+        if state.get("clients"):
+            raise ValueError("The checkpoint holds what is the clients' itself: set store=None.")
+        self._run = state.get("run")
+        if self._run is not None and self._oldest.exists() and round < int(self._oldest.read_text()):
+            raise ValueError(
+                f"The folder {str(self.folder)!r} does not hold any more what the clients had after {round} rounds: it"
+                f" keeps what the last two checkpoints need, from {self._oldest.read_text()} rounds on. Resume from"
+                " one of them, or restore a copy of the folder from that time."
+            )
         self._resumed_at = self._last_checkpoint = round
         self._written.clear()
+        self._prunable.clear()
+
+    @property
+    def _oldest(self) -> Path:
+        """Says from how many rounds on the run's folder holds everything."""
+        return self.folder / f"run-{self._run}" / "oldest"
+
+    def _last_run(self) -> int | None:
+        return max((int(path.name.removeprefix("run-")) for path in self.folder.glob("run-*")), default=None)
 
     def _folder(self, client: Client) -> Path:
         kind = "s" if isinstance(client, str) else "i"
-        return self.folder / f"{kind}-{urllib.parse.quote(str(client), safe='')}"
+        name = urllib.parse.quote(str(client), safe="", errors="surrogatepass")
+        if len(name) > _LONGEST_NAME:  # file systems take 255 bytes
+            name = f"{name[:100]}-{hashlib.sha256(name.encode()).hexdigest()}"
+        return self.folder / f"run-{self._run}" / f"{kind}-{name}"
 
     def _versions(self, client: Client) -> list[tuple[int, Path]]:
+        if self._run is None:
+            return []
         versions = [(int(path.stem), path) for path in sorted(self._folder(client).glob("*.safetensors"))]
         if self._resumed_at is None or client in self._written:
             return versions
