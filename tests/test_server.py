@@ -1,0 +1,165 @@
+"""The server's desk: sends, checks, counts, aggregates. What can be wrong with an update is in `test_faults.py`."""
+
+import pytest
+import torch
+
+from lightning_fed import ClientUpdate
+from lightning_fed.aggregators import FedAvg
+from lightning_fed.server import RoundReport, Server, norm
+
+
+def state(value=1.0):
+    return {"w": torch.full((2,), value), "steps": torch.tensor(3)}
+
+
+@pytest.fixture
+def server():
+    server = Server(FedAvg())
+    server.start_round(5, state())
+    return server
+
+
+def answer(client, value, samples=1, **extras):
+    return ClientUpdate(client, samples, state(value), extras=extras)
+
+
+def test_a_round(server):
+    messages = [server.send(client) for client in ("a", "b")]
+    assert [message.round for message in messages] == [5, 5]
+    assert all(torch.equal(message.state["w"], torch.ones(2)) for message in messages)
+    assert server.receive(answer("b", 3.0, samples=3))
+    assert server.receive(answer("a", 0.0, samples=1))
+    aggregate = server.finish_round()
+    assert aggregate["w"].tolist() == [2.25, 2.25]
+    assert aggregate["steps"].dtype == torch.int64
+    assert server.report.round == 5
+    assert server.report.received == {"b": 3, "a": 1}
+    assert server.report.failed == {}
+
+
+def test_the_order_of_answers_does_not_matter(server):
+    results = []
+    for order in ("abc", "cab"):
+        server.start_round(0, state())
+        for client in "abc":
+            server.send(client)
+        for client in order:
+            server.receive(answer(client, {"a": 0.1, "b": 0.7, "c": -3.3}[client], {"a": 5, "b": 1, "c": 2}[client]))
+        results.append(server.finish_round())
+    assert torch.equal(results[0]["w"], results[1]["w"])
+
+
+def test_bytes_are_those_of_the_messages(server):
+    size = 2 * 4 + 8
+
+    def shape(broadcast):
+        broadcast.extras["classes"] = torch.zeros(10, dtype=torch.int64)
+
+    server.send("a")
+    assert server.report.down_bytes == size
+    server.send("b", shape)
+    assert server.report.down_bytes == 2 * size + 80
+    server.receive(answer("a", 1.0, variates=torch.zeros(5)))
+    assert server.report.up_bytes == size + 20
+    server.receive(answer("b", float("nan")))
+    assert server.report.up_bytes == 2 * size + 20  # it has travelled
+    server.receive(answer("stranger", 1.0))
+    assert server.report.up_bytes == 3 * size + 20
+
+
+def test_counting_comes_before_unpacking(server):
+    """A compressed message is counted as it travelled and checked as what it means."""
+    server.send("a")
+    packed = ClientUpdate("a", 1, {}, extras={"half": torch.full((2,), 2.0, dtype=torch.float16)})
+
+    def unpack(update):
+        half = update.extras.pop("half")
+        update.state |= {"w": half.float(), "steps": torch.tensor(3)}
+
+    assert server.receive(packed, unpack)
+    assert server.report.up_bytes == 4
+    assert server.finish_round()["w"].tolist() == [2.0, 2.0]
+
+
+def test_a_shaped_message_is_what_the_answer_is_compared_with(server):
+    """A client that is sent two rows answers with two rows."""
+
+    def slice_rows(broadcast):
+        broadcast.state["w"] = broadcast.state["w"][:1]
+
+    server.send("a", slice_rows)
+    assert server.send("b").state["w"].shape == (2,)  # the others are sent all
+    assert not server.receive(answer("a", 1.0))
+    assert server.report.failed["a"] == "entry 'w' has shape (2,) instead of (1,)"
+    assert server.receive(answer("b", 1.0))
+
+
+def test_unpacking_errors_are_not_the_clients(server):
+    server.send("a")
+
+    def unpack(update):
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError):
+        server.receive(answer("a", 1.0), unpack)
+
+
+def test_a_round_forgets_the_one_before(server):
+    server.send("late")
+    server.send("a")
+    server.receive(ClientUpdate("a", 1, state(2.0), metrics={"loss": 1.0}))
+    report = server.report
+    server.start_round(6, state())
+    assert server.report == RoundReport(6)
+    assert report.received == {"a": 1}
+    assert not server.receive(answer("late", 9.0))  # of the round before
+    assert "not asked for" in server.report.failed["late"]
+    assert server.finish_round() is None
+
+
+def test_metrics_are_kept_by_client(server):
+    server.send("a")
+    server.receive(ClientUpdate("a", 1, state(), metrics={"loss": 0.5}))
+    assert server.report.metrics == {"a": {"loss": 0.5}}
+
+
+@pytest.mark.parametrize(("good", "changes"), [(0, False), (1, False), (2, True), (3, True)])
+def test_min_clients(good, changes):
+    server = Server(FedAvg(), min_clients=2)
+    server.start_round(0, state())
+    for client in range(3):
+        server.send(client)
+        server.receive(answer(client, 2.0 if client < good else float("inf")))
+    aggregate = server.finish_round()
+    assert (aggregate is not None) == changes
+    assert len(server.report.received) == good
+    assert len(server.report.failed) == 3 - good
+
+
+def test_failing_by_hand(server, caplog):
+    server.send("a")
+    assert server.fail("a", "its battery is empty") is False
+    assert not server.receive(answer("a", 1.0))
+    assert "Round 5: client 'a' is left out: its battery is empty." in caplog.messages
+
+
+def test_nobody_is_missing_twice(server):
+    server.send("a")
+    server.send("b")
+    server.receive(answer("a", 1.0))
+    server.fail("b", "it went away")
+    server.finish_round()
+    assert server.report.failed == {"b": "it went away"}
+
+
+@pytest.mark.parametrize("min_clients", [0, -3])
+def test_min_clients_out_of_range(min_clients):
+    with pytest.raises(ValueError, match=f"`min_clients` to be at least 1, but got {min_clients}"):
+        Server(FedAvg(), min_clients)
+
+
+def test_norm():
+    tensors = [torch.tensor([3.0, 0.0]), torch.tensor(4.0), torch.zeros(0), torch.tensor([[12]], dtype=torch.int64)]
+    assert norm(tensors).item() == 13.0
+    half = torch.full((100,), 300.0, dtype=torch.float16)  # its square overflows
+    assert norm([half]).item() == pytest.approx(3000.0)
