@@ -86,7 +86,9 @@ class DatasetClients(Population):
         """The batches of all visits in order."""
         self._sampler.visits = visits
         issued = self._sampler.issued = deque()
-        batches = iter(self._loader)
+        loader = self._loader
+        is_plain = loader.num_workers == 0 and not loader.pin_memory  # then the loader does no more than this `map`
+        batches = map(self.source.__getitems__, self._sampler) if is_plain else iter(loader)
         while True:
             try:
                 batch = next(batches)
