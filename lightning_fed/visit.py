@@ -168,8 +168,11 @@ class LocalOptimizers:
                 scheduler.load_state_dict(copy.deepcopy(then))
                 scheduler.step()
 
-    def checkpoint(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The optimizers' and per-step schedulers' states at the start of the round, as checkpoints hold them."""
+    def checkpoint(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+        """The states of optimizers, per-step schedulers and loss scale at the round's start, as checkpoints hold them.
+
+        The last is empty where there is none.
+        """
         states = []
         for optimizer, buffers, groups in zip(
             self.optimizers, self._start["buffers"], self._start["groups"], strict=True
@@ -181,7 +184,7 @@ class LocalOptimizers:
                     "param_groups": [{**group, **values} for group, values in zip(now, groups, strict=True)],
                 }
             )
-        return states, copy.deepcopy(self._start["schedulers"])
+        return states, copy.deepcopy(self._start["schedulers"]), copy.deepcopy(self._start["scaler"])
 
     def _capture(self, buffers: bool = True) -> dict[str, Any]:
         state: dict[str, Any] = {

@@ -16,6 +16,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Timer
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_fed import FederatedTrainer
@@ -269,6 +270,46 @@ def test_a_checkpoint_inside_a_round(run, whole, tmp_path):
         assert resumed.global_step == trainer.global_step
         # Lightning does not validate an epoch again whose last batch is done.
         assert_ends_alike(resumed, whole(run), tmp_path, path.name, since=2 if is_complete else 1)
+
+
+def test_the_loss_scale_of_a_checkpoint_inside_a_round(whole, tmp_path):
+    """It is the round's, and not that of the client that trained when it was saved."""
+
+    def plugins():
+        # As `precision="16-mixed"` on an accelerator; the scale doubles with every batch.
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+        return [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+
+    run = "batch-norm-average"
+    expected = fit(run, tmp_path, "whole", plugins=plugins())
+    scales = []
+
+    def look(trainer, module):
+        scales.append(trainer.precision_plugin.scaler.get_scale())
+
+    def save(trainer, module):
+        trainer.save_checkpoint(tmp_path / "inside.ckpt")
+        look(trainer, module)
+
+    break_off(
+        run,
+        tmp_path,
+        "a",
+        At(
+            "on_train_batch_start",
+            2,
+            "first",
+            lambda trainer, _: scales.append(trainer.precision_plugin.scaler.get_scale()),
+        ),
+        At("on_train_batch_end", 2, "middle", save),
+        At("on_before_optimizer_step", 2, "last", interrupt),
+        plugins=plugins(),
+    )
+    assert scales[0] != scales[1]
+    assert torch.load(tmp_path / "inside.ckpt", weights_only=True)["MixedPrecision"]["scale"] == scales[0]
+    trainer = fit(run, tmp_path, "b", ckpt_path=tmp_path / "inside.ckpt", plugins=plugins())
+    assert trainer.precision_plugin.scaler.get_scale() == expected.precision_plugin.scaler.get_scale()
+    assert_same(trainer.lightning_module.state_dict(), expected.lightning_module.state_dict())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -311,6 +311,7 @@ def test_the_loss_scale():
         assert scaler.get_scale() == 1024.0
         scaler.update(scale)
         local.end_visit(samples)
+    assert local.checkpoint()[2]["scale"] == 1024.0
     local.end_round()
     assert scaler.get_scale() == 8192.0
 
@@ -323,9 +324,10 @@ def test_the_state_for_checkpoints_is_that_of_the_rounds_start():
     local.start_visit()
     job.train(2)
     scheduler.step()
-    optimizers, schedulers = local.checkpoint()[:2]
+    optimizers, schedulers, scaler = local.checkpoint()
     assert_equal(optimizers, [start[0]])
     assert_equal(schedulers, [start[1]])
+    assert scaler == {}
     optimizers[0]["param_groups"][0]["lr"] = 99.0  # a copy
     local.start_visit()
     assert rates(job.optimizer)[0][0] == 1e-3

@@ -122,7 +122,9 @@ class OpenRound:
         checkpoint["state_dict"] |= {name: state[first].clone() for name, first in firsts.items() if first in state}
         if "optimizer_states" not in checkpoint:
             return
-        checkpoint["optimizer_states"], schedulers = self._optimizers.checkpoint()
+        checkpoint["optimizer_states"], schedulers, scaler = self._optimizers.checkpoint()
+        if scaler:
+            checkpoint[type(self._trainer.precision_plugin).__qualname__] = scaler
         for place, scheduler in zip(self._stepwise, schedulers, strict=True):
             checkpoint["lr_schedulers"][place] = scheduler
 
