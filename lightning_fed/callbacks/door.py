@@ -123,8 +123,8 @@ def check_trainer(trainer: L.Trainer, local_steps: int | None, stragglers: float
                 raise MisconfigurationException(f"`{type(callback).__name__}` does not work in a federation: {reason}.")
         if type(callback) in _AVERAGE_STEPS:
             raise MisconfigurationException(
-                f"`{type(callback).__name__}` does not work in a federation: it averages after every batch, whoever's it"
-                " is. Subclass `WeightAveraging` with a `should_update` that looks at `epoch_idx` to average rounds."
+                f"`{type(callback).__name__}` does not work in a federation: it averages after every batch, whoever's"
+                " it is. Subclass `WeightAveraging` with a `should_update` that looks at `epoch_idx` to average rounds."
             )
 
 

@@ -126,6 +126,9 @@ class LazyClients(Mapping[Client, Any]):
             raise KeyError(client)
         return self.build(client)
 
+    def __contains__(self, client: object) -> bool:
+        return client in self.clients  # without building its data
+
     def __len__(self) -> int:
         return len(self.clients)
 
