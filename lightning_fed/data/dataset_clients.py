@@ -95,7 +95,8 @@ class DatasetClients(Population):
             except StopIteration:
                 return
             except Exception as error:
-                yield StreamItem(issued.popleft(), error=error)
+                # Without the traceback, whose frames would keep the loader's workers waiting.
+                yield StreamItem(issued.popleft(), error=error.with_traceback(None))
             else:
                 yield StreamItem(issued.popleft(), batch)
 

@@ -1,0 +1,448 @@
+"""Clients with data sets: which examples make a batch, in which order, for whom; workers change nothing.
+
+What is expected is cut and ordered here by hand: by torch's `BatchSampler` and NumPy's generator.
+"""
+
+import random
+import weakref
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset
+
+from lightning_fed.data.arrays import ArrayDataset
+from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource, PartitionedSource, cut_batches
+from lightning_fed.data.population import LazyClients, PlannedVisit
+from lightning_fed.schedule import Visit
+
+SIZES = {"ann": 9, "bob": 4, "cid": 1, "dan": 11}
+
+
+def numbered(sizes=SIZES):
+    """Client to a data set whose examples are numbers: 100 for ann's first, 101 for her second, 200 for bob's first."""
+    return {
+        name: TensorDataset(torch.arange(size) + 100 * place) for place, (name, size) in enumerate(sizes.items(), 1)
+    }
+
+
+def own(batch_size=4, datasets=None, collate=None, **options):
+    return DatasetClients(DatasetsSource(datasets or numbered(), collate), batch_size, **options)
+
+
+def parts(batch_size=4, transform=None, **options):
+    """The same clients as index sets of one data set, in which their examples lie mixed up."""
+    datasets = numbered()
+    numbers = torch.cat([dataset.tensors[0] for dataset in datasets.values()])
+    numbers = numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(0))]
+    indices = {
+        name: np.array([numbers.tolist().index(number) for number in dataset.tensors[0].tolist()])
+        for name, dataset in datasets.items()
+    }
+    return DatasetClients(PartitionedSource(TensorDataset(numbers), indices, transform), batch_size, **options)
+
+
+def plan(population, *visits):
+    return [
+        PlannedVisit(
+            visit, population.num_samples(visit.client), visit.num_batches(population.batches_per_epoch(visit.client))
+        )
+        for visit in visits
+    ]
+
+
+def served(population, *visits):
+    """What the visits are served: (place, numbers of the batch)."""
+    try:
+        return [(item.place, item.batch[0].tolist()) for item in population.stream(plan(population, *visits))]
+    finally:
+        population.close()
+
+
+def by_hand(client, seed, epochs=1, batch_size=4, shuffle=True):
+    """The numbers of a visit's batches, by epochs."""
+    first, size = 100 * (1 + list(SIZES).index(client)), SIZES[client]
+    batches = []
+    for epoch in range(epochs):
+        order = np.random.default_rng([seed, epoch]).permutation(size) if shuffle else np.arange(size)
+        cut = list(BatchSampler((first + order).tolist(), batch_size, drop_last=False))
+        if len(cut) > 1 and len(cut[-1]) == 1 < batch_size:
+            cut[-2:] = [cut[-2] + cut[-1]]
+        batches += cut
+    return batches
+
+
+# --- cutting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("num_samples", range(16))
+def test_batches_are_torchs_but_for_a_single_example_at_the_end(num_samples, batch_size):
+    expected = list(BatchSampler(range(num_samples), batch_size, drop_last=False))
+    if num_samples > 1 and batch_size > 1 and num_samples % batch_size == 1:
+        last = expected.pop()
+        expected[-1] += last
+    cut = [list(range(start, end)) for start, end in cut_batches(num_samples, batch_size)]
+    assert cut == expected
+    if num_samples > 1 and batch_size > 1:
+        assert min(map(len, cut)) > 1
+
+    full = [list(range(start, end)) for start, end in cut_batches(num_samples, batch_size, drop_last=True)]
+    assert full == list(BatchSampler(range(num_samples), batch_size, drop_last=True))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_client_has_as_many_batches_as_are_cut(drop_last):
+    population = own(drop_last=drop_last)
+    assert {name: population.num_samples(name) for name in SIZES} == SIZES
+    expected = {"ann": 2, "bob": 1, "cid": 0, "dan": 2} if drop_last else {"ann": 2, "bob": 1, "cid": 1, "dan": 3}
+    assert {name: population.batches_per_epoch(name) for name in SIZES} == expected
+
+
+# --- whose examples, in which order -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [own, parts], ids=["data sets of their own", "parts of one data set"])
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
+def test_the_batches_of_a_round_are_those_cut_by_hand(make, shuffle):
+    visits = Visit("dan", 0, 11, epochs=2), Visit("cid", 0, 12), Visit("ann", 0, 13, epochs=3)
+    expected = [
+        (place, batch)
+        for place, visit in enumerate(visits)
+        for batch in by_hand(visit.client, visit.seed, visit.epochs, shuffle=shuffle)
+    ]
+    assert served(make(shuffle=shuffle), *visits) == expected
+
+
+@pytest.mark.parametrize("make", [own, parts], ids=["data sets of their own", "parts of one data set"])
+def test_a_batch_is_of_one_client_and_an_epoch_has_every_example_once(make):
+    visits = [Visit(name, 0, place, epochs=2) for place, name in enumerate(SIZES)]
+    batches = served(make(batch_size=3), *visits)
+    for place, batch in batches:
+        assert {number // 100 for number in batch} == {place + 1}
+    for place, size in enumerate(SIZES.values()):
+        seen = [number for where, batch in batches if where == place for number in batch]
+        everything = [100 * (place + 1) + number for number in range(size)]
+        assert sorted(seen[:size]) == sorted(seen[size:]) == everything
+
+
+def test_the_order_depends_on_the_visits_seed_alone():
+    expected = by_hand("ann", 5)
+    for state, before in [(0, ()), (1, ()), (0, (Visit("dan", 0, 8),)), (0, (Visit("ann", 0, 9),))]:
+        L.seed_everything(state, verbose=False)
+        visits = *before, Visit("ann", 3, 5)
+        assert [batch for place, batch in served(own(), *visits) if place == len(before)] == expected
+    assert [batch for _, batch in served(own(), Visit("ann", 3, 6))] != expected
+
+
+def test_fetching_moves_no_global_generator():
+    L.seed_everything(1, verbose=False)
+    expected = random.random(), np.random.rand(), torch.rand(2).tolist()  # noqa: NPY002
+    L.seed_everything(1, verbose=False)
+    served(own(), Visit("ann", 0, 5))
+    assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == expected  # noqa: NPY002
+
+
+def test_steps_go_on_into_further_epochs():
+    endless = by_hand("ann", 5, epochs=4)
+    for steps in (1, 2, 5, 7):
+        batches = [batch for _, batch in served(own(), Visit("ann", 0, 5, steps=steps))]
+        assert batches == endless[:steps]
+
+
+def test_what_is_not_full_is_left_out_of_every_epoch():
+    batches = [batch for _, batch in served(own(drop_last=True), Visit("dan", 0, 5, epochs=2))]
+    orders = [300 + 100 + np.random.default_rng([5, epoch]).permutation(11) for epoch in range(2)]
+    assert batches == [order[start : start + 4].tolist() for order in orders for start in (0, 4)]
+
+
+def test_every_round_is_served_anew():
+    population = own()
+    expected = [(0, batch) for batch in by_hand("ann", 5)]
+    half = population.stream(plan(population, Visit("dan", 0, 1)))
+    next(half)  # a round that is cut short
+    for _ in range(2):
+        assert served(population, Visit("ann", 1, 5)) == expected
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+class Augmented(Dataset):
+    """Numbers, each with what the three generators draw when it is fetched."""
+
+    def __init__(self, start=0, size=9):
+        self.start, self.size = start, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        drawn = [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002
+        return self.start + index, torch.tensor(drawn, dtype=torch.float64)
+
+
+def augmented(num_workers):
+    options = {"num_workers": num_workers, "persistent_workers": True} if num_workers else {}
+    return own(datasets={"ann": Augmented(100), "dan": Augmented(400, 11)}, loader_options=options)
+
+
+def fetch_augmented(num_workers, *visits):
+    population = augmented(num_workers)
+    try:
+        return [(item.place, item.batch) for item in population.stream(plan(population, *visits))]
+    finally:
+        population.close()
+
+
+def test_workers_serve_the_same_examples_and_their_number_does_not_matter():
+    visits = Visit("dan", 0, 11, epochs=2), Visit("ann", 0, 13)
+    runs = {workers: fetch_augmented(workers, *visits) for workers in (0, 1, 2)}
+    for workers in (1, 2):
+        assert [(place, batch[0].tolist()) for place, batch in runs[workers]] == [
+            (place, batch[0].tolist()) for place, batch in runs[0]
+        ]
+    for (_, one), (_, two) in zip(runs[1], runs[2], strict=True):
+        assert torch.equal(one[1], two[1])
+
+
+def test_augmentation_in_a_worker_is_drawn_from_the_visits_seed_and_the_number_of_the_batch():
+    for number, (_, batch) in enumerate(fetch_augmented(1, Visit("dan", 0, 11, epochs=2))):
+        L.seed_everything(int(np.random.SeedSequence([11, number]).generate_state(1)[0]), verbose=False)
+        dataset = Augmented()
+        assert torch.equal(batch[1], torch.stack([dataset[0][1] for _ in batch[0]]))
+
+
+def test_augmentation_in_the_main_process_is_drawn_from_the_global_generators_in_order():
+    L.seed_everything(3, verbose=False)
+    batches = fetch_augmented(0, Visit("ann", 0, 13))
+    L.seed_everything(3, verbose=False)
+    dataset = Augmented()
+    expected = torch.stack([dataset[0][1] for _ in range(9)])
+    assert torch.equal(torch.cat([batch[1] for _, batch in batches]), expected)
+
+
+def test_workers_live_on_until_the_population_is_closed():
+    population = augmented(1)
+    visit = plan(population, Visit("ann", 0, 13))
+    workers = set()
+    for _ in range(2):
+        assert len(list(population.stream(visit))) == 2
+        workers |= {process.pid for process in torch.multiprocessing.active_children()}
+    assert len(workers) == 1
+    population.close()
+    assert not torch.multiprocessing.active_children()
+
+
+# --- what a batch is made of ------------------------------------------------------------------------------------------
+
+
+class Doubled(TensorDataset):
+    """A subclass whose samples are not the rows of its tensors."""
+
+    def __getitem__(self, index):
+        return tuple(2 * tensor for tensor in super().__getitem__(index))
+
+
+class AtOnce(Dataset):
+    """Gives several samples at a time."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        raise AssertionError("not asked for")
+
+    def __getitems__(self, indices):
+        return [{"x": torch.tensor([float(index)]), "y": index} for index in indices]
+
+
+def tensors(size=10):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(size, 3, generator=generator), torch.randint(5, (size,), generator=generator)
+
+
+FETCHED = {
+    "tensors": lambda: TensorDataset(*tensors()),
+    "one tensor": lambda: TensorDataset(tensors()[0]),
+    "a subclass of tensors": lambda: Doubled(*tensors()),
+    "arrays": lambda: ArrayDataset(
+        (tensors()[0].abs() * 50).to(torch.uint8)[:, :, None, None], tensors()[1], mean=0.5, std=0.2
+    ),
+    "a subset": lambda: Subset(TensorDataset(*tensors(15)), [3, 1, 4, 1, 5, 9, 2, 6, 14, 0]),
+    "a subset of a subset": lambda: Subset(Subset(TensorDataset(*tensors(15)), range(14, 0, -1)), range(3, 13)),
+    "a subset of a subclass": lambda: Subset(Doubled(*tensors(15)), range(10)),
+    "several at a time": AtOnce,
+    "a list": lambda: [(torch.tensor([float(number)]), number, str(number)) for number in range(10)],
+}
+
+
+def assert_same_batch(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert one.stride() == other.stride()
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        assert_same_batch(list(one.values()), list(other.values()))
+    elif isinstance(one, list | tuple):
+        for left, right in zip(one, other, strict=True):
+            assert_same_batch(left, right)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["data sets of their own", "parts of one data set"])
+@pytest.mark.parametrize("name", FETCHED)
+def test_batches_are_those_of_torchs_own_loader(name, shared):
+    dataset = FETCHED[name]()
+    source = PartitionedSource(dataset, {"a": np.arange(10)}) if shared else DatasetsSource({"a": dataset})
+    population = DatasetClients(source, 4)
+    batches = [item.batch for item in population.stream(plan(population, Visit("a", 0, 3)))]
+    order = np.random.default_rng([3, 0]).permutation(10).tolist()
+    expected = DataLoader(dataset, batch_sampler=[order[:4], order[4:8], order[8:]])
+    assert_same_batch(batches, list(expected))
+
+
+def test_batches_share_no_memory_with_the_data_set():
+    population = own()
+    visit = Visit("bob", 0, 0)
+    for item in population.stream(plan(population, visit)):
+        item.batch[0].zero_()
+    assert served(population, visit) == [(0, by_hand("bob", 0)[0])]
+
+
+def test_clients_of_a_subset_are_indexed_below_it():
+    dataset = TensorDataset(torch.arange(20))
+    view = Subset(Subset(dataset, range(19, -1, -1)), [0, 2, 4, 6, 8])  # 19, 17, 15, 13, 11
+    source = PartitionedSource(view, {"a": np.array([4, 0]), "b": np.array([1, 2, 3])})
+    population = DatasetClients(source, 4, shuffle=False)
+    assert served(population, Visit("a", 0, 0), Visit("b", 0, 0)) == [(0, [11, 19]), (1, [17, 15, 13])]
+    assert [population.num_samples(client) for client in population.clients] == [2, 3]
+    assert source.dataset is dataset  # no view is left between
+
+
+class Shifted(Subset):
+    def __getitem__(self, index):
+        return (super().__getitem__(index)[0] + 1000,)
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def test_a_subclass_of_subset_keeps_its_own_ways():
+    view = Shifted(TensorDataset(torch.arange(20)), [19, 17, 15])
+    population = DatasetClients(PartitionedSource(view, {"a": np.array([2, 0])}), 4, shuffle=False)
+    assert served(population, Visit("a", 0, 0)) == [(0, [1015, 1019])]
+
+
+def test_a_transform_belongs_to_its_client():
+    def transform(client):
+        return None if client == "bob" else lambda sample: (sample[0] + 10_000 * len(client),)
+
+    visits = Visit("ann", 0, 1), Visit("bob", 0, 2), Visit("dan", 0, 3)
+    batches = served(parts(transform=transform), *visits)
+    expected = [
+        (place, [number + 30_000 * (visit.client != "bob") for number in batch])
+        for place, visit in enumerate(visits)
+        for batch in by_hand(visit.client, visit.seed)
+    ]
+    assert batches == expected
+
+
+def test_a_collation_of_ones_own():
+    population = own(collate=lambda samples: [torch.stack([sample[0] for sample in samples]) + 0.5])
+    batches = [batch for _, batch in served(population, Visit("ann", 0, 1))]
+    assert batches == [[number + 0.5 for number in batch] for batch in by_hand("ann", 1)]
+
+
+# --- data that are built when they are asked for ----------------------------------------------------------------------
+
+
+class Heavy(TensorDataset):
+    pass
+
+
+class Builder:
+    """Builds data sets, notes for whom, and watches how many are alive."""
+
+    def __init__(self):
+        self.built = []
+        self.references = []
+        self.most_alive = 0
+
+    def __call__(self, client):
+        dataset = Heavy(torch.arange(6) + 100 * client)
+        self.built.append(client)
+        self.references.append(weakref.ref(dataset))
+        self.most_alive = max(self.most_alive, sum(reference() is not None for reference in self.references))
+        return dataset
+
+
+def test_a_clients_data_are_built_once_per_visit_and_let_go():
+    build = Builder()
+    population = own(datasets=LazyClients(range(10**9), build))
+    assert build.built == []
+    for place, client in enumerate([7, 10**8, 3, 7]):
+        assert {batch[0] // 100 for _, batch in served(population, Visit(client, 0, place))} == {client}
+    assert build.built == [7, 10**8, 3, 7]
+    assert build.most_alive <= 3  # two are kept while a third is built
+
+
+def test_a_clients_data_are_known_by_its_key_alone():
+    population = own(datasets=LazyClients([3, 1], Builder()))
+    assert list(population.clients) == [3, 1]
+    assert served(population, Visit(1, 0, 0))[0][1][0] // 100 == 1
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+class Breaks(Dataset):
+    """Cannot deliver one of its examples."""
+
+    def __init__(self, at, size=8):
+        self.at, self.size = at, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index == self.at:
+            raise OSError("image 5 is truncated")
+        return (torch.tensor(index),)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_stands_for_its_batch(workers):
+    datasets = {"good": Breaks(-1), "bad": Breaks(5), "better": Breaks(-1, 4)}
+    population = own(2, datasets, shuffle=False, loader_options={"num_workers": workers})
+    visits = plan(population, *(Visit(name, 0, 0) for name in datasets))
+    items = list(population.stream(visits))
+    population.close()
+    places = [item.place for item in items]
+    assert places == [0] * 4 + [1] * 4 + [2] * 2
+    faults = [number for number, item in enumerate(items) if item.error is not None]
+    assert faults == [6]
+    assert "image 5 is truncated" in str(items[6].error)
+    assert items[6].batch is None
+    assert items[7].batch[0].tolist() == [6, 7]
+
+
+def test_nothing_more_is_fetched_for_a_visit_with_a_fault():
+    population = own(2, {"bad": Breaks(0), "good": Breaks(-1, 4)}, shuffle=False)
+    visits = plan(population, Visit("bad", 0, 0), Visit("good", 0, 0))
+    seen = []
+    for item in population.stream(visits):
+        seen.append((item.place, item.error is not None))
+        if item.error is not None:
+            visits[item.place].fault = "image 5 is truncated"
+    assert seen == [(0, True), (1, False), (1, False)]
+
+
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_batches_of_nothing(batch_size):
+    with pytest.raises(ValueError, match=f"Expected `batch_size` to be at least 1, but got {batch_size}"):
+        own(batch_size)

@@ -1,0 +1,179 @@
+"""Clients with loaders of their own: their batches as they come, counted right, again and again if a visit asks."""
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+from lightning_fed.data.loader_clients import LoaderClients
+from lightning_fed.data.population import LazyClients, PlannedVisit
+from lightning_fed.schedule import Visit
+
+DATASET = TensorDataset(torch.arange(10))
+
+
+class Stream(IterableDataset):
+    """An iterable data set, with or without a length."""
+
+    def __iter__(self):
+        return iter(torch.arange(5))
+
+
+class Measured(Stream):
+    def __len__(self):
+        return 5
+
+
+class Promising:
+    """A loader that promises more or fewer batches than it gives."""
+
+    def __init__(self, length, given):
+        self.dataset, self.length, self.given = DATASET, length, given
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter([torch.tensor([number]) for number in range(self.given)])
+
+
+class Breaking(Promising):
+    """It breaks after the batches that it gives."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+        raise OSError("image 7 is truncated")
+
+
+def numbers(batch):
+    return None if batch is None else (batch[0] if isinstance(batch, list) else batch).tolist()
+
+
+def served(loaders, *visits, num_batches=None):
+    """Place and numbers of every batch; instead of the numbers the error, if that is what came."""
+    population = LoaderClients(loaders)
+    planned = [
+        PlannedVisit(visit, 1, num_batches or visit.num_batches(population.batches_per_epoch(visit.client)))
+        for visit in visits
+    ]
+    return [(item.place, item.error or numbers(item.batch)) for item in population.stream(planned)]
+
+
+# --- what is counted --------------------------------------------------------------------------------------------------
+
+LOADERS = {
+    # The loader, its examples and its batches.
+    "loader": (DataLoader(DATASET, 4), 10, 3),
+    "drop_last": (DataLoader(DATASET, 4, drop_last=True), 10, 2),
+    "part of a shared data set": (DataLoader(DATASET, 4, sampler=SubsetRandomSampler(range(3, 8))), 5, 2),
+    "batch sampler over a part": (
+        DataLoader(DATASET, batch_sampler=BatchSampler(SubsetRandomSampler(range(3)), 2, False)), 3, 2
+    ),
+    "drawn again and again": (DataLoader(DATASET, 4, sampler=RandomSampler(DATASET, True, 100)), 10, 25),
+    "without batches": (DataLoader(DATASET, batch_size=None), 10, 10),
+    "stream with a length": (DataLoader(Measured(), 2), 5, 3),
+    "list of batches": ([torch.zeros(3, 2), torch.zeros(2, 2)], 5, 2),
+    "list of labelled batches": ([(torch.zeros(3, 2), torch.zeros(3)), (torch.zeros(1, 2), torch.zeros(1))], 4, 2),
+    "no batches": ([], 0, 0),
+    "loader that promises too much": (Promising(9, 2), 10, 9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_examples_and_batches_are_counted(name):
+    loader, num_samples, num_batches = LOADERS[name]
+    population = LoaderClients({"a": loader})
+    assert population.num_samples("a") == num_samples
+    assert population.batches_per_epoch("a") == num_batches
+
+
+@pytest.mark.parametrize(
+    "loader", [DataLoader(Stream(), 2), (torch.zeros(2) for _ in range(3))], ids=["stream", "generator"]
+)
+def test_examples_that_cannot_be_counted(loader):
+    population = LoaderClients({"a": loader})
+    assert population.batches_per_epoch("a") is None
+    with pytest.raises(ValueError, match="Expected the loader of client 'a' to have a data set with a length"):
+        population.num_samples("a")
+
+
+def test_loaders_are_built_when_they_are_asked_for():
+    built = []
+
+    def build(client):
+        built.append(client)
+        return DataLoader(TensorDataset(torch.arange(3) + 10 * client), 2)
+
+    loaders = LazyClients(range(10**9), build)
+    assert len(LoaderClients(loaders).clients) == 10**9
+    assert built == []
+    assert served(loaders, Visit(10**8, 0, 0)) == [(0, [10**9, 10**9 + 1]), (0, [10**9 + 2])]
+    assert set(built) == {10**8}
+
+
+# --- what is served ---------------------------------------------------------------------------------------------------
+
+
+def test_loaders_are_chained_in_the_order_of_the_visits():
+    loaders = {"a": DataLoader(DATASET, 4), "b": [torch.tensor([70, 71])]}
+    a = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert served(loaders, Visit("b", 0, 1), Visit("a", 0, 2, epochs=2), Visit("b", 0, 3, epochs=2)) == [
+        (0, [70, 71]), *((1, batch) for batch in a + a), (2, [70, 71]), (2, [70, 71])
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 8])
+def test_steps_go_on_into_further_passes(steps):
+    expected = [(0, batch) for batch in 3 * [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]]
+    assert served({"a": DataLoader(DATASET, 4)}, Visit("a", 0, 0, steps=steps)) == expected[:steps]
+
+
+def test_steps_need_no_length():
+    batches = served({"a": DataLoader(Stream(), 2)}, Visit("a", 0, 0, steps=4), num_batches=4)
+    assert batches == [(0, [0, 1]), (0, [2, 3]), (0, [4]), (0, [0, 1])]
+
+
+def test_a_loader_shuffles_from_the_generators_of_the_visit():
+    def shuffled(seed):
+        torch.manual_seed(seed)
+        return [batch[0].tolist() for batch in DataLoader(DATASET, 4, shuffle=True)]
+
+    loaders = {"a": DataLoader(DATASET, 4, shuffle=True)}
+    for seed in (1, 2):
+        expected = [(0, batch) for batch in shuffled(seed)]
+        torch.manual_seed(seed)
+        assert served(loaders, Visit("a", 0, 0)) == expected
+
+
+def test_a_loader_that_gives_less_than_it_promised_is_padded():
+    loaders = {"short": Promising(4, 3), "next": Promising(1, 1)}
+    assert served(loaders, Visit("short", 0, 0), Visit("next", 0, 0)) == [
+        (0, [0]), (0, [1]), (0, [2]), (0, None), (1, [0])
+    ]  # fmt: skip
+
+
+def test_of_a_loader_that_gives_more_than_it_promised_the_rest_is_left():
+    assert served({"long": Promising(2, 5)}, Visit("long", 0, 0, epochs=1)) == [(0, [0]), (0, [1])]
+
+
+def test_an_error_ends_its_visit_and_no_other():
+    first, second, error, after = served(
+        {"bad": Breaking(4, 2), "good": Promising(1, 1)}, Visit("bad", 0, 0), Visit("good", 0, 0)
+    )
+    assert [first, second, after] == [(0, [0]), (0, [1]), (1, [0])]
+    assert error[0] == 0
+    assert isinstance(error[1], OSError)
+    assert error[1].__traceback__ is None  # whose frames would keep the loader's workers waiting
+
+
+def test_a_loader_without_a_batch_is_an_error():
+    ((place, error),) = served({"empty": Promising(2, 0)}, Visit("empty", 0, 0, steps=5))
+    assert place == 0
+    assert isinstance(error, ValueError)
+    assert str(error) == "its loader gave no batch"

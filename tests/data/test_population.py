@@ -1,0 +1,102 @@
+"""Who the clients are: a fixed order, nothing built before it is asked for, generators as Lightning seeds them."""
+
+import random
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
+from lightning_fed.data.loader_clients import LoaderClients
+from lightning_fed.data.population import LazyClients, batch_length, client_keys, seed_everything
+
+
+class Built:
+    """Makes a client's data set and notes for whom."""
+
+    def __init__(self):
+        self.clients = []
+
+    def __call__(self, client):
+        self.clients.append(client)
+        return TensorDataset(torch.full((4, 1), float(client)))
+
+
+# --- huge populations -------------------------------------------------------------------------------------------------
+
+
+def test_a_lazy_mapping_builds_what_is_looked_up_and_nothing_else():
+    build = Built()
+    clients = LazyClients(range(10**12), build)
+    assert len(clients) == 10**12
+    assert 10**12 - 1 in clients
+    assert 10**12 not in clients
+    assert next(iter(clients)) == 0
+    assert build.clients == []
+    assert clients[10**11][2][0] == 10**11
+    assert build.clients == [10**11]
+
+
+def test_a_lazy_mapping_is_a_mapping():
+    clients = LazyClients(("a", "b"), str.upper)
+    assert dict(clients) == {"a": "A", "b": "B"}
+    assert clients.get("c") is None
+    with pytest.raises(KeyError, match="'c'"):
+        clients["c"]
+
+
+def test_the_keys_of_a_lazy_mapping_are_not_listed():
+    keys = range(10**12)
+    assert client_keys(LazyClients(keys, Built())) is keys
+
+
+@pytest.mark.parametrize("kind", [LoaderClients, lambda clients: DatasetClients(DatasetsSource(clients), 2)])
+def test_a_population_of_nobody(kind):
+    with pytest.raises(ValueError, match="Expected at least one client, but got none"):
+        kind({})
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def draws():
+    return random.random(), np.random.rand(), torch.rand(3).tolist()  # noqa: NPY002
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1])
+def test_seeding_is_lightnings(seed):
+    L.seed_everything(seed, verbose=False)
+    expected = draws()
+    seed_everything(seed)
+    assert draws() == expected
+
+
+def test_seeding_leaves_no_seed_for_others(monkeypatch):
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    seed_everything(3)
+    assert L.seed_everything(verbose=False) == 0  # Lightning's own, when nobody has chosen one
+
+
+# --- the length of a batch --------------------------------------------------------------------------------------------
+
+BATCHES = {
+    "tensor": torch.zeros(3, 2),
+    "array": np.zeros((3, 2)),
+    "images and classes": [torch.zeros(3, 1, 2, 2), torch.zeros(3)],
+    "tuple": (torch.zeros(3), torch.zeros(7)),
+    "dictionary": {"image": torch.zeros(3, 2), "mask": torch.zeros(3)},
+    "nested": [{"image": (torch.zeros(3, 2), torch.zeros(1))}, torch.zeros(5)],
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_the_length_of_a_batch_is_that_of_its_first_tensor(batch):
+    assert batch_length(batch) == 3
+
+
+@pytest.mark.parametrize(("batch", "kind"), [("text", "str"), (3, "int"), ([["text"]], "str"), (None, "NoneType")])
+def test_a_batch_without_tensors(batch, kind):
+    with pytest.raises(ValueError, match=f"Expected a batch of tensors to count its examples, but got {kind}"):
+        batch_length(batch)
