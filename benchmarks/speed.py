@@ -121,8 +121,8 @@ class Experiment:
     def trainer(self) -> tuple[float, float]:
         watch = Stopwatch()
         visits = [visit for number in range(self.rounds + 1) for visit in self.visits(number)]
-        loader = Epoch(self, visits, COHORT)
-        L.Trainer(max_epochs=self.rounds + 1, callbacks=[watch], **QUIET).fit(Net(self.network), loader)
+        data = Data(Epoch(self, visits, COHORT))
+        L.Trainer(max_epochs=self.rounds + 1, callbacks=[watch], **QUIET).fit(Net(self.network), datamodule=data)
         return elapsed(watch.begin, watch.end)
 
     def ours(self) -> tuple[float, float]:
@@ -177,6 +177,17 @@ class Epoch:
         for visit in self.visits[first : first + self.per_epoch]:
             yield from self.experiment.batches(visit)
         self.epoch += 1
+
+
+class Data(L.LightningDataModule):
+    """Hands over a loader."""
+
+    def __init__(self, loader: Epoch) -> None:
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self) -> Epoch:
+        return self.loader
 
 
 def federated(clients: Any) -> FederatedDataModule:

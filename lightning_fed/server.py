@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.state import find_fault, find_non_finite
@@ -213,15 +212,3 @@ class Server:
     def count_up(self, message: ClientUpdate) -> None:
         """Counts a message that came up."""
         self.report.up_bytes += message.nbytes
-
-
-def norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of all entries of the tensors together, shape ``()``.
-
-    Example:
-        >>> norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
-        tensor(5.)
-
-    """
-    parts = torch.stack([torch.linalg.vector_norm(value.float()) for value in tensors])
-    return torch.linalg.vector_norm(parts)  # type: ignore[no-any-return]

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
-from lightning_fed.server import norm
-from lightning_fed.state import Policy, copy_state, live_entries, load_entries
+from lightning_fed.state import Policy, copy_state, live_entries, load_entries, norm
 from lightning_fed.store import ClientStore
 
 _OPTIMIZER = "optimizer:"
@@ -80,13 +79,13 @@ class LocalModel:
 
     def distance(self, update: ClientUpdate, broadcast: Broadcast) -> float | None:
         """How far the parameters moved, as far as both messages hold them alike: the norm of their difference."""
-        moved = [
-            update.state[name] - broadcast.state[name]
+        names = [
+            name
             for name in self.parameters
             if name in update.state and name in broadcast.state
             if update.state[name].shape == broadcast.state[name].shape
         ]
-        return float(norm(moved)) if moved else None
+        return float(norm(update.state[name] - broadcast.state[name] for name in names)) if names else None
 
     def _kept(self, client: Client) -> State:
         kept = self.store.get(client) if self.personal else None

@@ -5,7 +5,8 @@ import torch
 
 from lightning_fed import ClientUpdate
 from lightning_fed.aggregators import FedAvg
-from lightning_fed.server import RoundReport, Server, norm
+from lightning_fed.server import RoundReport, Server
+from lightning_fed.state import norm
 
 
 def state(value=1.0):

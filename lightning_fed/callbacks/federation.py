@@ -18,7 +18,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_fed.aggregators import Aggregator, build_aggregator
 from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, thaw_batch_norm, warn_of_averaging
 from lightning_fed.callbacks.client_evaluation import evaluate_clients
-from lightning_fed.callbacks.door import TakenHook, check_schedulers, check_trainer, find_loader_owner
+from lightning_fed.callbacks.door import (
+    TakenHook,
+    check_schedulers,
+    check_trainer,
+    find_loader_owner,
+    freeze_parameters,
+)
 from lightning_fed.callbacks.open_round import OpenRound
 from lightning_fed.callbacks.round_log import RoundLog
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_loader
@@ -60,7 +66,7 @@ class Federation(L.Callback):
         dropout: Probability that a chosen client never reports.
         min_clients: Least number of good updates; with fewer the global model stays as it was.
         personal: Entries that stay with their client: name patterns (``"head.*"``) and module types.
-        frozen: Entries that never travel and stay as the server has them, likewise.
+        frozen: Entries that never travel, do not train and stay as the server has them, likewise.
         batch_norm: What becomes of BatchNorm's running statistics: ``"recalibrate"`` has the round's clients run their
             data once through the new global model, without gradients, and pools their means and variances by total
             variance; ``"average"`` averages them like all entries, which costs nothing and lags behind the weights
@@ -139,6 +145,7 @@ class Federation(L.Callback):
         self.evaluate_clients_every = evaluate_clients_every
         self._seed = seed
         self._hooks: list[TakenHook] = []
+        self._frozen_parameters: list[torch.nn.Parameter] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -230,6 +237,7 @@ class Federation(L.Callback):
         if has_batch_norm and self.batch_norm == "frozen":
             frozen = (*frozen, *sorted(batch_norm_statistics(pl_module)))
         self._policies = entry_policies(pl_module, personal, frozen)
+        self._frozen_parameters = freeze_parameters(pl_module, self._policies)
         at_home = [name for name, policy in self._policies.items() if policy == "personal"]
         if at_home:
             _log.warning(
@@ -247,6 +255,7 @@ class Federation(L.Callback):
                 "The Trainer trains on loaders that were handed to `fit`, not on the clients: use a datamodule, or"
                 " `FederatedTrainer`."
             )
+        self.log_book.show(trainer)  # a fit that was resumed between a round's end and its checkpoint needs them
         if self.rounds == 0:
             self.store.restore(0, {})
 
@@ -414,7 +423,7 @@ class Federation(L.Callback):
         if is_new and self.batch_norm == "recalibrate":
             recalibrate(self._trainer, pl_module, self.server, round.local, self.population, self._cohort)
         after, parameters = round.local.entries, round.local.parameters
-        self.log_book.end_round(pl_module, self.server.report, self._cohort, round.before, after, parameters)
+        self.log_book.end_round(self._trainer, self.server.report, self._cohort, round.before, after, parameters)
         self._round, self._served = None, self._loader
         self._start, self._is_before_validation = None, True
         self.rounds = self.server.report.round + 1
@@ -453,7 +462,7 @@ class Federation(L.Callback):
             results = evaluate_clients(trainer, pl_module, clients, load)
         finally:
             local.load_global(state)
-        self.log_book.put_clients(pl_module, results)
+        self.log_book.put_clients(trainer, self.rounds - 1, results)
 
     def _give_back(self) -> None:
         for hook in self._hooks:
@@ -461,6 +470,9 @@ class Federation(L.Callback):
         if self._hooks:
             self._trainer.reload_dataloaders_every_n_epochs = self._previous_reload  # type: ignore[attr-defined]
         self._hooks = []
+        for parameter in self._frozen_parameters:
+            parameter.requires_grad_(True)
+        self._frozen_parameters = []
         if self._population is not None:
             self._population.close()  # worker processes that are left to the garbage collector take seconds to end
 

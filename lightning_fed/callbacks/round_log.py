@@ -11,15 +11,17 @@ import torch
 from lightning_fed.callbacks.client_evaluation import ClientResults
 from lightning_fed.messages import State
 from lightning_fed.schedule import Cohort
-from lightning_fed.server import RoundReport, norm
+from lightning_fed.server import RoundReport
+from lightning_fed.state import norm
 
 _MAX_CLIENTS_BY_NAME = 20
 
 
 class RoundLog:
-    """Writes a round's numbers with ``LightningModule.log``, so that every logger and callback sees them.
+    """Writes a round's numbers to the Trainer's loggers, and where callbacks look for what they monitor.
 
-    The round is the x-axis of every logger (a logged value named ``step`` is Lightning's way to say so).
+    They go there directly: ``LightningModule.log`` keeps every value in a list that Lightning walks at each batch, which
+    made the rounds of a small model a tenth slower. The round is the x-axis.
 
     ========================== ==========================================================================
     ``fed/clients``            clients whose update was aggregated
@@ -46,22 +48,31 @@ class RoundLog:
     def __init__(self) -> None:
         self.total_up_bytes = 0
         self.total_down_bytes = 0
+        self._last: dict[str, float] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The running totals."""
-        return {"up_bytes": self.total_up_bytes, "down_bytes": self.total_down_bytes}
+        """The running totals and the last round's numbers."""
+        return {"up_bytes": self.total_up_bytes, "down_bytes": self.total_down_bytes, "last": dict(self._last)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the running totals."""
+        """Restores them."""
         self.total_up_bytes, self.total_down_bytes = state["up_bytes"], state["down_bytes"]
+        self._last = dict(state["last"])
 
     def put_axis(self, module: L.LightningModule, round: int) -> None:
-        """Makes the round the x-axis of what is logged in this loop."""
-        self._put(module, {"step": round})
+        """Makes the round the x-axis of what the module logs in this loop: Lightning takes it from a value ``step``."""
+        if not module.trainer.barebones:  # logs nothing, and would say so
+            module.log("step", float(round), on_step=False, on_epoch=True, batch_size=1)
+
+    def show(self, trainer: L.Trainer) -> None:
+        """Puts the last round's numbers where callbacks look for what they monitor."""
+        values = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._last.items()}
+        trainer.callback_metrics.update(values)
+        trainer.logged_metrics.update(values)
 
     def end_round(
         self,
-        module: L.LightningModule,
+        trainer: L.Trainer,
         report: RoundReport,
         cohort: Cohort,
         before: State,
@@ -71,7 +82,7 @@ class RoundLog:
         """Logs a round.
 
         Args:
-            module: Where to log.
+            trainer: Where to log.
             report: What happened.
             cohort: Who was chosen.
             before: The global model that the round started from.
@@ -82,7 +93,6 @@ class RoundLog:
         self.total_up_bytes += report.up_bytes
         self.total_down_bytes += report.down_bytes
         values: dict[str, float] = {
-            "step": report.round,
             "fed/clients": len(report.received),
             "fed/stragglers": sum(visit.is_straggler for visit in cohort.visits),
             "fed/dropped": len(cohort.dropped),
@@ -96,7 +106,7 @@ class RoundLog:
         norms = [metrics["update_norm"] for metrics in report.metrics.values() if "update_norm" in metrics]
         if norms:
             mean_norm = sum(norms) / len(norms)
-            global_norm = float(norm([after[name] - before[name] for name in parameters]))
+            global_norm = float(norm(after[name] - before[name] for name in parameters))
             values["fed/update_norm"] = mean_norm
             values["fed/global_update_norm"] = global_norm
             values["fed/drift"] = 1 - global_norm / mean_norm if mean_norm else 0.0
@@ -104,21 +114,21 @@ class RoundLog:
         for name in sorted(others):
             sent = [metrics[name] for metrics in report.metrics.values() if name in metrics]
             values[f"fed/{name}"] = sum(sent) / len(sent)
-        self._put(module, values)
+        self._last = {}
+        self._put(trainer, report.round, values)
 
-    def put_clients(self, module: L.LightningModule, results: ClientResults) -> None:
+    def put_clients(self, trainer: L.Trainer, round: int, results: ClientResults) -> None:
         """Logs the evaluation client by client: ``fed/<metric>/...``, and ``client/<id>/<metric>`` of few clients."""
         values: dict[str, float] = {f"fed/{name}": value for name, value in results.summary().items()}
         for name, by_client in results.values.items():
             if len(by_client) <= _MAX_CLIENTS_BY_NAME:
                 values |= {f"client/{client}/{name}": value for client, value in by_client.items()}
-        self._put(module, values)
+        self._put(trainer, round, values)
 
-    def _put(self, module: L.LightningModule, values: Mapping[str, float]) -> None:
-        if module.trainer.barebones:  # logs nothing, and would say so
+    def _put(self, trainer: L.Trainer, round: int, values: Mapping[str, float]) -> None:
+        if trainer.barebones:
             return
-        # Byte counts outgrow float32, which Lightning would make of a plain number.
-        dtype = torch.float32 if module.device.type == "mps" else torch.float64
-        for name, value in values.items():
-            tensor = torch.tensor(value, dtype=dtype, device=module.device)
-            module.log(name, tensor, on_step=False, on_epoch=True, batch_size=1)
+        self._last |= values
+        self.show(trainer)
+        for logger in trainer.loggers:
+            logger.log_metrics(dict(values), step=round)

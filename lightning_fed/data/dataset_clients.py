@@ -269,9 +269,10 @@ class _RoundSampler:
         )
         epoch = 0
         while True:
-            order = np.arange(planned.num_samples)
             if population.shuffle:
-                order = np.random.default_rng([planned.visit.seed, epoch]).permutation(order)
+                order = np.random.default_rng([planned.visit.seed, epoch]).permutation(planned.num_samples)
+            else:
+                order = np.arange(planned.num_samples)
             for start, end in bounds:
                 yield order[start:end]
             epoch += 1
@@ -281,7 +282,7 @@ def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
     """What ``default_collate`` makes of the samples, by indexing the tensors behind them; ``None`` if it cannot."""
     if type(dataset) is TensorDataset:
         where = torch.from_numpy(indices)
-        return [tensor[where] for tensor in dataset.tensors]
+        return [tensor.index_select(0, where) for tensor in dataset.tensors]
     get_batch = getattr(dataset, "get_batch", None)
     return None if get_batch is None else get_batch(indices)
 
