@@ -1,5 +1,6 @@
 """One table of models, data and options: every row through the same checks, with both rules, through both doors."""
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -93,6 +94,14 @@ class FrozenNorm(models.Module):
                 layer.eval()
 
 
+class FrozenBias(models.Module):
+    """What `frozen=["net.output.bias"]` should be: a bias without gradient."""
+
+    def configure_optimizers(self):
+        self.net.output.bias.requires_grad_(False)
+        return super().configure_optimizers()
+
+
 class Compiled(models.Module):
     """A user's module whose net is compiled (without a C++ compiler)."""
 
@@ -151,8 +160,8 @@ TABLE = {
         lambda: models.Module(models.Tied(), models.momentum),
         models.sentences(),
         options={"frozen": ["net.output.bias"]},
-        replayed=(),
         frozen=lambda name: name == "net.output.bias",
+        plain=lambda: FrozenBias(models.Tied(), models.momentum),
     ),
     "lstm": Row(
         lambda: models.Module(models.Recurrent(), models.adam), models.sentences(), trainer={"gradient_clip_val": 1.0}
@@ -720,6 +729,27 @@ def test_layers_that_the_user_froze_stay_frozen(federated_trainer):
         federated_trainer(max_rounds=2).fit(module, models.as_datasets(models.vectors()))
     assert not module.net.base[1].training
     assert module.net.base[1].num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_frozen_parameters_have_no_gradient_while_the_fit_lasts(fails, federated_trainer):
+    class Watch(FederatedCallback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            seen.append({name: parameter.grad is not None for name, parameter in module.named_parameters()})
+            if fails and batch_idx == 3:
+                raise RuntimeError("boom")
+
+    seen, module = [], models.Module(models.BaseAndHead(), models.momentum)
+    module.net.base[0].bias.requires_grad_(False)  # the user's own doing, before
+    start = state_of(module)
+    trainer = federated_trainer(max_rounds=2, frozen=["net.base.0.*"], callbacks=[Watch()])
+    with pytest.raises(RuntimeError, match="boom") if fails else contextlib.nullcontext():
+        trainer.fit(module, models.as_datasets(models.vectors()))
+    for gradients in seen:
+        assert {name for name, has_one in gradients.items() if not has_one} == {"net.base.0.weight", "net.base.0.bias"}
+    assert_same(start, state_of(module), ["net.base.0.bias", "net.base.0.weight"])
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    assert frozen == ["net.base.0.bias"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
