@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import FedBN, FederatedCallback, FederatedDataModule, Federation, FedPer
-from lightning_fed.data import ByGroup
+from lightning_fed.data import ByGroup, LazyClients
 from tests import models
 from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, fit_fixed, state_of
 from tests.references import (
@@ -714,7 +714,7 @@ def test_buffers_that_are_in_no_message_pass_nothing_on(federated_trainer):
     updates = []
     for names in (list(clients), list(clients)[::-1]):
         recorder, module = Recorder(), models.Module(Remembering(), models.momentum)
-        federated_trainer(max_rounds=2, callbacks=[recorder]).fit(module, {name: clients[name] for name in names})
+        federated_trainer(max_rounds=2, callbacks=[recorder]).fit(module, LazyClients(names, clients.__getitem__))
         updates.append({(visit.round, visit.client): visit.update for visit in recorder.visits})
         assert module.net.steps == 0
     for key, update in updates[0].items():

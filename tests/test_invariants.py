@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import ClientUpdate, FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.aggregators import FairAvg, FedAvg
-from lightning_fed.data import ByGroup
+from lightning_fed.data import ByGroup, LazyClients
 from tests import models
 from tests.recorders import Recorder, assert_same, bytes_of, fit_fixed, state_of
 from tests.references import (
@@ -388,14 +388,33 @@ def test_copies_average_to_themselves(rule, dtype):
         assert_same(state, aggregator.aggregate())
 
 
+@pytest.mark.parametrize("cohort", [1.0, 2])
 @pytest.mark.parametrize("aggregator", ["fedavg", "fairavg"])
-def test_the_order_of_the_clients_does_not_matter(aggregator, federated_trainer):
+def test_the_order_of_the_clients_does_not_matter(aggregator, cohort, federated_trainer):
+    clients = models.as_datasets(models.vectors())
+    runs = []
+    for names in (list(clients), list(clients)[::-1], sorted(clients, key=lambda name: name[-1])):
+        module, recorder = models.Module(models.norm_mlp(), models.momentum), Recorder()
+        trainer = federated_trainer(
+            max_rounds=3, clients_per_round=cohort, aggregator=aggregator, local_epochs=2, stragglers=0.5, dropout=0.2,
+            seed=SEED, callbacks=[recorder],
+        )  # fmt: skip
+        trainer.fit(module, {name: clients[name] for name in names})
+        runs.append((state_of(module), [(visit.client, len(visit.batches)) for visit in recorder.visits]))
+    for state, visits in runs[1:]:
+        assert visits == runs[0][1]
+        assert_same(runs[0][0], state)
+
+
+def test_the_order_in_which_clients_are_visited_does_not_matter(federated_trainer):
+    """A lazy mapping keeps the order that it has."""
     clients = models.as_datasets(models.vectors())
     states = []
     for names in (list(clients), list(clients)[::-1], sorted(clients, key=lambda name: name[-1])):
-        module = models.Module(models.norm_mlp(), models.momentum)
-        trainer = federated_trainer(max_rounds=3, aggregator=aggregator, local_epochs=2, seed=SEED)
-        trainer.fit(module, {name: clients[name] for name in names})
+        module, recorder = models.Module(models.norm_mlp(), models.momentum), Recorder()
+        trainer = federated_trainer(max_rounds=2, local_epochs=2, seed=SEED, callbacks=[recorder])
+        trainer.fit(module, LazyClients(names, clients.__getitem__))
+        assert [visit.client for visit in recorder.round(0)] == names
         states.append(state_of(module))
     assert_same(states[0], states[1])
     assert_same(states[0], states[2])

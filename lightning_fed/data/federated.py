@@ -106,7 +106,7 @@ class FederatedDataModule(EvaluationData):
 
     Args:
         clients: Client to its training data, or a sequence of them (clients 0, 1, ...). Values are map-style data sets,
-            or ``DataLoader`` s, which keep their own batch size and order.
+            or ``DataLoader`` s, which keep their own batch size and order. The order of a mapping does not matter.
             :class:`~lightning_fed.data.LazyClients` builds them when they are asked for.
         val: Validation data of the global model: loaders as ``Trainer.fit`` takes them, or a data set. A mapping of
             clients is validated as a whole, and client by client with each client's personal entries as well.

@@ -137,8 +137,18 @@ class LazyClients(Mapping[Client, Any]):
 
 
 def client_keys(clients: Mapping[Client, Any]) -> Sequence[Client]:
-    """The keys of a mapping as a sequence, without listing those of a lazy one."""
-    return clients.clients if isinstance(clients, LazyClients) else list(clients)
+    """The keys of a mapping as a sequence: sorted, so that the order in which they were put there does not matter.
+
+    Those of :class:`LazyClients` keep the order that they have, and are not listed.
+
+    Example:
+        >>> client_keys({"b": 1, "a": 2}), client_keys({10: 1, 9: 2})
+        (['a', 'b'], [9, 10])
+
+    """
+    if isinstance(clients, LazyClients):
+        return clients.clients
+    return sorted(clients, key=lambda client: (isinstance(client, str), client))
 
 
 def batch_length(batch: Any) -> int:

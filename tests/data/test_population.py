@@ -52,6 +52,18 @@ def test_the_keys_of_a_lazy_mapping_are_not_listed():
     assert client_keys(LazyClients(keys, Built())) is keys
 
 
+@pytest.mark.parametrize("keys", [["a", "c", "b", "B"], [10, 9, -1], [3, "3", 20, "20", "x"]])
+def test_the_order_in_which_clients_are_given_does_not_matter(keys):
+    datasets = {key: TensorDataset(torch.zeros(2)) for key in keys}
+    turned = dict(reversed(datasets.items()))
+    for kind in (LoaderClients, lambda clients: DatasetClients(DatasetsSource(clients), 2)):
+        assert kind(datasets).clients == kind(turned).clients
+        assert sorted(kind(datasets).clients, key=repr) == sorted(keys, key=repr)
+    for alike in (str, int):
+        same = [key for key in kind(datasets).clients if isinstance(key, alike)]
+        assert same == sorted(same)
+
+
 @pytest.mark.parametrize("kind", [LoaderClients, lambda clients: DatasetClients(DatasetsSource(clients), 2)])
 def test_a_population_of_nobody(kind):
     with pytest.raises(ValueError, match="Expected at least one client, but got none"):
