@@ -19,11 +19,11 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_fed.callbacks.side_pass import forward_step, run_step, side_pass
-from lightning_fed.data.population import PlannedVisit, Population, seed_everything
+from lightning_fed.callbacks.side_pass import forward_step, one_pass, run_step, side_pass
+from lightning_fed.data.population import Population
 from lightning_fed.data.rounds import describe
 from lightning_fed.messages import Broadcast, ClientUpdate, State
-from lightning_fed.schedule import Cohort, Visit, derive_seed
+from lightning_fed.schedule import Cohort
 from lightning_fed.server import Server
 from lightning_fed.state import BatchNorm, find_non_finite
 from lightning_fed.visit import LocalModel
@@ -205,21 +205,6 @@ def recalibrate(
 def _statistic(layer: nn.Module, name: str) -> Tensor:
     value: Tensor = getattr(layer, name)
     return value.double() if value.device.type != "mps" else value  # which has no float64
-
-
-def one_pass(population: Population, visit: Visit) -> Iterator[Any]:
-    """One pass over a client's data, in an order of its own; raises what the data raise."""
-    seed = derive_seed(visit.seed, 1)
-    again = Visit(visit.client, visit.round, seed, steps=visit.steps)
-    planned = PlannedVisit(
-        again, population.num_samples(visit.client), again.num_batches(population.batches_per_epoch(visit.client) or 1)
-    )
-    seed_everything(seed)
-    for item in population.stream([planned]):
-        if item.error is not None:
-            raise item.error
-        if item.batch is not None:
-            yield item.batch
 
 
 def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> None:

@@ -14,6 +14,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_fed.data.population import PlannedVisit, Population, seed_everything
+from lightning_fed.schedule import Visit, derive_seed
+
 
 @contextmanager
 def side_pass(module: L.LightningModule, log: Callable[..., None] | None = None) -> Iterator[None]:
@@ -69,6 +72,28 @@ def forward_step(module: L.LightningModule) -> str | None:
     if module.automatic_optimization:
         return "training_step"
     return "validation_step" if is_overridden("validation_step", module) else None
+
+
+def one_pass(population: Population, visit: Visit, aside: bool = False) -> Iterator[Any]:
+    """One pass over a client's data, in an order of its own that depends on the visit; raises what the data raise.
+
+    Args:
+        population: The clients' data.
+        visit: The visit whose client's data are asked for.
+        aside: Whether a visit is under way, whose batches go on afterwards. The pass is then over all the data where
+            their length is known; else over as many batches as a visit has, where visits count steps.
+
+    """
+    seed = derive_seed(visit.seed, 1)
+    per_epoch = population.batches_per_epoch(visit.client)
+    again = Visit(visit.client, visit.round, seed, steps=None if aside and per_epoch else visit.steps)
+    planned = PlannedVisit(again, population.num_samples(visit.client), again.num_batches(per_epoch or 1))
+    seed_everything(seed)
+    for item in population.stream([planned], aside):
+        if item.error is not None:
+            raise item.error
+        if item.batch is not None:
+            yield item.batch
 
 
 def _find_metrics(module: nn.Module) -> Iterator[tuple[nn.Module, str, Metric | MetricCollection]]:

@@ -82,13 +82,15 @@ class DatasetClients(Population):
             **self._loader_options,
         )
 
-    def stream(self, visits: Sequence[PlannedVisit]) -> Iterator[StreamItem]:
-        """The batches of all visits in order."""
-        self._sampler.visits = visits
-        issued = self._sampler.issued = deque()
+    def stream(self, visits: Sequence[PlannedVisit], aside: bool = False) -> Iterator[StreamItem]:
+        """The batches of all visits in order; those aside are fetched in this process."""
         loader = self._loader
-        is_plain = loader.num_workers == 0 and not loader.pin_memory  # then the loader does no more than this `map`
-        batches = map(self.source.__getitems__, self._sampler) if is_plain else iter(loader)
+        # Without workers and pinned memory a loader does no more than this `map`.
+        is_plain = aside or (loader.num_workers == 0 and not loader.pin_memory)
+        sampler = _RoundSampler(self) if is_plain else self._sampler
+        sampler.visits = visits
+        issued = sampler.issued = deque()
+        batches = map(self.source.__getitems__, sampler) if is_plain else iter(loader)
         while True:
             try:
                 batch = next(batches)

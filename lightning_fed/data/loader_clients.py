@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem, batch_length, client_keys
 from lightning_fed.messages import Client
@@ -51,11 +55,13 @@ class LoaderClients(Population):
         except TypeError:  # a DataLoader over an IterableDataset has `__len__`, which raises
             return None
 
-    def stream(self, visits: Sequence[PlannedVisit]) -> Iterator[StreamItem]:
+    def stream(self, visits: Sequence[PlannedVisit], aside: bool = False) -> Iterator[StreamItem]:
         """The batches of all visits in order."""
         for place, planned in enumerate(visits):
+            served = 0
             try:
-                served = 0
+                if aside and getattr(self.loaders[planned.visit.client], "persistent_workers", False):
+                    raise ValueError("its loader has persistent workers, which serve one pass at a time")
                 for batch in itertools.islice(self._passes(planned.visit), planned.num_batches):
                     yield StreamItem(place, batch)
                     served += 1
@@ -75,3 +81,23 @@ class LoaderClients(Population):
                 yield batch
             if not has_batches:
                 raise ValueError("its loader gave no batch")
+
+
+@contextmanager
+def undisturbed(loader: Any) -> Iterator[None]:
+    """Random numbers drawn meanwhile, also by the loader's own generators, are drawn again afterwards.
+
+    Args:
+        loader: The loader that is passed over beside training; anything without generators will do.
+
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    states = [(each, each.get_state()) for each in generators if isinstance(each, torch.Generator)]
+    try:
+        with isolate_rng():
+            yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)

@@ -73,10 +73,15 @@ class Population(ABC):
         """Batches in one pass over the client's data; ``None`` where it has no length."""
 
     @abstractmethod
-    def stream(self, visits: Sequence[PlannedVisit]) -> Iterator[StreamItem]:
+    def stream(self, visits: Sequence[PlannedVisit], aside: bool = False) -> Iterator[StreamItem]:
         """The batches of all visits in order: ``num_batches`` items per visit, unless one of them is an error.
 
         What still comes for a visit after its error, or after it was given a ``fault``, is to be ignored.
+
+        Args:
+            visits: The visits.
+            aside: Whether another stream is under way, which goes on afterwards.
+
         """
 
     def close(self) -> None:  # noqa: B027 - optional
