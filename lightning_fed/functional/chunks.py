@@ -1,0 +1,30 @@
+"""How to cut a large input, so that what is computed from it stays small."""
+
+from __future__ import annotations
+
+CHUNK_ELEMENTS = 1 << 22
+"""Most numbers that are converted at a time: 32 MiB in float64."""
+
+
+def chunk_steps(count: int, width: int, positions: int, elements: int | None = None) -> tuple[int, int]:
+    """Cuts an input of shape ``(count, width, positions)`` along its first and last dimension.
+
+    Args:
+        count: Number of examples.
+        width: Number of channels, which stay together.
+        positions: Number of pixels of an example.
+        elements: Most numbers in a piece, but for a single pixel that has more channels; by default
+            ``CHUNK_ELEMENTS``.
+
+    Returns:
+        Number of examples in a piece, and number of pixels; all of them if it has several examples.
+
+    Example:
+        >>> chunk_steps(100, 4, 10, elements=80), chunk_steps(100, 4, 10, elements=20)
+        ((2, 10), (1, 5))
+
+    """
+    elements = CHUNK_ELEMENTS if elements is None else elements
+    pixels = max(1, min(positions, elements // max(1, width)))
+    images = max(1, min(count, elements // max(1, width * positions))) if pixels >= positions else 1
+    return images, pixels

@@ -1,0 +1,237 @@
+"""FedMargin's equations, entropy maps and maximum mean discrepancy, written from the spec in plain loops.
+
+Nothing here imports the package. Prototypes are dictionaries of class to vector; a class that is absent is no key.
+"""
+
+import math
+
+import numpy as np
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FedMargin: specs/fedmargin.md, sections 2 to 4, by the numbers of its equations
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def length(vector):
+    return math.sqrt(sum(float(x) ** 2 for x in vector))
+
+
+def distance(a, b):
+    return length([float(x) - float(y) for x, y in zip(a, b, strict=True)])
+
+
+def prototypes_reference(features, labels, ignore_index, excluded, min_count, normalize):
+    """(1): means and counts per class, of features (N, d) or (N, d, h, w) and labels (N,) or (N, H, W)."""
+    vectors = {}
+    for feature, label in zip(np.asarray(features, np.float64), np.asarray(labels), strict=True):
+        if feature.ndim == 1:
+            pixels = [(int(label), feature)]
+        else:
+            _, h, w = feature.shape
+            height, width = label.shape
+            pixels = [
+                (int(label[math.floor(i * height / h), math.floor(j * width / w)]), feature[:, i, j])
+                for i in range(h)
+                for j in range(w)
+            ]
+        for name, vector in pixels:
+            if name != ignore_index and name not in excluded:
+                size = max(length(vector), 1e-12) if normalize else 1.0
+                vectors.setdefault(name, []).append([float(x) / size for x in vector])
+    means = {c: [math.fsum(column) / len(v) for column in zip(*v, strict=True)] for c, v in vectors.items()}
+    counts = {c: len(v) for c, v in vectors.items()}
+    kept = {c for c in counts if counts[c] >= min_count}
+    return {c: means[c] for c in kept}, {c: counts[c] for c in kept}
+
+
+def class_margins_reference(query, reference, margin, fallback=None):
+    """Section 3.1: class to margin; a class without one is no key."""
+
+    def nearest(point, own, others):
+        distances = [distance(point, vector) for c, vector in others.items() if c != own]
+        return min(distances) if distances else None
+
+    margins = {}
+    for c in query:
+        if c not in reference:
+            continue
+        plus = distance(query[c], reference[c])
+        if margin == "semantic":
+            margins[c] = plus / 2
+            continue
+        if margin == "gain":
+            after, before = nearest(query[c], c, query), nearest(reference[c], c, reference)
+            if after is not None and before is not None:
+                margins[c] = after / 2 - before / 2
+            continue
+        minus = nearest(query[c], c, reference)
+        if minus is None and fallback is not None:
+            minus = nearest(query[c], c, fallback)
+        if minus is None:
+            continue
+        if margin == "hypothesis":
+            margins[c] = (minus - plus) / 2
+        else:
+            margins[c] = (minus - plus) / (minus + plus) if minus + plus else 0.0
+    return margins
+
+
+def reduce_reference(margins, counts, reduction):
+    """(3), (4): one number for the client, None if missing."""
+    if not margins:
+        return None
+    if reduction == "mean":
+        return sum(margins.values()) / len(margins)
+    if reduction == "sum":
+        return sum(margins.values())
+    if reduction == "count":
+        return sum(counts[c] * m for c, m in margins.items()) / sum(counts[c] for c in margins)
+    return max(margins.values())
+
+
+def mean_margin_reference(prototypes, kind, normalize):
+    """(5) and section 6.1."""
+    known = sorted(prototypes)
+    if len(known) < 2:
+        return None
+    if kind == "pairs":
+        total = sum(distance(prototypes[a], prototypes[b]) / 2 for a in known for b in known if a != b)
+        margin = total / (len(known) * (len(known) - 1))
+    else:
+        margin = sum(min(distance(prototypes[a], prototypes[b]) / 2 for b in known if b != a) for a in known)
+        margin /= len(known)
+    return margin / (sum(length(prototypes[c]) for c in known) / len(known)) if normalize else margin
+
+
+def aggregate_reference(clients, counts, sizes, weighting):
+    """(6): class to vector."""
+    known = sorted({c for client in clients for c in client})
+    result = {}
+    for c in known:
+        total, vector = 0.0, None
+        for client, count, size in zip(clients, counts, sizes, strict=True):
+            if c in client:
+                weight = {"class_count": count[c], "num_samples": size, "uniform": 1}[weighting]
+                scaled = [weight * float(x) for x in client[c]]
+                vector = scaled if vector is None else [a + b for a, b in zip(vector, scaled, strict=True)]
+                total += weight
+        result[c] = [x / total for x in vector]
+    return result
+
+
+def memory_reference(previous, current, decay):
+    """(7): class to vector."""
+    result = dict(previous)
+    for c, vector in current.items():
+        if c in previous:
+            result[c] = [decay * float(p) + (1 - decay) * float(q) for p, q in zip(previous[c], vector, strict=True)]
+        else:
+            result[c] = list(vector)
+    return result
+
+
+def attention_reference(values, kind, temperature=1.0, standardize=True):
+    """(8) and the notes of section 4; None is missing."""
+    count = len(values)
+    if kind == "sum":
+        values = [None if v is None else max(v, 0.0) for v in values]
+    known = [v for v in values if v is not None]
+    if not known:
+        return [1 / count] * count
+    values = [sum(known) / len(known) if v is None else v for v in values]
+    if kind == "sum":
+        total = sum(values)
+        return [v / total if total else 1 / count for v in values]
+    if standardize:
+        scale = sum(abs(v) for v in values) / count
+        values = [v / scale if scale else 0.0 for v in values]
+    powers = [math.exp(v / temperature) for v in values]
+    return [power / sum(powers) for power in powers]
+
+
+def combine_reference(local, aggregate, combine, sizes=None):
+    """(9) and the notes of section 4."""
+    both = list(zip(local, aggregate, strict=True))
+    weights = {
+        "mean": [(a + b) / 2 for a, b in both],
+        "product": [a * b for a, b in both],
+        "lpm": list(local),
+        "apm": list(aggregate),
+    }[combine]
+    if sum(weights) == 0:
+        weights = [1.0] * len(weights)
+    if sizes is not None:
+        weights = [a * n for a, n in zip(weights, sizes, strict=True)]
+    return [a / sum(weights) for a in weights]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Analysis: specs/fedmargin.md, section 6
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def mmd_squared_reference(x, y, sigma, estimator, scales=(1.0,)):
+    """Gretton et al. 2012, pair by pair."""
+
+    def kernel(a, b):
+        return sum(math.exp(-(distance(a, b) ** 2) / (2 * (scale * sigma) ** 2)) for scale in scales)
+
+    m, n = len(x), len(y)
+    if estimator == "biased":
+        own = sum(kernel(a, b) for a in x for b in x) / m**2 + sum(kernel(a, b) for a in y for b in y) / n**2
+    else:
+        own = sum(kernel(x[i], x[j]) for i in range(m) for j in range(m) if i != j) / (m * (m - 1))
+        own += sum(kernel(y[i], y[j]) for i in range(n) for j in range(n) if i != j) / (n * (n - 1))
+    return own - 2 * sum(kernel(a, b) for a in x for b in y) / (m * n)
+
+
+def median_distance_reference(samples):
+    """Median over all pairs of different samples."""
+    pairs = [distance(samples[i], samples[j]) for i in range(len(samples)) for j in range(i)]
+    return float(np.median(pairs))
+
+
+def shannon_reference(probabilities):
+    return -sum(p * math.log(p) for p in probabilities if p > 0)
+
+
+def softmax_reference(values):
+    powers = [math.exp(v - max(values)) for v in values]
+    return [power / sum(powers) for power in powers]
+
+
+def feature_shares_reference(values, activation):
+    """Channels of one pixel as numbers that sum to 1."""
+    if activation == "softmax":
+        return softmax_reference(values)
+    values = [max(v, 0.0) if activation == "relu" else abs(v) for v in values]
+    total = sum(values)
+    return [v / total if total else 1 / len(values) for v in values]
+
+
+def bilinear_reference(image, height, width):
+    """Resized with corners not aligned: pixel centres at halves, coordinates outside moved to the edge."""
+    rows, columns = len(image), len(image[0])
+    result = np.zeros((height, width))
+    for i in range(height):
+        for j in range(width):
+            y = min(max((i + 0.5) * rows / height - 0.5, 0.0), rows - 1)
+            x = min(max((j + 0.5) * columns / width - 0.5, 0.0), columns - 1)
+            top, left = int(y), int(x)
+            bottom, right = min(top + 1, rows - 1), min(left + 1, columns - 1)
+            upper = image[top][left] * (1 - x + left) + image[top][right] * (x - left)
+            lower = image[bottom][left] * (1 - x + left) + image[bottom][right] * (x - left)
+            result[i, j] = upper * (1 - y + top) + lower * (y - top)
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The example of section 8: three clients, three classes, scalar weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+BEFORE = [{0: (0, 0), 1: (4, 0), 2: (0, 3)}, {0: (0, 0), 1: (1, 0)}, {2: (0, 3)}]
+AFTER = [{0: (0, -1), 1: (5, 0), 2: (0, 4)}, {0: (0.5, 0), 1: (0.5, 0.5)}, {2: (0, 2)}]
+COUNTS = [{0: 10, 1: 10, 2: 20}, {0: 30, 1: 10}, {2: 20}]
+SIZES = [40, 40, 20]
+PREVIOUS = {0: (0, 0), 1: (3, 0)}
+WEIGHTS = [1.0, 2.0, 4.0]
