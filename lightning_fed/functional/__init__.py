@@ -1,6 +1,20 @@
 """The papers' equations on tensors; nothing here knows Lightning or the rest of the package."""
 
 from lightning_fed.functional.average import WeightedMean as WeightedMean
+from lightning_fed.functional.discrepancy import (
+    classwise_maximum_mean_discrepancy as classwise_maximum_mean_discrepancy,
+)
+from lightning_fed.functional.discrepancy import maximum_mean_discrepancy as maximum_mean_discrepancy
+from lightning_fed.functional.discrepancy import median_distance as median_distance
+from lightning_fed.functional.entropy import feature_entropy as feature_entropy
+from lightning_fed.functional.entropy import shannon_entropy as shannon_entropy
+from lightning_fed.functional.entropy import softmax_entropy as softmax_entropy
+from lightning_fed.functional.margin import aggregate_mean_margin as aggregate_mean_margin
+from lightning_fed.functional.margin import aggregate_prototype_margin as aggregate_prototype_margin
+from lightning_fed.functional.margin import class_margins as class_margins
+from lightning_fed.functional.margin import combine_attention as combine_attention
+from lightning_fed.functional.margin import local_prototype_margin as local_prototype_margin
+from lightning_fed.functional.margin import margin_attention as margin_attention
 from lightning_fed.functional.partition import by_group as by_group
 from lightning_fed.functional.partition import dirichlet_per_class as dirichlet_per_class
 from lightning_fed.functional.partition import dirichlet_per_client as dirichlet_per_client
@@ -9,17 +23,43 @@ from lightning_fed.functional.partition import labels_per_client as labels_per_c
 from lightning_fed.functional.partition import pixel_permutation as pixel_permutation
 from lightning_fed.functional.partition import quantity_skew as quantity_skew
 from lightning_fed.functional.partition import shards as shards
+from lightning_fed.functional.prototypes import Prototypes as Prototypes
+from lightning_fed.functional.prototypes import aggregate_prototypes as aggregate_prototypes
+from lightning_fed.functional.prototypes import class_prototypes as class_prototypes
+from lightning_fed.functional.prototypes import class_sums as class_sums
+from lightning_fed.functional.prototypes import reference_prototypes as reference_prototypes
+from lightning_fed.functional.prototypes import resize_labels as resize_labels
+from lightning_fed.functional.prototypes import update_prototypes as update_prototypes
 from lightning_fed.functional.synthetic import synthetic as synthetic
 
 __all__ = [
+    "Prototypes",
     "WeightedMean",
+    "aggregate_mean_margin",
+    "aggregate_prototype_margin",
+    "aggregate_prototypes",
     "by_group",
+    "class_margins",
+    "class_prototypes",
+    "class_sums",
+    "classwise_maximum_mean_discrepancy",
+    "combine_attention",
     "dirichlet_per_class",
     "dirichlet_per_client",
+    "feature_entropy",
     "iid",
     "labels_per_client",
+    "local_prototype_margin",
+    "margin_attention",
+    "maximum_mean_discrepancy",
+    "median_distance",
     "pixel_permutation",
     "quantity_skew",
+    "reference_prototypes",
+    "resize_labels",
+    "shannon_entropy",
     "shards",
+    "softmax_entropy",
     "synthetic",
+    "update_prototypes",
 ]

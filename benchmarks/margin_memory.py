@@ -1,0 +1,87 @@
+"""Peak memory of FedMargin's analysis on large inputs, each in a process of its own.
+
+What is measured is the process' peak resident memory: once with the inputs alone, once with the computation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import machine, parser, prepare, table, write_section
+from torch import Tensor
+
+from lightning_fed.functional import class_sums, maximum_mean_discrepancy, softmax_entropy
+
+WIDTH, CLASSES = 512, 21
+WORDS = {
+    "mmd": "`maximum_mean_discrepancy`, {0:,} x 512 against {0:,} x 512, median bandwidth",
+    "sums": "`class_sums`, {0:,} feature maps of 512 x 64 x 64",
+    "entropy": "`softmax_entropy`, {0:,} logit maps of 21 x 256 x 256",
+}
+SAMPLES = {"mmd": 20_000, "sums": 64, "entropy": 64}
+QUICK = {"mmd": 1000, "sums": 2, "entropy": 2}
+
+
+def peak_bytes() -> int:
+    """Peak resident bytes of this process. ``ru_maxrss`` would start at the peak of the process that started it."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def inputs_of(part: str, samples: int) -> tuple[Tensor, ...]:
+    if part == "mmd":
+        return torch.randn(samples, WIDTH), torch.randn(samples, WIDTH)
+    if part == "sums":
+        return torch.randn(samples, WIDTH, 64, 64), torch.randint(CLASSES, (samples, 512, 512), dtype=torch.uint8)
+    return (torch.randn(samples, CLASSES, 256, 256),)
+
+
+def measure(part: str, samples: int) -> dict[str, Any]:
+    inputs = inputs_of(part, samples)
+    before, begin = peak_bytes(), time.process_time()
+    if part == "mmd":
+        maximum_mean_discrepancy(*inputs)
+    elif part == "sums":
+        class_sums(*inputs, CLASSES)
+    else:
+        softmax_entropy(*inputs)
+    return {"input_bytes": before, "peak_bytes": peak_bytes(), "cpu_s": time.process_time() - begin}
+
+
+def main() -> None:
+    made = parser(__doc__.splitlines()[0], data=False)
+    made.add_argument("--parts", nargs="+", default=list(WORDS), choices=list(WORDS), help="what to measure")
+    made.add_argument("--measure", default=None, choices=list(WORDS), help=argparse.SUPPRESS)
+    made.add_argument("--samples", type=int, default=None, help=argparse.SUPPRESS)
+    arguments = made.parse_args()
+    prepare(arguments)
+    if arguments.measure is not None:
+        print(json.dumps(measure(arguments.measure, arguments.samples)))
+        return
+    rows = []
+    for part in arguments.parts:
+        samples = (QUICK if arguments.quick else SAMPLES)[part]
+        command = [sys.executable, __file__, "--measure", part, "--samples", str(samples)]
+        command += ["--threads", str(arguments.threads)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        result = json.loads(done.stdout.splitlines()[-1])
+        mebibytes = [result["input_bytes"] / 2**20, result["peak_bytes"] / 2**20]
+        rows.append([WORDS[part].format(samples), *(f"{value:.0f}" for value in mebibytes), f"{result['cpu_s']:.1f}"])
+    text = f"`python benchmarks/margin_memory.py --out docs/performance.md`. {machine(arguments.threads)}.\n\n"
+    header = ["", "peak resident MiB, package and inputs alone", "with the computation", "s, process"]
+    write_section(arguments.out, "margin memory", text + table(header, rows))
+
+
+if __name__ == "__main__":
+    main()
