@@ -148,6 +148,7 @@ DATA = {
     # The client's data set, the reason that is logged, and options of the datamodule.
     "no examples": (lambda: examples(0), "it has no examples"),
     "no full batch": (lambda: examples(BATCH - 1), "its 3 examples make no full batch and `drop_last` is set"),
+    "a single example": (lambda: examples(1), "it has a single example, on which BatchNorm cannot train"),
     "length raises": (HasNoLength, "its data raised OSError: index file is gone"),
     "first batch raises": (lambda: Breaks(0), TRUNCATED),
     "batch in the middle raises": (lambda: Breaks(BATCH + 1), TRUNCATED),
@@ -287,14 +288,14 @@ class Build:
         return self.bad(client) if self.bad is raise_on_build else self.bad()
 
 
-def train(clients, callbacks=(), data_options=None, **options):
+def train(clients, callbacks=(), data_options=None, module=None, **options):
     """Module and rows of a federated fit of three rounds."""
     data = FederatedDataModule(
         clients,
         DataLoader(examples(6, 9), batch_size=3),
         **{"batch_size": BATCH, "shuffle": False, **(data_options or {})},
     )
-    module, rows = Net(), Rows()
+    module, rows = module or Net(), Rows()
     trainer = FederatedTrainer(
         max_rounds=ROUNDS,
         callbacks=list(callbacks),
@@ -629,12 +630,55 @@ def test_a_single_example_from_a_users_loader():
     assert "`drop_last=True`" in note
 
 
-def test_a_client_with_a_single_example():
+class ByHand(Net):
+    """The same, optimized by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def test_a_single_example_where_a_step_may_leave_things_undone():
     with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
-        train({"good": examples(BATCH), "tiny": examples(1)})
+        train({"good": examples(BATCH), "tiny": examples(1)}, module=ByHand())
     (note,) = caught.value.__notes__
     assert note.startswith("In round 0, in the visit of client 'tiny'. It has a single example")
     assert "to_group_norm" in note
+
+
+class Watching(Net):
+    """Steps without an index, and a hook that wants to see what they return."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch):
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+
+
+@pytest.mark.parametrize("name", ["first", "tiny"])  # before and after "good"
+def test_the_modules_hook_sees_no_batch_that_failed(name):
+    module, rows = train({"good": examples(BATCH), name: examples(1)}, module=Watching())
+    assert len(module.losses) == 2 * ROUNDS
+    assert [(row["fed/clients"], row["fed/failed"]) for row in rows.values()] == [(1, 1)] * ROUNDS
+
+
+def test_a_single_example_without_batch_norm_in_training():
+    module = Net()
+    module.body[1].eval()
+    with pytest.warns(UserWarning, match="in eval mode"):  # Lightning's
+        _, rows = train({"good": examples(BATCH), "tiny": examples(1)}, module=module)
+    assert [row["fed/clients"] for row in rows.values()] == [2] * ROUNDS
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

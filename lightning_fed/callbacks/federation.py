@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fed.aggregators import Aggregator, build_aggregator
 from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, thaw_batch_norm, warn_of_averaging
+from lightning_fed.callbacks.blame import client_fault, note_on
 from lightning_fed.callbacks.client_evaluation import evaluate_clients
 from lightning_fed.callbacks.door import (
     TakenHook,
@@ -225,6 +226,7 @@ class Federation(L.Callback):
             TakenHook(owner, "train_dataloader", self._train_dataloader),
             TakenHook(pl_module, "on_save_checkpoint", self._on_save_checkpoint),
             TakenHook(pl_module, "on_train_batch_end", self._module_on_train_batch_end),
+            TakenHook(pl_module, "training_step", self._training_step),
         ]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -276,7 +278,7 @@ class Federation(L.Callback):
             return
         round = self._open()
         if loader.current is not None:
-            if batch is not None:  # what the module does after a batch is part of the visit
+            if self._has_trained(batch):  # what the module does after a batch is part of the visit
                 self._hooks[2].original(outputs, batch, batch_idx)
                 self._module_hook_is_done = True
             round.end_visit(loader.current)
@@ -320,19 +322,7 @@ class Federation(L.Callback):
         """Leaves the last complete global model in the module, and says whose visit it was."""
         planned = None if self._round is None else self._round.visit
         if planned is not None:
-            note = f"In round {self.server.report.round}, in the visit of client {planned.visit.client!r}."
-            if "more than 1 value per channel" in str(exception) and planned.num_samples == 1:
-                note += (
-                    " It has a single example, on which BatchNorm cannot train: leave such clients out, or convert the"
-                    " model with `lightning_fed.modules.to_group_norm`."
-                )
-            elif "more than 1 value per channel" in str(exception):
-                note += (
-                    " Its loader gave a batch of a single example, on which BatchNorm cannot train: set"
-                    " `drop_last=True` or another batch size on that loader, or give the client as a data set, whose"
-                    " trailing single example joins the batch before it."
-                )
-            exception.add_note(note)
+            exception.add_note(note_on(exception, planned))
         self._abandon()
         if self.batch_norm == "frozen":
             thaw_batch_norm(pl_module)
@@ -442,8 +432,26 @@ class Federation(L.Callback):
         """The module's own hook, unless the end of the visit has called it already; not for batches that failed."""
         if self._module_hook_is_done:
             self._module_hook_is_done = False
-        elif batch is not None:
+        elif self._has_trained(batch):
             self._hooks[2].original(outputs, batch, batch_idx)
+
+    def _has_trained(self, batch: Any) -> bool:
+        planned = None if self._loader is None else self._loader.current
+        return batch is not None and (planned is None or planned.fault is None)
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own step; where it fails by the client's fault, the client is left out and the round goes on."""
+        try:
+            return self._hooks[3].original(*args, **kwargs)
+        except Exception as error:
+            planned = None if self._round is None else self._round.visit
+            fault = None if planned is None else client_fault(error, planned)
+            # With manual optimization a step that broke off may have left anything undone.
+            if planned is None or fault is None or not self._trainer.lightning_module.automatic_optimization:
+                raise
+            planned.fault = fault
+            warnings.filterwarnings("ignore", "`training_step` returned `None`")  # on purpose, and the log says why
+            return None
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A checkpoint inside a round holds the last complete global model, and the round is trained again."""
