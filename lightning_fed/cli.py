@@ -13,7 +13,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import ArgsType, LightningCLI
-from torch import nn
 
 # Imported classes can be named without their path in recipes: `class_path: Dirichlet`.
 import lightning_fed.aggregators
@@ -22,6 +21,7 @@ import lightning_fed.data
 import lightning_fed.tasks  # noqa: F401
 from lightning_fed import __version__
 from lightning_fed.callbacks import Federation
+from lightning_fed.state import Selector
 from lightning_fed.trainer import FederatedTrainer
 
 _COMMANDS = {
@@ -114,8 +114,8 @@ def federated_trainer(
     *,
     max_rounds: int | None = None,
     federation: Federation | None = None,
-    personal: Sequence[type[nn.Module] | str] = (),
-    frozen: Sequence[type[nn.Module] | str] = (),
+    personal: Sequence[Selector] = (),
+    frozen: Sequence[Selector] = (),
     callbacks: list[Callback] | Callback | None = None,
     enable_progress_bar: bool | None = None,
     **options: Any,
@@ -128,8 +128,7 @@ def federated_trainer(
         max_rounds: Rounds to train: Lightning's ``max_epochs``.
         federation: A ready callback, such as a preset, instead of the arguments below:
             ``{class_path: lightning_fed.FedPer, init_args: {head: "head.*"}}``.
-        personal: Entries that stay with their client: name patterns, or module types by class path (which are tried
-            first, as every class path is a string too).
+        personal: Entries that stay with their client: name patterns, or module types by class path.
         frozen: Entries that never travel, likewise.
         callbacks: Callbacks beside the federation's own.
         enable_progress_bar: Whether to show a progress bar.

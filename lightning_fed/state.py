@@ -19,8 +19,11 @@ from torch import Tensor, nn
 from lightning_fed.messages import State
 
 Policy: TypeAlias = Literal["shared", "personal", "frozen"]
-Selector: TypeAlias = str | type[nn.Module]
-"""A pattern of entry names (``"head.*"``, as in :mod:`fnmatch`) or a module type, whose entries are all meant."""
+Selector: TypeAlias = type[nn.Module] | str
+"""A pattern of entry names (``"head.*"``, as in :mod:`fnmatch`) or a module type, whose entries are all meant.
+
+Types come first, because the command line tries them in this order and every class path is a string too.
+"""
 
 BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """The batch normalisation layers, with the subclasses that timm makes of them."""

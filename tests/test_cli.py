@@ -182,6 +182,37 @@ def test_personal_entries_by_pattern_and_by_type():
     )
 
 
+SELECTORS = {
+    # The options of a recipe's Trainer, and what stays at home.
+    "options": ("{personal: [torch.nn.BatchNorm2d, 'head.*']}", (torch.nn.BatchNorm2d, "head.*")),
+    "federation": (
+        "{federation: {class_path: lightning_fed.Federation, init_args: {personal: ['a.b', torch.nn.GroupNorm]}}}",
+        ("a.b", torch.nn.GroupNorm),
+    ),
+    "preset with a type": (
+        "{federation: {class_path: lightning_fed.FedPer, init_args: {head: torch.nn.Linear}}}", (torch.nn.Linear,)
+    ),
+    "preset with a pattern": (
+        "{federation: {class_path: lightning_fed.FedPer, init_args: {head: head.weight}}}", ("head.weight",)
+    ),
+    "preset with both": (
+        "{federation: {class_path: lightning_fed.FedPer, init_args: {head: [torch.nn.Linear, 'head.*']}}}",
+        (torch.nn.Linear, "head.*"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_selectors_in_a_recipe(name, tmp_path):
+    trainer, expected = SELECTORS[name]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {class_path: ClassificationTask, init_args: {model: mlp, num_classes: 6}}\n"
+        f"data: {{class_path: Shapes, init_args: {{num_train: 20}}}}\ntrainer: {trainer}\n"
+    )
+    assert build("-c", str(recipe)).trainer.federation.personal == expected
+
+
 def test_a_store_by_its_folder(tmp_path):
     assert type(federation_of("--trainer.store", "clients").store) is FolderStore
 
