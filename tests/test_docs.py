@@ -26,6 +26,7 @@ ROOMS = {
     "lightning_fed.callbacks": "callbacks.md",
     "lightning_fed.data": "data.md",
     "lightning_fed.functional": "functional.md",
+    "lightning_fed.metrics": "metrics.md",
     "lightning_fed.modules": "modules.md",
     "lightning_fed.tasks": "tasks.md",
 }

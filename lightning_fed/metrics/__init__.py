@@ -1,0 +1,7 @@
+"""What the papers measure besides accuracy, as torchmetrics: in any LightningModule, federated or not."""
+
+from lightning_fed.metrics.discrepancy import MaximumMeanDiscrepancy as MaximumMeanDiscrepancy
+from lightning_fed.metrics.entropy import MeanEntropy as MeanEntropy
+from lightning_fed.metrics.margin import AggregateMeanMargin as AggregateMeanMargin
+
+__all__ = ["AggregateMeanMargin", "MaximumMeanDiscrepancy", "MeanEntropy"]

@@ -1,0 +1,98 @@
+"""Mean of the entropy maps of a model."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_fed.functional.entropy import Activation, feature_entropy, softmax_entropy
+from lightning_fed.functional.options import check_option
+from lightning_fed.functional.prototypes import resize_labels
+
+Level = Literal["softmax", "feature"]
+
+
+class MeanEntropy(Metric):
+    r"""Mean entropy over all pixels: of the class probabilities, or of the features.
+
+    See :func:`~lightning_fed.functional.softmax_entropy` (low where a model is confident) and
+    :func:`~lightning_fed.functional.feature_entropy` (high where many channels are active). Processes add their sums
+    and counts up.
+
+    Args:
+        level: What :meth:`update` is given: logits, or features.
+        activation: What makes features non-negative.
+        normalize: Whether to divide by the logarithm of the number of channels, so that the result is in 0 to 1.
+        ignore_index: Label of void pixels, which are left out where labels are given; ``None`` for none.
+        **kwargs: Arguments of ``torchmetrics.Metric``.
+
+    Raises:
+        ValueError: If ``level`` or ``activation`` is unknown.
+
+    Example:
+        >>> import torch
+        >>> entropy = MeanEntropy(normalize=True)
+        >>> entropy.update(torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.5, 0.0]]).log())
+        >>> entropy.compute()
+        tensor(0.6804)
+
+    """
+
+    is_differentiable = False
+    higher_is_better = None
+    full_state_update = False
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(
+        self,
+        level: Level = "softmax",
+        *,
+        activation: Activation = "relu",
+        normalize: bool = False,
+        ignore_index: int | None = 255,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        check_option("level", level, get_args(Level))
+        check_option("activation", activation, get_args(Activation))
+        self.level: Level = level
+        self.activation: Activation = activation
+        self.normalize = normalize
+        self.ignore_index = ignore_index
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    @torch.no_grad()
+    def update(self, values: Tensor, labels: Tensor | None = None) -> None:
+        """Adds a batch.
+
+        Args:
+            values: Logits or features, shape ``(N, C, *size)``.
+            labels: Classes, shape ``(N, *label_size)``, resized to the values' size; only to leave out void pixels.
+
+        Raises:
+            ValueError: If the shapes do not fit, or there are fewer than two channels.
+
+        """
+        if self.level == "softmax":
+            entropies = softmax_entropy(values, normalize=self.normalize)
+        else:
+            entropies = feature_entropy(values, activation=self.activation, normalize=self.normalize)
+        if labels is not None:
+            if labels.ndim != entropies.ndim or labels.shape[0] != entropies.shape[0]:
+                raise ValueError(
+                    f"Expected `labels` to have the dimensions of {tuple(entropies.shape)}, but got"
+                    f" {tuple(labels.shape)}."
+                )
+            entropies = entropies[resize_labels(labels, entropies.shape[1:]) != self.ignore_index]
+        self.total = self.total + entropies.double().sum()
+        self.count = self.count + entropies.numel()
+
+    def compute(self) -> Tensor:
+        """The mean; NaN if there was no pixel."""
+        return (self.total / self.count).to(self.dtype)
