@@ -20,7 +20,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
-from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation, FedPer
+from lightning_fed import FedBN, FederatedCallback, FederatedDataModule, FederatedTrainer, Federation, FedPer
 from lightning_fed.aggregators import FairAvg, FedAvg
 from lightning_fed.callbacks.door import check_trainer
 from lightning_fed.data import IID, ByGroup, Dirichlet, LazyClients
@@ -181,6 +181,15 @@ BAD_ARGUMENTS = [
 def test_bad_arguments(kind, arguments, error, message):
     with pytest.raises(error, match=message):
         kind(**arguments, **(QUIET if kind is FederatedTrainer else {}))
+
+
+def test_presets_say_what_they_fix():
+    with pytest.raises(ValueError, match=r"`FedBN` without `batch_norm`, which is 'personal' there, .*='average'"):
+        FedBN(batch_norm="average")
+    with pytest.raises(ValueError, match=r"`FedPer` without `personal`, which is its `head`, but got personal=\['a'\]"):
+        FedPer("head.*", personal=["a"])
+    assert FedBN(personal=["head.*"], local_epochs=2).personal == ("head.*",)
+    assert FedPer(["head.*", torch.nn.LSTM], batch_norm="average").personal == ("head.*", torch.nn.LSTM)
 
 
 BAD_SELECTORS = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_fed.callbacks.federation import Federation
@@ -19,7 +19,7 @@ def FedPer(head: Selector | Sequence[Selector], **options: Any) -> Federation:
         options: Further arguments of :class:`~lightning_fed.callbacks.Federation`.
 
     Raises:
-        ValueError: In ``fit``, if a selector matches nothing.
+        ValueError: If ``personal`` is among the options; in ``fit``, if a selector matches nothing.
 
     Example:
         >>> FedPer("head.*", clients_per_round=10).personal
@@ -29,6 +29,7 @@ def FedPer(head: Selector | Sequence[Selector], **options: Any) -> Federation:
         Arivazhagan et al., "Federated Learning with Personalization Layers", 2019. https://arxiv.org/abs/1912.00818
 
     """
+    _check_free("FedPer", "personal", "which is its `head`", options)
     return Federation(personal=[head] if isinstance(head, str | type) else head, **options)
 
 
@@ -40,6 +41,9 @@ def FedBN(**options: Any) -> Federation:
     Args:
         options: Further arguments of :class:`~lightning_fed.callbacks.Federation`.
 
+    Raises:
+        ValueError: If ``batch_norm`` is among the options.
+
     Example:
         >>> FedBN().batch_norm
         'personal'
@@ -49,4 +53,13 @@ def FedBN(**options: Any) -> Federation:
         https://arxiv.org/abs/2102.07623
 
     """
+    _check_free("FedBN", "batch_norm", "which is 'personal' there", options)
     return Federation(batch_norm="personal", **options)
+
+
+def _check_free(preset: str, name: str, reason: str, options: Mapping[str, Any]) -> None:
+    if name in options:
+        raise ValueError(
+            f"Expected `{preset}` without `{name}`, {reason}, but got {name}={options[name]!r}:"
+            f" use `Federation({name}={options[name]!r})` instead of the preset."
+        )
