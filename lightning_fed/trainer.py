@@ -141,7 +141,8 @@ class FederatedTrainer(L.Trainer):
         Args:
             model: Any LightningModule.
             train_dataloaders: One ``DataLoader``, which ``partition`` splits; or a mapping or sequence of clients, each
-                with a ``DataLoader`` or a map-style data set; or a datamodule.
+                with a ``DataLoader`` or a map-style data set; or a datamodule. Data sets get batches of 32: for another
+                size hand over a ``FederatedDataModule(clients, batch_size=...)``, or loaders.
             val_dataloaders: Validation data of the global model, as ``L.Trainer.fit`` takes them; a mapping of clients
                 is evaluated client by client as well.
             datamodule: Any datamodule, which ``partition`` splits, or a

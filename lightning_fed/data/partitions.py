@@ -375,6 +375,8 @@ class QuantitySkew(Partition):
 class PermutedPixels(Partition):
     """User-specific skew of the inputs: an IID split, and each client sees the pixels in an order of its own.
 
+    Training data are permuted, validation data are left as they are: :meth:`transform` gives what to do to a client's.
+
     Args:
         num_clients: Number of clients, at least 1.
         seed: Seed of the split and of the permutations; ``None`` for the federation's.
