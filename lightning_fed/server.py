@@ -61,6 +61,10 @@ class Aggregator(ABC):
         """Client-side callbacks without which the method does not work; the trainer adds those that are missing."""
         return ()
 
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the round that was just aggregated, for the log: full name to value."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """What must survive from round to round (server momentum, prototypes): tensors and primitives."""
         return {}

@@ -15,6 +15,7 @@ from lightning_fed.state import Policy, copy_state, live_entries, load_entries, 
 from lightning_fed.store import ClientStore
 
 _OPTIMIZER = "optimizer:"
+_MEMORY = "memory:"
 
 
 class LocalModel:
@@ -28,6 +29,9 @@ class LocalModel:
         module: The module that trains.
         policies: The policy of every entry, of :func:`lightning_fed.state.entry_policies`.
         store: Where clients keep their personal entries.
+
+    Attributes:
+        memory: What callbacks keep for the client between its visits: empty before its first.
 
     """
 
@@ -43,6 +47,7 @@ class LocalModel:
         known = module.state_dict()
         self._other_buffers = {name: value for name, value in module.named_buffers() if name not in known}
         self._other_values = copy_state(self._other_buffers)
+        self.memory: State = {}
 
     def global_state(self) -> State:
         """A copy of the shared entries as they are now."""
@@ -60,12 +65,16 @@ class LocalModel:
             ValueError: If ``state`` does not hold the shared entries, or the store's do not fit.
 
         """
-        load_entries(self.entries, {**state, **self.home, **self._kept(client)})
+        kept = self.store.get(client) or {}
+        personal = {name: value for name, value in kept.items() if not name.startswith((_OPTIMIZER, _MEMORY))}
+        load_entries(self.entries, {**state, **self.home, **personal})
+        self.memory = {name[len(_MEMORY) :]: kept[name] for name in kept if name.startswith(_MEMORY)}
         load_entries(self._other_buffers, self._other_values)
 
     def keep(self, client: Client, round: int, optimizer_state: Mapping[str, Tensor]) -> None:
-        """Keeps the client's personal entries, and its optimizer state if there is one, until its next visit."""
+        """Keeps the client's personal entries, optimizer state and memory, if it has any, until its next visit."""
         kept = {name: self.entries[name] for name in self.personal} | dict(optimizer_state)
+        kept |= {f"{_MEMORY}{name}": value for name, value in self.memory.items()}
         if kept:
             self.store.put(client, round, kept)
 
@@ -86,10 +95,6 @@ class LocalModel:
             if update.state[name].shape == broadcast.state[name].shape
         ]
         return float(norm(update.state[name] - broadcast.state[name] for name in names)) if names else None
-
-    def _kept(self, client: Client) -> State:
-        kept = self.store.get(client) if self.personal else None
-        return {name: value for name, value in (kept or {}).items() if not name.startswith(_OPTIMIZER)}
 
 
 class StepScheduler(Protocol):

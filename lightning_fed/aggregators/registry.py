@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from lightning_fed.aggregators.fairavg import FairAvg
 from lightning_fed.aggregators.fedavg import FedAvg
+from lightning_fed.aggregators.fedmargin import FedMargin
 from lightning_fed.server import Aggregator
 
-AGGREGATORS: dict[str, type[Aggregator]] = {"fairavg": FairAvg, "fedavg": FedAvg}
+AGGREGATORS: dict[str, type[Aggregator]] = {"fairavg": FairAvg, "fedavg": FedAvg, "fedmargin": FedMargin}
 """The rules that ``aggregator="name"`` can mean."""
 
 

@@ -7,8 +7,10 @@ from lightning_fed.callbacks.images import segmentation_grid as segmentation_gri
 from lightning_fed.callbacks.presets import FedBN as FedBN
 from lightning_fed.callbacks.presets import FedPer as FedPer
 from lightning_fed.callbacks.progress import FederatedProgressBar as FederatedProgressBar
+from lightning_fed.callbacks.prototypes import ClassPrototypes as ClassPrototypes
 
 __all__ = [
+    "ClassPrototypes",
     "FedBN",
     "FedPer",
     "FederatedCallback",

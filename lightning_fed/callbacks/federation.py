@@ -30,9 +30,9 @@ from lightning_fed.callbacks.open_round import OpenRound
 from lightning_fed.callbacks.round_log import RoundLog
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_loader
 from lightning_fed.data.partitions import Partition
-from lightning_fed.data.population import Population
+from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.data.rounds import RoundLoader
-from lightning_fed.messages import Client
+from lightning_fed.messages import Client, State
 from lightning_fed.schedule import Cohort, Schedule
 from lightning_fed.server import Server
 from lightning_fed.state import BatchNorm, Policy, Selector, batch_norm_statistics, entry_policies
@@ -166,10 +166,28 @@ class Federation(L.Callback):
     # What the outside may ask
 
     @property
+    def current_visit(self) -> PlannedVisit | None:
+        """The visit that is under way; ``None`` between visits."""
+        return None if self._round is None else self._round.visit
+
+    @property
     def current_client(self) -> Client | None:
         """The client that trains now; ``None`` between visits."""
-        visit = None if self._round is None else self._round.visit
-        return None if visit is None else visit.visit.client
+        return None if self.current_visit is None else self.current_visit.visit.client
+
+    @property
+    def client_memory(self) -> State:
+        """Tensors that callbacks keep for the client that trains now, until its next visit; theirs to change.
+
+        They stay with the client (in the ``store``), and are kept only if its update was good.
+
+        Raises:
+            RuntimeError: Between visits.
+
+        """
+        if self._round is None:
+            raise RuntimeError("No client is training: its memory can be asked for during its visit.")
+        return self._round.local.memory
 
     @property
     def population(self) -> Population:
@@ -182,6 +200,33 @@ class Federation(L.Callback):
         if self._population is None:
             raise RuntimeError("The clients are not known before `fit` asks for the training data.")
         return self._population
+
+    def client_state(self, client: Client) -> dict[str, Any]:
+        """The state of a client's own model: the global model with the client's personal entries.
+
+        Args:
+            client: The client's key; before its first visit its personal entries have the server's initial values.
+
+        Returns:
+            A copy, as ``module.state_dict()`` has it, for ``load_state_dict``.
+
+        Raises:
+            RuntimeError: Before the clients are known, and inside a round, when the module is not the global model.
+            ValueError: If there is no such client.
+
+        """
+        if client not in self.population.clients:
+            raise ValueError(f"Expected one of the federation's clients, but got {client!r}.")
+        if self._round is not None:
+            raise RuntimeError("A client's own model can be asked for between rounds and after the fit.")
+        module = self._trainer.lightning_module
+        local = LocalModel(module, self._policies, self.store)
+        state = local.global_state()
+        local.load_client(client, state)
+        try:
+            return copy.deepcopy(module.state_dict())
+        finally:
+            local.load_global(state)
 
     @property
     def state_key(self) -> str:
@@ -413,7 +458,8 @@ class Federation(L.Callback):
         if is_new and self.batch_norm == "recalibrate":
             recalibrate(self._trainer, pl_module, self.server, round.local, self.population, self._cohort)
         after, parameters = round.local.entries, round.local.parameters
-        self.log_book.end_round(self._trainer, self.server.report, self._cohort, round.before, after, parameters)
+        report, measured = self.server.report, self.server.aggregator.metrics() if is_new else {}
+        self.log_book.end_round(self._trainer, report, self._cohort, round.before, after, parameters, measured)
         self._round, self._served = None, self._loader
         self._start, self._is_before_validation = None, True
         self.rounds = self.server.report.round + 1

@@ -37,7 +37,8 @@ class RoundLog:
     ``comm/down_bytes``        bytes of the round's broadcasts; ``comm/total_down_bytes`` since round 0
     ========================== ==========================================================================
 
-    Other ``metrics`` that clients send are logged as ``fed/<name>``, their mean over clients.
+    Other ``metrics`` that clients send are logged as ``fed/<name>``, their mean over clients; those of the aggregator
+    (:meth:`Aggregator.metrics <lightning_fed.server.Aggregator.metrics>`) under their own names.
 
     Attributes:
         total_up_bytes: Bytes of all updates since round 0.
@@ -78,6 +79,7 @@ class RoundLog:
         before: State,
         after: State,
         parameters: Sequence[str],
+        measured: Mapping[str, float],
     ) -> None:
         """Logs a round.
 
@@ -88,6 +90,7 @@ class RoundLog:
             before: The global model that the round started from.
             after: The one that it ended with.
             parameters: Names of the entries that are trained.
+            measured: What the aggregator reports.
 
         """
         self.total_up_bytes += report.up_bytes
@@ -115,7 +118,7 @@ class RoundLog:
             sent = [metrics[name] for metrics in report.metrics.values() if name in metrics]
             values[f"fed/{name}"] = sum(sent) / len(sent)
         self._last = {}
-        self._put(trainer, report.round, values)
+        self._put(trainer, report.round, values | dict(measured))
 
     def put_clients(self, trainer: L.Trainer, round: int, results: ClientResults) -> None:
         """Logs the evaluation client by client: ``fed/<metric>/...``, and ``client/<id>/<metric>`` of few clients."""

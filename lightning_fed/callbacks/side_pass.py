@@ -58,13 +58,24 @@ def to_device(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> Any:
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
-def run_step(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, batch_idx: int) -> Any:
-    """Calls ``module.<name>(batch[, batch_idx])`` in the Trainer's precision."""
+def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> Any:
+    """The batch as a step gets it: in the Trainer's precision, on its device."""
+    return to_device(trainer, module, trainer.precision_plugin.convert_input(batch))
+
+
+def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, batch_idx: int) -> Any:
+    """Calls ``module.<name>(batch[, batch_idx])`` with what :func:`prepare_batch` made, in the Trainer's precision."""
     step = getattr(module, name)
     wants_index = len(inspect.signature(step).parameters) > 1
     with trainer.precision_plugin.forward_context():
-        batch = to_device(trainer, module, trainer.precision_plugin.convert_input(batch))
         return step(batch, batch_idx) if wants_index else step(batch)
+
+
+def run_step(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, batch_idx: int) -> Any:
+    """Calls ``module.<name>(batch[, batch_idx])`` with a batch as the loader gave it."""
+    with trainer.precision_plugin.forward_context():
+        batch = prepare_batch(trainer, module, batch)
+    return run_prepared(trainer, module, name, batch, batch_idx)
 
 
 def forward_step(module: L.LightningModule) -> str | None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem, batch_length, client_keys
 from lightning_fed.messages import Client
@@ -60,11 +59,13 @@ class LoaderClients(Population):
         for place, planned in enumerate(visits):
             served = 0
             try:
-                if aside and getattr(self.loaders[planned.visit.client], "persistent_workers", False):
+                loader = self.loaders[planned.visit.client]
+                if aside and getattr(loader, "persistent_workers", False):
                     raise ValueError("its loader has persistent workers, which serve one pass at a time")
-                for batch in itertools.islice(self._passes(planned.visit), planned.num_batches):
-                    yield StreamItem(place, batch)
-                    served += 1
+                with undisturbed(loader, planned.visit.seed) if aside else nullcontext():
+                    for batch in itertools.islice(self._passes(loader, planned.visit), planned.num_batches):
+                        yield StreamItem(place, batch)
+                        served += 1
             except Exception as error:
                 # Without the traceback, whose frames would keep the loader's workers waiting.
                 yield StreamItem(place, error=error.with_traceback(None))
@@ -72,8 +73,7 @@ class LoaderClients(Population):
             for _ in range(planned.num_batches - served):  # the loader gave fewer batches than its length
                 yield StreamItem(place)
 
-    def _passes(self, visit: Visit) -> Iterator[Any]:
-        loader = self.loaders[visit.client]
+    def _passes(self, loader: Iterable[Any], visit: Visit) -> Iterator[Any]:
         for _ in itertools.count() if visit.steps is not None else range(visit.epochs):
             has_batches = False
             for batch in loader:
@@ -84,20 +84,22 @@ class LoaderClients(Population):
 
 
 @contextmanager
-def undisturbed(loader: Any) -> Iterator[None]:
-    """Random numbers drawn meanwhile, also by the loader's own generators, are drawn again afterwards.
+def undisturbed(loader: Any, seed: int) -> Iterator[None]:
+    """A loader's own random generators, if it has any, start from a seed and go on afterwards as if nothing had been.
 
     Args:
-        loader: The loader that is passed over beside training; anything without generators will do.
+        loader: The loader that is passed over beside training.
+        seed: The seed.
 
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     generators = [getattr(owner, "generator", None) for owner in owners]
     states = [(each, each.get_state()) for each in generators if isinstance(each, torch.Generator)]
+    for generator, _ in states:
+        generator.manual_seed(seed)
     try:
-        with isolate_rng():
-            yield
+        yield
     finally:
         for generator, state in states:
             generator.set_state(state)

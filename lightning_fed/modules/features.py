@@ -1,0 +1,195 @@
+"""Where a model's features are: the layer between what represents an input and what classifies it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class FeatureLayer(NamedTuple):
+    """One end of a layer.
+
+    Attributes:
+        path: Name of the layer in the model, as in ``named_modules``.
+        side: Whether its input or its output is meant.
+
+    """
+
+    path: str
+    side: Literal["input", "output"] = "output"
+
+    def __str__(self) -> str:
+        return f"the {self.side} of {self.path!r}"
+
+
+def find_feature_layer(module: nn.Module) -> FeatureLayer:
+    """The end of the feature extractor of classifiers and of segmentation models.
+
+    In this order: the output of the ``encoder`` of a model that also has a ``decoder`` or a ``segmentation_head``
+    (all of ``segmentation_models_pytorch``); the output of the ``backbone`` of one that also has a ``classifier``
+    (torchvision's segmentation models); the input of what ``get_classifier()`` returns (timm); the input of the last
+    linear layer, or else of the last convolution.
+
+    Args:
+        module: The model, or a module that holds it.
+
+    Returns:
+        Which end of which layer.
+
+    Raises:
+        ValueError: If there is no such layer.
+
+    Example:
+        >>> find_feature_layer(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 2)))
+        FeatureLayer(path='3', side='input')
+
+    """
+    layers = dict(_layers(module))
+    for name, layer in layers.items():
+        for extractor, others in (("encoder", ("decoder", "segmentation_head")), ("backbone", ("classifier",))):
+            parts = dict(layer.named_children())
+            if extractor in parts and any(other in parts for other in others):
+                return FeatureLayer(f"{name}.{extractor}".lstrip("."))
+    head = find_classifier(module)
+    if head is None:
+        raise ValueError(
+            f"Expected {type(module).__name__} to have an encoder, a backbone, a linear layer or a convolution, but it"
+            " has none: name the layer of its features."
+        )
+    return FeatureLayer(head, "input")
+
+
+def find_classifier(module: nn.Module) -> str | None:
+    """Name of the layer that makes the logits.
+
+    It is what ``get_classifier()`` returns (timm), or the ``segmentation_head`` (``segmentation_models_pytorch``), or
+    the last linear layer, or else the last convolution.
+
+    Args:
+        module: The model, or a module that holds it.
+
+    Returns:
+        Its name, or ``None`` if there is no such layer.
+
+    Example:
+        >>> find_classifier(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
+        '2'
+
+    """
+    layers = dict(_layers(module))
+    names = {id(layer): name for name, layer in layers.items()}
+    for name, layer in layers.items():
+        get_classifier = getattr(layer, "get_classifier", None)
+        classifier = get_classifier() if callable(get_classifier) else None
+        if isinstance(classifier, nn.Module) and any(True for _ in classifier.parameters()):
+            return names[id(classifier)]
+        if "segmentation_head" in dict(layer.named_children()):
+            return f"{name}.segmentation_head".lstrip(".")
+    for kinds in (nn.Linear, _CONVOLUTIONS):
+        found = [name for name, layer in layers.items() if isinstance(layer, kinds)]
+        if found:
+            return found[-1]
+    return None
+
+
+def count_classes(module: nn.Module) -> int | None:
+    """Number of classes: channels of the logits, 2 where there is one; ``None`` if the classifier cannot be found.
+
+    Example:
+        >>> count_classes(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
+        2
+
+    """
+    name = find_classifier(module)
+    if name is None:
+        return None
+    widths = [
+        layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+        for _, layer in _layers(module.get_submodule(name))
+        if isinstance(layer, (nn.Linear, *_CONVOLUTIONS))
+    ]
+    return max(2, widths[-1]) if widths else None
+
+
+class FeatureTap:
+    """Reads a layer's features whenever the model runs, from a forward hook.
+
+    Attributes:
+        features: Features of the last forward pass, detached, shape ``(N, d)`` or ``(N, d, *size)``; ``None`` before.
+        on_features: Called after every forward pass.
+
+    """
+
+    def __init__(self, layer: FeatureLayer, channels_last: bool) -> None:
+        self.layer = layer
+        self.features: Tensor | None = None
+        self.on_features: Callable[[FeatureTap], None] | None = None
+        self._channels_last = channels_last
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """The forward hook."""
+        features = _last_map(inputs if self.layer.side == "input" else output).detach()
+        self.features = features.movedim(-1, 1) if self._channels_last and features.ndim > 2 else features
+        if self.on_features is not None:
+            self.on_features(self)
+
+
+@contextmanager
+def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]:
+    """Watches a layer's features.
+
+    Args:
+        module: The model, or a module that holds it.
+        layer: Which end of which layer. Of several feature maps (an encoder's) the last is taken, of a dictionary the
+            entry ``"out"``. The input of a linear layer has its channels last, all else in the second place.
+
+    Raises:
+        ValueError: If the model has no such layer.
+
+    Example:
+        >>> import torch
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> with tap_features(net, find_feature_layer(net)) as tap:
+        ...     _ = net(torch.zeros(5, 2))
+        >>> tap.features.shape
+        torch.Size([5, 3])
+
+    """
+    tapped = dict(module.named_modules()).get(layer.path)
+    if tapped is None:
+        raise ValueError(
+            f"Expected `layer` to be the name of a layer of {type(module).__name__}, but got {layer.path!r}. There are"
+            f" {[name for name, _ in module.named_modules() if name]}."
+        )
+    tap = FeatureTap(layer, isinstance(tapped, nn.Linear))
+    handle = tapped.register_forward_hook(tap)
+    try:
+        yield tap
+    finally:
+        handle.remove()
+
+
+def _layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Named modules without metrics, which can hold networks of their own."""
+    yield prefix, module
+    for name, child in module.named_children():
+        if not isinstance(child, Metric | MetricCollection):
+            yield from _layers(child, f"{prefix}.{name}".lstrip("."))
+
+
+def _last_map(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Mapping):
+        return _last_map(value["out"] if "out" in value else list(value.values())[-1])
+    if isinstance(value, Sequence) and value:
+        # Some encoders return (maps, tokens).
+        first = value[0]
+        return _last_map(first if isinstance(first, Sequence) else value[-1])
+    raise ValueError(f"Expected a layer with tensors at its ends, but got {type(value).__name__}.")
