@@ -50,8 +50,8 @@ class ClassPrototypes(FederatedCallback):
     before the visit and once after it, on the same examples. That is the definition, and costs two forward passes.
     ``passes="online"`` takes the features that training computes anyway: the prototypes *before* are those of the
     visit's first pass over the data and those *after* of its last (of its first and second half, where it has only
-    one; a visit of one batch has no *before*). The weights move meanwhile, augmentation and dropout are on, and two halves hold different examples: good for
-    watching and for long visits, while margins of short visits are noisy.
+    one; a visit of one batch has no *before*). The weights move meanwhile, augmentation and dropout are on, and two
+    halves hold different examples: good for watching and for long visits, while margins of short visits are noisy.
 
     The exact passes run the module's ``training_step`` (with manual optimization its ``validation_step``), so that
     the model is fed as in training. An augmentation inside the data set cannot be switched off from here; both passes
