@@ -545,6 +545,61 @@ def test_presets(preset, federated_trainer):
             assert torch.equal(value, first.end[name]) == name.startswith(at_home)
 
 
+@pytest.mark.parametrize("store", [None, "clients"], ids=["memory", "folder"])
+@pytest.mark.parametrize("preset", ["FedPer", "FedBN"])
+def test_a_clients_own_model(preset, store, plain_trainer, federated_trainer, tmp_path):
+    """Its personal entries are those of its last visit, and a plain Trainer finds what was logged for the client."""
+    options = {"local_epochs": 2, "clients_per_round": 2, "seed": SEED, "store": store and tmp_path / store}
+    federation = FedPer("net.head.*", **options) if preset == "FedPer" else FedBN(**options)
+    at_home = "net.head." if preset == "FedPer" else "net.base.1."
+    recorder, module = Recorder(), models.Module(models.BaseAndHead(), models.momentum)
+    held_out = models.vectors({name: 20 + size for name, size in models.SIZES.items()})
+    trainer = federated_trainer(max_rounds=2, federation=federation, callbacks=[recorder])
+    trainer.fit(module, models.as_datasets(models.vectors()), models.as_datasets(held_out))
+    after = state_of(module)
+    last = {visit.client: visit.end for visit in recorder.visits}
+    assert 2 <= len(last) < len(held_out)
+    for client, tensors in held_out.items():
+        state = federation.client_state(client)
+        theirs = last.get(client, state_of(models.Module(models.BaseAndHead())))
+        assert_same({name: (theirs if name.startswith(at_home) else after)[name] for name in after}, state)
+        own = models.Module(models.BaseAndHead())
+        own.load_state_dict(state)
+        (found,) = plain_trainer().validate(own, val_loader(tensors, 32), verbose=False)
+        for name, value in found.items():
+            assert value == pytest.approx(float(trainer.callback_metrics[f"client/{client}/{name}"]), rel=1e-5)
+        state["net.head.weight"].zero_()  # a copy
+    assert_same(after, state_of(module))
+    assert federation.client_state("ann")["net.head.weight"].any()
+
+
+def test_a_clients_own_model_of_tied_entries(federated_trainer):
+    recorder, module = Recorder(), models.Module(models.Tied())
+    trainer = federated_trainer(max_rounds=1, personal=["net.embedding.*"], callbacks=[recorder])
+    trainer.fit(module, models.as_datasets(models.sentences()))
+    state = trainer.federation.client_state("bob")
+    end = next(visit.end for visit in recorder.visits if visit.client == "bob")
+    assert torch.equal(state["net.embedding.weight"], end["net.embedding.weight"])
+    assert torch.equal(state["net.output.weight"], end["net.embedding.weight"])
+
+
+def test_a_clients_own_model_at_the_wrong_time(federated_trainer):
+    class Curious(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            with pytest.raises(RuntimeError, match="between rounds and after the fit"):
+                trainer.federation.client_state(client)
+
+        def on_train_epoch_end(self, trainer, module):
+            assert_same(trainer.federation.client_state("ann"), state_of(module))
+
+    trainer = federated_trainer(max_rounds=1, callbacks=[Curious()])
+    with pytest.raises(RuntimeError, match="not known before"):
+        trainer.federation.client_state("ann")
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+    with pytest.raises(ValueError, match="one of the federation's clients, but got 'nobody'"):
+        trainer.federation.client_state("nobody")
+
+
 # --- evaluation client by client --------------------------------------------------------------------------------------
 
 
