@@ -26,5 +26,5 @@ def chunk_steps(count: int, width: int, positions: int, elements: int | None = N
     """
     elements = CHUNK_ELEMENTS if elements is None else elements
     pixels = max(1, min(positions, elements // max(1, width)))
-    images = max(1, min(count, elements // max(1, width * positions))) if pixels >= positions else 1
+    images = max(1, min(count, elements // max(1, width * positions)))
     return images, pixels

@@ -137,9 +137,10 @@ def test_gradients_are_not_recorded():
     assert not maximum_mean_discrepancy(x.requires_grad_(), y).requires_grad
 
 
-def test_nan_is_seen():
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_seen(value):
     x, y = samples(5, 5)
-    x[0, 0] = torch.nan
+    x[0, 0] = value
     assert maximum_mean_discrepancy(x, y).isnan()
     with pytest.raises(ValueError, match="the median distance is not finite"):
         maximum_mean_discrepancy(y, x)

@@ -293,9 +293,18 @@ def test_equal_clients_count_the_same_exactly(count, margin, kind, options, comb
         assert weights.tolist() == [1 / count] * count
 
 
-def test_equal_attention_times_sizes_are_the_shares_of_the_examples():
-    sizes = [600, 17, 3, 41]
-    uniform = margin_attention(torch.full((4,), 0.3))
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 13, 48])
+@pytest.mark.parametrize("kind", ["sum", "softmax"])
+def test_a_missing_margin_among_equals_counts_the_same_exactly(count, kind):
+    for value in (0.1, 1 / 3, 7.3e-5, 1e9 + 0.1):
+        values = torch.full((count + 1,), value, dtype=torch.float64).index_fill(0, torch.tensor([0]), torch.nan)
+        assert margin_attention(values, kind).tolist() == [1 / (count + 1)] * (count + 1)
+
+
+@pytest.mark.parametrize("sizes", [[600, 17, 3, 41], [5, 1, 1], [9, 7, 3, 2, 2, 8]])
+def test_equal_attention_times_sizes_are_the_shares_of_the_examples(sizes):
+    """Exactly."""
+    uniform = margin_attention(torch.full((len(sizes),), 0.3))
     for combine in COMBINATIONS:
         result = combine_attention(uniform, uniform, combine, num_samples=sizes)
         assert result.tolist() == [size / sum(sizes) for size in sizes]
