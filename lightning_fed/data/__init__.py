@@ -19,7 +19,9 @@ from lightning_fed.data.partitions import PermutedPixels as PermutedPixels
 from lightning_fed.data.partitions import QuantitySkew as QuantitySkew
 from lightning_fed.data.partitions import Shards as Shards
 from lightning_fed.data.population import LazyClients as LazyClients
+from lightning_fed.data.population import PlannedVisit as PlannedVisit
 from lightning_fed.data.population import Population as Population
+from lightning_fed.data.population import StreamItem as StreamItem
 from lightning_fed.data.shapes import Shapes as Shapes
 from lightning_fed.data.shapes import ShapesDataset as ShapesDataset
 
@@ -41,9 +43,11 @@ __all__ = [
     "LoaderClients",
     "Partition",
     "PermutedPixels",
+    "PlannedVisit",
     "Population",
     "QuantitySkew",
     "Shapes",
     "ShapesDataset",
     "Shards",
+    "StreamItem",
 ]

@@ -6,7 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,8 @@ class PlannedVisit:
     fault: str | None = None
 
 
-class StreamItem(NamedTuple):
+@dataclass(slots=True)
+class StreamItem:
     """One batch of a round on its way: whose it is, and what went wrong instead, if anything.
 
     Args:
