@@ -15,7 +15,7 @@ import numpy as np
 
 from lightning_fed.messages import Client
 
-_COHORT, _STRAGGLERS, _DROPOUT, _VISIT = range(4)  # one independent stream of random numbers per purpose
+_COHORT, _STRAGGLERS, _DROPOUT, _VISIT, _SECOND = range(5)  # one independent stream of random numbers per purpose
 
 
 def client_key(client: Client) -> int:
@@ -194,13 +194,8 @@ class Schedule:
             clients: All clients, in a fixed order; only the drawn positions are looked up.
 
         """
-        size = self.cohort_size(len(clients))
-        if size == len(clients):
-            chosen: list[Client] = list(clients)
-        else:
-            positions = self._generator(_COHORT, round).choice(len(clients), size, replace=False)
-            chosen = [clients[int(position)] for position in np.sort(positions)]
-        straggling = self._stragglers(round, size)
+        chosen = self._draw(_COHORT, round, clients)
+        straggling = self._stragglers(round, len(chosen))
         visits, dropped = [], []
         for place, client in enumerate(chosen):
             if self.dropout and self._drops_out(round, client):
@@ -208,6 +203,26 @@ class Schedule:
             else:
                 visits.append(self._visit(round, client, place in straggling))
         return Cohort(tuple(visits), tuple(dropped))
+
+    def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
+        """As many clients again, drawn independently of the cohort, without those that drop out of the round.
+
+        For methods that ask two samples of clients in a round (FedDANE).
+
+        Args:
+            round: Index of the round, from 0.
+            clients: All clients, in a fixed order; only the drawn positions are looked up.
+
+        """
+        chosen = self._draw(_SECOND, round, clients)
+        return [client for client in chosen if not (self.dropout and self._drops_out(round, client))]
+
+    def _draw(self, purpose: int, round: int, clients: Sequence[Client]) -> list[Client]:
+        size = self.cohort_size(len(clients))
+        if size == len(clients):
+            return list(clients)
+        positions = self._generator(purpose, round).choice(len(clients), size, replace=False)
+        return [clients[int(position)] for position in np.sort(positions)]
 
     def _stragglers(self, round: int, size: int) -> set[int]:
         active = round_half_up(size * (1 - self.stragglers))

@@ -61,12 +61,23 @@ class Aggregator(ABC):
         """Client-side callbacks without which the method does not work; the trainer adds those that are missing."""
         return ()
 
+    def model_of(self, client: Client) -> State | None:
+        """The shared entries of the model that serves ``client``; ``None`` where that is the global one.
+
+        Clients that share a model get the same object. Statistics of BatchNorm are written into it after a round.
+        """
+        return None
+
     def metrics(self) -> dict[str, float]:
         """Numbers of the round that was just aggregated, for the log: full name to value."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive from round to round (server momentum, prototypes): tensors and primitives."""
+        """What must survive from round to round (server momentum, prototypes): tensors and primitives.
+
+        Only :meth:`aggregate` changes it, and it puts new tensors in the place of old ones: a round that comes to
+        nothing is taken back to what was returned at its start.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional, as `state_dict` is
@@ -106,6 +117,10 @@ class Server:
         aggregator: The rule.
         min_clients: Least number of good updates that changes the global model.
 
+    Attributes:
+        report: What happened in the round.
+        state_before: The aggregator's state when the round began.
+
     Raises:
         ValueError: If ``min_clients`` is below 1.
 
@@ -130,10 +145,12 @@ class Server:
         self.aggregator = aggregator
         self.min_clients = min_clients
         self.report = RoundReport(round=-1)
+        self.state_before: dict[str, Any] = {}
         self._expected: dict[Client, State] = {}
 
     def start_round(self, round: int, state: State) -> None:
         """Starts a round from the shared entries of the global model."""
+        self.state_before = dict(self.aggregator.state_dict())
         self.report = RoundReport(round)
         self._expected.clear()
         self.aggregator.start_round(round, state)
@@ -206,8 +223,13 @@ class Server:
         fault = find_non_finite(state)
         if fault is not None:
             _log.error("Round %d: the aggregate is not used: %s.", self.report.round, fault)
+            self.abandon_round()
             return None
         return state
+
+    def abandon_round(self) -> None:
+        """Takes the aggregator back to where it was when the round began."""
+        self.aggregator.load_state_dict(self.state_before)
 
     def count_down(self, message: Broadcast) -> None:
         """Counts a message that went down."""

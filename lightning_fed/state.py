@@ -222,6 +222,19 @@ def batch_norm_statistics(module: nn.Module) -> set[str]:
     }
 
 
+def is_running_statistic(name: str) -> bool:
+    """Whether an entry is a running mean or variance of BatchNorm or its kin, by the name that PyTorch gives it.
+
+    For the server, which sees states and no layers.
+
+    Example:
+        >>> is_running_statistic("net.1.running_var"), is_running_statistic("net.1.weight")
+        (True, False)
+
+    """
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
 def _some(names: Sequence[str], limit: int = 5) -> str:
     shown = ", ".join(repr(name) for name in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

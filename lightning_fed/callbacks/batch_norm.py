@@ -11,7 +11,7 @@ count of every BatchNorm layer's input, and the server pools them by the law of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -152,7 +152,8 @@ def recalibrate(
     Every client whose update was used runs its data once through the new global model, in evaluation mode except for
     BatchNorm, which normalises with each batch's own statistics as in training. The exchange is counted: the global
     model down, the statistics up. Layers in evaluation mode (a frozen backbone's) keep the statistics they have; where
-    no client can measure, the averages stay.
+    no client can measure, the averages stay. Of several models that the aggregator keeps each is measured by its own
+    clients.
 
     Args:
         trainer: The Trainer.
@@ -169,12 +170,15 @@ def recalibrate(
     }  # not the user's frozen
     if step is None or not layers:
         return
-    state, reports = local.global_state(), []
+    state = local.global_state()
+    reports: list[tuple[State | None, State]] = []  # the client's own model, if it has one, and what it measured
     for visit in cohort.visits:
         if visit.client not in server.report.received:
             continue
-        server.count_down(Broadcast(visit.round, state))
-        local.load_client(visit.client, state)
+        own = server.aggregator.model_of(visit.client)
+        start = state if own is None else own
+        server.count_down(Broadcast(visit.round, start))
+        local.load_client(visit.client, start)
         statistics = InputStatistics(layers)
         try:
             with side_pass(module), statistics.watching():
@@ -189,17 +193,26 @@ def recalibrate(
         server.count_up(update)
         fault = find_non_finite(update.extras)
         if fault is None:
-            reports.append(update.extras)
+            reports.append((own, update.extras))
         else:
             _log.warning("Client %r's BatchNorm statistics are left out: %s.", visit.client, fault)
     local.load_global(state)
-    with torch.no_grad():
-        for name in layers:
-            pooled = pool_statistics(reports, name)
-            prefix = f"{name}." if name else ""
-            if pooled is not None and f"{prefix}running_mean" in local.shared:
-                local.entries[f"{prefix}running_mean"].copy_(pooled[0])
-                local.entries[f"{prefix}running_var"].copy_(pooled[1])
+    of_global = [report for own, report in reports if own is None] or [report for _, report in reports]
+    _write_statistics(local.entries, local.shared, of_global, layers)
+    for model in {id(own): own for own, _ in reports if own is not None}.values():
+        _write_statistics(model, local.shared, [report for own, report in reports if own is model], layers)
+
+
+@torch.no_grad()
+def _write_statistics(
+    entries: State, shared: Sequence[str], reports: Sequence[Mapping[str, Tensor]], layers: Iterable[str]
+) -> None:
+    for name in layers:
+        pooled = pool_statistics(reports, name)
+        prefix = f"{name}." if name else ""
+        if pooled is not None and f"{prefix}running_mean" in shared:
+            entries[f"{prefix}running_mean"].copy_(pooled[0])
+            entries[f"{prefix}running_var"].copy_(pooled[1])
 
 
 def _statistic(layer: nn.Module, name: str) -> Tensor:

@@ -8,11 +8,12 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 
 
 class FederatedCallback(L.Callback):
-    """An ordinary Lightning callback with five more hooks, called by :class:`~lightning_fed.callbacks.Federation`.
+    """An ordinary Lightning callback with six more hooks, called by :class:`~lightning_fed.callbacks.Federation`.
 
-    In the order of a visit: :meth:`on_broadcast`, :meth:`on_client_start`, the client's batches (with Lightning's own
-    hooks), :meth:`on_client_end`, :meth:`on_update`; after the last visit :meth:`on_aggregate`. A hook may change the
-    message it is given: what is true of the message after the hook is what travels.
+    Before the first visit :meth:`on_round_start`; in the order of a visit :meth:`on_broadcast`,
+    :meth:`on_client_start`, the client's batches (with Lightning's own hooks), :meth:`on_client_end`,
+    :meth:`on_update`; after the last visit :meth:`on_aggregate`. A hook may change the message it is given: what is
+    true of the message after the hook is what travels.
 
     Example:
         >>> class ClipUpdate(FederatedCallback):
@@ -31,6 +32,9 @@ class FederatedCallback(L.Callback):
         ...                 update.state[name] = self.start[name] + step * min(1, self.limit / float(step.norm()))
 
     """
+
+    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Server side, before the first visit: the module holds the global model, and must hold it again afterwards."""
 
     def on_broadcast(self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast) -> None:
         """Server side, before the message is sent: replace entries to change what this client is sent.

@@ -26,7 +26,7 @@ from lightning_fed.callbacks.door import (
     find_loader_owner,
     freeze_parameters,
 )
-from lightning_fed.callbacks.open_round import OpenRound
+from lightning_fed.callbacks.open_round import OpenRound, federated_callbacks
 from lightning_fed.callbacks.round_log import RoundLog
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_loader
 from lightning_fed.data.partitions import Partition
@@ -80,6 +80,9 @@ class Federation(L.Callback):
         evaluate_clients_every: Rounds between evaluations client by client, where the validation data are a mapping of
             clients; 0 for never.
         seed: Seed of the partition and the schedule; ``None`` takes that of ``lightning.seed_everything``, or else 0.
+
+    Attributes:
+        client_callbacks: Callbacks that belong to the method, added to the Trainer like those that the aggregator needs.
 
     Raises:
         ValueError: If an argument is out of its range, or a selector matches nothing.
@@ -144,6 +147,7 @@ class Federation(L.Callback):
         else:
             self.store = FolderStore(Path(store))
         self.evaluate_clients_every = evaluate_clients_every
+        self.client_callbacks: list[L.Callback] = []
         self._seed = seed
         self._hooks: list[TakenHook] = []
         self._frozen_parameters: list[torch.nn.Parameter] = []
@@ -220,13 +224,17 @@ class Federation(L.Callback):
         if self._round is not None:
             raise RuntimeError("A client's own model can be asked for between rounds and after the fit.")
         module = self._trainer.lightning_module
-        local = LocalModel(module, self._policies, self.store)
+        local = self.local_model(module)
         state = local.global_state()
-        local.load_client(client, state)
+        local.load_client(client, self._state_of(client, state))
         try:
             return copy.deepcopy(module.state_dict())
         finally:
             local.load_global(state)
+
+    def local_model(self, pl_module: L.LightningModule) -> LocalModel:
+        """The module as one client after another sees it; to be asked for while it is the global model."""
+        return LocalModel(pl_module, self._policies, self.store)
 
     @property
     def state_key(self) -> str:
@@ -252,7 +260,7 @@ class Federation(L.Callback):
         if sum(isinstance(callback, Federation) for callback in callbacks) > 1:
             raise MisconfigurationException("Expected one `Federation` callback, but the Trainer has more.")
         place = callbacks.index(self) + 1
-        for needed in self.server.aggregator.required_callbacks():
+        for needed in (*self.client_callbacks, *self.server.aggregator.required_callbacks()):
             if not any(isinstance(callback, type(needed)) for callback in callbacks):
                 callbacks.insert(place, needed)
         datamodule = getattr(trainer, "datamodule", None)
@@ -399,7 +407,7 @@ class Federation(L.Callback):
             "rounds": self.rounds,
             "seed": self.schedule.seed,
             "totals": self.log_book.state_dict(),
-            "aggregator": self.server.aggregator.state_dict(),
+            "aggregator": self.server.aggregator.state_dict() if self._round is None else self.server.state_before,
             "store": self.store.checkpoint(self.rounds),
         }
 
@@ -451,6 +459,8 @@ class Federation(L.Callback):
             if self.batch_norm == "average" and visits and not self._has_warned:
                 warn_of_averaging(pl_module, self._round.local, min(planned.num_batches for planned in visits))
                 self._has_warned = True
+            for callback in federated_callbacks(trainer):
+                callback.on_round_start(trainer, pl_module)
         return self._round
 
     def _close(self, round: OpenRound, pl_module: L.LightningModule) -> None:
@@ -506,17 +516,22 @@ class Federation(L.Callback):
         self._hooks[1].original(checkpoint)
 
     def _evaluate(self, trainer: L.Trainer, pl_module: L.LightningModule, clients: dict[Client, Any]) -> None:
-        local = LocalModel(pl_module, self._policies, self.store)
+        local = self.local_model(pl_module)
         state = local.global_state()
 
         def load(client: Client) -> None:
-            local.load_client(client, state)
+            local.load_client(client, self._state_of(client, state))
 
         try:
             results = evaluate_clients(trainer, pl_module, clients, load)
         finally:
             local.load_global(state)
         self.log_book.put_clients(trainer, self.rounds - 1, results)
+
+    def _state_of(self, client: Client, state: State) -> State:
+        """Shared entries of the model that serves a client, which with most rules is the global one's ``state``."""
+        own = self.server.aggregator.model_of(client)
+        return state if own is None else own
 
     def _give_back(self) -> None:
         for hook in self._hooks:
@@ -529,6 +544,19 @@ class Federation(L.Callback):
         self._frozen_parameters = []
         if self._population is not None:
             self._population.close()  # worker processes that are left to the garbage collector take seconds to end
+
+
+def find_federation(trainer: L.Trainer) -> Federation:
+    """The Trainer's federation.
+
+    Raises:
+        MisconfigurationException: If it has none.
+
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, Federation):
+            return callback
+    raise MisconfigurationException("The Trainer has no `Federation` callback.")
 
 
 def default_seed() -> int:

@@ -113,6 +113,7 @@ class OpenRound:
         """Makes the module the global model that the round found."""
         self.local.load_global(self.before)
         self._optimizers.start_visit()
+        self._server.abandon_round()
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
         """Puts the global model that the round found into a checkpoint taken meanwhile, for a client's."""

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fed.callbacks.federated_callback import FederatedCallback
-from lightning_fed.callbacks.federation import Federation
+from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.callbacks.side_pass import forward_step, one_pass, prepare_batch, run_prepared, side_pass
 from lightning_fed.data.loader_clients import undisturbed
 from lightning_fed.data.population import PlannedVisit
@@ -332,19 +332,6 @@ class ClassPrototypes(FederatedCallback):
 
 
 _PARTS = ("before", "after")
-
-
-def find_federation(trainer: L.Trainer) -> Federation:
-    """The Trainer's federation.
-
-    Raises:
-        LookupError: If it has none.
-
-    """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, Federation):
-            return callback
-    raise LookupError("The Trainer has no `Federation` callback.")
 
 
 def is_federated(trainer: L.Trainer) -> bool:

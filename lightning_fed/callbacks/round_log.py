@@ -118,7 +118,7 @@ class RoundLog:
             sent = [metrics[name] for metrics in report.metrics.values() if name in metrics]
             values[f"fed/{name}"] = sum(sent) / len(sent)
         self._last = {}
-        self._put(trainer, report.round, values | dict(measured))
+        self.put(trainer, report.round, values | dict(measured))
 
     def put_clients(self, trainer: L.Trainer, round: int, results: ClientResults) -> None:
         """Logs the evaluation client by client: ``fed/<metric>/...``, and ``client/<id>/<metric>`` of few clients."""
@@ -126,9 +126,10 @@ class RoundLog:
         for name, by_client in results.values.items():
             if len(by_client) <= _MAX_CLIENTS_BY_NAME:
                 values |= {f"client/{client}/{name}": value for client, value in by_client.items()}
-        self._put(trainer, round, values)
+        self.put(trainer, round, values)
 
-    def _put(self, trainer: L.Trainer, round: int, values: Mapping[str, float]) -> None:
+    def put(self, trainer: L.Trainer, round: int, values: Mapping[str, float]) -> None:
+        """Logs values of a round under their names."""
         if trainer.barebones:
             return
         self._last |= values

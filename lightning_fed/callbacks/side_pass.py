@@ -19,8 +19,10 @@ from lightning_fed.schedule import Visit, derive_seed
 
 
 @contextmanager
-def side_pass(module: L.LightningModule, log: Callable[..., None] | None = None) -> Iterator[None]:
-    """Evaluation mode without gradients, in which logged values and metric updates do not reach the Trainer.
+def side_pass(
+    module: L.LightningModule, log: Callable[..., None] | None = None, gradients: bool = False
+) -> Iterator[None]:
+    """Evaluation mode, in which logged values and metric updates do not reach the Trainer.
 
     The module's metrics (``torchmetrics`` objects that are its submodules) are replaced by empty copies meanwhile,
     ``self.log`` by ``log``; modes come back as they were.
@@ -28,6 +30,7 @@ def side_pass(module: L.LightningModule, log: Callable[..., None] | None = None)
     Args:
         module: The user's module.
         log: Called instead of ``module.log``; by default nothing happens.
+        gradients: Whether gradients can be asked for.
 
     """
     modes = [(layer, layer.training) for layer in module.modules()]
@@ -39,7 +42,7 @@ def side_pass(module: L.LightningModule, log: Callable[..., None] | None = None)
             fresh.reset()
             setattr(parent, name, fresh)
         module.eval()
-        with torch.no_grad():
+        with torch.set_grad_enabled(gradients):
             yield
     finally:
         for parent, name, metric in metrics:

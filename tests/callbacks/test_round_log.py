@@ -74,7 +74,7 @@ def test_byte_counts_beyond_float32_are_exact(tmp_path):
     made = trainer(tmp_path, "a", rounds=1)
     made.federation.log_book.load_state_dict({"up_bytes": 2**24, "down_bytes": 0, "last": {}})
     book = made.federation.log_book
-    book._put(made, 0, {"comm/total_up_bytes": 2**24 + 1})
+    book.put(made, 0, {"comm/total_up_bytes": 2**24 + 1})
     assert made.callback_metrics["comm/total_up_bytes"].item() == 2**24 + 1
 
 
