@@ -20,7 +20,10 @@ import lightning_fed.callbacks
 import lightning_fed.data
 import lightning_fed.tasks  # noqa: F401
 from lightning_fed import __version__
+from lightning_fed.aggregators import AGGREGATORS
 from lightning_fed.callbacks import Federation
+from lightning_fed.compare import CENTRAL, PRESETS, Method, Plan, run_comparison
+from lightning_fed.compare_report import write_report
 from lightning_fed.state import Selector
 from lightning_fed.trainer import FederatedTrainer
 
@@ -42,6 +45,7 @@ commands:
   validate -c RECIPE        evaluate a checkpoint on validation data: --ckpt_path FILE
   test -c RECIPE            the same on test data
   predict -c RECIPE         run a checkpoint on the data to predict
+  compare RECIPE            train with several methods on equal rounds: --methods fedavg fedmargin --seeds 3
 
   COMMAND --help            all options of a command
   fit --data.help CamVid    the options of a data set; so too --model.help, --trainer.partition.help
@@ -64,10 +68,11 @@ class FederatedCLI(LightningCLI):
 
     Args:
         args: The command line; ``None`` for the process's own.
+        run: Whether the command line starts with a command, which is run; otherwise only the objects are built.
 
     """
 
-    def __init__(self, args: ArgsType = None) -> None:
+    def __init__(self, args: ArgsType = None, run: bool = True) -> None:
         super().__init__(
             trainer_class=federated_trainer,
             # A run's configuration goes where its logs are. With `logger: false` that is one folder for all runs.
@@ -82,6 +87,7 @@ class FederatedCLI(LightningCLI):
                    for name, text in _COMMANDS.items()},
             },
             args=args,
+            run=run,
         )  # fmt: skip
 
     def instantiate_classes(self) -> None:
@@ -164,10 +170,14 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.write(f"lightning-fed {__version__}\n")
     elif command == "demo":
         _demo(given[1:])
+    elif command == "compare":
+        _compare(given[1:])
     elif command in _COMMANDS:
         _run(None if args is None else given)
     else:
-        sys.stderr.write(f"{_HELP}\nerror: Expected a command of {['demo', *_COMMANDS]}, but got {command!r}.\n")
+        sys.stderr.write(
+            f"{_HELP}\nerror: Expected a command of {['demo', 'compare', *_COMMANDS]}, but got {command!r}.\n"
+        )
         raise SystemExit(2)
 
 
@@ -197,6 +207,55 @@ def _demo(args: Sequence[str]) -> None:
         run_demo(data_dir=options.data, rounds=options.rounds, out=options.out)
     except (FileNotFoundError, ModuleNotFoundError) as error:
         _stop(error)
+
+
+def _compare(args: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="lightning-fed compare",
+        description="Trains a recipe with several methods: the same clients, rounds, stragglers and initial weights for"
+        " all. Finished runs are kept, an interrupted one goes on where it stopped: the same command again resumes.",
+        epilog="Arguments after `--` are those of `lightning-fed fit`, for all runs: -- --trainer.max_rounds 20",
+    )
+    parser.add_argument("recipe", type=Path, help="the recipe, a YAML file")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        required=True,
+        metavar="METHOD",
+        help=f"of {[CENTRAL, *sorted({*AGGREGATORS, *PRESETS})]}, with options: fedprox:mu=0.1 fedmargin:combine=lpm."
+        f" {CENTRAL!r} trains on all data at once, for the column of rounds to a share of its score",
+    )
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds, from 0 on (default: %(default)s)")
+    parser.add_argument(
+        "--stragglers", default="0", help="fractions of the cohort, such as 0,0.5,0.8 (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder of the results")
+    parser.add_argument("--monitor", help="metric to compare (default: that of the recipe's ModelCheckpoint)")
+    parser.add_argument("--mode", choices=["max", "min"], default="max", help="which end of `--monitor` is good")
+    parser.add_argument("--target", type=float, default=0.8, help="share of the centralised score to be reached")
+    parser.add_argument("--last", type=int, default=1, help="rounds at the end that the score is the mean of")
+    parser.add_argument("--test", action="store_true", help="evaluate the finished models on the test data")
+    mine, own = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, ())
+    options = parser.parse_args(mine)
+    try:
+        methods = [Method.parse(text) for part in options.methods for text in part.split(",") if text]
+        stragglers = [float(text) for text in options.stragglers.split(",")]
+        seeds = range(options.seeds)
+        if not (methods and seeds) or options.last < 1 or not 0 < options.target <= 1:
+            raise ValueError("Expected at least one method and seed, `--last` from 1 on and `--target` in (0, 1].")
+        plan = Plan(
+            options.recipe, methods, seeds, stragglers, options.out, options.monitor, options.mode, options.test, own
+        )
+        results = run_comparison(plan, _say)
+    except (ValueError, FileNotFoundError, MisconfigurationException) as error:
+        _stop(error)
+    sys.stdout.write(f"\n{write_report(results, options.out, options.target, options.last)}\n\n")
+    sys.stdout.write(f"Tables, curves and logs: {options.out}\n")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def _stop(error: Exception) -> NoReturn:
