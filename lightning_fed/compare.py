@@ -226,13 +226,13 @@ def _run(plan: Plan, method: Method, seed: int, stragglers: float, folder: Path)
     monitor, mode = _metric(plan, cli.trainer)
     curve = RoundCurve()
     checkpoint = ModelCheckpoint(folder, "resume", save_top_k=1, enable_version_counter=False)
-    trainer: L.Trainer
+    trainer: Any
     if method.name == CENTRAL:
         trainer = _central_trainer(cli)
     else:
         trainer = cli.trainer
-        _replace_federation(cli.trainer, method.federation(cli.trainer.federation.replace(stragglers=stragglers)))
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        _replace_federation(trainer, method.federation(trainer.federation.replace(stragglers=stragglers)))
+    callbacks: list[Callback] = trainer.callbacks
     callbacks[:] = [one for one in callbacks if not isinstance(one, Checkpoint | ProgressBar)]
     callbacks += [curve, checkpoint]
     trainer.loggers = [TensorBoardLogger(plan.out, name="tensorboard", version=folder.name)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import os
 import warnings
@@ -82,7 +83,8 @@ class Federation(L.Callback):
         seed: Seed of the partition and the schedule; ``None`` takes that of ``lightning.seed_everything``, or else 0.
 
     Attributes:
-        client_callbacks: Callbacks that belong to the method, added to the Trainer like those that the aggregator needs.
+        arguments: What it was built with, by name.
+        client_callbacks: Callbacks that belong to the method, added to the Trainer as those of the aggregator are.
 
     Raises:
         ValueError: If an argument is out of its range, or a selector matches nothing.
@@ -122,6 +124,8 @@ class Federation(L.Callback):
         evaluate_clients_every: int = 1,
         seed: int | None = None,
     ) -> None:
+        given = locals()
+        self.arguments = {name: given[name] for name in inspect.signature(Federation).parameters}
         _check_choice("partial_work", partial_work, ("keep", "drop"))
         _check_choice("batch_norm", batch_norm, ("average", "recalibrate", "personal", "frozen"))
         _check_choice("optimizer_state", optimizer_state, ("reset", "keep"))
@@ -168,6 +172,16 @@ class Federation(L.Callback):
         self._round: OpenRound | None = None
 
     # What the outside may ask
+
+    def replace(self, **changes: Any) -> Federation:
+        """A new federation with the same arguments, but for the changes.
+
+        Example:
+            >>> Federation(local_epochs=2).replace(stragglers=0.5).arguments["local_epochs"]
+            2
+
+        """
+        return Federation(**{**self.arguments, **changes})
 
     @property
     def current_visit(self) -> PlannedVisit | None:
