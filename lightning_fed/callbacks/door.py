@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -15,9 +15,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
-
-from lightning_fed.state import Policy
 
 _REFUSED: dict[type[L.Callback], str] = {
     BatchSizeFinder: "it would tune on the first client's batches: tune with a plain `L.Trainer` first",
@@ -129,26 +126,6 @@ def check_trainer(trainer: L.Trainer, local_steps: int | None, stragglers: float
                 f"`{type(callback).__name__}` does not work in a federation: it averages after every batch, whoever's"
                 " it is. Subclass `WeightAveraging` with a `should_update` that looks at `epoch_idx` to average rounds."
             )
-
-
-def freeze_parameters(module: nn.Module, policies: Mapping[str, Policy]) -> list[nn.Parameter]:
-    """Stops the gradients of frozen parameters; returns those that had any, for ``requires_grad_(True)`` in the end.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> frozen = freeze_parameters(layer, {"weight": "shared", "bias": "frozen"})
-        >>> frozen[0] is layer.bias, layer.bias.requires_grad, layer.weight.requires_grad
-        (True, False, True)
-
-    """
-    frozen = [
-        parameter
-        for name, parameter in module.named_parameters()
-        if policies.get(name) == "frozen" and parameter.requires_grad
-    ]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    return frozen
 
 
 def check_schedulers(trainer: L.Trainer) -> None:

@@ -25,10 +25,11 @@ from lightning_fed.callbacks.door import (
     check_schedulers,
     check_trainer,
     find_loader_owner,
-    freeze_parameters,
 )
 from lightning_fed.callbacks.open_round import OpenRound, federated_callbacks
+from lightning_fed.callbacks.policies import decide_policies, freeze_parameters
 from lightning_fed.callbacks.round_log import RoundLog
+from lightning_fed.callbacks.round_progress import RoundProgress
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_loader
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
@@ -36,7 +37,7 @@ from lightning_fed.data.rounds import RoundLoader
 from lightning_fed.messages import Client, State
 from lightning_fed.schedule import Cohort, Schedule
 from lightning_fed.server import Server
-from lightning_fed.state import BatchNorm, Policy, Selector, batch_norm_statistics, entry_policies
+from lightning_fed.state import Policy, Selector
 from lightning_fed.store import ClientStore, FolderStore, MemoryStore
 from lightning_fed.visit import LocalModel
 
@@ -160,8 +161,7 @@ class Federation(L.Callback):
     def _reset(self) -> None:
         self.log_book = RoundLog()
         self.rounds = 0
-        self._start: tuple[int, dict[str, Any]] | None = None  # Lightning's progress before an incomplete round
-        self._is_before_validation = False
+        self._progress = RoundProgress()
         self._module_hook_is_done = False
         self._has_warned = False
         self._population: Population | None = None
@@ -181,7 +181,9 @@ class Federation(L.Callback):
             2
 
         """
-        return Federation(**{**self.arguments, **changes})
+        made = Federation(**{**self.arguments, **changes})
+        made.client_callbacks = self.client_callbacks
+        return made
 
     @property
     def current_visit(self) -> PlannedVisit | None:
@@ -299,23 +301,8 @@ class Federation(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what travels, before anything trains."""
         check_schedulers(trainer)
-        personal, frozen = self.personal, self.frozen
-        has_batch_norm = any(isinstance(layer, BatchNorm) for layer in pl_module.modules())
-        if has_batch_norm and self.batch_norm == "personal":
-            personal = (*personal, *(kind for kind in BatchNorm if _has(pl_module, kind)))
-        if has_batch_norm and self.batch_norm == "frozen":
-            frozen = (*frozen, *sorted(batch_norm_statistics(pl_module)))
-        self._policies = entry_policies(pl_module, personal, frozen)
+        self._policies = decide_policies(pl_module, self.personal, self.frozen, self.batch_norm)
         self._frozen_parameters = freeze_parameters(pl_module, self._policies)
-        at_home = [name for name, policy in self._policies.items() if policy == "personal"]
-        if at_home:
-            _log.warning(
-                "%d entries stay with their clients (%s, ...). Validation of the global model uses the values they had"
-                " at the start of the fit; validation data given as a mapping of clients are also evaluated with each"
-                " client's own.",
-                len(at_home),
-                at_home[0],
-            )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Makes sure that the Trainer's loader is ours."""
@@ -356,7 +343,7 @@ class Federation(L.Callback):
         """Gives up a round that is cut short: a Trainer that is told to stop validates at once."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        self._is_before_validation = False
+        self._progress.validate()
         if self._round is not None:
             self._cut_short()
 
@@ -369,7 +356,7 @@ class Federation(L.Callback):
         """Evaluates the clients; gives up a round that was cut short by the module."""
         if self._round is not None:
             self._cut_short()
-        self._start, self._is_before_validation = None, False
+        self._progress.end_epoch()
         self.rounds = trainer.current_epoch + 1  # also where nothing came of the round
         self.log_book.put_axis(pl_module, self.rounds - 1)  # also where the fit was resumed after the round's batches
         datamodule = getattr(trainer, "datamodule", None)
@@ -400,20 +387,8 @@ class Federation(L.Callback):
         self._give_back()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Takes back the batches of a round that is not complete: it is trained again from its start.
-
-        Lightning would go on after them, in a round that is shorter by as many. A checkpoint between a round's last
-        batch and its validation becomes one of the epoch's end.
-        """
-        loops = checkpoint["loops"]
-        if self._start is not None:
-            checkpoint["global_step"], progress = self._start
-            loops["fit_loop"] = copy.deepcopy(progress)
-            if loops["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == 0:
-                _advance(loops["fit_loop"]["epoch_loop.batch_progress"], "ready")  # the first batch is on its way
-        elif self._is_before_validation:
-            _advance(loops["fit_loop"]["epoch_loop.batch_progress"], "completed")
-            _advance(loops["fit_loop"]["epoch_progress"], "processed")
+        """Takes back the batches of a round that is not complete: it is trained again from its start."""
+        self._progress.patch(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         """See the class's note."""
@@ -463,7 +438,7 @@ class Federation(L.Callback):
         if self._round is None:
             assert self._loader is not None
             trainer, pl_module = self._trainer, self._trainer.lightning_module
-            self._start = trainer.global_step, trainer.fit_loop.state_dict()
+            self._progress.start_round(trainer)
             self._round = OpenRound(trainer, pl_module, self.server, self._policies, self.store, self.optimizer_state)
             for client, reason in self._loader.failed.items():
                 self.server.fail(client, reason)
@@ -485,7 +460,7 @@ class Federation(L.Callback):
         report, measured = self.server.report, self.server.aggregator.metrics() if is_new else {}
         self.log_book.end_round(self._trainer, report, self._cohort, round.before, after, parameters, measured)
         self._round, self._served = None, self._loader
-        self._start, self._is_before_validation = None, True
+        self._progress.end_round()
         self.rounds = self.server.report.round + 1
 
     def _abandon(self) -> None:
@@ -576,15 +551,6 @@ def find_federation(trainer: L.Trainer) -> Federation:
 def default_seed() -> int:
     """The seed of ``lightning.seed_everything`` if it was called, else 0."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-
-
-def _advance(progress: dict[str, Any], stage: str) -> None:
-    for part in ("total", "current"):
-        progress[part][stage] += 1
-
-
-def _has(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
-    return any(isinstance(layer, kind) for layer in module.modules())
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
