@@ -41,6 +41,7 @@ from lightning_fed.functional.prototypes import (
 )
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.server import Aggregator
+from lightning_fed.state import is_running_statistic
 
 _MAX_CLIENTS_BY_NAME = 20
 
@@ -78,7 +79,8 @@ class FedMargin(Aggregator):
 
     These equations and their alternatives are reconstructions from the paper's words, not its own. Clients that move
     alike get equal weights: FairAvg, exactly. A client that sends no prototypes gets the mean of the others' margins.
-    Integer entries come from the client with the most examples. The attention is known only when all updates are
+    Integer entries come from the client with the most examples; BatchNorm's running statistics are the weighted mean,
+    whatever the step. The attention is known only when all updates are
     there: memory grows with the cohort, one model per client.
 
     The prototypes come from :class:`~lightning_fed.callbacks.ClassPrototypes`, which is added to the Trainer if it has
@@ -183,7 +185,13 @@ class FedMargin(Aggregator):
         return Broadcast(self._round, dict(self._state), extras)
 
     def receive(self, update: ClientUpdate) -> None:
-        """Keeps the update: what it weighs is known when all have come."""
+        """Keeps the update: what it weighs is known when all have come.
+
+        Raises:
+            ValueError: If its margin was measured in another way.
+
+        """
+        self._local_margin(update)
         self.updates.append(update)
 
     def merge(self, other: Aggregator) -> None:
@@ -208,7 +216,7 @@ class FedMargin(Aggregator):
         self.updates = []
         if self.server_lr == 1:
             return state
-        return {name: self._step(self._state[name], value) for name, value in state.items()}
+        return {name: self._step(name, value) for name, value in state.items()}
 
     def metrics(self) -> dict[str, float]:
         """Margins and weights of the round, see the class's note."""
@@ -247,19 +255,22 @@ class FedMargin(Aggregator):
                     )
                 )
             self.prototypes = aggregate
-        weights = self._weights(torch.tensor(lpm), torch.tensor(apm), [update.num_samples for update in updates])
-        amm = (
-            math.nan
-            if self.prototypes is None
-            else float(aggregate_mean_margin(self.prototypes, self.amm, normalize=self.amm_normalize))
-        )
+        weights = self._weights(lpm, apm, [update.num_samples for update in updates])
+        amm = math.nan
+        if self.prototypes is not None:
+            amm = float(aggregate_mean_margin(self.prototypes, self.amm, normalize=self.amm_normalize))
         self.last = MarginReport([update.client for update in updates], lpm, apm, weights.tolist(), amm)
         return weights
 
-    def _weights(self, lpm: Tensor, apm: Tensor, num_samples: Sequence[int]) -> Tensor:
+    def _weights(self, lpm: Sequence[float], apm: Sequence[float], num_samples: Sequence[int]) -> Tensor:
         local, aggregate = (
-            margin_attention(margins, self.attention, temperature=self.temperature, standardize=self.standardize)
-            for margins in (lpm.double(), apm.double())
+            margin_attention(
+                torch.tensor(margins, dtype=torch.float64),
+                self.attention,
+                temperature=self.temperature,
+                standardize=self.standardize,
+            )
+            for margins in (lpm, apm)
         )
         return combine_attention(
             local, aggregate, self.combine, num_samples=num_samples if self.size_weighting else None
@@ -296,10 +307,11 @@ class FedMargin(Aggregator):
         sets = [unpack_prototypes(self.updates[owner].extras, count) for owner in owners]
         return owners, [prototypes for prototypes in sets if prototypes is not None]
 
-    def _step(self, old: Tensor, mean: Tensor) -> Tensor:
-        if not mean.is_floating_point():
+    def _step(self, name: str, mean: Tensor) -> Tensor:
+        if not mean.is_floating_point() or is_running_statistic(name):
             return mean
-        return (old.double() + self.server_lr * (mean.double() - old.double())).to(mean.dtype)
+        old = self._state[name].double()
+        return (old + self.server_lr * (mean.double() - old)).to(mean.dtype)
 
     def _try_options(self) -> None:
         """Runs every function with its options, so that an unknown one is refused here and not after a round."""
@@ -309,4 +321,4 @@ class FedMargin(Aggregator):
         reference = reference_prototypes(one, current, aggregate, self.apm_reference)
         aggregate_prototype_margin(one, reference, margin=self.margin, class_reduction=self.class_reduction)
         aggregate_mean_margin(one, self.amm, normalize=self.amm_normalize)
-        self._weights(torch.ones(1), torch.ones(1), [1])
+        self._weights([1.0], [1.0], [1])

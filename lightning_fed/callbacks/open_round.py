@@ -31,7 +31,7 @@ class OpenRound:
     Attributes:
         local: The module's entries.
         before: The global model's shared entries as the round found them.
-        visit: The visit that is under way; ``None`` between visits.
+        visit: The visit that is under way, until its answer is sent; ``None`` between visits.
 
     """
 
@@ -82,19 +82,11 @@ class OpenRound:
 
     def end_visit(self, planned: PlannedVisit) -> None:
         """Sends the client's answer: after its last batch. What a client keeps is kept only if its answer was good."""
-        self.visit = None
-        client, num_samples = planned.visit.client, planned.num_samples
         if planned.fault is not None:
-            self._server.fail(client, planned.fault)
-            return
-        update = self.local.answer(client, num_samples)
-        for callback in self._callbacks:
-            callback.on_client_end(self._trainer, self._module, client, update)
-        distance = self.local.distance(update, self._broadcast)
-        if distance is not None:
-            update.metrics["update_norm"] = distance
-        if self._server.receive(update, self._unpack):
-            self.local.keep(client, planned.visit.round, self._optimizers.end_visit(num_samples))
+            self._server.fail(planned.visit.client, planned.fault)
+        else:
+            self._answer(planned)
+        self.visit = None
 
     def close(self) -> bool:
         """Aggregates and makes the module the new global model: after the last visit. Whether there is a new one."""
@@ -128,6 +120,17 @@ class OpenRound:
             checkpoint[type(self._trainer.precision_plugin).__qualname__] = scaler
         for place, scheduler in zip(self._stepwise, schedulers, strict=True):
             checkpoint["lr_schedulers"][place] = scheduler
+
+    def _answer(self, planned: PlannedVisit) -> None:
+        client, num_samples = planned.visit.client, planned.num_samples
+        update = self.local.answer(client, num_samples)
+        for callback in self._callbacks:
+            callback.on_client_end(self._trainer, self._module, client, update)
+        distance = self.local.distance(update, self._broadcast)
+        if distance is not None:
+            update.metrics["update_norm"] = distance
+        if self._server.receive(update, self._unpack):
+            self.local.keep(client, planned.visit.round, self._optimizers.end_visit(num_samples))
 
     def _shape(self, broadcast: Broadcast) -> None:
         assert self.visit is not None

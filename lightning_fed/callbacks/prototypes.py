@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -18,12 +20,13 @@ from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.callbacks.side_pass import forward_step, one_pass, prepare_batch, run_prepared, side_pass
 from lightning_fed.data.loader_clients import undisturbed
-from lightning_fed.data.population import PlannedVisit
+from lightning_fed.data.population import seed_everything
 from lightning_fed.data.rounds import describe
 from lightning_fed.functional.margin import ClassReduction, MarginKind, aggregate_mean_margin, local_prototype_margin
 from lightning_fed.functional.options import check_option
 from lightning_fed.functional.prototypes import (
     Prototypes,
+    class_places,
     class_prototypes,
     class_sums,
     lpm_name,
@@ -31,7 +34,7 @@ from lightning_fed.functional.prototypes import (
     unpack_prototypes,
 )
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
-from lightning_fed.modules.features import FeatureLayer, FeatureTap, count_classes, find_feature_layer, tap_features
+from lightning_fed.modules.features import FeatureLayer, count_classes, find_feature_layer, tap_features
 
 _log = logging.getLogger(__name__)
 
@@ -130,12 +133,12 @@ class ClassPrototypes(FederatedCallback):
         self._layer: FeatureLayer
         self._classes: int
         self._watch = ExitStack()
-        self._tap: FeatureTap | None = None
-        self._visit: PlannedVisit | None = None
-        self._window = (0, 0, 0)  # batches in the first and in the last part, in the visit, served so far
+        self._batch: Any = None  # whose features are awaited
+        self._window = (0, 0)  # batches in each of the two parts of training that are watched, and in all of it
+        self._place = 0  # batches whose features were seen
         self._before: Prototypes | None = None
         self._others: Prototypes | None = None  # of all clients, where one client's margins need other classes
-        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._first, self._last = _Sums(), _Sums()
 
     # What both doors share
 
@@ -146,6 +149,8 @@ class ClassPrototypes(FederatedCallback):
         if classes is None:
             raise ValueError("The number of classes cannot be found: pass `num_classes` to `ClassPrototypes`.")
         self._classes = classes
+        self._before, self._window = None, (0, 0)  # nothing is left of another fit
+        class_places(torch.zeros(0, dtype=torch.int64), classes, self.ignore_index, self.exclude_classes)  # checks them
         if self.layer == "auto":
             rank_zero_info(f"ClassPrototypes: the features of {classes} classes are {self._layer}.")
         with tap_features(pl_module, self._layer):
@@ -159,9 +164,15 @@ class ClassPrototypes(FederatedCallback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Takes the labels of the batch, for the features that its training pass is about to make."""
-        if self.passes == "online" and self._tap is not None and batch is not None:
-            self._watch_batch(self._labels(batch))
+        """Keeps the batch, whose features its training pass is about to make."""
+        if self.passes == "online":
+            self._batch = batch
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Lets go of the batch: what runs from now on is validation, say."""
+        self._batch = None
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Takes the hook off the model."""
@@ -177,28 +188,27 @@ class ClassPrototypes(FederatedCallback):
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
         """Measures the prototypes of the downloaded weights."""
-        self._visit = planned = find_federation(trainer).current_visit
-        assert planned is not None
         self._before, self._others = None, unpack_prototypes(broadcast.extras, self._classes)
         if self.passes == "online":
-            per_epoch = find_federation(trainer).population.batches_per_epoch(client)
-            self._start_watching(module, planned.num_batches, per_epoch)
+            federation = find_federation(trainer)
+            assert federation.current_visit is not None
+            per_epoch = federation.population.batches_per_epoch(client)
+            self._start_watching(module, federation.current_visit.num_batches, per_epoch)
         elif self.lpm_before == "download":
-            self._before = self._measure_client(trainer, module, planned)
+            self._before = self._measure_client(trainer, module)
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
         """Measures the prototypes of the trained weights, and puts them into the update."""
-        assert self._visit is not None
         if self.passes == "online":
             self._before, after = self._stop_watching()
         else:
-            after = self._measure_client(trainer, module, self._visit)
+            after = self._measure_client(trainer, module)
         if after is None:
             return
-        memory = find_federation(trainer).client_memory
         if self.lpm_before == "last_local":
+            memory = find_federation(trainer).client_memory
             self._before = unpack_prototypes(memory, self._classes)
             memory |= pack_prototypes(after)
         update.extras |= pack_prototypes(after)
@@ -211,16 +221,24 @@ class ClassPrototypes(FederatedCallback):
             update.extras[lpm_name(self.margin, self.class_reduction)] = margin
             update.metrics["lpm"] = float(margin)
 
-    def _measure_client(
-        self, trainer: L.Trainer, module: L.LightningModule, planned: PlannedVisit
-    ) -> Prototypes | None:
-        population = find_federation(trainer).population
-        try:
-            with isolate_rng():
-                return self._measure(trainer, module, one_pass(population, planned.visit, aside=True))
-        except Exception as error:
-            _log.warning("Client %r's prototypes are left out: %s.", planned.visit.client, describe(error))
+    def _measure_client(self, trainer: L.Trainer, module: L.LightningModule) -> Prototypes | None:
+        """Prototypes of the client; ``None`` where its data fail, which does not cost it its update."""
+        federation, faults = find_federation(trainer), list[Exception]()
+        planned = federation.current_visit
+        assert planned is not None
+
+        def batches() -> Generator[Any]:
+            try:
+                yield from one_pass(federation.population, planned.visit, aside=True)
+            except Exception as error:  # its data's: what fails in the module is raised by the step, not here
+                faults.append(error)
+
+        with _own_random_numbers(), closing(batches()) as stream:
+            prototypes = self._measure(trainer, module, stream)
+        if faults:
+            _log.warning("The prototypes of client %r are left out: %s.", planned.visit.client, describe(faults[0]))
             return None
+        return prototypes
 
     # A plain Trainer
 
@@ -229,6 +247,11 @@ class ClassPrototypes(FederatedCallback):
         if is_federated(trainer):
             return
         if self.passes == "online":
+            if math.isinf(trainer.num_training_batches):
+                raise ValueError(
+                    "Online passes need to know how many batches an epoch has: set `limit_train_batches`, or use"
+                    " passes='exact'."
+                )
             self._start_watching(pl_module, int(trainer.num_training_batches), None)
         else:
             self._before = self._measure_epoch(trainer, pl_module)
@@ -241,7 +264,7 @@ class ClassPrototypes(FederatedCallback):
             self._before, after = self._stop_watching()
         else:
             after = self._measure_epoch(trainer, pl_module)
-        if after is None or self._before is None:
+        if after is None or self._before is None or trainer.barebones:
             return
         values = {
             "prototypes/lpm": local_prototype_margin(
@@ -253,85 +276,102 @@ class ClassPrototypes(FederatedCallback):
             if not value.isnan():
                 pl_module.log(name, value.float(), batch_size=1)
 
-    def _measure_epoch(self, trainer: L.Trainer, module: L.LightningModule) -> Prototypes:
+    def _measure_epoch(self, trainer: L.Trainer, module: L.LightningModule) -> Prototypes | None:
         loader: Any = trainer.train_dataloader
-        with isolate_rng(), undisturbed(loader, trainer.current_epoch):
-            return self._measure(trainer, module, itertools.islice(loader, int(trainer.num_training_batches)))
+        limit = trainer.num_training_batches
+        with _own_random_numbers(), undisturbed(loader, trainer.current_epoch):
+            seed_everything(trainer.current_epoch)  # the same at both ends of the epoch
+            batches = itertools.islice(loader, None if math.isinf(limit) else int(limit))
+            return self._measure(trainer, module, batches)
 
     # Measuring
 
-    def _measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any]) -> Prototypes:
-        step = forward_step(module)
+    def _measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any]) -> Prototypes | None:
+        """The prototypes of the module as it is; ``None`` if there is no batch."""
+        step, sums = forward_step(module), _Sums()
         assert step is not None
-        sums: list[tuple[Tensor, Tensor]] = []
-        with tap_features(module, self._layer) as tap, side_pass(module):
+        with tap_features(module, self._layer) as tap, side_pass(module), _without_compiled_code():
+            tap.on_features = partial(self._take, sums)
             for number, batch in enumerate(itertools.islice(batches, self.max_batches)):
-                moved = prepare_batch(trainer, module, batch)
-                run_prepared(trainer, module, step, moved, number)
-                added = self._class_sums(tap, self._labels(moved))
-                sums = [(sums[0][0] + added[0], sums[0][1] + added[1])] if sums else [added]
-        if not sums:
-            raise ValueError("its data gave no batch")
-        return self._prototypes(*sums[0])
+                self._batch = prepare_batch(trainer, module, batch)
+                run_prepared(trainer, module, step, self._batch, number)
+                if self._batch is not None:
+                    raise ValueError(f"Expected `{step}` to use the model's features, but {self._layer} was not run.")
+        return self._prototypes(sums)
 
     def _start_watching(self, module: L.LightningModule, num_batches: int, per_epoch: int | None) -> None:
         """Reads the features of training from now on; those of the first and the last batches are summed up."""
         self._watch.close()
-        self._tap = self._watch.enter_context(tap_features(module, self._layer))
-        length = num_batches // 2 if per_epoch is None else min(per_epoch, num_batches // 2)
-        self._window = (length, num_batches, 0)
-        self._sums = {}
+        self._first, self._last, self._place = _Sums(), _Sums(), 0
+        self._window = min(per_epoch or num_batches, num_batches // 2), num_batches
+        self._watch.enter_context(tap_features(module, self._layer)).on_features = self._watch_batch
 
-    def _watch_batch(self, labels: Tensor) -> None:
-        assert self._tap is not None
-        length, total, place = self._window
-        self._window = (length, total, place + 1)
-        parts = [
-            part for part, is_in in (("before", place < length), ("after", place >= total - max(1, length))) if is_in
-        ]
-
-        def note(tap: FeatureTap) -> None:
-            added = self._class_sums(tap, labels)
-            for part in parts:
-                sums, counts = self._sums.get(part, (0, 0))
-                self._sums[part] = (sums + added[0], counts + added[1])
-
-        self._tap.on_features = note if parts else None
+    def _watch_batch(self, features: Tensor) -> None:
+        if self._batch is None:
+            return
+        length, total = self._window
+        place, self._place = self._place, self._place + 1
+        if place < length:
+            self._take(self._first, features)
+        elif place >= total - max(1, length):
+            self._take(self._last, features)
+        self._batch = None
 
     def _stop_watching(self) -> tuple[Prototypes | None, Prototypes | None]:
         self._watch.close()
-        self._tap = None
-        before, after = (self._prototypes(*self._sums[part]) if part in self._sums else None for part in _PARTS)
-        return before, after
+        if self._window[1] and not self._place:
+            raise ValueError(
+                f"Expected training to use the model's features, but {self._layer} was not run. Of a model that"
+                " `torch.compile` has compiled before they can be measured with passes='exact'."
+            )
+        return self._prototypes(self._first), self._prototypes(self._last)
 
-    def _class_sums(self, tap: FeatureTap, labels: Tensor) -> tuple[Tensor, Tensor]:
-        features = tap.features
-        if features is None:
-            raise ValueError(f"Expected the module to use its features, but {self._layer} was not run.")
+    def _take(self, sums: _Sums, features: Tensor) -> None:
+        """Adds the features of a batch, as its first forward pass makes them."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        labels = as_classes(find_target(batch, self.target), features.ndim)
         if features.ndim > 2 and labels.ndim == 1:
             features = features.flatten(2).mean(2)  # one label for a whole map
-        return class_sums(
-            features.detach(),
-            labels,
-            self._classes,
-            ignore_index=self.ignore_index,
-            exclude_classes=self.exclude_classes,
-            normalize_features=self.normalize_features,
+        sums.add(
+            *class_sums(
+                features,
+                labels,
+                self._classes,
+                ignore_index=self.ignore_index,
+                exclude_classes=self.exclude_classes,
+                normalize_features=self.normalize_features,
+            )
         )
 
-    def _prototypes(self, sums: Tensor, counts: Tensor) -> Prototypes:
-        return class_prototypes(sums.cpu(), counts.cpu(), min_count=self.min_count)
-
-    def _labels(self, batch: Any) -> Tensor:
-        labels = find_target(batch, self.target)
-        if labels.is_floating_point():
-            if not bool((labels == labels.round()).all()):
-                raise ValueError("Expected labels to be classes, but they are fractions: pass `target`.")
-            labels = labels.long()
-        return labels.squeeze(1) if labels.ndim > 2 and labels.shape[1] == 1 else labels
+    def _prototypes(self, sums: _Sums) -> Prototypes | None:
+        if sums.sums is None or sums.counts is None:
+            return None
+        return class_prototypes(sums.sums.cpu(), sums.counts.cpu(), min_count=self.min_count)
 
 
-_PARTS = ("before", "after")
+class _Sums:
+    """Sums of features and their numbers, by class."""
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+        self.counts: Tensor | None = None
+
+    def add(self, sums: Tensor, counts: Tensor) -> None:
+        self.sums = sums if self.sums is None else self.sums + sums
+        self.counts = counts if self.counts is None else self.counts + counts
+
+
+def _own_random_numbers() -> AbstractContextManager[None]:
+    """The global generators go on afterwards as if nothing had been; those of a GPU too, where one is in use."""
+    return isolate_rng(include_cuda=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _without_compiled_code() -> AbstractContextManager[None]:
+    """Runs what ``torch.compile`` has compiled as it was written: compiled code does not see a new hook."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6
+    return nullcontext() if set_stance is None else set_stance("force_eager")
 
 
 def is_federated(trainer: L.Trainer) -> bool:
@@ -366,6 +406,25 @@ def find_target(batch: Any, target: int | str | Callable[[Any], Tensor] | None =
     if not isinstance(found, Tensor):
         raise ValueError(f"Expected a batch with labels, but found {type(found).__name__}: say where with `target`.")
     return found
+
+
+def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
+    """Labels as integers without an empty channel, where features of so many dimensions call for none.
+
+    Raises:
+        ValueError: If they are fractions.
+
+    Example:
+        >>> as_classes(torch.tensor([[1.0], [0.0]]), 2), as_classes(torch.zeros(2, 1, 8, 8), 4).shape
+        (tensor([1, 0]), torch.Size([2, 8, 8]))
+
+    """
+    if labels.is_floating_point():
+        if not bool((labels == labels.round()).all()):
+            raise ValueError("Expected labels to be classes, but they are fractions: say where with `target`.")
+        labels = labels.long()
+    has_channel = labels.ndim > 1 and labels.shape[1] == 1 and labels.ndim != feature_dims - 1
+    return labels.squeeze(1) if has_channel else labels
 
 
 def count_of_classes(module: L.LightningModule) -> int | None:

@@ -60,8 +60,6 @@ class LoaderClients(Population):
             served = 0
             try:
                 loader = self.loaders[planned.visit.client]
-                if aside and getattr(loader, "persistent_workers", False):
-                    raise ValueError("its loader has persistent workers, which serve one pass at a time")
                 with undisturbed(loader, planned.visit.seed) if aside else nullcontext():
                     for batch in itertools.islice(self._passes(loader, planned.visit), planned.num_batches):
                         yield StreamItem(place, batch)
@@ -91,7 +89,15 @@ def undisturbed(loader: Any, seed: int) -> Iterator[None]:
         loader: The loader that is passed over beside training.
         seed: The seed.
 
+    Raises:
+        ValueError: If the loader has persistent workers, which hold the random numbers of training.
+
     """
+    if getattr(loader, "persistent_workers", False):
+        raise ValueError(
+            "Expected a loader that can be passed over beside training, but its workers are persistent and serve one"
+            " pass at a time: set `persistent_workers=False`, or measure with passes='online'"
+        )
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     generators = [getattr(owner, "generator", None) for owner in owners]

@@ -122,14 +122,15 @@ class FeatureTap:
 
     Attributes:
         features: Features of the last forward pass, detached, shape ``(N, d)`` or ``(N, d, *size)``; ``None`` before.
-        on_features: Called after every forward pass.
+            A layer that works in place can change them afterwards.
+        on_features: Called with them at every forward pass, before anything can.
 
     """
 
     def __init__(self, layer: FeatureLayer, channels_last: bool) -> None:
         self.layer = layer
         self.features: Tensor | None = None
-        self.on_features: Callable[[FeatureTap], None] | None = None
+        self.on_features: Callable[[Tensor], None] | None = None
         self._channels_last = channels_last
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -137,17 +138,19 @@ class FeatureTap:
         features = _last_map(inputs if self.layer.side == "input" else output).detach()
         self.features = features.movedim(-1, 1) if self._channels_last and features.ndim > 2 else features
         if self.on_features is not None:
-            self.on_features(self)
+            self.on_features(self.features)
 
 
 @contextmanager
 def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]:
     """Watches a layer's features.
 
+    What ``torch.compile`` made of a model may not notice: see it within ``torch.compiler.set_stance("force_eager")``.
+
     Args:
         module: The model, or a module that holds it.
         layer: Which end of which layer. Of several feature maps (an encoder's) the last is taken, of a dictionary the
-            entry ``"out"``. The input of a linear layer has its channels last, all else in the second place.
+            entry ``"out"``. The ends of a linear layer have their channels last, all else in the second place.
 
     Raises:
         ValueError: If the model has no such layer.
@@ -161,12 +164,17 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
         torch.Size([5, 3])
 
     """
-    tapped = dict(module.named_modules()).get(layer.path)
-    if tapped is None:
+    layers = dict(module.named_modules())
+    if layer.path not in layers:
+        parent = layer.path
+        while parent and parent not in layers:
+            parent = parent.rpartition(".")[0]
+        names = [f"{parent}.{name}".lstrip(".") for name, _ in layers[parent].named_children()]
         raise ValueError(
-            f"Expected `layer` to be the name of a layer of {type(module).__name__}, but got {layer.path!r}. There are"
-            f" {[name for name, _ in module.named_modules() if name]}."
+            f"Expected `layer` to be the name of a layer of {type(module).__name__}, but got {layer.path!r}:"
+            f" {repr(parent) if parent else 'it'} has {names}."
         )
+    tapped = layers[layer.path]
     tap = FeatureTap(layer, isinstance(tapped, nn.Linear))
     handle = tapped.register_forward_hook(tap)
     try:
