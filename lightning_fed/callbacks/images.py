@@ -1,23 +1,28 @@
-"""Segmentations to look at: input, truth and prediction side by side, every few rounds."""
+"""Segmentations to look at: input, truth, prediction and entropy maps side by side, every few rounds."""
 
 from __future__ import annotations
 
 import colorsys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Literal, NamedTuple, get_args
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from lightning_fed.callbacks.pictures import GREY, Color, paint_numbers, report_others, tensorboards
+from lightning_fed.functional.entropy import Activation, feature_entropy, softmax_entropy
+from lightning_fed.functional.options import check_option
+from lightning_fed.modules.extraction import evaluating
+from lightning_fed.modules.features import FeatureLayer, FeatureTap, find_feature_layer, tap_features
+
 __all__ = ["SegmentationImages", "segmentation_grid"]
 
-Color = tuple[int, int, int]
+EntropyMap = Literal["softmax_entropy", "feature_entropy"]
 
-_IGNORED: Color = (128, 128, 128)
 _BORDER: Color = (255, 255, 255)
 # Class 0 is most often the background. None of them is the grey of ignored pixels or the white of the border.
 _COLORS: tuple[Color, ...] = (
@@ -29,6 +34,12 @@ _COLORS: tuple[Color, ...] = (
 
 class SegmentationImages(L.Callback):
     """Log one grid of segmentations to TensorBoard: a row per image; input, truth and prediction side by side.
+
+    ``maps`` adds columns: how unsure the model is of the class of every pixel
+    (:func:`~lightning_fed.functional.softmax_entropy`), and how many of its features are active there
+    (:func:`~lightning_fed.functional.feature_entropy`, brought to the size of the input). Both are divided by their
+    largest possible value, the logarithm of the number of classes or channels, and drawn in the colours of viridis:
+    dark blue is 0, yellow 1.
 
     Works on a plain `lightning.Trainer` and on a federated one, where it shows the global model. The grid is logged at
     the end of the first validation, and then whenever ``every_n_epochs`` epochs (rounds) have passed since the last
@@ -49,9 +60,14 @@ class SegmentationImages(L.Callback):
         mean: Mean that the data pipeline subtracted from the channels (one number per channel, or one for all).
         std: Standard deviation that it divided them by. With neither, images outside 0 to 1 are stretched to it.
         ignore_index: Class index of pixels without a label, grey in the truth; None if there are none.
+        maps: Columns beside the prediction: ``"softmax_entropy"``, ``"feature_entropy"`` or both, in this order.
+        layer: Name of the layer whose output is the features of ``"feature_entropy"``; ``"auto"`` takes what
+            :func:`~lightning_fed.modules.find_feature_layer` finds, and says so in the log.
+        activation: What makes those features non-negative, where the layer does not end in a ReLU.
 
     Raises:
-        ValueError: If ``every_n_epochs`` or ``num_images`` is below 1, or ``class_colors`` holds no colours.
+        ValueError: If ``every_n_epochs`` or ``num_images`` is below 1, ``class_colors`` holds no colours, or an option
+            is unknown; in ``fit`` and ``validate``, if there is no such layer.
 
     Example:
         >>> callback = SegmentationImages(every_n_epochs=10, num_images=2, mean=(0.485, 0.456, 0.406),
@@ -59,7 +75,7 @@ class SegmentationImages(L.Callback):
     """
 
     tag = "segmentation/input_truth_prediction"
-    """Name of the image in TensorBoard."""
+    """Name of the image in TensorBoard; those of ``maps`` are added to it."""
 
     def __init__(
         self,
@@ -69,17 +85,28 @@ class SegmentationImages(L.Callback):
         mean: float | Sequence[float] | None = None,
         std: float | Sequence[float] | None = None,
         ignore_index: int | None = 255,
+        maps: Sequence[EntropyMap] = (),
+        layer: str = "auto",
+        activation: Activation = "relu",
     ) -> None:
         super().__init__()
         for argument, value in (("every_n_epochs", every_n_epochs), ("num_images", num_images)):
             if value < 1:
                 raise ValueError(f"Expected `{argument}` to be at least 1, but got {value}.")
+        for name in maps:
+            check_option("maps", name, get_args(EntropyMap))
+        check_option("activation", activation, get_args(Activation))
+        self.tag = "_".join([self.tag, *maps])
         self._every_n_epochs = every_n_epochs
         self._num_images = num_images
         self._class_colors = _checked_colors(class_colors)
         self._mean = mean
         self._std = std
         self._ignore_index = ignore_index
+        self._maps = tuple(maps)
+        self._layer_name = layer
+        self._activation: Activation = activation
+        self._layer: FeatureLayer | None = None
         self._last_epoch: int | None = None
         self._is_due = False
         self._is_choosing = False
@@ -90,16 +117,19 @@ class SegmentationImages(L.Callback):
         """Forget an earlier run, and say once which loggers get no images."""
         if stage not in ("fit", "validate"):
             return
-        self._images, self._masks = [], []
+        self._images, self._masks, self._layer = [], [], None
         if stage == "fit":
             self._last_epoch = None
-        others = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
-        if others:
-            rank_zero_info(f"SegmentationImages logs to TensorBoard only: no images for {', '.join(others)}.")
+        report_others("SegmentationImages", trainer)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Find the layer of the features, before anything trains."""
+        self._find_layer(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decide whether this validation ends with a grid."""
-        self._is_due = not trainer.sanity_checking and bool(_tensorboards(trainer)) and self._is_time(trainer)
+        self._find_layer(trainer, pl_module)  # in `trainer.validate` no fit has started
+        self._is_due = not trainer.sanity_checking and bool(tensorboards(trainer)) and self._is_time(trainer)
         self._is_choosing = self._is_due and not self._images
 
     def on_validation_batch_start(
@@ -127,19 +157,20 @@ class SegmentationImages(L.Callback):
         self._is_due = False
         self._last_epoch = trainer.current_epoch
         # on every rank: a sharded model's forward needs them all
-        predictions, num_classes = _predict(pl_module, self._images)
+        seen = _predict(pl_module, self._images, self._maps, self._layer, self._activation)
         if not trainer.is_global_zero:
             return
         grid = segmentation_grid(
             self._images,
             self._masks,
-            predictions,
-            class_colors=self._class_colors or default_colors(num_classes),
+            seen.predictions,
+            class_colors=self._class_colors or default_colors(seen.num_classes),
             mean=self._mean,
             std=self._std,
             ignore_index=self._ignore_index,
+            maps=seen.maps,
         )
-        for logger in _tensorboards(trainer):
+        for logger in tensorboards(trainer):
             logger.experiment.add_image(self.tag, grid, global_step=trainer.current_epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,6 +180,16 @@ class SegmentationImages(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting from the epoch of the last grid."""
         self._last_epoch = state_dict["last_epoch"]
+
+    def _find_layer(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if "feature_entropy" not in self._maps or self._layer is not None or not tensorboards(trainer):
+            return
+        is_auto = self._layer_name == "auto"
+        self._layer = find_feature_layer(pl_module) if is_auto else FeatureLayer(self._layer_name)
+        if is_auto:
+            rank_zero_info(f"SegmentationImages: the features are {self._layer}.")
+        with tap_features(pl_module, self._layer):
+            pass  # the layer is there
 
     def _is_time(self, trainer: L.Trainer) -> bool:
         if self._last_epoch is None or trainer.state.fn != "fit":
@@ -165,8 +206,9 @@ def segmentation_grid(
     std: float | Sequence[float] | None = None,
     ignore_index: int | None = 255,
     padding: int = 2,
+    maps: Sequence[Tensor | Sequence[Tensor]] = (),
 ) -> Tensor:
-    """Draw segmentations as one picture: a row per image; input, truth and prediction side by side.
+    """Draw segmentations as one picture: a row per image; input, truth, prediction and maps side by side.
 
     Args:
         images: Images of shape ``(N, C, H, W)``, or N images of shape ``(C, H, W)`` of any sizes. One or two channels
@@ -178,10 +220,12 @@ def segmentation_grid(
         std: Standard deviation that it divided them by. With neither, an image outside 0 to 1 is stretched to it.
         ignore_index: Class index of pixels without a label; None if there are none.
         padding: White border around each tile, in pixels.
+        maps: M more columns: each holds numbers from 0 to 1 (entropies, say), shape ``(N, H, W)``, drawn in the colours
+            of viridis: 0 is dark blue, 1 yellow, NaN grey.
 
     Returns:
-        Picture of shape ``(3, N (H + padding) + padding, 3 (W + padding) + padding)``, uint8. Smaller images sit in the
-        upper left corner of their tile.
+        Picture of shape ``(3, N (H + padding) + padding, (3 + M) (W + padding) + padding)``, uint8. Smaller images sit
+        in the upper left corner of their tile.
 
     Raises:
         ValueError: If the numbers of images differ, there are none, or a class has no colour.
@@ -197,16 +241,22 @@ def segmentation_grid(
             "Expected `images`, `truth` and `prediction` to hold the same number of images, at least 1, "
             f"but got {len(images)}, {len(truth)} and {len(prediction)}."
         )
+    if any(len(column) != len(images) for column in maps):
+        raise ValueError(f"Expected `maps` of {len(images)} images, but got {[len(column) for column in maps]}.")
     truths, predictions = [_indices(mask) for mask in truth], [_indices(mask) for mask in prediction]
     given = _checked_colors(class_colors)
     colors = torch.tensor(given or default_colors(_num_classes([*truths, *predictions], ignore_index)))
     rows = [
-        (_to_rgb(image, mean, std), _paint(mask, colors, ignore_index), _paint(predicted, colors, ignore_index))
-        for image, mask, predicted in zip(images, truths, predictions, strict=True)
+        (
+            _to_rgb(image, mean, std),
+            *(_paint(mask, colors, ignore_index) for mask in masks),
+            *(paint_numbers(column[place]) for column in maps),
+        )
+        for place, (image, *masks) in enumerate(zip(images, truths, predictions, strict=True))
     ]
     height, width = max(row[0].shape[1] for row in rows), max(row[0].shape[2] for row in rows)
     canvas = torch.tensor(_BORDER, dtype=torch.uint8)[:, None, None].repeat(
-        1, len(rows) * (height + padding) + padding, 3 * (width + padding) + padding
+        1, len(rows) * (height + padding) + padding, len(rows[0]) * (width + padding) + padding
     )
     for i, row in enumerate(rows):
         for j, tile in enumerate(row):
@@ -222,11 +272,6 @@ def default_colors(num_classes: int) -> list[Color]:
     return [*_COLORS[:num_classes], *extra]
 
 
-def _tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
-    loggers: list[Logger] = trainer.loggers
-    return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
-
-
 def _split(batch: Any) -> tuple[Tensor, Tensor]:
     if isinstance(batch, Mapping) and "image" in batch and "mask" in batch:
         return batch["image"], batch["mask"]
@@ -239,31 +284,55 @@ def _split(batch: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-@torch.no_grad()
-def _predict(module: L.LightningModule, images: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-    """Return class indices of shape ``(H, W)`` for each image, and the number of classes; leave no trace."""
-    modes = [(child, child.training) for child in module.modules()]
+class _Seen(NamedTuple):
+    """Class indices of shape ``(H, W)`` for each image, the number of classes, and a column for each kind of map."""
+
+    predictions: list[Tensor]
+    num_classes: int
+    maps: list[list[Tensor]]
+
+
+def _predict(
+    module: L.LightningModule,
+    images: Sequence[Tensor],
+    maps: Sequence[EntropyMap],
+    layer: FeatureLayer | None,
+    activation: Activation,
+) -> _Seen:
+    """Run the module on each image, and leave no trace."""
     predictions, num_classes = [], 2
-    with isolate_rng(include_cuda=module.device.type == "cuda"):
-        module.eval()
-        try:
-            for image in images:
-                logits = module(image[None].to(module.device))
-                if isinstance(logits, Mapping) and "out" in logits:  # torchvision's models
-                    logits = logits["out"]
-                if not isinstance(logits, Tensor) or logits.ndim != 4:
-                    got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-                    raise TypeError(
-                        "Expected the module to return logits of shape (N, num_classes, H, W) "
-                        f"for `SegmentationImages`, but got {got}."
-                    )
-                is_binary = logits.shape[1] == 1
-                predictions.append((logits[0, 0] > 0).long().cpu() if is_binary else logits[0].argmax(0).cpu())
-                num_classes = max(num_classes, logits.shape[1])
-        finally:
-            for child, mode in modes:
-                child.training = mode
-    return predictions, num_classes
+    columns: list[list[Tensor]] = [[] for _ in maps]
+    with ExitStack() as stack:
+        stack.enter_context(isolate_rng(include_cuda=module.device.type == "cuda"))
+        stack.enter_context(evaluating(module))
+        tap = None if layer is None else stack.enter_context(tap_features(module, layer))
+        for image in images:
+            logits = module(image[None].to(module.device))
+            if isinstance(logits, Mapping) and "out" in logits:  # torchvision's models
+                logits = logits["out"]
+            if not isinstance(logits, Tensor) or logits.ndim != 4:
+                got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+                raise TypeError(
+                    "Expected the module to return logits of shape (N, num_classes, H, W) "
+                    f"for `SegmentationImages`, but got {got}."
+                )
+            if logits.shape[1] == 1:
+                logits = torch.cat([torch.zeros_like(logits), logits], 1)  # a binary task: positive is class 1
+            predictions.append(logits[0].argmax(0).cpu())
+            num_classes = max(num_classes, logits.shape[1])
+            for name, column in zip(maps, columns, strict=True):
+                if name == "softmax_entropy":
+                    column.append(softmax_entropy(logits, normalize=True)[0].cpu())
+                else:
+                    column.append(_feature_entropy(tap, activation, image.shape[-2:]))
+    return _Seen(predictions, num_classes, columns)
+
+
+def _feature_entropy(tap: FeatureTap | None, activation: Activation, size: Sequence[int]) -> Tensor:
+    assert tap is not None
+    if tap.features is None:
+        raise ValueError(f"Expected the module to use its features, but {tap.layer} was not run.")
+    return feature_entropy(tap.features, activation=activation, normalize=True, size=size)[0].cpu()
 
 
 def _indices(mask: Tensor) -> Tensor:
@@ -285,7 +354,7 @@ def _paint(mask: Tensor, colors: Tensor, ignore_index: int | None) -> Tensor:
             f"but got {int(labels.min())} to {int(labels.max())}."
         )
     painted = colors[labels]
-    painted[is_ignored] = torch.tensor(_IGNORED)
+    painted[is_ignored] = torch.tensor(GREY)
     return painted.permute(2, 0, 1).to(torch.uint8)
 
 

@@ -185,16 +185,16 @@ def fit(module, logger, callbacks=(), val=None, ckpt_path=None, **kwargs):
     return trainer
 
 
-def logged(logger):
+def logged(logger, tag=SegmentationImages.tag):
     """Read (epoch, picture) pairs back from the event file."""
     logger.experiment.flush()
     events = EventAccumulator(logger.log_dir, size_guidance={"images": 0})
     events.Reload()
-    if SegmentationImages.tag not in events.Tags()["images"]:
+    if tag not in events.Tags()["images"]:
         return []
     return [
         (event.step, np.asarray(Image.open(io.BytesIO(event.encoded_image_string))).transpose(2, 0, 1))
-        for event in events.Images(SegmentationImages.tag)
+        for event in events.Images(tag)
     ]
 
 
@@ -242,11 +242,13 @@ class ValidatesInTrainingMode(Segmenter):
         pass
 
 
+@pytest.mark.parametrize("maps", [(), ("softmax_entropy", "feature_entropy")], ids=["plain", "maps"])
 @pytest.mark.parametrize("kind", [Segmenter, ValidatesInTrainingMode])
-def test_a_run_with_the_callback_ends_as_one_without(tmp_path, kind):
+def test_a_run_with_the_callback_ends_as_one_without(tmp_path, kind, maps):
     """Weights, statistics, logged values and modes are bit-equal, though the forward draws random numbers."""
     ends = []
-    for name, callbacks in (("without", []), ("with", [SegmentationImages(every_n_epochs=1, num_images=3)])):
+    callback = SegmentationImages(every_n_epochs=1, num_images=3, maps=maps)
+    for name, callbacks in (("without", []), ("with", [callback])):
         modes = []
 
         class Modes(L.Callback):
@@ -259,7 +261,9 @@ def test_a_run_with_the_callback_ends_as_one_without(tmp_path, kind):
         val = DataLoader(dataset(seed=1), batch_size=2)
         trainer = fit(module, logger, [*callbacks, Modes()], val, max_epochs=3, val_check_interval=1)
         ends.append((module.state_dict(), trainer.callback_metrics["val_loss"].item(), modes, torch.rand(1).item()))
-        assert len(steps(logger)) == 3 * len(callbacks)  # once an epoch, although it validates three times
+        pictures = logged(logger, callback.tag)
+        assert len(pictures) == 3 * len(callbacks)  # once an epoch, although it validates three times
+        assert not any(layer._forward_hooks for layer in module.modules())  # noqa: SLF001 - no public name
     (state, loss, modes, draw), (other, other_loss, other_modes, other_draw) = ends
     assert all(torch.equal(state[name], other[name]) for name in state)
     assert (loss, modes, draw) == (other_loss, other_modes, other_draw)

@@ -1,0 +1,77 @@
+"""What callbacks that draw share: which loggers get pictures, and how numbers and figures become pixels."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Color = tuple[int, int, int]
+
+GREY: Color = (128, 128, 128)
+"""What has no value."""
+
+VIRIDIS: tuple[Color, ...] = (
+    *((68, 1, 84), (72, 26, 108), (71, 47, 125), (65, 68, 135), (57, 86, 140), (49, 104, 142), (42, 120, 142)),
+    *((35, 136, 142), (31, 152, 139), (34, 168, 132), (53, 183, 121), (84, 197, 104), (122, 209, 81), (165, 219, 54)),
+    *((210, 226, 27), (253, 231, 37)),
+)
+"""Every 17th of the 256 colours of viridis (van der Walt and Smith, 2015): equal steps look equally large."""
+
+
+def tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
+    """The Trainer's loggers that take pictures."""
+    loggers: list[Logger] = trainer.loggers
+    return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def report_others(name: str, trainer: L.Trainer) -> None:
+    """Says which loggers get no pictures of the callback ``name``."""
+    others = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
+    if others:
+        rank_zero_info(f"{name} logs to TensorBoard only: no images for {', '.join(others)}.")
+
+
+def paint_numbers(values: Tensor) -> Tensor:
+    """Draws numbers in the colours of viridis: 0 dark blue, 1 yellow; NaN is grey.
+
+    Args:
+        values: Numbers from 0 to 1, shape ``(H, W)``; others are drawn as the nearer end.
+
+    Returns:
+        Colours, shape ``(3, H, W)``, uint8.
+
+    Example:
+        >>> paint_numbers(torch.tensor([[0.0, 0.5, 1.0, torch.nan]]))[0]
+        tensor([[ 68,  33, 253, 128]], dtype=torch.uint8)
+
+    """
+    colors = torch.tensor(VIRIDIS, dtype=torch.float64)
+    places = values.detach().cpu().double().nan_to_num(0.0).clamp(0, 1) * (len(colors) - 1)
+    lower = places.long().clamp_max(len(colors) - 2)
+    painted = torch.lerp(colors[lower], colors[lower + 1], (places - lower).unsqueeze(-1)).round().to(torch.uint8)
+    painted[values.isnan().cpu()] = torch.tensor(GREY, dtype=torch.uint8)
+    return painted.permute(2, 0, 1)
+
+
+def has_matplotlib() -> bool:
+    """Whether figures with axes can be drawn."""
+    return find_spec("matplotlib") is not None
+
+
+def figure_pixels(figure: Figure) -> Tensor:
+    """The pixels of a figure of matplotlib, shape ``(3, H, W)``, uint8."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the extra `demo`
+
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    return torch.from_numpy(np.array(canvas.buffer_rgba())[..., :3]).permute(2, 0, 1)

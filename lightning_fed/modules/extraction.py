@@ -1,0 +1,109 @@
+"""Features of a trained model on given data, to compare models with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fed.modules.features import FeatureLayer, find_feature_layer, tap_features
+
+_INPUT_KEYS = ("image", "images", "x", "input", "inputs")
+
+
+def extract_features(
+    model: nn.Module,
+    batches: Iterable[Any],
+    layer: str = "auto",
+    *,
+    max_samples: int | None = 2000,
+    inputs: int | str | Callable[[Any], Tensor] | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Feature vectors that a model makes of data, or a sample of them.
+
+    The model runs in evaluation mode without gradients, and has its modes back afterwards. Of feature maps every
+    position is one vector. Which vectors are in the sample depends on ``seed`` and on their number alone: two models
+    whose features have the same height and width give vectors of the same positions of the same images, if the batches
+    come in the same order. No more than the sample and one batch are held.
+
+    Args:
+        model: A LightningModule or any other module; it is called with a batch's inputs.
+        batches: The data, such as a ``DataLoader`` that does not shuffle.
+        layer: Name of the layer whose output is the features; ``"auto"`` takes what
+            :func:`~lightning_fed.modules.find_feature_layer` finds.
+        max_samples: Largest number of vectors, drawn without replacement; ``None`` for all.
+        inputs: Where a batch has its inputs: an index or key, or a function of the batch; by default the first element
+            of a sequence, ``batch["image"]``, ``["x"]``, ``["input"]`` or their plurals, or the batch itself.
+        seed: Seed of the sample.
+
+    Returns:
+        Features, shape ``(n, d)``, float32, on the CPU, in the order of the data.
+
+    Raises:
+        ValueError: If ``max_samples`` is below 1, there is no such layer, the model does not run it, a batch has no
+            inputs, or there is no batch.
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
+        >>> batches = [(torch.zeros(2, 1, 8, 8), torch.zeros(2, 6, 6))] * 3
+        >>> extract_features(net, batches, max_samples=100).shape
+        torch.Size([100, 4])
+
+    """
+    if max_samples is not None and max_samples < 1:
+        raise ValueError(f"Expected `max_samples` to be at least 1, but got {max_samples}.")
+    tapped = find_feature_layer(model) if layer == "auto" else FeatureLayer(layer)
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    sample: Tensor | None = None
+    draws = torch.zeros(0, dtype=torch.float64)
+    with tap_features(model, tapped) as tap, evaluating(model):
+        for batch in batches:
+            tap.features = None
+            model(_find_inputs(batch, inputs).to(device))
+            if tap.features is None:
+                raise ValueError(f"Expected the model to use its features, but {tapped} was not run.")
+            maps = tap.features.flatten(2) if tap.features.ndim > 2 else tap.features.unsqueeze(2)
+            count, positions = maps.shape[0], maps.shape[2]
+            # A draw for every vector; those with the smallest draws so far are kept.
+            all_draws = torch.cat([draws, torch.rand(count * positions, generator=generator, dtype=torch.float64)])
+            kept = all_draws.argsort(stable=True)[:max_samples].sort().values
+            old, new = kept[kept < len(draws)], (kept[kept >= len(draws)] - len(draws)).to(maps.device)
+            added = maps[new // positions, :, new % positions].to("cpu", torch.float32)
+            sample = added if sample is None else torch.cat([sample[old], added])
+            draws = all_draws[kept]
+    if sample is None:
+        raise ValueError("Expected at least one batch, but got none.")
+    return sample
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every layer then has its mode back."""
+    modes = [(layer, layer.training) for layer in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer, mode in modes:
+            layer.training = mode
+
+
+def _find_inputs(batch: Any, inputs: int | str | Callable[[Any], Tensor] | None) -> Tensor:
+    found: Any
+    if callable(inputs):
+        found = inputs(batch)
+    elif inputs is not None:
+        found = batch[inputs]
+    elif isinstance(batch, Mapping):
+        found = next((batch[key] for key in _INPUT_KEYS if key in batch), None)
+    else:
+        found = batch[0] if isinstance(batch, Sequence) and batch else batch
+    if not isinstance(found, Tensor):
+        raise ValueError(f"Expected a batch with inputs, but found {type(found).__name__}: say where with `inputs`.")
+    return found
