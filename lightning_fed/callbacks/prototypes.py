@@ -80,6 +80,9 @@ class ClassPrototypes(FederatedCallback):
         lpm_before: What LPM compares with: the prototypes under the weights that were downloaded, or those that the
             client kept after its last visit.
 
+    Attributes:
+        prototypes: On a plain Trainer, those at the end of the last epoch; ``None`` before.
+
     Raises:
         ValueError: If an option is unknown or out of its range; in ``fit``, if the layer or the number of classes
             cannot be found.
@@ -130,6 +133,7 @@ class ClassPrototypes(FederatedCallback):
         self.margin: MarginKind = margin
         self.class_reduction: ClassReduction = class_reduction
         self.lpm_before = lpm_before
+        self.prototypes: Prototypes | None = None
         self._layer: FeatureLayer
         self._classes: int
         self._watch = ExitStack()
@@ -144,6 +148,7 @@ class ClassPrototypes(FederatedCallback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the layer and the number of classes."""
+        self.prototypes = None
         self._layer = find_feature_layer(pl_module) if self.layer == "auto" else FeatureLayer(self.layer)
         classes = count_of_classes(pl_module) if self.num_classes == "auto" else self.num_classes
         if classes is None:
@@ -264,6 +269,7 @@ class ClassPrototypes(FederatedCallback):
             self._before, after = self._stop_watching()
         else:
             after = self._measure_epoch(trainer, pl_module)
+        self.prototypes = after
         if after is None or self._before is None or trainer.barebones:
             return
         values = {
