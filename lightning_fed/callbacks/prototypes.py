@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from typing import Any, Literal
 
@@ -34,7 +34,13 @@ from lightning_fed.functional.prototypes import (
     unpack_prototypes,
 )
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
-from lightning_fed.modules.features import FeatureLayer, count_classes, find_feature_layer, tap_features
+from lightning_fed.modules.features import (
+    FeatureLayer,
+    count_classes,
+    find_feature_layer,
+    tap_features,
+    without_compiled_code,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -296,7 +302,7 @@ class ClassPrototypes(FederatedCallback):
         """The prototypes of the module as it is; ``None`` if there is no batch."""
         step, sums = forward_step(module), _Sums()
         assert step is not None
-        with tap_features(module, self._layer) as tap, side_pass(module), _without_compiled_code():
+        with tap_features(module, self._layer) as tap, side_pass(module), without_compiled_code():
             tap.on_features = partial(self._take, sums)
             for number, batch in enumerate(itertools.islice(batches, self.max_batches)):
                 self._batch = prepare_batch(trainer, module, batch)
@@ -372,12 +378,6 @@ class _Sums:
 def _own_random_numbers() -> AbstractContextManager[None]:
     """The global generators go on afterwards as if nothing had been; those of a GPU too, where one is in use."""
     return isolate_rng(include_cuda=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _without_compiled_code() -> AbstractContextManager[None]:
-    """Runs what ``torch.compile`` has compiled as it was written: compiled code does not see a new hook."""
-    set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6
-    return nullcontext() if set_stance is None else set_stance("force_eager")
 
 
 def is_federated(trainer: L.Trainer) -> bool:

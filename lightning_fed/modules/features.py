@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
@@ -145,7 +146,7 @@ class FeatureTap:
 def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]:
     """Watches a layer's features.
 
-    What ``torch.compile`` made of a model may not notice: see it within ``torch.compiler.set_stance("force_eager")``.
+    What ``torch.compile`` made of a model may not notice: run it within :func:`without_compiled_code`.
 
     Args:
         module: The model, or a module that holds it.
@@ -181,6 +182,12 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
         yield tap
     finally:
         handle.remove()
+
+
+def without_compiled_code() -> AbstractContextManager[None]:
+    """Runs what ``torch.compile`` has compiled as it was written: compiled code does not see a new hook."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6
+    return nullcontext() if set_stance is None else set_stance("force_eager")
 
 
 def _layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
