@@ -5,6 +5,7 @@ from lightning_fed.callbacks import FedBN as FedBN
 from lightning_fed.callbacks import FederatedCallback as FederatedCallback
 from lightning_fed.callbacks import Federation as Federation
 from lightning_fed.callbacks import FedPer as FedPer
+from lightning_fed.callbacks import FedRep as FedRep
 from lightning_fed.data import FederatedDataModule as FederatedDataModule
 from lightning_fed.messages import Broadcast as Broadcast
 from lightning_fed.messages import ClientUpdate as ClientUpdate
@@ -22,6 +23,7 @@ __all__ = [
     "ClientUpdate",
     "FedBN",
     "FedPer",
+    "FedRep",
     "FederatedCallback",
     "FederatedDataModule",
     "FederatedTrainer",

@@ -9,7 +9,7 @@ Every entry of ``module.state_dict()`` has one policy:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from lightning_fed.messages import State
 
 Policy: TypeAlias = Literal["shared", "personal", "frozen"]
-Selector: TypeAlias = type[nn.Module] | str
-"""A pattern of entry names (``"head.*"``, as in :mod:`fnmatch`) or a module type, whose entries are all meant.
+Selector: TypeAlias = type[nn.Module] | str | Callable[[nn.Module], Iterable[str]]
+"""A pattern of entry names (``"head.*"``, as in :mod:`fnmatch`), a module type, whose entries are all meant, or a
+function of the module that names the entries.
 
 Types come first, because the command line tries them in this order and every class path is a string too.
 """
@@ -186,7 +187,7 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
     Args:
         module: The module whose entries they are.
         names: The entries to choose from.
-        selectors: Name patterns and module types.
+        selectors: Name patterns, module types and functions.
         option: Name of the option that the selectors come from, for the error.
 
     Raises:
@@ -198,6 +199,8 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
     for selector in selectors:
         if isinstance(selector, str):
             found = {name for name in names if fnmatchcase(name, selector)}
+        elif not isinstance(selector, type):
+            found = set(selector(module)) & set(names)
         else:
             owners = [owner for owner, child in module.named_modules() if isinstance(child, selector)]
             prefixes = tuple(f"{owner}." if owner else "" for owner in owners)

@@ -2,10 +2,26 @@
 
 from lightning_fed.aggregators.averaging import AveragingAggregator as AveragingAggregator
 from lightning_fed.aggregators.fairavg import FairAvg as FairAvg
+from lightning_fed.aggregators.fedatt import FedAtt as FedAtt
 from lightning_fed.aggregators.fedavg import FedAvg as FedAvg
+from lightning_fed.aggregators.feddane import FedDANE as FedDANE
 from lightning_fed.aggregators.fedmargin import FedMargin as FedMargin
+from lightning_fed.aggregators.fedprox import FedProx as FedProx
+from lightning_fed.aggregators.fesem import FeSEM as FeSEM
 from lightning_fed.aggregators.registry import AGGREGATORS as AGGREGATORS
 from lightning_fed.aggregators.registry import build_aggregator as build_aggregator
 from lightning_fed.server import Aggregator as Aggregator
 
-__all__ = ["AGGREGATORS", "Aggregator", "AveragingAggregator", "FairAvg", "FedAvg", "FedMargin", "build_aggregator"]
+__all__ = [
+    "AGGREGATORS",
+    "Aggregator",
+    "AveragingAggregator",
+    "FairAvg",
+    "FeSEM",
+    "FedAtt",
+    "FedAvg",
+    "FedDANE",
+    "FedMargin",
+    "FedProx",
+    "build_aggregator",
+]

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from lightning_fed.aggregators.fairavg import FairAvg
+from lightning_fed.aggregators.fedatt import FedAtt
 from lightning_fed.aggregators.fedavg import FedAvg
+from lightning_fed.aggregators.feddane import FedDANE
 from lightning_fed.aggregators.fedmargin import FedMargin
+from lightning_fed.aggregators.fedprox import FedProx
+from lightning_fed.aggregators.fesem import FeSEM
 from lightning_fed.server import Aggregator
 
-AGGREGATORS: dict[str, type[Aggregator]] = {"fairavg": FairAvg, "fedavg": FedAvg, "fedmargin": FedMargin}
+AGGREGATORS: dict[str, type[Aggregator]] = {
+    "fairavg": FairAvg,
+    "fedatt": FedAtt,
+    "fedavg": FedAvg,
+    "feddane": FedDANE,
+    "fedmargin": FedMargin,
+    "fedprox": FedProx,
+    "fesem": FeSEM,
+}
 """The rules that ``aggregator="name"`` can mean."""
 
 

@@ -1,21 +1,31 @@
 """Lightning callbacks: the federation itself, and what looks at it."""
 
+from lightning_fed.callbacks.center_evaluation import CenterEvaluation as CenterEvaluation
 from lightning_fed.callbacks.federated_callback import FederatedCallback as FederatedCallback
 from lightning_fed.callbacks.federation import Federation as Federation
+from lightning_fed.callbacks.gradient_correction import GradientCorrection as GradientCorrection
+from lightning_fed.callbacks.head_then_body import HeadThenBody as HeadThenBody
 from lightning_fed.callbacks.images import SegmentationImages as SegmentationImages
 from lightning_fed.callbacks.images import segmentation_grid as segmentation_grid
 from lightning_fed.callbacks.presets import FedBN as FedBN
 from lightning_fed.callbacks.presets import FedPer as FedPer
+from lightning_fed.callbacks.presets import FedRep as FedRep
 from lightning_fed.callbacks.progress import FederatedProgressBar as FederatedProgressBar
 from lightning_fed.callbacks.prototypes import ClassPrototypes as ClassPrototypes
+from lightning_fed.callbacks.proximal import ProximalTerm as ProximalTerm
 
 __all__ = [
+    "CenterEvaluation",
     "ClassPrototypes",
     "FedBN",
     "FedPer",
+    "FedRep",
     "FederatedCallback",
     "FederatedProgressBar",
     "Federation",
+    "GradientCorrection",
+    "HeadThenBody",
+    "ProximalTerm",
     "SegmentationImages",
     "segmentation_grid",
 ]

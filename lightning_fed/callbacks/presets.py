@@ -1,21 +1,27 @@
-"""Federations of the literature that differ from federated averaging only in what stays with the client."""
+"""Federations of the literature that differ from federated averaging in what stays with the client."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
 from lightning_fed.callbacks.federation import Federation
-from lightning_fed.state import Selector
+from lightning_fed.callbacks.head_then_body import HeadThenBody
+from lightning_fed.modules.features import find_classifier
+from lightning_fed.state import Selector, live_entries
 
 
-def FedPer(head: Selector | Sequence[Selector], **options: Any) -> Federation:
+def FedPer(head: Selector | Sequence[Selector] = "auto", **options: Any) -> Federation:
     """Federated averaging of a base, with a personal head per client.
 
     All layers train together; only the base is sent and averaged, weighted by the clients' examples.
 
     Args:
-        head: The personal entries: a name pattern (``"head.*"``), a module type, or several.
+        head: The personal entries: a name pattern (``"head.*"``), a module type, or several. ``"auto"`` is the layer
+            that makes the logits (:func:`~lightning_fed.modules.find_classifier`), which is named in the log.
         options: Further arguments of :class:`~lightning_fed.callbacks.Federation`.
 
     Raises:
@@ -30,7 +36,50 @@ def FedPer(head: Selector | Sequence[Selector], **options: Any) -> Federation:
 
     """
     _check_free("FedPer", "personal", "which is its `head`", options)
-    return Federation(personal=[head] if isinstance(head, str | type) else head, **options)
+    return Federation(personal=_selectors(head), **options)
+
+
+def FedRep(
+    head: Selector | Sequence[Selector] = "auto", head_epochs: int = 10, body_epochs: int = 1, **options: Any
+) -> Federation:
+    """A shared representation and a personal head per client, which train one after the other.
+
+    A visit has ``head_epochs`` epochs in which the head trains and the body does not, then ``body_epochs`` the other
+    way round (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent and averaged, weighted by the
+    clients' examples.
+
+    After the last round the authors let every client train its head once more, on the final body. That is one more
+    round, with all clients and ``body_epochs=0``, resumed from the last checkpoint.
+
+    Args:
+        head: The personal entries: a name pattern (``"head.*"``), a module type, or several. ``"auto"`` is the layer
+            that makes the logits (:func:`~lightning_fed.modules.find_classifier`), which is named in the log.
+        head_epochs: Epochs of a visit that train the head.
+        body_epochs: Epochs of a visit that train the body; 0 leaves the body as it is.
+        options: Further arguments of :class:`~lightning_fed.callbacks.Federation`.
+
+    Raises:
+        ValueError: If ``head_epochs`` is below 1 or ``body_epochs`` below 0, or ``personal``, ``local_epochs`` or
+            ``local_steps`` is among the options; in ``fit``, if a selector matches nothing.
+
+    Example:
+        >>> FedRep("head.*", head_epochs=10, body_epochs=5).schedule.local_epochs
+        15
+
+    References:
+        Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021.
+        https://arxiv.org/abs/2102.07078
+
+    """
+    if body_epochs < 0:
+        raise ValueError(f"Expected `body_epochs` to be at least 0, but got {body_epochs}.")
+    _check_free("FedRep", "personal", "which is its `head`", options)
+    for name in ("local_epochs", "local_steps"):
+        _check_free("FedRep", name, "which `head_epochs` and `body_epochs` give", options)
+    phases = HeadThenBody(head_epochs)
+    federation = Federation(personal=_selectors(head), local_epochs=head_epochs + body_epochs, **options)
+    federation.client_callbacks.append(phases)
+    return federation
 
 
 def FedBN(**options: Any) -> Federation:
@@ -55,6 +104,24 @@ def FedBN(**options: Any) -> Federation:
     """
     _check_free("FedBN", "batch_norm", "which is 'personal' there", options)
     return Federation(batch_norm="personal", **options)
+
+
+def _selectors(head: Selector | Sequence[Selector]) -> Sequence[Selector]:
+    if head == "auto":
+        return [_classifier]
+    return head if isinstance(head, Sequence) and not isinstance(head, str) else [head]
+
+
+def _classifier(module: nn.Module) -> list[str]:
+    """Entries of the layer that makes the logits."""
+    name = find_classifier(module)
+    if name is None:
+        raise ValueError(
+            f"Expected {type(module).__name__} to have a linear layer or a convolution that makes the logits: name the"
+            " entries of the head."
+        )
+    rank_zero_info(f"The head that stays with every client is {name!r}.")
+    return [entry for entry in live_entries(module) if entry.startswith(f"{name}.")]
 
 
 def _check_free(preset: str, name: str, reason: str, options: Mapping[str, Any]) -> None:

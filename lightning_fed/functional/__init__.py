@@ -1,6 +1,8 @@
 """The papers' equations on tensors; nothing here knows Lightning or the rest of the package."""
 
+from lightning_fed.functional.attention import SoftmaxMean as SoftmaxMean
 from lightning_fed.functional.average import WeightedMean as WeightedMean
+from lightning_fed.functional.clustering import k_means as k_means
 from lightning_fed.functional.discrepancy import (
     classwise_maximum_mean_discrepancy as classwise_maximum_mean_discrepancy,
 )
@@ -34,6 +36,7 @@ from lightning_fed.functional.synthetic import synthetic as synthetic
 
 __all__ = [
     "Prototypes",
+    "SoftmaxMean",
     "WeightedMean",
     "aggregate_mean_margin",
     "aggregate_prototype_margin",
@@ -48,6 +51,7 @@ __all__ = [
     "dirichlet_per_client",
     "feature_entropy",
     "iid",
+    "k_means",
     "labels_per_client",
     "local_prototype_margin",
     "margin_attention",

@@ -1,0 +1,201 @@
+"""FedDANE's correction: local gradients are shifted by how far the client's gradient is from that of all clients.
+
+Li et al., "FedDANE: A Federated Newton-Type Method", Asilomar 2019.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fed.callbacks.batch_norm import batch_norm_layers
+from lightning_fed.callbacks.federated_callback import FederatedCallback
+from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.callbacks.proximal import gradient_scale
+from lightning_fed.callbacks.side_pass import one_pass, run_step, side_pass
+from lightning_fed.data.population import batch_length
+from lightning_fed.data.rounds import describe
+from lightning_fed.functional.average import WeightedMean
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.schedule import Visit, derive_seed
+from lightning_fed.state import find_non_finite
+
+_log = logging.getLogger(__name__)
+
+_PREFIX = "gradient:"
+
+
+class GradientCorrection(FederatedCallback):
+    r"""Adds :math:`g_t - \nabla F_k(w_t)` to the gradients of every optimizer step.
+
+    At the start of a round a sample of clients, drawn apart from the cohort and as large
+    (:meth:`Schedule.second_draw <lightning_fed.schedule.Schedule.second_draw>`), computes the gradients of the global
+    model on all their data. Their mean, weighted by the clients' examples, is :math:`g_t`. It goes down with the
+    cohort's broadcasts, and every client of the cohort computes its own :math:`\nabla F_k(w_t)` before it trains.
+
+    All of it is counted: the global model down to the sample and one gradient per parameter up, and another down to
+    the cohort. A client of the sample that cannot answer is left out with a warning; without any answer the round is
+    trained without correction. A client of the cohort whose own gradient cannot be computed is left out of the round.
+
+    Gradients are those of the module's ``training_step``, in evaluation mode but for BatchNorm, which normalises with
+    the batch's own statistics as in training (and keeps its running ones): dropout does not blur them. The training
+    that goes on draws the same random numbers as without this callback. The correction is added where
+    :class:`~lightning_fed.callbacks.ProximalTerm` adds its own, to the parameters that travel. The logged loss is
+    without it.
+
+    Raises:
+        MisconfigurationException: In ``fit``, with manual optimization, where ``training_step`` has no loss to
+            differentiate.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> trainer = FederatedTrainer(max_rounds=10, aggregator="feddane", logger=False)  # adds it by itself
+
+    References:
+        Li et al., Asilomar 2019, "FedDANE".
+
+    """
+
+    def __init__(self) -> None:
+        self._mean: State = {}
+        self._corrections: dict[nn.Parameter, Tensor] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuses manual optimization."""
+        if stage == "fit" and not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                "FedDANE asks for the gradient of the loss that `training_step` returns: it needs automatic"
+                " optimization."
+            )
+
+    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Asks the sample for its gradients."""
+        federation = find_federation(trainer)
+        server, population, round = federation.server, federation.population, trainer.current_epoch
+        local = federation.local_model(module)
+        state, mean = local.global_state(), WeightedMean()
+        for client in federation.schedule.second_draw(round, population.clients):
+            server.count_down(Broadcast(round, state))
+            try:
+                num_samples = population.num_samples(client)
+                local.load_client(client, state)
+                gradients = self._measure(trainer, module, client, state)
+            except Exception as error:
+                _log.warning("Round %d: client %r's gradient is left out: %s.", round, client, describe(error))
+                continue
+            answer = ClientUpdate(client, num_samples, {}, gradients)
+            server.count_up(answer)
+            fault = find_non_finite(answer.extras)
+            if fault is None:
+                mean.add(answer.extras, num_samples, num_samples)
+            else:
+                _log.warning("Round %d: client %r's gradient is left out: %s.", round, client, fault)
+        local.load_global(state)
+        self._mean = mean.mean() if mean.total else {}
+
+    def on_broadcast(self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast) -> None:
+        """Sends the mean gradient."""
+        broadcast.extras |= self._mean
+
+    def on_client_start(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Compares it with the client's own."""
+        self._corrections = {}
+        mean = {name: value for name, value in broadcast.extras.items() if name.startswith(_PREFIX)}
+        visit = find_federation(trainer).current_visit
+        if not mean or visit is None:
+            return
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        try:
+            with isolate_rng():
+                own = self._measure(trainer, module, client, broadcast.state, aside=True)
+        except Exception as error:
+            visit.fault = f"its gradient raised {describe(error)}"
+            return
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        parameters = dict(module.named_parameters())
+        self._corrections = {parameters[name.removeprefix(_PREFIX)]: mean[name] - own[name] for name in own}
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        """Adds the correction."""
+        if not self._corrections:
+            return
+        scale = gradient_scale(trainer, optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter in self._corrections:
+                    parameter.grad.add_(self._corrections[parameter], alpha=scale)
+
+    def on_client_end(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
+    ) -> None:
+        """Forgets it."""
+        self._corrections = {}
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forgets it, also where the fit ended inside a visit."""
+        self._mean, self._corrections = {}, {}
+
+    def _measure(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, state: State, aside: bool = False
+    ) -> State:
+        """The gradients of the module as it is on all of the client's data, as extras of a message."""
+        federation, round = find_federation(trainer), trainer.current_epoch
+        steps = federation.schedule.local_steps if federation.population.batches_per_epoch(client) is None else None
+        visit = Visit(client, round, derive_seed(federation.schedule.seed, round), steps=steps)
+        parameters = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if name in state and parameter.requires_grad
+        }
+        gradients = full_gradient(trainer, module, parameters, one_pass(federation.population, visit, aside))
+        return {f"{_PREFIX}{name}": value for name, value in gradients.items()}
+
+
+def full_gradient(
+    trainer: L.Trainer, module: L.LightningModule, parameters: Mapping[str, nn.Parameter], batches: Iterable[Any]
+) -> State:
+    """Gradients of the mean loss over all batches, weighted by their examples; zero where a parameter is not used.
+
+    Args:
+        trainer: The Trainer.
+        module: The module, whose ``training_step`` gives the loss.
+        parameters: The parameters to differentiate by.
+        batches: The data.
+
+    Raises:
+        ValueError: If no batch gave a loss.
+
+    """
+    layers = [layer for layer in batch_norm_layers(module).values() if layer.training]  # not the user's frozen
+    mean = WeightedMean()
+    with side_pass(module, gradients=True):
+        for layer in layers:
+            layer.train()
+        for number, batch in enumerate(batches):
+            output = run_step(trainer, module, "training_step", batch, number)
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if loss is None:
+                continue
+            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            gradients = {
+                name: torch.zeros_like(parameter) if value is None else value
+                for (name, parameter), value in zip(parameters.items(), found, strict=True)
+            }
+            size = batch_length(batch)
+            mean.add(gradients, size, size)
+    if not mean.total:
+        raise ValueError("its data gave no batch with a loss")
+    return mean.mean()
