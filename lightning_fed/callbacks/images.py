@@ -17,7 +17,7 @@ from lightning_fed.callbacks.pictures import GREY, Color, paint_numbers, report_
 from lightning_fed.functional.entropy import Activation, feature_entropy, softmax_entropy
 from lightning_fed.functional.options import check_option
 from lightning_fed.modules.extraction import evaluating
-from lightning_fed.modules.features import FeatureLayer, FeatureTap, find_feature_layer, tap_features
+from lightning_fed.modules.features import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
 
 __all__ = ["SegmentationImages", "segmentation_grid"]
 
@@ -164,7 +164,7 @@ class SegmentationImages(L.Callback):
             self._images,
             self._masks,
             seen.predictions,
-            class_colors=self._class_colors or default_colors(seen.num_classes),
+            class_colors=self._class_colors or default_colors(max(seen.num_classes)),
             mean=self._mean,
             std=self._std,
             ignore_index=self._ignore_index,
@@ -285,10 +285,10 @@ def _split(batch: Any) -> tuple[Tensor, Tensor]:
 
 
 class _Seen(NamedTuple):
-    """Class indices of shape ``(H, W)`` for each image, the number of classes, and a column for each kind of map."""
+    """For each image its class indices of shape ``(H, W)`` and the number of classes; and a column per kind of map."""
 
     predictions: list[Tensor]
-    num_classes: int
+    num_classes: list[int]
     maps: list[list[Tensor]]
 
 
@@ -300,39 +300,44 @@ def _predict(
     activation: Activation,
 ) -> _Seen:
     """Run the module on each image, and leave no trace."""
-    predictions, num_classes = [], 2
-    columns: list[list[Tensor]] = [[] for _ in maps]
+    seen = _Seen([], [], [[] for _ in maps])
     with ExitStack() as stack:
         stack.enter_context(isolate_rng(include_cuda=module.device.type == "cuda"))
         stack.enter_context(evaluating(module))
-        tap = None if layer is None else stack.enter_context(tap_features(module, layer))
+        entropies: list[Tensor] = []
+        if layer is not None:
+            stack.enter_context(without_compiled_code())
+            tap = stack.enter_context(tap_features(module, layer))
+            # at once: the next layer may work in place
+            tap.on_features = lambda features: entropies.append(
+                feature_entropy(features, activation=activation, normalize=True, size=size)
+            )
         for image in images:
-            logits = module(image[None].to(module.device))
-            if isinstance(logits, Mapping) and "out" in logits:  # torchvision's models
-                logits = logits["out"]
-            if not isinstance(logits, Tensor) or logits.ndim != 4:
-                got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-                raise TypeError(
-                    "Expected the module to return logits of shape (N, num_classes, H, W) "
-                    f"for `SegmentationImages`, but got {got}."
-                )
-            if logits.shape[1] == 1:
-                logits = torch.cat([torch.zeros_like(logits), logits], 1)  # a binary task: positive is class 1
-            predictions.append(logits[0].argmax(0).cpu())
-            num_classes = max(num_classes, logits.shape[1])
-            for name, column in zip(maps, columns, strict=True):
-                if name == "softmax_entropy":
-                    column.append(softmax_entropy(logits, normalize=True)[0].cpu())
-                else:
-                    column.append(_feature_entropy(tap, activation, image.shape[-2:]))
-    return _Seen(predictions, num_classes, columns)
+            size = image.shape[-2:]
+            entropies.clear()
+            logits = _logits(module, image)
+            seen.predictions.append(logits[0].argmax(0).cpu())
+            seen.num_classes.append(logits.shape[1])
+            for name, column in zip(maps, seen.maps, strict=True):
+                if name == "feature_entropy" and not entropies:
+                    raise ValueError(f"Expected the module to use its features, but {layer} was not run.")
+                entropy = entropies[0] if name == "feature_entropy" else softmax_entropy(logits, normalize=True)
+                column.append(entropy[0].cpu())
+    return seen
 
 
-def _feature_entropy(tap: FeatureTap | None, activation: Activation, size: Sequence[int]) -> Tensor:
-    assert tap is not None
-    if tap.features is None:
-        raise ValueError(f"Expected the module to use its features, but {tap.layer} was not run.")
-    return feature_entropy(tap.features, activation=activation, normalize=True, size=size)[0].cpu()
+def _logits(module: L.LightningModule, image: Tensor) -> Tensor:
+    """Logits of shape ``(1, num_classes, H, W)``; of a binary task 0 for class 0."""
+    logits = module(image[None].to(module.device))
+    if isinstance(logits, Mapping) and "out" in logits:  # torchvision's models
+        logits = logits["out"]
+    if not isinstance(logits, Tensor) or logits.ndim != 4:
+        got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise TypeError(
+            "Expected the module to return logits of shape (N, num_classes, H, W) "
+            f"for `SegmentationImages`, but got {got}."
+        )
+    return torch.cat([torch.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits
 
 
 def _indices(mask: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Building blocks of models."""
 
+from lightning_fed.modules.extraction import extract_features as extract_features
 from lightning_fed.modules.features import FeatureLayer as FeatureLayer
 from lightning_fed.modules.features import count_classes as count_classes
 from lightning_fed.modules.features import find_classifier as find_classifier
@@ -7,4 +8,12 @@ from lightning_fed.modules.features import find_feature_layer as find_feature_la
 from lightning_fed.modules.features import tap_features as tap_features
 from lightning_fed.modules.group_norm import to_group_norm as to_group_norm
 
-__all__ = ["FeatureLayer", "count_classes", "find_classifier", "find_feature_layer", "tap_features", "to_group_norm"]
+__all__ = [
+    "FeatureLayer",
+    "count_classes",
+    "extract_features",
+    "find_classifier",
+    "find_feature_layer",
+    "tap_features",
+    "to_group_norm",
+]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fed.modules.features import FeatureLayer, find_feature_layer, tap_features
+from lightning_fed.modules.features import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
 
 _INPUT_KEYS = ("image", "images", "x", "input", "inputs")
 
@@ -26,9 +26,9 @@ def extract_features(
     """Feature vectors that a model makes of data, or a sample of them.
 
     The model runs in evaluation mode without gradients, and has its modes back afterwards. Of feature maps every
-    position is one vector. Which vectors are in the sample depends on ``seed`` and on their number alone: two models
-    whose features have the same height and width give vectors of the same positions of the same images, if the batches
-    come in the same order. No more than the sample and one batch are held.
+    position is one vector. Which vectors are in the sample depends on ``seed`` and on the number of images and
+    positions in each batch: two models of one architecture give vectors of the same positions of the same images, if
+    the batches come in the same order. No more than the sample and one batch are held.
 
     Args:
         model: A LightningModule or any other module; it is called with a batch's inputs.
@@ -58,27 +58,43 @@ def extract_features(
         raise ValueError(f"Expected `max_samples` to be at least 1, but got {max_samples}.")
     tapped = find_feature_layer(model) if layer == "auto" else FeatureLayer(layer)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    generator = torch.Generator().manual_seed(seed)
-    sample: Tensor | None = None
-    draws = torch.zeros(0, dtype=torch.float64)
-    with tap_features(model, tapped) as tap, evaluating(model):
+    sample = _Sample(max_samples, seed)
+    with tap_features(model, tapped) as tap, evaluating(model), without_compiled_code():
+        tap.on_features = sample.take
         for batch in batches:
-            tap.features = None
+            sample.is_awaited = True
             model(_find_inputs(batch, inputs).to(device))
-            if tap.features is None:
+            if sample.is_awaited:
                 raise ValueError(f"Expected the model to use its features, but {tapped} was not run.")
-            maps = tap.features.flatten(2) if tap.features.ndim > 2 else tap.features.unsqueeze(2)
-            count, positions = maps.shape[0], maps.shape[2]
-            # A draw for every vector; those with the smallest draws so far are kept.
-            all_draws = torch.cat([draws, torch.rand(count * positions, generator=generator, dtype=torch.float64)])
-            kept = all_draws.argsort(stable=True)[:max_samples].sort().values
-            old, new = kept[kept < len(draws)], (kept[kept >= len(draws)] - len(draws)).to(maps.device)
-            added = maps[new // positions, :, new % positions].to("cpu", torch.float32)
-            sample = added if sample is None else torch.cat([sample[old], added])
-            draws = all_draws[kept]
-    if sample is None:
+    if sample.vectors is None:
         raise ValueError("Expected at least one batch, but got none.")
-    return sample
+    return sample.vectors
+
+
+class _Sample:
+    """Vectors drawn without replacement from a stream of features: a number for each, and the smallest are kept."""
+
+    def __init__(self, size: int | None, seed: int) -> None:
+        self.vectors: Tensor | None = None
+        self.is_awaited = False
+        self._size = size
+        self._draws = torch.zeros(0, dtype=torch.float64)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def take(self, features: Tensor) -> None:
+        """Takes the features of a batch, at its first pass through the layer."""
+        if not self.is_awaited:
+            return
+        self.is_awaited = False
+        maps = features.flatten(2) if features.ndim > 2 else features.unsqueeze(2)
+        count, _, positions = maps.shape
+        fresh = torch.rand(count * positions, generator=self._generator, dtype=torch.float64)
+        draws, known = torch.cat([self._draws, fresh]), len(self._draws)
+        kept = draws.argsort(stable=True)[: self._size].sort().values
+        new = (kept[kept >= known] - known).to(maps.device)
+        added = maps[new // positions, :, new % positions].to("cpu", torch.float32)
+        self.vectors = added if self.vectors is None else torch.cat([self.vectors[kept[kept < known]], added])
+        self._draws = draws[kept]
 
 
 @contextmanager

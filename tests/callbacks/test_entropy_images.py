@@ -259,6 +259,45 @@ def test_a_layer_that_is_not_run_is_named(tmp_path):
     assert not any(layer._forward_hooks for layer in module.modules())  # noqa: SLF001 - no public name
 
 
+class InPlace(Known):
+    def forward(self, x):
+        return self.head(self.grow(F.relu_(self.body(x))))
+
+
+class Twice(Known):
+    def forward(self, x):
+        return super().forward(x) + super().forward(x.flip(3))
+
+
+class Compiled(Known):
+    def __init__(self):
+        super().__init__()
+        self.run = torch.compile(super().forward, backend="eager")
+
+    def forward(self, x):
+        return self.run(x)
+
+
+NEW_ENOUGH = pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="torch 2.6 brings it")
+
+
+@pytest.mark.parametrize("kind", [InPlace, Twice, pytest.param(Compiled, marks=NEW_ENOUGH)])
+def test_features_are_those_of_the_first_pass_as_the_layer_makes_them(tmp_path, kind):
+    """Not what a layer that works in place, or a second pass, makes of them; and compiled code does not hide them."""
+    pictures = []
+    for which in (Known, kind):
+        torch.manual_seed(0)
+        module, logger = which(), TensorBoardLogger(tmp_path, name=which.__name__)
+        with torch.no_grad():
+            module.eval()(torch.zeros(1, 3, 8, 8))  # compiled before anything is tapped
+        callback = SegmentationImages(maps=["feature_entropy"], layer="body", activation="abs")
+        trainer = make_trainer(logger, [callback], inference_mode=False)  # in which it would be compiled anew
+        trainer.validate(module, DataLoader(dataset(), 2), verbose=False)
+        ((_, picture),) = logged(logger, callback.tag)
+        pictures.append(picture[:, :, 32:])
+    assert np.array_equal(*pictures)
+
+
 def test_one_callback_object_finds_the_layer_of_every_module(tmp_path):
     callback = SegmentationImages(maps=["feature_entropy"], num_images=1)
     other = Known()
