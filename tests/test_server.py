@@ -164,3 +164,35 @@ def test_norm():
     assert norm(tensors).item() == 13.0
     half = torch.full((100,), 300.0, dtype=torch.float16)  # its square overflows
     assert norm([half]).item() == pytest.approx(3000.0)
+
+
+class Counting(FedAvg):
+    """Counts its rounds, and makes an infinite aggregate of large values."""
+
+    def __init__(self):
+        super().__init__()
+        self.rounds = 0
+
+    def aggregate(self):
+        self.rounds += 1
+        return {name: value * 1e30 for name, value in super().aggregate().items()}
+
+    def state_dict(self):
+        return {"rounds": self.rounds}
+
+    def load_state_dict(self, state):
+        self.rounds = state["rounds"]
+
+
+def test_a_round_that_comes_to_nothing_is_taken_back():
+    server = Server(Counting())
+    for number, value in enumerate((1.0, 1e20, 2.0)):
+        server.start_round(number, {"w": torch.zeros(1)})
+        assert server.state_before == {"rounds": min(number, 1)}
+        server.send("a")
+        server.receive(ClientUpdate("a", 1, {"w": torch.tensor([value])}))
+        state = server.finish_round()
+        assert (state is None) == (number == 1)
+    assert server.aggregator.rounds == 2
+    server.abandon_round()
+    assert server.aggregator.rounds == 1

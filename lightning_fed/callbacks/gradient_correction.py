@@ -46,8 +46,9 @@ class GradientCorrection(FederatedCallback):
     trained without correction. A client of the cohort whose own gradient cannot be computed is left out of the round.
 
     Gradients are those of the module's ``training_step``, in evaluation mode but for BatchNorm, which normalises with
-    the batch's own statistics as in training (and keeps its running ones): dropout does not blur them. The training
-    that goes on draws the same random numbers as without this callback. The correction is added where
+    the batch's own statistics as in training (and keeps its running ones): dropout does not blur them. Their batches
+    are fetched in the main process, and a loader with persistent workers, which serve one pass at a time, cannot give
+    any. The training that goes on draws the same random numbers as without this callback. The correction is added where
     :class:`~lightning_fed.callbacks.ProximalTerm` adds its own, to the parameters that travel. The logged loss is
     without it.
 
@@ -116,8 +117,7 @@ class GradientCorrection(FederatedCallback):
             return
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         try:
-            with isolate_rng():
-                own = self._measure(trainer, module, client, broadcast.state, aside=True)
+            own = self._measure(trainer, module, client, broadcast.state)
         except Exception as error:
             visit.fault = f"its gradient raised {describe(error)}"
             return
@@ -144,23 +144,27 @@ class GradientCorrection(FederatedCallback):
         """Forgets it."""
         self._corrections = {}
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets it, also where the fit ended inside a visit."""
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Forgets it, where the fit broke off inside a visit."""
         self._mean, self._corrections = {}, {}
 
-    def _measure(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, state: State, aside: bool = False
-    ) -> State:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forgets it, where the fit ended inside a visit."""
+        self._mean, self._corrections = {}, {}
+
+    def _measure(self, trainer: L.Trainer, module: L.LightningModule, client: Client, state: State) -> State:
         """The gradients of the module as it is on all of the client's data, as extras of a message."""
         federation, round = find_federation(trainer), trainer.current_epoch
-        steps = federation.schedule.local_steps if federation.population.batches_per_epoch(client) is None else None
-        visit = Visit(client, round, derive_seed(federation.schedule.seed, round), steps=steps)
+        schedule = federation.schedule
+        visit = Visit(client, round, derive_seed(schedule.seed, round), steps=schedule.local_steps)
         parameters = {
             name: parameter
             for name, parameter in module.named_parameters()
             if name in state and parameter.requires_grad
         }
-        gradients = full_gradient(trainer, module, parameters, one_pass(federation.population, visit, aside))
+        with isolate_rng():
+            batches = one_pass(federation.population, visit, aside=True)
+            gradients = full_gradient(trainer, module, parameters, batches)
         return {f"{_PREFIX}{name}": value for name, value in gradients.items()}
 
 

@@ -77,8 +77,12 @@ class ProximalTerm(FederatedCallback):
         """Forgets it."""
         self._starts = {}
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Forgets it, where the fit broke off inside a visit."""
+        self._starts = {}
+
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets it, also where the fit ended inside a visit."""
+        """Forgets it, where the fit ended inside a visit."""
         self._starts = {}
 
 

@@ -13,7 +13,6 @@ from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.aggregators import FedAvg, FeSEM
 from lightning_fed.callbacks import CenterEvaluation
 from lightning_fed.messages import ClientUpdate
-from lightning_fed.server import Server
 from tests import models
 from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, state_of
 from tests.references import average_reference
@@ -224,24 +223,6 @@ def test_its_state_is_tensors_and_primitives(tmp_path):
     assert again.sizes() == rule.sizes()
     with pytest.raises(ValueError, match="`num_centers`=3, but it holds 2"):
         FeSEM(3).load_state_dict(rule.state_dict())
-
-
-def test_a_round_that_comes_to_nothing_is_taken_back():
-    """The aggregate of updates that are finite is not, in half precision."""
-    server = Server(FeSEM(1))
-    start = {"w": torch.tensor([1.0], dtype=torch.float16), "v": torch.zeros(1)}
-    for number, value in enumerate((2.0, float("nan"))):
-        server.start_round(number, start)
-        server.send("a")
-        state = {"w": torch.tensor([2.0], dtype=torch.float16), "v": torch.zeros(1)}
-        server.receive(ClientUpdate("a", 1, state))
-        state["w"].fill_(value)  # stands in for an overflow in the rule
-        if number:
-            server.aggregator.means[0].add({**state, "v": torch.zeros(1)}, 1, 1)
-        result = server.finish_round()
-    assert result is None
-    assert server.aggregator.centers[0]["w"].item() == 2.0
-    assert server.aggregator.sizes() == {0: 1}
 
 
 @pytest.mark.parametrize("init", ["k-means++", "random"])
@@ -465,6 +446,32 @@ def test_a_broken_off_run_ends_like_a_whole_one(federated_trainer, tmp_path):
     for name in ("fesem/val_loss", "fesem/moved", "fed/val_acc/mean", "comm/total_up_bytes"):
         parts = dict(loggers[0].curve(name)) | dict(loggers[1].curve(name))
         assert sorted(parts.items()) == whole.curve(name)
+
+
+def test_a_fit_that_breaks_after_the_aggregation_takes_the_centres_back(federated_trainer):
+    """While statistics are measured the round is not over: who resumes trains it again."""
+
+    class Gone(BaseException):
+        pass
+
+    class Breaks(models.Module):
+        def training_step(self, batch, batch_idx):
+            if len(seen) == 2 and not self.net[3].training:  # dropout: not the training pass
+                assert rule.assignments != seen[-1][1] or rule.centers[0] is not seen[-1][0][0]
+                raise Gone
+            return super().training_step(batch, batch_idx)
+
+    class Look(Recorder):
+        def on_train_epoch_end(self, trainer, module):
+            seen.append((copy.deepcopy(rule.centers), dict(rule.assignments)))
+
+    seen, rule, clients = [], FeSEM(2), models.as_datasets(opposed())
+    trainer = federated_trainer(max_rounds=4, aggregator=rule, callbacks=[Look()])
+    with pytest.raises(Gone):
+        trainer.fit(Breaks(models.norm_mlp(), models.momentum), clients)
+    assert rule.assignments == seen[-1][1]
+    for center, before in zip(rule.centers, seen[-1][0], strict=True):
+        assert_same(before, center)
 
 
 def test_a_second_fit_starts_anew(federated_trainer):
