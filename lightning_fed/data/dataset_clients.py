@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
+from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem, client_keys, seed_everything
 from lightning_fed.messages import Client
 from lightning_fed.schedule import derive_seed
@@ -285,8 +286,7 @@ def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
     if type(dataset) is TensorDataset:
         where = torch.from_numpy(indices)
         return [tensor.index_select(0, where) for tensor in dataset.tensors]
-    get_batch = getattr(dataset, "get_batch", None)
-    return None if get_batch is None else get_batch(indices)
+    return dataset.get_batch(indices) if isinstance(dataset, ArrayDataset) else None
 
 
 def _as_collated(batch: Any) -> Any:

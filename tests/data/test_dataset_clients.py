@@ -245,6 +245,13 @@ class Doubled(TensorDataset):
         return tuple(2 * tensor for tensor in super().__getitem__(index))
 
 
+class Batched(TensorDataset):
+    """A user's own data set, with a method of a name that is also ours."""
+
+    def get_batch(self, size):
+        return [tensor[:3] for tensor in self.tensors]
+
+
 class AtOnce(Dataset):
     """Gives several samples at a time."""
 
@@ -267,6 +274,7 @@ FETCHED = {
     "tensors": lambda: TensorDataset(*tensors()),
     "one tensor": lambda: TensorDataset(tensors()[0]),
     "a subclass of tensors": lambda: Doubled(*tensors()),
+    "a `get_batch` of one's own": lambda: Batched(*tensors()),
     "arrays": lambda: ArrayDataset(
         (tensors()[0].abs() * 50).to(torch.uint8)[:, :, None, None], tensors()[1], mean=0.5, std=0.2
     ),
