@@ -145,7 +145,7 @@ class ClassPrototypes(FederatedCallback):
         self._watch = ExitStack()
         self._batch: Any = None  # whose features are awaited
         self._window = (0, 0)  # batches in each of the two parts of training that are watched, and in all of it
-        self._place = 0  # batches whose features were seen
+        self._started = self._place = 0  # batches since then, and those of them whose features were seen
         self._before: Prototypes | None = None
         self._others: Prototypes | None = None  # of all clients, where one client's margins need other classes
         self._first, self._last = _Sums(), _Sums()
@@ -164,8 +164,12 @@ class ClassPrototypes(FederatedCallback):
         class_places(torch.zeros(0, dtype=torch.int64), classes, self.ignore_index, self.exclude_classes)  # checks them
         if self.layer == "auto":
             rank_zero_info(f"ClassPrototypes: the features of {classes} classes are {self._layer}.")
-        with tap_features(pl_module, self._layer):
-            pass  # the layer is there
+        self._watch.close()
+        tap = self._watch.enter_context(tap_features(pl_module, self._layer))
+        if self.passes == "online":
+            tap.on_features = self._watch_batch  # all the fit long, so that a model that is compiled knows it
+        else:
+            self._watch.close()  # the layer is there
         if forward_step(pl_module) is None and self.passes == "exact":
             raise ValueError(
                 "A module with manual optimization needs a `validation_step` for exact passes: add one, or use"
@@ -176,8 +180,9 @@ class ClassPrototypes(FederatedCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Keeps the batch, whose features its training pass is about to make."""
-        if self.passes == "online":
+        if self.passes == "online" and batch is not None:
             self._batch = batch
+            self._started += 1
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -204,7 +209,7 @@ class ClassPrototypes(FederatedCallback):
             federation = find_federation(trainer)
             assert federation.current_visit is not None
             per_epoch = federation.population.batches_per_epoch(client)
-            self._start_watching(module, federation.current_visit.num_batches, per_epoch)
+            self._start_watching(federation.current_visit.num_batches, per_epoch)
         elif self.lpm_before == "download":
             self._before = self._measure_client(trainer, module)
 
@@ -263,7 +268,7 @@ class ClassPrototypes(FederatedCallback):
                     "Online passes need to know how many batches an epoch has: set `limit_train_batches`, or use"
                     " passes='exact'."
                 )
-            self._start_watching(pl_module, int(trainer.num_training_batches), None)
+            self._start_watching(int(trainer.num_training_batches), None)
         else:
             self._before = self._measure_epoch(trainer, pl_module)
 
@@ -308,15 +313,17 @@ class ClassPrototypes(FederatedCallback):
                 self._batch = prepare_batch(trainer, module, batch)
                 run_prepared(trainer, module, step, self._batch, number)
                 if self._batch is not None:
-                    raise ValueError(f"Expected `{step}` to use the model's features, but {self._layer} was not run.")
+                    raise ValueError(
+                        f"Expected `{step}` to use the model's features, but {self._layer} was not run: name another"
+                        " `layer`."
+                    )
         return self._prototypes(sums)
 
-    def _start_watching(self, module: L.LightningModule, num_batches: int, per_epoch: int | None) -> None:
-        """Reads the features of training from now on; those of the first and the last batches are summed up."""
-        self._watch.close()
-        self._first, self._last, self._place = _Sums(), _Sums(), 0
+    def _start_watching(self, num_batches: int, per_epoch: int | None) -> None:
+        """Sums up the features of the first and of the last batches from now on."""
+        self._first, self._last = _Sums(), _Sums()
+        self._started, self._place = int(self._batch is not None), 0  # the first batch may be there already
         self._window = min(per_epoch or num_batches, num_batches // 2), num_batches
-        self._watch.enter_context(tap_features(module, self._layer)).on_features = self._watch_batch
 
     def _watch_batch(self, features: Tensor) -> None:
         if self._batch is None:
@@ -330,11 +337,12 @@ class ClassPrototypes(FederatedCallback):
         self._batch = None
 
     def _stop_watching(self) -> tuple[Prototypes | None, Prototypes | None]:
-        self._watch.close()
-        if self._window[1] and not self._place:
+        is_watched, self._window = self._window[1] > 0, (0, 0)
+        if is_watched and self._place < self._started:
             raise ValueError(
-                f"Expected training to use the model's features, but {self._layer} was not run. Of a model that"
-                " `torch.compile` has compiled before they can be measured with passes='exact'."
+                f"Expected training to use the model's features in every batch, but {self._layer} was run in"
+                f" {self._place} of {self._started}: name another `layer`, or use passes='exact' where `torch.compile`"
+                " has compiled the model before the fit."
             )
         return self._prototypes(self._first), self._prototypes(self._last)
 

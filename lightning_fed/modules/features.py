@@ -134,7 +134,7 @@ class FeatureTap:
         self.on_features: Callable[[Tensor], None] | None = None
         self._channels_last = channels_last
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def read(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """The forward hook."""
         features = _last_map(inputs if self.layer.side == "input" else output).detach()
         self.features = features.movedim(-1, 1) if self._channels_last and features.ndim > 2 else features
@@ -146,7 +146,8 @@ class FeatureTap:
 def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]:
     """Watches a layer's features.
 
-    What ``torch.compile`` made of a model may not notice: run it within :func:`without_compiled_code`.
+    A model that ``torch.compile`` has compiled before does not notice: run it within :func:`without_compiled_code`. If
+    it is compiled meanwhile, its features are read outside its graphs.
 
     Args:
         module: The model, or a module that holds it.
@@ -157,7 +158,6 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
         ValueError: If the model has no such layer.
 
     Example:
-        >>> import torch
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
         >>> with tap_features(net, find_feature_layer(net)) as tap:
         ...     _ = net(torch.zeros(5, 2))
@@ -177,7 +177,7 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
         )
     tapped = layers[layer.path]
     tap = FeatureTap(layer, isinstance(tapped, nn.Linear))
-    handle = tapped.register_forward_hook(tap)
+    handle = tapped.register_forward_hook(torch.compiler.disable(tap.read))
     try:
         yield tap
     finally:
