@@ -13,6 +13,7 @@ from lightning_fed.callbacks import FederatedCallback, GradientCorrection
 from lightning_fed.schedule import Schedule
 from tests import models
 from tests.aggregators.test_fedavg import aggregated, equal, updates
+from tests.callbacks.test_round_start import Watch
 from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, state_of
 from tests.references_baselines import feddane_reference, second_draw_reference
 from tests.test_invariants import held_bytes
@@ -259,6 +260,14 @@ def test_the_gradient_is_of_all_the_data_without_dropout(federated_trainer):
     cross_entropy(net, pooled).backward()
     for name, parameter in net.named_parameters():
         assert torch.allclose(keeps[0].extras[0][f"gradient:net.{name}"], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_round_starts_with_the_global_model(federated_trainer):
+    """Whatever the sample had at home: for callbacks that look at it afterwards."""
+    watch, clients = Watch(), models.as_datasets(models.vectors())
+    trainer = federated_trainer(max_rounds=2, aggregator="feddane", personal=["net.head.*"], callbacks=[watch])
+    trainer.fit(models.Module(models.BaseAndHead(), models.momentum), clients)
+    assert_same(watch.ends[0], watch.models[1])
 
 
 def test_nothing_is_held_after_a_fit(federated_trainer):

@@ -69,7 +69,7 @@ def test_a_fit_against_a_plain_loop(head_epochs, body_epochs, optimizer, federat
 
 
 class Phases(FederatedCallback):
-    """Notes what moves in every batch: the head, the body or both."""
+    """Notes what moves in every batch: the head, the body or both; between rounds both may."""
 
     def __init__(self):
         self.visits = []
@@ -82,6 +82,9 @@ class Phases(FederatedCallback):
         assert {parameter.requires_grad for parameter in module.net.head.parameters()} != {
             parameter.requires_grad for parameter in module.net.base.parameters()
         }
+
+    def on_train_epoch_end(self, trainer, module):
+        assert all(parameter.requires_grad for parameter in module.parameters())
 
     def on_client_end(self, trainer, module, client, update):  # before the last batch's end, when it is another model
         self._note(module)
@@ -97,11 +100,12 @@ class Phases(FederatedCallback):
             self.before = None
 
 
-def test_head_epochs_come_first(federated_trainer):
-    """Three batches an epoch: two epochs of the head, one of the body."""
+@pytest.mark.parametrize(("body_epochs", "expected"), [(1, "HHHHHHBBB"), (0, "HHHHHH")])
+def test_head_epochs_come_first(body_epochs, expected, federated_trainer):
+    """Three batches an epoch: two epochs of the head, one of the body or none."""
     phases, clients = Phases(), models.vectors({"a": 70, "b": 96})
-    fit(federated_trainer, clients=clients, rounds=2, callbacks=[phases], clients_per_round=2)
-    assert phases.visits == ["HHHHHHBBB"] * 4
+    fit(federated_trainer, clients=clients, rounds=2, callbacks=[phases], body_epochs=body_epochs)
+    assert phases.visits == [expected] * 4
 
 
 @pytest.mark.parametrize("before", [True, False])
