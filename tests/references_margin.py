@@ -6,6 +6,10 @@ Nothing here imports the package. Prototypes are dictionaries of class to vector
 import math
 
 import numpy as np
+import torch
+
+from tests.references import cohort_reference, visit_batches_reference, visit_seed_reference
+from tests.references_baselines import visit_reference
 
 # ---------------------------------------------------------------------------------------------------------------------
 # FedMargin: specs/fedmargin.md, sections 2 to 4, by the numbers of its equations
@@ -109,7 +113,7 @@ def aggregate_reference(clients, counts, sizes, weighting):
     result = {}
     for c in known:
         total, vector = 0.0, None
-        for client, count, size in zip(clients, counts, sizes, strict=True):
+        for client, count, size in zip(clients, counts, sizes or [None] * len(clients), strict=True):
             if c in client:
                 weight = {"class_count": count[c], "num_samples": size, "uniform": 1}[weighting]
                 scaled = [weight * float(x) for x in client[c]]
@@ -163,6 +167,70 @@ def combine_reference(local, aggregate, combine, sizes=None):
     if sizes is not None:
         weights = [a * n for a, n in zip(weights, sizes, strict=True)]
     return [a / sum(weights) for a in weights]
+
+
+def fedmargin_reference(
+    net, features, clients, loss, optimizer, rounds, cohort_size, seed, batch_size, epochs=1, decay=0.1
+):
+    """The rounds of section 4 with the options' defaults, one plain PyTorch loop per client; the net is changed.
+
+    Args:
+        net: A ``torch.nn.Module`` without integer entries.
+        features: The layers of the net that make its features.
+        clients: Client to (inputs, labels).
+        loss: Function of (net, batch).
+        optimizer: Function of parameters, called for every visit.
+        rounds: Number of rounds.
+        cohort_size: Clients per round.
+        seed: Seed of the schedule.
+        batch_size: Examples per batch.
+        epochs: Local epochs.
+        decay: Weight of the old aggregate prototypes.
+
+    Returns:
+        Of every round the global state and a dictionary: LPM, APM and attention by client, and AMM.
+
+    """
+
+    def prototypes(tensors):
+        net.eval()
+        with torch.no_grad():
+            return prototypes_reference(features(tensors[0]), tensors[1], None, (), 1, False)
+
+    history, known = [], {}
+    for round in range(rounds):
+        start = {name: value.clone() for name, value in net.state_dict().items()}
+        cohort = cohort_reference(seed, round, clients, cohort_size)
+        states, sets, counts, lpm = [], [], [], []
+        for client in cohort:
+            net.load_state_dict(start)
+            before, _ = prototypes(clients[client])
+            visit_seed = visit_seed_reference(seed, round, client)
+            batches = visit_batches_reference(clients[client], batch_size, visit_seed, epochs)
+            states.append(visit_reference(net, start, batches, loss, optimizer, visit_seed))
+            after, count = prototypes(clients[client])
+            sets.append(after)
+            counts.append(count)
+            lpm.append(reduce_reference(class_margins_reference(after, before, "semantic"), count, "mean"))
+        current = aggregate_reference(sets, counts, None, "class_count")
+        reference = {**current, **known}
+        known = memory_reference(known, current, decay)
+        apm = [
+            reduce_reference(class_margins_reference(after, reference, "semantic"), count, "mean")
+            for after, count in zip(sets, counts, strict=True)
+        ]
+        weights = combine_reference(attention_reference(lpm, "sum"), attention_reference(apm, "sum"), "mean")
+        mean = {
+            name: sum(weight * state[name].double() for weight, state in zip(weights, states, strict=True)).float()
+            for name in start
+        }
+        net.load_state_dict(mean)
+        report = {
+            name: dict(zip(cohort, values, strict=True))
+            for name, values in (("lpm", lpm), ("apm", apm), ("attention", weights))
+        }
+        history.append((mean, {**report, "amm": mean_margin_reference(known, "pairs", False)}))
+    return history
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from lightning_fed.aggregators.fedatt import FedAtt as FedAtt
 from lightning_fed.aggregators.fedavg import FedAvg as FedAvg
 from lightning_fed.aggregators.feddane import FedDANE as FedDANE
 from lightning_fed.aggregators.fedmargin import FedMargin as FedMargin
+from lightning_fed.aggregators.fedmargin import MarginReport as MarginReport
 from lightning_fed.aggregators.fedprox import FedProx as FedProx
 from lightning_fed.aggregators.fesem import FeSEM as FeSEM
 from lightning_fed.aggregators.registry import AGGREGATORS as AGGREGATORS
@@ -23,5 +24,6 @@ __all__ = [
     "FedDANE",
     "FedMargin",
     "FedProx",
+    "MarginReport",
     "build_aggregator",
 ]

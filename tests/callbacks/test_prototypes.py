@@ -414,7 +414,7 @@ def test_online_margins_of_an_epoch(plain_trainer):
     tensors = models.vectors({"x": 40})["x"]
     module, epochs = models.Module(models.mlp(), models.sgd), Epochs()
     trainer = plain_trainer(
-        max_epochs=2, callbacks=[ClassPrototypes(passes="online"), epochs], val_check_interval=0.4
+        max_epochs=2, callbacks=[ClassPrototypes(passes="online"), epochs], val_check_interval=0.6
     )  # fmt: skip
     loader = DataLoader(TensorDataset(*tensors), 8)
     trainer.fit(module, loader, DataLoader(TensorDataset(*models.vectors({"y": 8})["y"]), 8))
@@ -809,6 +809,18 @@ def test_what_fails_in_the_module_ends_the_fit(federated_trainer):
     assert module.training
 
 
+def test_a_client_that_fails_leaves_nothing_for_the_next_one(federated_trainer):
+    """BatchNorm refuses its single example before there are features."""
+    clients = models.as_datasets(models.vectors({"a": 1, "b": 24}))
+    mail = Mail()
+    trainer = federated_trainer(
+        max_rounds=2, callbacks=[ClassPrototypes(passes="online"), mail], batch_norm="average"
+    )  # fmt: skip
+    trainer.fit(models.Module(models.norm_mlp()), FederatedDataModule(clients, batch_size=8))
+    assert trainer.callback_metrics["fed/failed"] == 1
+    assert [LPM in visit.extras for visit in mail.visits if visit.client == "b"] == [True, True]
+
+
 def test_features_that_are_not_used(federated_trainer):
     class Idle(models.Module):
         def __init__(self):
@@ -913,9 +925,11 @@ def test_compiled_models(passes, is_ready, federated_trainer):
         pytest.skip("torch 2.6 brings what puts compiled code aside")
     clients = models.as_datasets(models.vectors(TWO))
     module = compiled()
-    if is_ready:
-        for _ in range(2):
-            module(torch.randn(8, 6))
+    if is_ready:  # for training and for evaluation
+        module(torch.randn(8, 6))
+        with torch.no_grad():
+            module.eval()(torch.randn(8, 6))
+        module.train()
     if passes == "online" and is_ready:
         with pytest.raises(
             ValueError, match=r"in every batch, but .*orig_mod.2' was run in . of .: name .* passes='exact'"
