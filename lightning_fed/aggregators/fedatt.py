@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_fed.functional.attention import SoftmaxMean
 from lightning_fed.functional.average import WeightedMean
+from lightning_fed.functional.wide import narrow, widen
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.schedule import derive_seed
 from lightning_fed.server import Aggregator
@@ -81,7 +82,7 @@ class FedAtt(Aggregator):
         """Adds the update, by how far each of its layers is from where it started."""
         layers = {name: value for name, value in update.state.items() if _is_layer(name, value)}
         distances = {
-            name: torch.linalg.vector_norm(_wide(value) - _wide(self._state[name])) for name, value in layers.items()
+            name: torch.linalg.vector_norm(widen(value) - widen(self._state[name])) for name, value in layers.items()
         }
         self.layers.add(layers, distances)
         others = {name: value for name, value in update.state.items() if name not in layers}
@@ -110,16 +111,12 @@ class FedAtt(Aggregator):
                 new[name] = others[name]
                 continue
             # As a mean of both: with a step of 1 it is the clients' mean, to the last bit.
-            value = (1 - self.step_size) * _wide(old) + self.step_size * means[name]
+            value = (1 - self.step_size) * widen(old) + self.step_size * means[name]
             if self.noise:
-                value += self.noise * torch.randn(old.shape, generator=generator, dtype=torch.float64).to(old.device)
-            new[name] = value.to(old.dtype)
+                value += self.noise * torch.randn(old.shape, generator=generator, dtype=torch.float64).to(value.device)
+            new[name] = narrow(value, old)
         return new
 
 
 def _is_layer(name: str, value: Tensor) -> bool:
     return (value.is_floating_point() or value.is_complex()) and not is_running_statistic(name)
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.to(torch.complex128 if value.is_complex() else torch.float64)

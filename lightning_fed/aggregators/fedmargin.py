@@ -39,6 +39,7 @@ from lightning_fed.functional.prototypes import (
     unpack_prototypes,
     update_prototypes,
 )
+from lightning_fed.functional.wide import narrow, widen
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.server import Aggregator
 from lightning_fed.state import is_running_statistic
@@ -310,8 +311,8 @@ class FedMargin(Aggregator):
     def _step(self, name: str, mean: Tensor) -> Tensor:
         if not mean.is_floating_point() or is_running_statistic(name):
             return mean
-        old = self._state[name].double()
-        return (old + self.server_lr * (mean.double() - old)).to(mean.dtype)
+        old = widen(self._state[name])
+        return narrow(old + self.server_lr * (widen(mean) - old), mean)
 
     def _try_options(self) -> None:
         """Runs every function with its options, so that an unknown one is refused here and not after a round."""

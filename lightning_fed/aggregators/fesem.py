@@ -17,6 +17,7 @@ import torch
 from lightning_fed.functional.average import WeightedMean
 from lightning_fed.functional.clustering import k_means
 from lightning_fed.functional.options import check_option
+from lightning_fed.functional.wide import widen
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.schedule import client_key, derive_seed
 from lightning_fed.server import Aggregator
@@ -227,9 +228,7 @@ class FeSEM(Aggregator):
             self.centers = [update.state for update in updates]
             self.assignments = {update.client: place for place, update in enumerate(updates)}
         else:
-            points = torch.stack(
-                [torch.cat([u.state[name].flatten().double() for name in self._names]) for u in updates]
-            )
+            points = torch.stack([torch.cat([widen(u.state[name].flatten()) for name in self._names]) for u in updates])
             sizes = torch.tensor([update.num_samples for update in updates])
             generator = np.random.default_rng(np.random.SeedSequence([self.seed, self._round]))
             places, first = k_means(points, self.num_centers, sizes, generator)
@@ -251,7 +250,7 @@ class FeSEM(Aggregator):
     @torch.no_grad()
     def _nearest(self, state: State) -> int:
         distances = [
-            sum((state[name].double() - center[name].double()).square().sum() for name in self._names)
+            sum((widen(state[name]) - widen(center[name])).square().sum() for name in self._names)
             for center in self.centers
         ]
         return int(torch.stack([torch.as_tensor(distance) for distance in distances]).argmin())

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_fed.callbacks.side_pass import forward_step, one_pass, run_step, side_pass
 from lightning_fed.data.population import Population
 from lightning_fed.data.rounds import describe
+from lightning_fed.functional.wide import widen
 from lightning_fed.messages import Broadcast, ClientUpdate, State
 from lightning_fed.schedule import Cohort
 from lightning_fed.server import Server
@@ -130,9 +131,10 @@ def pool_statistics(reports: Sequence[Mapping[str, Tensor]], layer: str) -> tupl
     used = [report for report in reports if f"{key}:mean" in report]
     if not used:
         return None
-    counts = torch.stack([report[f"{key}:count"].double().cpu() for report in used])[:, None]
-    means = torch.stack([report[f"{key}:mean"].double().cpu() for report in used])
-    variances = torch.stack([report[f"{key}:var"].double().cpu() for report in used])
+    counts, means, variances = (
+        torch.stack([widen(report[f"{key}:{name}"]).cpu() for report in used]) for name in ("count", "mean", "var")
+    )
+    counts = counts[:, None]
     total = counts.sum()
     mean = (counts * means).sum(0) / total
     variance = (counts * (variances + (means - mean).square())).sum(0) / (total - 1).clamp_min(1)
@@ -217,7 +219,7 @@ def _write_statistics(
 
 def _statistic(layer: nn.Module, name: str) -> Tensor:
     value: Tensor = getattr(layer, name)
-    return value.double() if value.device.type != "mps" else value  # which has no float64
+    return widen(value)
 
 
 def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lightning_fed.functional.wide import widen
+
 
 class SoftmaxMean:
     r"""Running mean of flat states, in which every entry has weights of its own: a softmax of scores over the states.
@@ -43,8 +45,8 @@ class SoftmaxMean:
 
         """
         for name, value in state.items():
-            wide = value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
-            peak = scores[name].to(value.device, torch.float64)
+            wide = widen(value.detach(), copy=True)
+            peak = widen(scores[name]).to(wide.device)
             self._join(name, wide, torch.ones_like(peak), peak)
 
     @torch.no_grad()

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lightning_fed.functional.wide import narrow, widen
+
 
 class WeightedMean:
     r"""Running weighted mean of flat states, in the memory of one state however many are added.
@@ -39,7 +41,7 @@ class WeightedMean:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._likes: dict[str, Tensor] = {}  # nothing, of the entries' dtypes and on their devices
         self._integers: dict[str, Tensor] = {}
         self._largest = -1
         self.total = 0.0
@@ -64,13 +66,12 @@ class WeightedMean:
             if not (value.is_floating_point() or value.is_complex()):
                 self._keep_integer(name, value, size)
             else:
-                # Adding after a cast of its own is four times as fast as an `add_` that casts.
-                wide = value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
+                wide = widen(value.detach(), copy=True)  # adding is faster after a cast of its own
                 if name in self._sums:
                     self._sums[name].add_(wide, alpha=weight)
                 else:
                     self._sums[name] = wide.mul_(weight)
-                    self._dtypes[name] = value.dtype
+                    self._likes[name] = value.new_empty(0)
         self._largest = max(self._largest, size)
         self.total += weight
         self.count += 1
@@ -83,7 +84,7 @@ class WeightedMean:
                 self._sums[name].add_(value.to(self._sums[name].device))
             else:
                 self._sums[name] = value.clone()
-                self._dtypes[name] = other._dtypes[name]
+                self._likes[name] = other._likes[name]
         for name, value in other._integers.items():
             self._keep_integer(name, value, other._largest)
         self._largest = max(self._largest, other._largest)
@@ -100,7 +101,7 @@ class WeightedMean:
         """
         if self.total <= 0:
             raise ValueError("Expected at least one state with a positive weight before `mean`.")
-        means = {name: (value / self.total).to(self._dtypes[name]) for name, value in self._sums.items()}
+        means = {name: narrow(value / self.total, self._likes[name]) for name, value in self._sums.items()}
         return means | {name: value.clone() for name, value in self._integers.items()}
 
     def _keep_integer(self, name: str, value: Tensor, size: int) -> None:

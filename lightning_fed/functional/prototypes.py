@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from lightning_fed.functional.chunks import chunk_steps
 from lightning_fed.functional.options import check_option
+from lightning_fed.functional.wide import wide_device
 
 PrototypeWeighting = Literal["class_count", "num_samples", "uniform"]
 PrototypeMemory = Literal["ema", "cumulative"]
@@ -96,13 +97,19 @@ def class_sums(
     features = features.flatten(2) if features.ndim > 2 else features[..., None]
     count, width, positions = features.shape
     # One row more, for what is left out: a feature that is not finite there stays there.
-    sums = torch.zeros(num_classes + 1, width, dtype=torch.float64, device=features.device)
+    device = wide_device(features.device)
+    sums = torch.zeros(num_classes + 1, width, dtype=torch.float64, device=device)
     images, pixels = chunk_steps(count, width, positions)
     for some_features, some_places in zip(torch.split(features, images), torch.split(places, images), strict=True):
         for part, place in zip(torch.split(some_features, pixels, 2), torch.split(some_places, pixels, 1), strict=True):
-            rows = part.transpose(1, 2).to(torch.float64, memory_format=torch.contiguous_format).reshape(-1, width)
-            sums.index_add_(0, place.flatten(), F.normalize(rows, dim=1) if normalize_features else rows)
-    return sums[:-1], torch.bincount(places.flatten(), minlength=num_classes + 1)[:-1]
+            rows = (
+                part.to(device)
+                .transpose(1, 2)
+                .to(torch.float64, memory_format=torch.contiguous_format)
+                .reshape(-1, width)
+            )
+            sums.index_add_(0, place.flatten().to(device), F.normalize(rows, dim=1) if normalize_features else rows)
+    return sums[:-1], torch.bincount(places.flatten(), minlength=num_classes + 1)[:-1].to(device)
 
 
 def class_places(
