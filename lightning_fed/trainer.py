@@ -46,7 +46,7 @@ class FederatedTrainer(L.Trainer):
         store: Where clients keep what is theirs.
         evaluate_clients_every: Rounds between evaluations client by client.
         seed: Seed of the partition and the schedule.
-        trainer_kwargs: Arguments of ``L.Trainer``.
+        trainer_kwargs: Arguments of ``L.Trainer``. Without a ``strategy``, ``devices`` is 1.
 
     Raises:
         ValueError: If both ``max_rounds`` and ``max_epochs``, or ``federation`` and one of its arguments, are given, or
@@ -117,6 +117,8 @@ class FederatedTrainer(L.Trainer):
             if trainer_kwargs.get("max_epochs") is not None:
                 raise ValueError("Expected one of `max_rounds` and `max_epochs`, which mean the same, but got both.")
             trainer_kwargs["max_epochs"] = max_rounds
+        if "strategy" not in trainer_kwargs and trainer_kwargs.get("devices", "auto") == "auto":
+            trainer_kwargs["devices"] = 1  # Lightning would start a process for every device there is
         self.federation = federation
         callbacks = trainer_kwargs.pop("callbacks", None) or []
         callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)

@@ -80,7 +80,7 @@ class Federation(L.Callback):
         store: Where clients keep what is theirs between visits: a folder (safetensors files, for many clients), a
             :class:`~lightning_fed.store.ClientStore`, or memory (``None``).
         evaluate_clients_every: Rounds between evaluations client by client, where the validation data are a mapping of
-            clients; 0 for never.
+            clients and the Trainer validates; 0 for never.
         seed: Seed of the partition and the schedule; ``None`` takes that of ``lightning.seed_everything``, or else 0.
 
     Attributes:
@@ -162,7 +162,6 @@ class Federation(L.Callback):
         self.log_book = RoundLog()
         self.rounds = 0
         self._progress = RoundProgress()
-        self._module_hook_is_done = False
         self._has_warned = False
         self._population: Population | None = None
         self._policies: dict[str, Policy] = {}
@@ -276,6 +275,9 @@ class Federation(L.Callback):
         if sum(isinstance(callback, Federation) for callback in callbacks) > 1:
             raise MisconfigurationException("Expected one `Federation` callback, but the Trainer has more.")
         place = callbacks.index(self) + 1
+        # First, so that for all others a visit has begun before its first batch. (This hook runs in a loop over them.)
+        callbacks.remove(self)
+        callbacks.insert(0, self)
         for needed in (*self.client_callbacks, *self.server.aggregator.required_callbacks()):
             if not any(isinstance(callback, type(needed)) for callback in callbacks):
                 callbacks.insert(place, needed)
@@ -306,7 +308,7 @@ class Federation(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Makes sure that the Trainer's loader is ours."""
-        if trainer.train_dataloader is not self._loader:
+        if not isinstance(trainer.train_dataloader, RoundLoader):
             raise MisconfigurationException(
                 "The Trainer trains on loaders that were handed to `fit`, not on the clients: use a datamodule, or"
                 " `FederatedTrainer`."
@@ -315,6 +317,10 @@ class Federation(L.Callback):
         if self.rounds == 0:
             self.store.restore(0, {})
 
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Lets checkpoints inside a round count steps again: the last round's x-axis would name them all alike."""
+        trainer.callback_metrics.pop("step", None)
+
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -322,22 +328,6 @@ class Federation(L.Callback):
         planned = None if self._loader is None else self._loader.current
         if planned is not None and (self._round is None or self._round.visit is not planned):
             self._open().start_visit(planned)
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Ends the visit if this was its last batch, and the round if it was the last visit."""
-        loader = self._loader
-        if loader is None or loader.batches_left or loader is self._served:
-            return
-        round = self._open()
-        if loader.current is not None:
-            if self._has_trained(batch):  # what the module does after a batch is part of the visit
-                self._hooks[2].original(outputs, batch, batch_idx)
-                self._module_hook_is_done = True
-            round.end_visit(loader.current)
-        if loader.current is None or loader.current is loader.visits[-1]:
-            self._close(round, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives up a round that is cut short: a Trainer that is told to stop validates at once."""
@@ -352,19 +342,25 @@ class Federation(L.Callback):
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self.log_book.put_axis(pl_module, self.rounds - 1)
 
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Evaluates the clients, before any checkpoint is saved by what they reach."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        datamodule = getattr(trainer, "datamodule", None)
+        every = self.evaluate_clients_every
+        if isinstance(datamodule, EvaluationData) and every and (trainer.current_epoch + 1) % every == 0:
+            clients = datamodule.val_clients()
+            if clients:
+                with torch.inference_mode(False):  # what is made in that mode cannot be trained
+                    self._evaluate(trainer, pl_module, clients)
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluates the clients; gives up a round that was cut short by the module."""
+        """Gives up a round that was cut short by the module."""
         if self._round is not None:
             self._cut_short()
         self._progress.end_epoch()
         self.rounds = trainer.current_epoch + 1  # also where nothing came of the round
         self.log_book.put_axis(pl_module, self.rounds - 1)  # also where the fit was resumed after the round's batches
-        datamodule = getattr(trainer, "datamodule", None)
-        every = self.evaluate_clients_every if trainer.limit_val_batches else 0
-        if isinstance(datamodule, EvaluationData) and every and self.rounds % every == 0:
-            clients = datamodule.val_clients()
-            if clients:
-                self._evaluate(trainer, pl_module, clients)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, also where the fit ended inside a round."""
@@ -426,13 +422,18 @@ class Federation(L.Callback):
                 self._population = split_loader(loader, self.partition, self.schedule.seed)
             size = len(self._population.clients)
             _log.info("%d clients, %d in every round.", size, self.schedule.cohort_size(size))
-        cohort = self.schedule.cohort(round, self._population.clients)
-        self._cohort = cohort
+        cohort = served = self.schedule.cohort(round, self._population.clients)
         if self.partial_work == "drop":
-            cohort = Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
-        self._loader = RoundLoader(self._population, cohort, trainer.limit_train_batches)
-        self._loader.on_start = self._open
-        return self._loader
+            served = Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
+        loader = RoundLoader(self._population, served, trainer.limit_train_batches)
+        loader.on_start = lambda: self._start(loader, cohort)
+        return loader
+
+    def _start(self, loader: RoundLoader, cohort: Cohort) -> None:
+        """The round begins with its first batch, if it is Lightning that asks for it: the hook is anybody's to call."""
+        if self._trainer.train_dataloader is loader:
+            self._loader, self._cohort = loader, cohort
+            self._open()
 
     def _open(self) -> OpenRound:
         if self._round is None:
@@ -474,11 +475,20 @@ class Federation(L.Callback):
         self._abandon()
 
     def _module_on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The module's own hook, unless the end of the visit has called it already; not for batches that failed."""
-        if self._module_hook_is_done:
-            self._module_hook_is_done = False
-        elif self._has_trained(batch):
+        """The module's own hook; then the end of the visit if this was its last batch, and of the round.
+
+        It is the last hook of a batch: what callbacks and the module do after a batch is part of the visit.
+        """
+        if self._has_trained(batch):
             self._hooks[2].original(outputs, batch, batch_idx)
+        loader = self._loader
+        if loader is None or loader.batches_left or loader is self._served:
+            return
+        round = self._open()
+        if loader.current is not None:
+            round.end_visit(loader.current)
+        if loader.current is None or loader.current is loader.visits[-1]:
+            self._close(round, self._trainer.lightning_module)
 
     def _has_trained(self, batch: Any) -> bool:
         planned = None if self._loader is None else self._loader.current
@@ -515,7 +525,7 @@ class Federation(L.Callback):
             results = evaluate_clients(trainer, pl_module, clients, load)
         finally:
             local.load_global(state)
-        self.log_book.put_clients(trainer, self.rounds - 1, results)
+        self.log_book.put_clients(trainer, trainer.current_epoch, results)
 
     def _state_of(self, client: Client, state: State) -> State:
         """Shared entries of the model that serves a client, which with most rules is the global one's ``state``."""

@@ -1,0 +1,150 @@
+"""What callbacks of the user see: every batch of a visit, whose it is, and the data when they ask for them."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
+from tests.models import SIZES, Module, as_datasets, mlp, vectors
+from tests.recorders import Recorder, assert_same, state_of
+
+QUIET = {
+    "accelerator": "cpu",
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "logger": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+def data():
+    clients = as_datasets(vectors())
+    return FederatedDataModule(clients, val=clients["dan"], batch_size=4)
+
+
+def module():
+    torch.manual_seed(0)
+    return Module(mlp())
+
+
+class Counter(FederatedCallback):
+    """Counts a visit's batches, and whose they are."""
+
+    def __init__(self):
+        self.count, self.at_start, self.at_end, self.clients, self.per_visit = 0, [], [], [], {}
+
+    def on_client_start(self, trainer, module, client, broadcast):
+        self.count = 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.at_start.append(current(trainer))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.count += 1
+        self.at_end.append(current(trainer))
+
+    def on_client_end(self, trainer, module, client, update):
+        self.per_visit[client] = self.count
+        self.clients += [client] * self.count
+
+
+def current(trainer):
+    return next(one for one in trainer.callbacks if isinstance(one, Federation)).current_client
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_callbacks_see_every_batch_of_a_visit_wherever_they_stand(tmp_path, is_first):
+    counter, federation = Counter(), Federation()
+    callbacks = [counter, federation] if is_first else [federation, counter]
+    L.Trainer(max_epochs=1, callbacks=callbacks, enable_checkpointing=False, **QUIET).fit(module(), datamodule=data())
+    sizes = {client: -(-size // 4) for client, size in SIZES.items()}
+    expected = {client: number - (SIZES[client] % 4 == 1 and number > 1) for client, number in sizes.items()}
+    assert counter.per_visit == {client: number for client, number in expected.items() if number}
+    assert counter.at_start == counter.at_end == counter.clients
+
+
+def test_a_callback_that_changes_weights_after_a_batch_changes_the_update_and_not_the_global_model(tmp_path):
+    class Clip(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            with torch.no_grad():
+                for parameter in pl_module.parameters():
+                    parameter.clamp_(-0.1, 0.1)
+
+    class Stretch(FederatedCallback):
+        def on_aggregate(self, trainer, module, state):
+            for name in state:
+                state[name] = state[name] + 1
+
+    recorder = Recorder()
+    net = module()
+    trainer = FederatedTrainer(
+        max_rounds=1, callbacks=[Clip(), Stretch(), recorder], enable_checkpointing=False, **QUIET
+    )
+    trainer.fit(net, datamodule=data())
+    for visit in recorder.visits:
+        assert all(value.abs().max() <= 0.1 for value in visit.update.values())
+    assert all(value.min() > 0.5 for value in net.state_dict().values())  # not clipped afterwards
+
+
+def test_anybody_may_ask_for_the_training_loader(tmp_path):
+    class Curious(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.ask(trainer)
+
+        def on_train_epoch_start(self, trainer, pl_module):
+            self.ask(trainer)
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            self.ask(trainer)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.ask(trainer)
+
+        def ask(self, trainer):
+            loader = trainer.datamodule.train_dataloader()
+            assert len(loader) == trainer.num_training_batches
+            assert len(next(iter(loader))[0]) == 4
+
+    ends = []
+    for callbacks in ([], [Curious()]):
+        net = module()
+        trainer = FederatedTrainer(
+            max_rounds=2, callbacks=callbacks, clients_per_round=1.0, enable_checkpointing=False, **QUIET
+        )
+        trainer.fit(net, datamodule=data())
+        ends.append(state_of(net))
+        assert trainer.callback_metrics["fed/clients"] > 1
+    assert_same(*ends)
+
+
+def test_checkpoints_inside_rounds_have_names_of_their_own(tmp_path):
+    def files(trainer, folder):
+        keep = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
+        trainer.callbacks.append(keep)
+        trainer.fit(module(), datamodule=data())
+        return sorted(path.name for path in folder.iterdir()), trainer.global_step
+
+    names, steps = files(FederatedTrainer(max_rounds=3, enable_checkpointing=False, **QUIET), tmp_path / "federated")
+    assert len(names) == steps // 3
+    assert all(int(name.split("step=")[1].split(".")[0]) % 3 == 0 for name in names)
+
+
+def test_client_scores_are_those_of_the_round_that_is_saved(tmp_path):
+    class Score(Module):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_score", float(self.trainer.current_epoch), batch_size=len(batch[0]))
+
+    clients = as_datasets(vectors())
+    keep = ModelCheckpoint(tmp_path, monitor="fed/val_score/mean", mode="max", save_top_k=-1)
+    trainer = FederatedTrainer(max_rounds=4, callbacks=[keep], check_val_every_n_epoch=2, **QUIET)
+    torch.manual_seed(0)
+    trainer.fit(Score(mlp()), datamodule=FederatedDataModule(clients, val=clients, batch_size=4))
+    assert [float(score) for score in keep.best_k_models.values()] == [1.0, 3.0]
+
+
+def test_a_federated_trainer_takes_one_device(monkeypatch):
+    assert FederatedTrainer(max_rounds=1, **QUIET).num_devices == 1
+    monkeypatch.setattr("lightning.pytorch.accelerators.CPUAccelerator.auto_device_count", staticmethod(lambda: 4))
+    assert L.Trainer(max_epochs=1, **QUIET).num_devices == 4  # what it would be
+    assert FederatedTrainer(max_rounds=1, **QUIET).num_devices == 1
