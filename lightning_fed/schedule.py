@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_fed.functional.options import OptionError, check_count
 from lightning_fed.messages import Client
 
 _COHORT, _STRAGGLERS, _DROPOUT, _VISIT, _SECOND = range(5)  # one independent stream of random numbers per purpose
@@ -136,22 +138,20 @@ class Schedule:
     ) -> None:
         if seed < 0:
             raise ValueError(f"Expected `seed` to be at least 0, but got {seed}.")
-        if isinstance(clients_per_round, bool) or not isinstance(clients_per_round, int | float):
+        if isinstance(clients_per_round, bool) or not isinstance(clients_per_round, numbers.Real):
             raise ValueError(
                 "Expected `clients_per_round` to be a count (int) or a fraction (float), but got"
                 f" {clients_per_round!r}."
             )
-        if isinstance(clients_per_round, int) and clients_per_round < 1:
-            raise ValueError(f"Expected `clients_per_round` to be at least 1, but got {clients_per_round}.")
-        if isinstance(clients_per_round, float) and not 0 < clients_per_round <= 1:
+        if isinstance(clients_per_round, numbers.Integral):
+            clients_per_round = check_count("clients_per_round", clients_per_round)
+        elif not 0 < clients_per_round <= 1:
             raise ValueError(
                 f"Expected `clients_per_round` as a fraction to be in (0, 1], but got {clients_per_round}."
                 " Pass an int for a number of clients."
             )
-        if local_epochs < 1:
-            raise ValueError(f"Expected `local_epochs` to be at least 1, but got {local_epochs}.")
-        if local_steps is not None and local_steps < 1:
-            raise ValueError(f"Expected `local_steps` to be at least 1, but got {local_steps}.")
+        local_epochs = check_count("local_epochs", local_epochs)
+        local_steps = None if local_steps is None else check_count("local_steps", local_steps)
         if local_steps is not None and local_epochs != 1:
             raise ValueError(
                 f"Expected one of `local_epochs` and `local_steps`, but got local_epochs={local_epochs} and"
@@ -162,7 +162,7 @@ class Schedule:
         if not 0 <= dropout < 1:
             raise ValueError(f"Expected `dropout` to be in [0, 1), but got {dropout}.")
         self.seed = seed
-        self.clients_per_round = clients_per_round
+        self.clients_per_round = clients_per_round if isinstance(clients_per_round, int) else float(clients_per_round)
         self.local_epochs = local_epochs
         self.local_steps = local_steps
         self.stragglers = stragglers
@@ -180,11 +180,15 @@ class Schedule:
         if isinstance(self.clients_per_round, float):
             return max(math.ceil(self.clients_per_round * population - 1e-9), 1)  # 0.07 * 100 is a little over 7
         if self.clients_per_round > population:
-            raise ValueError(
+            raise OptionError(
                 f"Expected `clients_per_round` to be at most the number of clients ({population}), but got"
                 f" {self.clients_per_round}."
             )
         return self.clients_per_round
+
+    def active_size(self, size: int) -> int:
+        """Number of clients that do all their work, of a cohort of ``size``."""
+        return round_half_up(size * (1 - self.stragglers))
 
     def cohort(self, round: int, clients: Sequence[Client]) -> Cohort:
         """The cohort of a round.
@@ -225,7 +229,7 @@ class Schedule:
         return [clients[int(position)] for position in np.sort(positions)]
 
     def _stragglers(self, round: int, size: int) -> set[int]:
-        active = round_half_up(size * (1 - self.stragglers))
+        active = self.active_size(size)
         if active == size:
             return set()
         order = self._generator(_STRAGGLERS, round).permutation(size)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lightning_fed.functional.options import check_count
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.state import find_fault, find_non_finite
 
@@ -122,7 +123,7 @@ class Server:
         state_before: The aggregator's state when the round began.
 
     Raises:
-        ValueError: If ``min_clients`` is below 1.
+        ValueError: If ``min_clients`` is not a whole number from 1 on.
 
     Example:
         >>> import torch
@@ -140,10 +141,8 @@ class Server:
     """
 
     def __init__(self, aggregator: Aggregator, min_clients: int = 1) -> None:
-        if min_clients < 1:
-            raise ValueError(f"Expected `min_clients` to be at least 1, but got {min_clients}.")
         self.aggregator = aggregator
-        self.min_clients = min_clients
+        self.min_clients = check_count("min_clients", min_clients)
         self.report = RoundReport(round=-1)
         self.state_before: dict[str, Any] = {}
         self._expected: dict[Client, State] = {}

@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_fed.functional.options import OptionError
 from lightning_fed.messages import State
 
 Policy: TypeAlias = Literal["shared", "personal", "frozen"]
@@ -177,7 +178,7 @@ def entry_policies(
     is_frozen = select_entries(module, names, frozen, "frozen")
     both = sorted(is_personal & is_frozen)
     if both:
-        raise ValueError(f"Expected an entry to be personal or frozen, but these are both: {_some(both)}.")
+        raise OptionError(f"Expected an entry to be personal or frozen, but these are both: {_some(both)}.")
     return {name: "personal" if name in is_personal else "frozen" if name in is_frozen else "shared" for name in names}
 
 
@@ -206,12 +207,39 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
             prefixes = tuple(f"{owner}." if owner else "" for owner in owners)
             found = {name for name in names if name.startswith(prefixes)} if prefixes else set()
         if not found:
-            raise ValueError(
+            raise OptionError(
                 f"Expected every selector in `{option}` to match entries of the model, but {selector!r} matches none of"
                 f" {_some(names)}."
             )
         matched |= found
     return matched
+
+
+def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
+    """The selectors that were passed as an argument.
+
+    Args:
+        name: Name of the argument.
+        selectors: What was passed.
+
+    Raises:
+        ValueError: If it is not a list of patterns, module types and functions.
+
+    Example:
+        >>> check_selectors("personal", ["head.*", nn.BatchNorm2d])
+        ('head.*', <class 'torch.nn.modules.batchnorm.BatchNorm2d'>)
+
+    """
+    if isinstance(selectors, str) or not isinstance(selectors, Iterable):
+        raise ValueError(f"Expected `{name}` to be a list, such as ['head.*', nn.BatchNorm2d], but got {selectors!r}.")
+    checked = tuple(selectors)
+    for selector in checked:
+        if isinstance(selector, nn.Module) or not (isinstance(selector, str) or callable(selector)):
+            raise ValueError(
+                f"Expected `{name}` to be a list of name patterns ('head.*'), module types (nn.BatchNorm2d) and"
+                f" functions, but got {selector!r} in it."
+            )
+    return checked
 
 
 def batch_norm_statistics(module: nn.Module) -> set[str]:

@@ -27,6 +27,7 @@ from lightning_fed.functional.margin import (
     combine_attention,
     margin_attention,
 )
+from lightning_fed.functional.options import OptionError
 from lightning_fed.functional.prototypes import (
     PrototypeMemory,
     PrototypeReference,
@@ -283,7 +284,7 @@ class FedMargin(Aggregator):
             return float(update.extras[name])
         others = [key for key in update.extras if key.startswith("prototypes:lpm:")]
         if others:
-            raise ValueError(
+            raise OptionError(
                 f"Expected the client's margin {name!r}, but it sent {others[0]!r}: give `ClassPrototypes` and"
                 " `FedMargin` the same `margin` and `class_reduction`."
             )

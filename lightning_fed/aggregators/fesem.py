@@ -16,7 +16,7 @@ import torch
 
 from lightning_fed.functional.average import WeightedMean
 from lightning_fed.functional.clustering import k_means
-from lightning_fed.functional.options import check_option
+from lightning_fed.functional.options import OptionError, check_option
 from lightning_fed.functional.wide import widen
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.schedule import client_key, derive_seed
@@ -262,7 +262,7 @@ class FeSEM(Aggregator):
             if value.is_floating_point() and not is_running_statistic(name) and fnmatchcase(name, self.assign_on)
         ]
         if state and not names:
-            raise ValueError(
+            raise OptionError(
                 "Expected `assign_on` to match floating-point entries of the model, but"
                 f" {self.assign_on!r} matches none of {list(state)}."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_fed.schedule import Schedule
 
 _REFUSED: dict[type[L.Callback], str] = {
     BatchSizeFinder: "it would tune on the first client's batches: tune with a plain `L.Trainer` first",
@@ -66,6 +69,25 @@ class TakenHook:
             delattr(self.owner, self.name)
 
 
+class IgnoredWarning:
+    """A warning that comes on purpose and says nothing to the user, ignored until :meth:`give_back`.
+
+    Args:
+        message: How it begins, a regular expression.
+
+    """
+
+    def __init__(self, message: str) -> None:
+        warnings.filterwarnings("ignore", message)
+        self._filter = warnings.filters[0]
+
+    def give_back(self) -> None:
+        """Lets it be shown again; other filters that were added meanwhile stay."""
+        filters: list[Any] = warnings.filters  # type: ignore[assignment] # a list, which the types do not say
+        if self._filter in filters:
+            filters.remove(self._filter)
+
+
 def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.LightningDataModule | L.LightningModule:
     """The datamodule or module whose ``train_dataloader`` the Trainer will call.
 
@@ -111,6 +133,14 @@ def check_trainer(trainer: L.Trainer, local_steps: int | None, stragglers: float
             f" val_check_interval={interval!r} and"
             f" check_val_every_n_epoch={trainer.check_val_every_n_epoch!r}."
         )
+    overfit = trainer.overfit_batches  # type: ignore[attr-defined]
+    if overfit:
+        raise MisconfigurationException(
+            "`overfit_batches` would take other batches in every round, because each has clients, and an order, of its"
+            " own. To see whether the model can overfit, give a plain `L.Trainer` a few batches, or `Federation` one"
+            " client with few examples; `limit_train_batches` makes the rounds short. Leave `overfit_batches` at 0, but"
+            f" got overfit_batches={overfit!r}."
+        )
     window = trainer.accumulate_grad_batches
     if window > 1 and (local_steps is None or local_steps % window or stragglers):
         raise MisconfigurationException(
@@ -147,3 +177,26 @@ def check_schedulers(trainer: L.Trainer) -> None:
             raise MisconfigurationException(
                 "`ReduceLROnPlateau` with interval='step' would watch one client's batches: use interval='epoch'."
             )
+
+
+def check_min_clients(min_clients: int, schedule: Schedule, chosen: int, partial_work: str) -> None:
+    """Refuses a least number of updates that no round can have.
+
+    Args:
+        min_clients: Least number of good updates that changes the global model.
+        schedule: Who takes part.
+        chosen: Number of clients in a round.
+        partial_work: Whether stragglers are left out.
+
+    Raises:
+        MisconfigurationException: If the model could never change.
+
+    """
+    most, who = chosen, "of a round"
+    if partial_work == "drop" and schedule.stragglers:
+        most, who = schedule.active_size(chosen), "of a round that do all their work"
+    if min_clients > most:
+        raise MisconfigurationException(
+            f"Expected `min_clients` to be at most the clients {who} ({most}), but got {min_clients}: the global model"
+            " would never change."
+        )

@@ -20,6 +20,7 @@ from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource, P
 from lightning_fed.data.loader_clients import LoaderClients
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import LazyClients, Population, client_keys
+from lightning_fed.functional.options import OptionError
 from lightning_fed.messages import Client
 
 ClientData: TypeAlias = Dataset[Any] | Iterable[Any]
@@ -289,7 +290,7 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
     sampler = loader.sampler
     is_plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
     if not is_plain or type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
-        raise ValueError(
+        raise OptionError(
             "Expected a DataLoader with a batch size and without a sampler of its own, because batches are cut within"
             f" clients, but got sampler={type(sampler).__name__} and batch_size={loader.batch_size}. Give each"
             " client its own loader in a FederatedDataModule."

@@ -1,8 +1,13 @@
-"""What functions with named alternatives say to a name they do not know."""
+"""What is said to options that cannot be right."""
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
+
+
+class OptionError(ValueError):
+    """An option that cannot be right with these data or this model; the command line shows it without a traceback."""
 
 
 def check_option(name: str, value: object, known: Sequence[str]) -> None:
@@ -19,3 +24,26 @@ def check_option(name: str, value: object, known: Sequence[str]) -> None:
     """
     if value not in known:
         raise ValueError(f"Expected `{name}` to be one of {list(known)}, but got {value!r}.")
+
+
+def check_count(name: str, value: object, lowest: int = 1) -> int:
+    """A whole number from ``lowest`` on.
+
+    Args:
+        name: Name of the argument.
+        value: What was passed; numbers of NumPy are fine.
+        lowest: Smallest number allowed.
+
+    Raises:
+        ValueError: If it is none.
+
+    Example:
+        >>> check_count("local_epochs", 2)
+        2
+
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"Expected `{name}` to be a whole number, but got {value!r}.")
+    if value < lowest:
+        raise ValueError(f"Expected `{name}` to be at least {lowest}, but got {value}.")
+    return int(value)
