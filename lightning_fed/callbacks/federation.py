@@ -6,7 +6,6 @@ import copy
 import inspect
 import logging
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +20,9 @@ from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, t
 from lightning_fed.callbacks.blame import client_fault, note_on
 from lightning_fed.callbacks.client_evaluation import evaluate_clients
 from lightning_fed.callbacks.door import (
+    IgnoredWarning,
     TakenHook,
+    check_min_clients,
     check_schedulers,
     check_trainer,
     find_loader_owner,
@@ -34,10 +35,11 @@ from lightning_fed.data.federated import EvaluationData, FederatedDataModule, sp
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.data.rounds import RoundLoader
+from lightning_fed.functional.options import check_count
 from lightning_fed.messages import Client, State
 from lightning_fed.schedule import Cohort, Schedule
 from lightning_fed.server import Server
-from lightning_fed.state import Policy, Selector
+from lightning_fed.state import Policy, Selector, check_selectors
 from lightning_fed.store import ClientStore, FolderStore, MemoryStore
 from lightning_fed.visit import LocalModel
 
@@ -130,10 +132,6 @@ class Federation(L.Callback):
         _check_choice("partial_work", partial_work, ("keep", "drop"))
         _check_choice("batch_norm", batch_norm, ("average", "recalibrate", "personal", "frozen"))
         _check_choice("optimizer_state", optimizer_state, ("reset", "keep"))
-        if evaluate_clients_every < 0:
-            raise ValueError(f"Expected `evaluate_clients_every` to be at least 0, but got {evaluate_clients_every}.")
-        if isinstance(personal, str) or isinstance(frozen, str):
-            raise ValueError("Expected `personal` and `frozen` to be sequences of patterns or types, but got a string.")
         if not (partition is None or isinstance(partition, Partition)):
             raise TypeError(f"Expected `partition` to be a Partition object such as `IID(10)`, but got {partition!r}.")
         self.server = Server(build_aggregator(aggregator), min_clients)
@@ -143,18 +141,19 @@ class Federation(L.Callback):
             default_seed() if seed is None else seed, clients_per_round, local_epochs, local_steps, stragglers, dropout
         )
         self.partial_work = partial_work
-        self.personal = tuple(personal)
-        self.frozen = tuple(frozen)
+        self.personal = check_selectors("personal", personal)
+        self.frozen = check_selectors("frozen", frozen)
         self.batch_norm = batch_norm
         self.optimizer_state = optimizer_state
         if store is None or isinstance(store, ClientStore):
             self.store = store or MemoryStore()
         else:
             self.store = FolderStore(Path(store))
-        self.evaluate_clients_every = evaluate_clients_every
+        self.evaluate_clients_every = check_count("evaluate_clients_every", evaluate_clients_every, lowest=0)
         self.client_callbacks: list[L.Callback] = []
         self._seed = seed
         self._hooks: list[TakenHook] = []
+        self._ignored: list[IgnoredWarning] = []
         self._frozen_parameters: list[torch.nn.Parameter] = []
         self._reset()
 
@@ -288,7 +287,7 @@ class Federation(L.Callback):
                 f" brings them, but got {'both' if self.partition is not None else 'neither'}."
             )
         # A visit that fails is padded with `None` batches: on purpose, and the log says why.
-        warnings.filterwarnings("ignore", "train_dataloader yielded None")
+        self._ignored.append(IgnoredWarning("train_dataloader yielded None"))
         self._trainer = trainer
         owner = find_loader_owner(trainer, pl_module)
         self._previous_reload = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
@@ -421,7 +420,9 @@ class Federation(L.Callback):
                 loader = self._hooks[0].original()
                 self._population = split_loader(loader, self.partition, self.schedule.seed)
             size = len(self._population.clients)
-            _log.info("%d clients, %d in every round.", size, self.schedule.cohort_size(size))
+            chosen = self.schedule.cohort_size(size)
+            _log.info("%d clients, %d in every round.", size, chosen)
+            check_min_clients(self.server.min_clients, self.schedule, chosen, self.partial_work)
         cohort = served = self.schedule.cohort(round, self._population.clients)
         if self.partial_work == "drop":
             served = Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
@@ -505,7 +506,7 @@ class Federation(L.Callback):
             if planned is None or fault is None or not self._trainer.lightning_module.automatic_optimization:
                 raise
             planned.fault = fault
-            warnings.filterwarnings("ignore", "`training_step` returned `None`")  # on purpose, and the log says why
+            self._ignored.append(IgnoredWarning("`training_step` returned `None`"))  # on purpose, likewise
             return None
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -533,11 +534,11 @@ class Federation(L.Callback):
         return state if own is None else own
 
     def _give_back(self) -> None:
-        for hook in self._hooks:
-            hook.give_back()
+        for taken in (*self._hooks, *self._ignored):
+            taken.give_back()
         if self._hooks:
             self._trainer.reload_dataloaders_every_n_epochs = self._previous_reload  # type: ignore[attr-defined]
-        self._hooks = []
+        self._hooks, self._ignored = [], []
         for parameter in self._frozen_parameters:
             parameter.requires_grad_(True)
         self._frozen_parameters = []
