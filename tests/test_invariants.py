@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import ClientUpdate, FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
-from lightning_fed.aggregators import FairAvg, FedAvg
+from lightning_fed.aggregators import FairAvg, FedAtt, FedAvg, FedDANE, FedProx, FeSEM
 from lightning_fed.data import ByGroup, LazyClients
 from tests import models
 from tests.recorders import Recorder, assert_same, bytes_of, fit_fixed, state_of
@@ -298,6 +298,8 @@ def prefixed(state, prefix="net."):
 
 # --- 6. identities ----------------------------------------------------------------------------------------------------
 
+RULES = ["fedavg", "fairavg", "fedprox", "feddane", "fesem"]
+
 
 def exponential(optimizer):
     return {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7), "interval": "epoch"}
@@ -360,7 +362,7 @@ def test_optimizer_state_is_reset_for_every_visit(plain_trainer, federated_train
     assert not torch.equal(results["reset"], results["keep"])
 
 
-@pytest.mark.parametrize("aggregator", ["fedavg", "fairavg"])
+@pytest.mark.parametrize("aggregator", [*RULES, FedAtt(step_size=1.0)])
 def test_identical_clients_are_one_of_them(aggregator, federated_trainer):
     tensors = models.vectors({"x": 37})["x"]
     recorder = Recorder()
@@ -373,7 +375,7 @@ def test_identical_clients_are_one_of_them(aggregator, federated_trainer):
         assert len(recorder.round(number)) == 7
 
 
-@pytest.mark.parametrize("rule", [FedAvg, FairAvg])
+@pytest.mark.parametrize("rule", [FedAvg, FairAvg, FedProx, FedDANE, FeSEM])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_copies_average_to_themselves(rule, dtype):
     """Any number of copies with any numbers of examples, exactly, in every dtype a model may have."""
@@ -389,7 +391,7 @@ def test_copies_average_to_themselves(rule, dtype):
 
 
 @pytest.mark.parametrize("cohort", [1.0, 2])
-@pytest.mark.parametrize("aggregator", ["fedavg", "fairavg"])
+@pytest.mark.parametrize("aggregator", [*RULES, "fedatt"])
 def test_the_order_of_the_clients_does_not_matter(aggregator, cohort, federated_trainer):
     clients = models.as_datasets(models.vectors())
     runs = []
