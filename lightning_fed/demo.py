@@ -23,6 +23,7 @@ from lightning_fed.callbacks.images import SegmentationImages, default_colors, s
 from lightning_fed.data import ArrayDataset, CamVid, Dirichlet, Shapes
 from lightning_fed.data.array_module import ArrayDataModule
 from lightning_fed.data.labels import labels_of
+from lightning_fed.modules.extraction import evaluating
 from lightning_fed.tasks import SegmentationTask
 from lightning_fed.trainer import FederatedTrainer
 
@@ -253,10 +254,8 @@ def _predictions(task: SegmentationTask, dataset: ArrayDataset) -> list[Tensor]:
     """Input, truth and prediction side by side, uint8 of shape (3, H, 3 W), for some images from all over the set."""
     places = np.linspace(0, len(dataset) - 1, min(_NUM_PICTURES, len(dataset))).astype(int)
     inputs, masks = dataset.get_batch(places)
-    is_training = task.training
-    with torch.no_grad():
-        predicted = task.eval()(inputs).argmax(1)
-    task.train(is_training)
+    with evaluating(task):
+        predicted = task(inputs).argmax(1)
     colors = default_colors(task.num_classes)
     images = dataset.inputs[places]  # before normalisation
     return [

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
-from torchmetrics import Metric, MetricCollection
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything
+from lightning_fed.modules.extraction import evaluating
 from lightning_fed.schedule import Visit, derive_seed
+
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_CONTAINERS = (*_MAPPINGS, list, tuple, set, deque)  # not their subclasses, which may be anything
+_INTERNAL = frozenset(vars(nn.Module()))
 
 
 @contextmanager
@@ -24,8 +31,10 @@ def side_pass(
 ) -> Iterator[None]:
     """Evaluation mode, in which logged values and metric updates do not reach the Trainer.
 
-    The module's metrics (``torchmetrics`` objects that are its submodules) are replaced by empty copies meanwhile,
-    ``self.log`` by ``log``; modes come back as they were.
+    Meanwhile ``self.log`` is ``log``, and the module's metrics start afresh: ``torchmetrics`` objects that are its
+    submodules, or are in a list or dictionary of one. They stay the same objects and have their values back afterwards.
+    So have the module's own attributes that are numbers, texts, tensors or plain containers, also where a step appends
+    to them; modes come back as they were. What a step does to any other object is not undone.
 
     Args:
         module: The user's module.
@@ -33,23 +42,43 @@ def side_pass(
         gradients: Whether gradients can be asked for.
 
     """
-    modes = [(layer, layer.training) for layer in module.modules()]
-    metrics = list(_find_metrics(module))
+    metrics = find_metrics(module)
     vars(module)["log"] = log or _ignore
     try:
-        for parent, name, metric in metrics:
-            fresh = copy.deepcopy(metric)
-            fresh.reset()
-            setattr(parent, name, fresh)
-        module.eval()
-        with torch.set_grad_enabled(gradients):
+        with ExitStack() as stack:
+            stack.enter_context(_aside(module, _lightnings_own()))
+            for metric in metrics:
+                stack.enter_context(_aside(metric))
+            for metric in metrics:
+                if isinstance(metric, Metric):
+                    metric.reset()
+            stack.enter_context(evaluating(module))
+            stack.enter_context(torch.set_grad_enabled(gradients))
             yield
     finally:
-        for parent, name, metric in metrics:
-            setattr(parent, name, metric)
         del vars(module)["log"]
-        for layer, mode in modes:
-            layer.training = mode
+
+
+def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTracker]:
+    """The ``torchmetrics`` objects among a module's submodules and in their attributes' containers, each once."""
+    found: dict[int, Any] = {}
+    waiting: list[Any] = [module]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Metric | MetricCollection | MetricTracker):
+            found[id(value)] = value
+        if isinstance(value, nn.Module):
+            waiting += value.children()
+            kept = (each for name, each in vars(value).items() if name not in _INTERNAL)
+            waiting += (each for each in kept if type(each) in _CONTAINERS)
+        else:
+            inside = value.values() if type(value) in _MAPPINGS else value
+            waiting += (each for each in inside if type(each) in _CONTAINERS or isinstance(each, nn.Module))
+    return list(found.values())
 
 
 def to_device(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> Any:
@@ -110,12 +139,44 @@ def one_pass(population: Population, visit: Visit, aside: bool = False) -> Itera
             yield item.batch
 
 
-def _find_metrics(module: nn.Module) -> Iterator[tuple[nn.Module, str, Metric | MetricCollection]]:
-    for name, child in module.named_children():
-        if isinstance(child, Metric | MetricCollection):
-            yield module, name, child
-        else:
-            yield from _find_metrics(child)
+@contextmanager
+def _aside(owner: nn.Module, but: frozenset[str] = frozenset()) -> Iterator[None]:
+    """Numbers, texts, tensors and containers among an object's attributes are copies meanwhile."""
+    kinds = (int, float, str, Tensor)
+    before = {
+        name: value
+        for name, value in vars(owner).items()
+        if name not in but and (isinstance(value, kinds) or type(value) in _CONTAINERS)
+    }
+    vars(owner).update((name, _copied(value)) for name, value in before.items())
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a tensor, or of a container and the containers in it; anything else is left as it is."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return _copied_container(value)
+
+
+def _copied_container(value: Any) -> Any:
+    if type(value) in _MAPPINGS:
+        copied = copy.copy(value)
+        for key, each in value.items():
+            copied[key] = _copied_container(each)
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied_container, value))
+    return copy.copy(value) if type(value) in _CONTAINERS else value
+
+
+@cache
+def _lightnings_own() -> frozenset[str]:
+    """Attributes that every LightningModule has."""
+    return frozenset(vars(L.LightningModule()))
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
