@@ -534,8 +534,10 @@ class Federation(L.Callback):
         return state if own is None else own
 
     def _give_back(self) -> None:
-        for taken in (*self._hooks, *self._ignored):
-            taken.give_back()
+        for hook in self._hooks:
+            hook.give_back()
+        for warning in self._ignored:
+            warning.give_back()
         if self._hooks:
             self._trainer.reload_dataloaders_every_n_epochs = self._previous_reload  # type: ignore[attr-defined]
         self._hooks, self._ignored = [], []
