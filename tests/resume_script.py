@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import FederatedDataModule, Federation
+from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.data import Dirichlet
 
 SIZES = (9, 14, 6, 21, 11)
@@ -46,6 +47,15 @@ RUNS = {
     "two-optimizers": {
         "model": {"optimizer": "two"},
         "federation": {"batch_norm": "frozen", "optimizer_state": "keep", "clients_per_round": 4},
+    },
+    # What the server remembers of prototypes, and each client of its own.
+    "margins-in-memory": {
+        "prototypes": {"lpm_before": "last_local"},
+        "federation": {"aggregator": "fedmargin", "clients_per_round": 3, "local_epochs": 2},
+    },
+    "margins-in-folder": {
+        "prototypes": {"lpm_before": "last_local", "passes": "online"},
+        "federation": {"aggregator": "fedmargin", "clients_per_round": 3, "local_epochs": 2, "store": "clients"},
     },
     "partition": {"door": "partition", "federation": {"clients_per_round": 2, "local_epochs": 2}},
     "saved-after-validation": {
@@ -199,9 +209,11 @@ def prepare(run, folder, version, callbacks=(), **trainer_options):
         data = FederatedDataModule(clients, val, batch_size=4)
     torch.manual_seed(0)
     module = Net(**options.get("model", {}))
+    prototypes = [ClassPrototypes(**options["prototypes"])] if "prototypes" in options else []
     trainer = L.Trainer(
         callbacks=[
             Federation(**federation),
+            *prototypes,
             *callbacks,
             ModelCheckpoint(os.path.join(folder, "checkpoints"), save_last=True, **options.get("checkpoint", {})),
         ],

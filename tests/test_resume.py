@@ -95,6 +95,8 @@ KILLS = {
     "batch-norm-average": ("on_train_batch_end", 1, "last"),
     "personal-batch-norm-in-folder": ("on_train_batch_end", 3, "last"),
     "saved-after-validation": ("on_validation_batch_end", 2, "last"),
+    "margins-in-memory": ("on_before_optimizer_step", 3, "middle"),
+    "margins-in-folder": ("on_validation_batch_end", 1, "last"),
     "partition": ("on_train_batch_start", 1, "first"),
 }
 
