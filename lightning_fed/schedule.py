@@ -138,18 +138,6 @@ class Schedule:
     ) -> None:
         if seed < 0:
             raise ValueError(f"Expected `seed` to be at least 0, but got {seed}.")
-        if isinstance(clients_per_round, bool) or not isinstance(clients_per_round, numbers.Real):
-            raise ValueError(
-                "Expected `clients_per_round` to be a count (int) or a fraction (float), but got"
-                f" {clients_per_round!r}."
-            )
-        if isinstance(clients_per_round, numbers.Integral):
-            clients_per_round = check_count("clients_per_round", clients_per_round)
-        elif not 0 < clients_per_round <= 1:
-            raise ValueError(
-                f"Expected `clients_per_round` as a fraction to be in (0, 1], but got {clients_per_round}."
-                " Pass an int for a number of clients."
-            )
         local_epochs = check_count("local_epochs", local_epochs)
         local_steps = None if local_steps is None else check_count("local_steps", local_steps)
         if local_steps is not None and local_epochs != 1:
@@ -162,7 +150,7 @@ class Schedule:
         if not 0 <= dropout < 1:
             raise ValueError(f"Expected `dropout` to be in [0, 1), but got {dropout}.")
         self.seed = seed
-        self.clients_per_round = clients_per_round if isinstance(clients_per_round, int) else float(clients_per_round)
+        self.clients_per_round = _count_or_fraction(clients_per_round)
         self.local_epochs = local_epochs
         self.local_steps = local_steps
         self.stragglers = stragglers
@@ -259,3 +247,16 @@ class Schedule:
 def round_half_up(value: float) -> int:
     """Nearest integer, halves upwards: 2.5 clients are 3, whatever the count (``round`` would go to the even one)."""
     return math.floor(value + 0.5 + 1e-9)
+
+
+def _count_or_fraction(value: object) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"Expected `clients_per_round` to be a count (int) or a fraction (float), but got {value!r}.")
+    if isinstance(value, numbers.Integral):
+        return check_count("clients_per_round", value)
+    if not 0 < float(value) <= 1:
+        raise ValueError(
+            f"Expected `clients_per_round` as a fraction to be in (0, 1], but got {value}."
+            " Pass an int for a number of clients."
+        )
+    return float(value)

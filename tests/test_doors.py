@@ -4,8 +4,11 @@ import copy
 import inspect
 import multiprocessing
 import pickle
+import re
+import warnings
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
@@ -98,6 +101,7 @@ REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes
     "windows over clients, stragglers": (
         {"accumulate_grad_batches": 2}, {"local_steps": 4, "stragglers": 0.5}, module, "without stragglers",
     ),
+    "overfitting": ({"overfit_batches": 2}, {}, module, "`overfit_batches` would .* one client with few .*, but got"),
     "batch size finder": ({"callbacks": [BatchSizeFinder()]}, {}, module, "`BatchSizeFinder` does not work .* plain"),
     "rate finder": ({"callbacks": [LearningRateFinder()]}, {}, module, "`LearningRateFinder` does not work .* plain"),
     "weight averaging": (
@@ -171,8 +175,18 @@ BAD_ARGUMENTS = [
     ({"batch_norm": "sync"}, ValueError, "`batch_norm` to be one of .*'recalibrate'.*, but got 'sync'"),
     ({"optimizer_state": "share"}, ValueError, r"one of \['reset', 'keep'\], but got 'share'"),
     ({"evaluate_clients_every": -1}, ValueError, "to be at least 0, but got -1"),
-    ({"personal": "head.*"}, ValueError, "sequences of patterns or types, but got a string"),
-    ({"frozen": "head.*"}, ValueError, "sequences of patterns or types, but got a string"),
+    ({"clients_per_round": 2 + 0j}, ValueError, r"a count \(int\) or a fraction \(float\), but got \(2\+0j\)"),
+    ({"local_epochs": 1.5}, ValueError, "`local_epochs` to be a whole number, but got 1.5"),
+    ({"local_epochs": True}, ValueError, "`local_epochs` to be a whole number, but got True"),
+    ({"local_steps": 2.5}, ValueError, "`local_steps` to be a whole number, but got 2.5"),
+    ({"min_clients": 1.5}, ValueError, "`min_clients` to be a whole number, but got 1.5"),
+    ({"evaluate_clients_every": 0.5}, ValueError, "`evaluate_clients_every` to be a whole number, but got 0.5"),
+    ({"personal": "head.*"}, ValueError, r"`personal` to be a list, such as .*, but got 'head\.\*'"),
+    ({"frozen": "head.*"}, ValueError, r"`frozen` to be a list, such as .*, but got 'head\.\*'"),
+    ({"personal": torch.nn.Linear}, ValueError, "`personal` to be a list, such as .*, but got <class .*Linear'>"),
+    ({"personal": torch.nn.Linear(1, 1)}, ValueError, "`personal` to be a list, such as .*, but got Linear"),
+    ({"frozen": [torch.nn.Linear(1, 1)]}, ValueError, r"`frozen` to be a list of name patterns .*, but got Linear\("),
+    ({"personal": [3]}, ValueError, "but got 3 in it"),
 ]
 
 
@@ -181,6 +195,29 @@ BAD_ARGUMENTS = [
 def test_bad_arguments(kind, arguments, error, message):
     with pytest.raises(error, match=message):
         kind(**arguments, **(QUIET if kind is FederatedTrainer else {}))
+
+
+def test_numbers_of_numpy():
+    schedule = Federation(clients_per_round=np.int64(3), local_epochs=np.int32(2), min_clients=np.int64(2)).schedule
+    assert (schedule.clients_per_round, schedule.local_epochs) == (3, 2)
+    assert type(schedule.clients_per_round) is int
+    assert Federation(clients_per_round=np.float32(0.5)).schedule.clients_per_round == 0.5
+
+
+def test_what_is_ignored_meanwhile_is_shown_again(federated_trainer):
+    """The filters of warnings are the process's: after a fit they are as they were, with what the user has added."""
+
+    class Adds(FederatedCallback):
+        def on_client_start(self, trainer, module, client, broadcast):
+            warnings.filterwarnings("ignore", "mine")
+
+    before = list(warnings.filters)
+    clients = {**datasets(), "tiny": TensorDataset(torch.zeros(1, 6), torch.zeros(1, dtype=torch.long))}
+    trainer = federated_trainer(max_rounds=1, callbacks=[Adds()], batch_norm="average", dropout=0.0)
+    trainer.fit(models.Module(models.norm_mlp()), clients)
+    assert trainer.callback_metrics["fed/failed"] == 1
+    assert warnings.filters[1:] == before
+    assert warnings.filters[0][:2] == ("ignore", re.compile("mine", re.IGNORECASE))
 
 
 def test_presets_say_what_they_fix():
@@ -230,6 +267,16 @@ BAD_DATA = {  # what FederatedTrainer.fit is given, options, error, message
     "mixed": (lambda: {"a": loader(), "b": loader().dataset}, {}, TypeError, "all of them loaders, but got DataLoader"),
     "streams": (lambda: [Endless()], {}, TypeError, "map-style data sets, or all of them loaders, but got Endless"),
     "too few": (datasets, {"clients_per_round": 4}, ValueError, r"at most the number of clients \(3\), but got 4"),
+    "more than there are": (
+        datasets, {"min_clients": 4}, MisconfigurationException, r"of a round \(3\), but got 4: .* never change",
+    ),
+    "more than are drawn": (
+        datasets, {"min_clients": 3, "clients_per_round": 2}, MisconfigurationException, r"of a round \(2\), but got 3",
+    ),
+    "more than do all their work": (
+        datasets, {"min_clients": 3, "stragglers": 0.4, "partial_work": "drop"}, MisconfigurationException,
+        r"of a round that do all their work \(2\), but got 3",
+    ),
     "too few to split": (loader, {"partition": IID(2), "clients_per_round": 3}, ValueError, "number of clients"),
 }  # fmt: skip
 
@@ -701,7 +748,6 @@ LIMITS = {  # arguments: (visits, batches trained, batches validated, rounds)
     "share of validation": ({"limit_val_batches": 0.5}, 6, 14, 2 * (2 + 2), 2),
     "no validation": ({"limit_val_batches": 0}, 6, 14, 0, 2),
     "steps": ({"max_steps": 7}, 3, 7, 4 + 4, 1),
-    "overfit": ({"overfit_batches": 2}, 2, 4, 2 * (2 + 4), 2),
 }
 
 
