@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import ClientUpdate, FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
-from lightning_fed.aggregators import FairAvg, FedAtt, FedAvg, FedDANE, FedProx, FeSEM
+from lightning_fed.aggregators import FairAvg, FedAtt, FedAvg, FedDANE, FedMargin, FedProx, FeSEM
 from lightning_fed.data import ByGroup, LazyClients
 from tests import models
 from tests.recorders import Recorder, assert_same, bytes_of, fit_fixed, state_of
@@ -298,7 +298,7 @@ def prefixed(state, prefix="net."):
 
 # --- 6. identities ----------------------------------------------------------------------------------------------------
 
-RULES = ["fedavg", "fairavg", "fedprox", "feddane", "fesem"]
+RULES = ["fedavg", "fairavg", "fedprox", "feddane", "fesem", "fedmargin"]
 
 
 def exponential(optimizer):
@@ -375,7 +375,7 @@ def test_identical_clients_are_one_of_them(aggregator, federated_trainer):
         assert len(recorder.round(number)) == 7
 
 
-@pytest.mark.parametrize("rule", [FedAvg, FairAvg, FedProx, FedDANE, FeSEM])
+@pytest.mark.parametrize("rule", [FedAvg, FairAvg, FedProx, FedDANE, FeSEM, FedMargin])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_copies_average_to_themselves(rule, dtype):
     """Any number of copies with any numbers of examples, exactly, in every dtype a model may have."""
