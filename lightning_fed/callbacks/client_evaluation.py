@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
-from lightning_fed.callbacks.side_pass import run_step, side_pass
+from lightning_fed.callbacks.side_pass import find_metrics, run_step, side_pass
 from lightning_fed.data.population import batch_length
 from lightning_fed.messages import Client
+
+_PARTS = ("loss", "error", "perplexity", "distance", "divergence", "discrepancy")
+_LOWER_IS_BETTER = {
+    *("nll", "mse", "mae", "rmse", "mape", "smape", "msle", "rmsle", "ece", "mce", "ace", "brier", "wer", "cer", "ter"),
+    *(
+        "kl",
+        "js",
+        "mmd",
+        "emd",
+        "fid",
+        "kid",
+        "lpips",
+        "hausdorff",
+        "hd",
+        "hd95",
+        "assd",
+        "bce",
+        "ce",
+        "entropy",
+        "ppl",
+    ),
+    *("bpd", "bpc", "eer", "fpr", "fnr"),
+}
+_CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10)")
 
 
 @dataclass
@@ -55,7 +81,7 @@ class _Recorder:
     """Stands in for ``LightningModule.log``: means weighted by batch size, metrics computed at the end."""
 
     def __init__(self) -> None:
-        self.batch_size = 1
+        self.batch: Any = None
         self._sums: dict[str, tuple[float, float]] = {}
         self._metrics: dict[str, Metric] = {}
 
@@ -63,21 +89,22 @@ class _Recorder:
         if isinstance(value, Metric):
             self._metrics[name] = value
         elif isinstance(value, Tensor | int | float):
-            size = batch_size or self.batch_size
+            size = batch_size or (1 if self.batch is None else batch_length(self.batch))
             total, count = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = (total + size * float(value), count + size)
 
-    def results(self) -> dict[str, tuple[float, bool]]:
-        """Value of every name, and whether higher is better."""
-        means = {name: (total / count, _is_score(name)) for name, (total, count) in self._sums.items()}
-        computed = {
-            name: (
-                float(metric.compute()),
-                _is_score(name) if metric.higher_is_better is None else metric.higher_is_better,
-            )
+    def results(self) -> dict[str, float]:
+        """Value of every name."""
+        means = {name: total / count for name, (total, count) in self._sums.items()}
+        return means | {name: float(metric.compute()) for name, metric in self._metrics.items()}
+
+    def directions(self) -> dict[str, bool]:
+        """Which end is good, of metrics that say it."""
+        return {
+            name: metric.higher_is_better
             for name, metric in self._metrics.items()
+            if metric.higher_is_better is not None
         }
-        return means | computed
 
 
 def evaluate_clients(
@@ -96,18 +123,21 @@ def evaluate_clients(
 
     """
     results = ClientResults()
+    known = _monitored(trainer) | _collected(module)
     for client, loader in clients.items():
         load(client)
         recorder = _Recorder()
         with side_pass(module, recorder.log):
             module.on_validation_epoch_start()
             for number, batch in enumerate(_limited(loader, trainer.limit_val_batches)):
-                recorder.batch_size = batch_length(batch)
+                recorder.batch = batch
                 run_step(trainer, module, "validation_step", batch, number)
+            recorder.batch = None
             module.on_validation_epoch_end()
-            for name, (value, higher_is_better) in recorder.results().items():
+            directions = known | recorder.directions()
+            for name, value in recorder.results().items():
                 results.values.setdefault(name, {})[client] = value
-                results.higher_is_better[name] = higher_is_better
+                results.higher_is_better[name] = directions.get(name, is_score(name))
     return results
 
 
@@ -118,5 +148,32 @@ def _limited(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
     return itertools.islice(loader, limit)
 
 
-def _is_score(name: str) -> bool:
-    return not any(word in name.lower() for word in ("loss", "error", "perplexity", "nll"))
+def _monitored(trainer: L.Trainer) -> dict[str, bool]:
+    """Which end is good, of values that the user's callbacks watch: for the client's values as for their mean."""
+    watching = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint | EarlyStopping)]  # type: ignore[attr-defined]
+    found = {each.monitor: each.mode == "max" for each in watching if each.monitor is not None}
+    parts = {name: _CLIENTS_VALUE.fullmatch(name) for name in found}
+    return {name if part is None else part["name"]: found[name] for name, part in parts.items()}
+
+
+def _collected(module: L.LightningModule) -> dict[str, bool]:
+    """Which end is good, of the metrics of collections: a step logs their values, under their names."""
+    return {
+        name: metric.higher_is_better
+        for collection in find_metrics(module)
+        if isinstance(collection, MetricCollection)
+        for name, metric in collection.items(copy_state=False)
+        if isinstance(metric, Metric) and metric.higher_is_better is not None
+    }
+
+
+def is_score(name: str) -> bool:
+    """Whether higher is better, as far as a name says.
+
+    Example:
+        >>> is_score("val_acc"), is_score("val_loss"), is_score("valRMSE"), is_score("macer")
+        (True, False, False, True)
+
+    """
+    words = set(re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
+    return not words & _LOWER_IS_BETTER and not any(part in name.lower() for part in _PARTS)

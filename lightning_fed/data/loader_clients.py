@@ -25,6 +25,7 @@ class LoaderClients(Population):
     def __init__(self, loaders: Mapping[Client, Iterable[Any]]) -> None:
         super().__init__(client_keys(loaders))
         self.loaders = loaders
+        self._counted: dict[Client, int] = {}  # by passes over their batches, one for a client
 
     def num_samples(self, client: Client) -> int:
         """Length of the loader's data set, or of the part that its sampler draws; else of one pass over its batches.
@@ -40,7 +41,9 @@ class LoaderClients(Population):
             sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
             return min(len(sampler), len(dataset)) if isinstance(sampler, Sized) else len(dataset)
         if isinstance(loader, Sized) and dataset is None:
-            return sum(batch_length(batch) for batch in loader)
+            if client not in self._counted:
+                self._counted[client] = sum(batch_length(batch) for batch in loader)
+            return self._counted[client]
         raise ValueError(
             f"Expected the loader of client {client!r} to have a data set with a length, because an average weighs"
             " clients by their examples: define `__len__` on the data set."
@@ -65,8 +68,7 @@ class LoaderClients(Population):
                         yield StreamItem(place, batch)
                         served += 1
             except Exception as error:
-                # Without the traceback, whose frames would keep the loader's workers waiting.
-                yield StreamItem(place, error=error.with_traceback(None))
+                yield StreamItem.failed(place, error)
                 continue
             for _ in range(planned.num_batches - served):  # the loader gave fewer batches than its length
                 yield StreamItem(place)

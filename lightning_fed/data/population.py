@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,23 @@ class StreamItem:
         place: Index of the visit in the round.
         batch: The batch; ``None`` where there is none.
         error: What the client's data raised.
+        trace: Where they did, as text.
 
     """
 
     place: int
     batch: Any = None
     error: Exception | None = None
+    trace: str = ""
+
+    @classmethod
+    def failed(cls, place: int, error: Exception) -> StreamItem:
+        """What stands for a batch that could not be made.
+
+        The error goes without its traceback, whose frames would keep a loader's workers waiting.
+        """
+        trace = "".join(traceback.format_exception(error))
+        return cls(place, error=error.with_traceback(None), trace=trace)
 
 
 class Population(ABC):
@@ -55,14 +67,22 @@ class Population(ABC):
     Args:
         clients: The clients' keys in a fixed order; may be a lazy sequence such as ``range(1_000_000)``.
 
+    Attributes:
+        has_raised: Whether the log has shown where a client's data raised.
+
     Raises:
         ValueError: If there are no clients.
+        TypeError: If a client's key is neither a str nor an int.
 
     """
+
+    has_raised = False
 
     def __init__(self, clients: Sequence[Client]) -> None:
         if len(clients) == 0:
             raise ValueError("Expected at least one client, but got none.")
+        if isinstance(clients, list | tuple):  # others may be too long to look at
+            _check_keys(clients)
         self.clients = clients
 
     @abstractmethod
@@ -98,7 +118,7 @@ def seed_everything(seed: int) -> None:
     """
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the user's data sets may use the global generator
-    # `torch.manual_seed` walks the stack for every device that is not initialised: 2 ms, which small visits would feel.
+    # `torch.manual_seed` walks the stack for every device that is not initialised, which small visits would feel.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
@@ -145,7 +165,10 @@ class LazyClients(Mapping[Client, Any]):
 def client_keys(clients: Mapping[Client, Any]) -> Sequence[Client]:
     """The keys of a mapping as a sequence: sorted, so that the order in which they were put there does not matter.
 
-    Those of :class:`LazyClients` keep the order that they have, and are not listed.
+    Those of :class:`LazyClients` keep the order that they have, and are not listed. NumPy's integers become Python's.
+
+    Raises:
+        TypeError: If a key is neither a str nor an int.
 
     Example:
         >>> client_keys({"b": 1, "a": 2}), client_keys({10: 1, 9: 2})
@@ -154,20 +177,48 @@ def client_keys(clients: Mapping[Client, Any]) -> Sequence[Client]:
     """
     if isinstance(clients, LazyClients):
         return clients.clients
-    return sorted(clients, key=lambda client: (isinstance(client, str), client))
+    _check_keys(clients)
+    keys: Iterable[Client] = (int(key) if isinstance(key, np.integer) else key for key in clients)
+    return sorted(keys, key=lambda client: (isinstance(client, str), client))
+
+
+def _check_keys(clients: Iterable[Any]) -> None:
+    for client in clients:
+        if not isinstance(client, str | int | np.integer):
+            raise TypeError(
+                f"Expected the clients' keys to be of type str or int, which checkpoints and logs can name, but got"
+                f" {client!r}, a {type(client).__name__}."
+            )
 
 
 def batch_length(batch: Any) -> int:
-    """Number of examples in a batch: the length of its first tensor.
+    """Number of examples in a batch: the length of the first tensor in it, wherever it is.
+
+    Example:
+        >>> batch_length({"name": ["a", "b"], "image": torch.zeros(2, 3)})
+        2
 
     Raises:
         ValueError: If there is no tensor in it.
 
     """
+    length = next(_lengths(batch), None)
+    if length is None:
+        raise ValueError(f"Expected a batch of tensors to count its examples, but got {type(batch).__name__}.")
+    return length
+
+
+def _lengths(batch: Any) -> Iterator[int]:
     if isinstance(batch, torch.Tensor | np.ndarray):
-        return len(batch)
+        if batch.ndim:
+            yield len(batch)
+        return
+    inside: Iterable[Any] = ()
     if isinstance(batch, Mapping):
-        return batch_length(next(iter(batch.values())))
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return batch_length(batch[0])
-    raise ValueError(f"Expected a batch of tensors to count its examples, but got {type(batch).__name__}.")
+        inside = batch.values()
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        inside = batch
+    elif is_dataclass(batch):
+        inside = (getattr(batch, field.name) for field in fields(batch))
+    for each in inside:
+        yield from _lengths(each)

@@ -105,7 +105,7 @@ def test_they_come_back_after_an_error():
     module = Counting()
     module.count(a_batch(0))
     before = str(module.kept())
-    with pytest.raises(RuntimeError, match="size of tensor|shapes"), side_pass(module):
+    with pytest.raises(RuntimeError, match="cannot be multiplied"), side_pass(module):
         module.count((a_batch(1)[0][:, :2], a_batch(1)[1]))
     assert str(module.kept()) == before
     assert module.training

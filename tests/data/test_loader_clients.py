@@ -177,3 +177,20 @@ def test_a_loader_without_a_batch_is_an_error():
     assert place == 0
     assert isinstance(error, ValueError)
     assert str(error) == "its loader gave no batch"
+
+
+def test_a_loader_without_a_data_set_is_counted_once():
+    class Batches:
+        passes = 0
+
+        def __len__(self):
+            return 2
+
+        def __iter__(self):
+            self.passes += 1
+            return iter([torch.zeros(3), torch.zeros(2)])
+
+    batches = Batches()
+    population = LoaderClients({"ann": batches})
+    assert [population.num_samples("ann") for _ in range(3)] == [5, 5, 5]
+    assert batches.passes == 1

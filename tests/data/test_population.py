@@ -1,6 +1,9 @@
 """Who the clients are: a fixed order, nothing built before it is asked for, generators as Lightning seeds them."""
 
 import random
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import lightning as L
 import numpy as np
@@ -9,8 +12,11 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
+from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.data.loader_clients import LoaderClients
 from lightning_fed.data.population import LazyClients, batch_length, client_keys, seed_everything
+
+DATASET = TensorDataset(torch.zeros(4, 1))
 
 
 class Built:
@@ -93,6 +99,18 @@ def test_seeding_leaves_no_seed_for_others(monkeypatch):
 
 # --- the length of a batch --------------------------------------------------------------------------------------------
 
+
+@dataclass
+class Scan:
+    names: list
+    image: torch.Tensor
+
+
+class Pair(NamedTuple):
+    name: str
+    image: torch.Tensor
+
+
 BATCHES = {
     "tensor": torch.zeros(3, 2),
     "array": np.zeros((3, 2)),
@@ -100,6 +118,10 @@ BATCHES = {
     "tuple": (torch.zeros(3), torch.zeros(7)),
     "dictionary": {"image": torch.zeros(3, 2), "mask": torch.zeros(3)},
     "nested": [{"image": (torch.zeros(3, 2), torch.zeros(1))}, torch.zeros(5)],
+    "names first": {"name": ["a", "b", "c"], "place": 7, "image": torch.zeros(3, 2)},
+    "a number first": [torch.tensor(7), torch.zeros(3)],
+    "dataclass": Scan([], torch.zeros(3, 2)),
+    "named tuple": Pair("a", torch.zeros(3, 2)),
 }
 
 
@@ -108,7 +130,25 @@ def test_the_length_of_a_batch_is_that_of_its_first_tensor(batch):
     assert batch_length(batch) == 3
 
 
-@pytest.mark.parametrize(("batch", "kind"), [("text", "str"), (3, "int"), ([["text"]], "str"), (None, "NoneType")])
+@pytest.mark.parametrize(
+    ("batch", "kind"), [("text", "str"), (3, "int"), ([["text"]], "list"), ({"a": []}, "dict"), (None, "NoneType")]
+)
 def test_a_batch_without_tensors(batch, kind):
     with pytest.raises(ValueError, match=f"Expected a batch of tensors to count its examples, but got {kind}"):
         batch_length(batch)
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [("ann", 1), 1.5, None, b"ann"])
+def test_keys_that_no_checkpoint_can_name(key):
+    for clients in ({"bob": DATASET, key: DATASET}, LazyClients(["bob", key], lambda client: DATASET)):
+        with pytest.raises(TypeError, match="keys to be of type str or int.*but got " + re.escape(repr(key))):
+            FederatedDataModule(clients).population()
+
+
+def test_numpys_keys_become_pythons():
+    keys = client_keys({np.int64(4): 1, np.int32(3): 2, np.str_("a"): 3})
+    assert keys == [3, 4, "a"]
+    assert [type(key) for key in keys[:2]] == [int, int]
