@@ -458,6 +458,33 @@ def test_all_clients_fail(kind, caplog):
     ]
 
 
+@pytest.mark.parametrize("kind", ["data", "length", "loaders", "a worker"])
+def test_a_fault_of_the_data_set_does_not_look_like_bad_clients(kind, caplog):
+    """Where the first client's data raised is shown once; and that all of a round's did, in every round."""
+    bad = {
+        "data": lambda: Breaks(BATCH),
+        "length": HasNoLength,
+        "loaders": lambda: Loader(2, breaks_at=0),
+        "a worker": lambda: Breaks(BATCH),
+    }[kind]
+    train(LazyClients(range(3), AllBad(bad)), data_options={"num_workers": int(kind == "a worker")})
+    (shown,) = [record for record in caplog.records if "Traceback" in record.getMessage()]
+    assert shown.levelname == "WARNING"
+    assert shown.getMessage().startswith("The data of client 0 raised (this is shown for the first one only):\n")
+    assert f", in __{'len' if kind == 'length' else 'iter' if kind == 'loaders' else 'getitem'}__" in shown.getMessage()
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert [message.split(" raised")[0] for message in errors] == [
+        f"Round {round}: the data of all 3 clients" for round in range(ROUNDS)
+    ]
+    assert all("of 3 with OSError: " in message for message in errors)
+
+
+def test_one_good_client_is_not_all(caplog):
+    train({"bad": Breaks(0), "good": examples(2 * BATCH), "empty": examples(0)})
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert sum("Traceback" in message for message in caplog.messages) == 1
+
+
 class AllBad:
     def __init__(self, bad):
         self.bad = bad

@@ -98,8 +98,7 @@ class DatasetClients(Population):
             except StopIteration:
                 return
             except Exception as error:
-                # Without the traceback, whose frames would keep the loader's workers waiting.
-                yield StreamItem(issued.popleft(), error=error.with_traceback(None))
+                yield StreamItem.failed(issued.popleft(), error)
             else:
                 yield StreamItem(issued.popleft(), batch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,12 +43,14 @@ class RoundLoader:
         self.current: PlannedVisit | None = None
         self.batches_left = 0
         self.on_start: Callable[[], object] | None = None
+        self._chosen = len(cohort.visits)
+        self._reasons: list[str] = []  # of data that raised
         for visit in cohort.visits:
             try:
                 num_samples = population.num_samples(visit.client)
                 per_epoch = population.batches_per_epoch(visit.client)
             except Exception as error:
-                self.failed[visit.client] = f"its data raised {describe(error)}"
+                self.failed[visit.client] = self._raised(visit.client, StreamItem.failed(0, error))
                 continue
             if per_epoch is None:
                 if visit.steps is None:
@@ -74,6 +77,7 @@ class RoundLoader:
         if self.on_start is not None:
             self.on_start()
         if not self.visits:
+            self._look_at_raised()
             yield None
             return
         stream: Iterator[StreamItem] | None = None
@@ -98,8 +102,36 @@ class RoundLoader:
         while item.place < place:  # fetched ahead by a worker for a visit that has failed since
             item = next(stream)
         if item.error is not None:
-            self.visits[place].fault = f"its data raised {describe(item.error)}"
+            planned = self.visits[place]
+            planned.fault = self._raised(planned.visit.client, item)
+            self._look_at_raised()
         return item.batch
+
+    def _raised(self, client: Client, item: StreamItem) -> str:
+        """Why a client is left out whose data raised; the first time, where they did goes to the log."""
+        assert item.error is not None
+        if not self.population.has_raised:
+            self.population.has_raised = True
+            _log.warning(
+                "The data of client %r raised (this is shown for the first one only):\n%s",
+                client,
+                item.trace or f"{describe(item.error)}\n",
+            )
+        reason = describe(item.error)
+        self._reasons.append(reason)
+        return f"its data raised {reason}"
+
+    def _look_at_raised(self) -> None:
+        if self._reasons and len(self._reasons) == self._chosen:
+            reason, count = Counter(self._reasons).most_common(1)[0]
+            _log.error(
+                "Round %s: the data of all %d clients raised, of %d with %s. Nothing came of it: look for the fault in"
+                " the data set.",
+                self.round,
+                self._chosen,
+                count,
+                reason,
+            )
 
     def _limit(self, limit: int | float) -> None:
         total = sum(planned.num_batches for planned in self.visits)
