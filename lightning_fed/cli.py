@@ -22,6 +22,7 @@ import lightning_fed.tasks  # noqa: F401
 from lightning_fed import __version__
 from lightning_fed.aggregators import AGGREGATORS
 from lightning_fed.callbacks import Federation
+from lightning_fed.functional.options import OptionError
 from lightning_fed.compare import CENTRAL, PRESETS, Method, Plan, run_comparison
 from lightning_fed.compare_report import write_report
 from lightning_fed.state import Selector
@@ -29,9 +30,9 @@ from lightning_fed.trainer import FederatedTrainer
 
 _COMMANDS = {
     "fit": "Train a model federatedly; one epoch is one round.",
-    "validate": "Evaluate a checkpoint on the validation data.",
-    "test": "Evaluate a checkpoint on the test data.",
-    "predict": "Run a checkpoint on the data to predict.",
+    "validate": "Evaluate a checkpoint (--ckpt_path) on the validation data; without one, the model as it is made.",
+    "test": "Evaluate a checkpoint (--ckpt_path) on the test data; without one, the model as it is made.",
+    "predict": "Run a checkpoint (--ckpt_path) on the data to predict; without one, the model as it is made.",
 }
 
 _HELP = """\
@@ -96,6 +97,22 @@ class FederatedCLI(LightningCLI):
             super().instantiate_classes()
         except ValueError as error:
             self.parser.error(str(error), error)
+
+    def before_validate(self) -> None:
+        """Says that there is nothing to evaluate but the model as it is made."""
+        self._look_for_checkpoint()
+
+    def before_test(self) -> None:
+        """Likewise."""
+        self._look_for_checkpoint()
+
+    def before_predict(self) -> None:
+        """Likewise."""
+        self._look_for_checkpoint()
+
+    def _look_for_checkpoint(self) -> None:
+        if self.config[self.subcommand].ckpt_path is None:
+            sys.stderr.write("warning: There is no `--ckpt_path`: the model has the weights that it is made with.\n")
 
     def predict(self, **arguments: Any) -> None:
         """Predicts, and saves the list of the batches' predictions as ``predictions.pt`` beside the logs.
@@ -186,7 +203,7 @@ def _run(args: list[str] | None) -> None:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: where the user's own modules are
     try:
         FederatedCLI(args)
-    except (FileNotFoundError, MisconfigurationException) as error:
+    except (FileNotFoundError, MisconfigurationException, OptionError) as error:
         _stop(error)
 
 
