@@ -11,9 +11,11 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fed import FederatedTrainer, cli
-from lightning_fed.aggregators import FairAvg, FedAvg
+from lightning_fed.aggregators import AGGREGATORS, FairAvg, FedAvg, FedProx
+from lightning_fed.callbacks import HeadThenBody
 from lightning_fed.cli import FederatedCLI, main
 from lightning_fed.data import FEMNIST, ByGroup, CamVid, Dirichlet, FashionMNIST, Shapes, Shards
+from lightning_fed.functional.options import OptionError
 from lightning_fed.store import FolderStore
 from lightning_fed.tasks import ClassificationTask, SegmentationTask
 
@@ -127,7 +129,12 @@ def test_fit_validate_test_and_predict(tmp_path, capsys):
     assert float(printed[1]) == pytest.approx(scores[-1].value)
 
     main(["test", "-c", OFFLINE, *TINY, "--ckpt_path", str(checkpoint)])
-    assert "test_miou" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "test_miou" in said.out
+    assert "no `--ckpt_path`" not in said.err
+
+    main(["validate", "-c", OFFLINE, *TINY])
+    assert "warning: There is no `--ckpt_path`: the model has the weights that it is made" in capsys.readouterr().err
 
     main(["predict", "-c", OFFLINE, *TINY, "--ckpt_path", str(checkpoint), "--trainer.logger", "false"])
     said = capsys.readouterr().out
@@ -155,6 +162,10 @@ def test_fit_validate_test_and_predict(tmp_path, capsys):
 def test_aggregators_by_name_and_by_class():
     assert type(federation_of("--trainer.aggregator", "fairavg").server.aggregator) is FairAvg
     assert type(federation_of("--trainer.aggregator", "{class_path: FairAvg}").server.aggregator) is FairAvg
+    fedprox = federation_of("--trainer.aggregator", "{class_path: FedProx, init_args: {mu: 0.3}}").server.aggregator
+    assert (type(fedprox), fedprox.mu) == (FedProx, 0.3)
+    for name, rule in AGGREGATORS.items():
+        assert type(federation_of("--trainer.aggregator", name).server.aggregator) is rule
 
 
 def test_another_partition_than_the_recipes():
@@ -164,9 +175,15 @@ def test_another_partition_than_the_recipes():
 
 
 def test_presets_by_class_path():
-    federation = federation_of(
+    bare = (
         *("--trainer.partition", "null", "--trainer.clients_per_round", "1.0", "--trainer.local_epochs", "1"),
         *("--trainer.batch_norm", "recalibrate", "--trainer.federation"),
+    )
+    fedrep = federation_of(*bare, "{class_path: lightning_fed.FedRep, init_args: {body_epochs: 5}}")
+    assert fedrep.schedule.local_epochs == 15
+    assert [type(callback) for callback in fedrep.client_callbacks] == [HeadThenBody]
+    federation = federation_of(
+        *bare,
         "{class_path: lightning_fed.FedPer, init_args: {head: 'model.segmentation_head.*', clients_per_round: 3,"
         " partition: {class_path: IID, init_args: {num_clients: 4}}}}",
     )
@@ -258,6 +275,16 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch):
         (["--model.lr", "fast"], 2, "Got value: fast"),
         (["--model.optimizer", "SDG"], 2, "Expected `optimizer` to be one of"),
         (["--data.image_size", "3"], 2, "Expected `image_size` to be at least 16, but got 3"),
+        (["--trainer.local_steps", "0"], 2, "Expected `local_steps` to be at least 1, but got 0"),
+        (["--trainer.clients_per_round", "100"], 1, "at most the number of clients (12), but got 100"),
+        (["--trainer.min_clients", "5"], 1, "Expected `min_clients` to be at most the clients of a round (4), but got"),
+        (
+            ["--trainer.partition.num_clients", "1000"],
+            1,
+            "`num_clients` to be at most the number of samples (480), but",
+        ),
+        (["--trainer.personal", "[nothing.*]"], 1, "Expected every selector in `personal` to match entries of the"),
+        (["--trainer.overfit_batches", "2"], 1, "`overfit_batches` would take other batches in every round"),
         (["--trainer.partition", "null"], 1, "Expected a `partition` that splits the training data"),
         (
             ["--data", "CamVid", "--data.data_dir", "nowhere"],
@@ -280,6 +307,19 @@ def test_tracebacks_come_back_with_the_switch(monkeypatch):
     monkeypatch.setenv("JSONARGPARSE_DEBUG", "true")
     with pytest.raises(FileNotFoundError):
         main(["fit", "-c", OFFLINE, "--data", "CamVid", "--data.data_dir", "nowhere"])
+    with pytest.raises(OptionError):
+        main(["fit", "-c", OFFLINE, "--trainer.clients_per_round", "100"])
+    with pytest.raises(ValueError, match="to be at least 1, but got 0"):
+        main(["fit", "-c", OFFLINE, "--trainer.clients_per_round", "0"])
+
+
+def test_errors_of_the_users_own_code_keep_their_traceback(tmp_path):
+    (tmp_path / "broken_for_test_cli.py").write_text(
+        "from lightning_fed.data import Partition\n\nclass Broken(Partition):\n    def split(self, dataset, seed):\n"
+        "        raise ValueError('a bug of mine')\n"
+    )
+    with pytest.raises(ValueError, match="a bug of mine"):
+        main(["fit", "-c", OFFLINE, "--trainer.partition", "broken_for_test_cli.Broken"])
 
 
 def test_a_recipe_that_is_not_there(capsys):

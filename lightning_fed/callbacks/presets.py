@@ -75,7 +75,8 @@ def FedRep(
         raise ValueError(f"Expected `body_epochs` to be at least 0, but got {body_epochs}.")
     _check_free("FedRep", "personal", "which is its `head`", options)
     for name in ("local_epochs", "local_steps"):
-        _check_free("FedRep", name, "which `head_epochs` and `body_epochs` give", options)
+        if options.get(name) is not None:  # the command line passes what it was not given
+            _check_free("FedRep", name, "which `head_epochs` and `body_epochs` give", options)
     phases = HeadThenBody(head_epochs)
     federation = Federation(personal=_selectors(head), local_epochs=head_epochs + body_epochs, **options)
     federation.client_callbacks.append(phases)
