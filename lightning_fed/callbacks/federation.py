@@ -203,7 +203,7 @@ class Federation(L.Callback):
             RuntimeError: Between visits.
 
         """
-        if self._round is None:
+        if self._round is None or self._round.visit is None:
             raise RuntimeError("No client is training: its memory can be asked for during its visit.")
         return self._round.local.memory
 

@@ -216,13 +216,13 @@ def states(count, dtype=torch.float32):
 @pytest.mark.parametrize("attention", ["sum", "softmax"])
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_clients_that_move_alike_are_fairavg(combine, attention, count):
-    """To the last bit, whatever their models are; and FedAvg, where sizes weigh."""
+    """To the last bit, whatever their models are, also in float64; and FedAvg, where sizes weigh."""
     sizes = [10, 30, 7, 8, 9, 100, 1][:count]
-    for size_weighting, other in ((False, FairAvg()), (True, FedAvg())):
+    for size_weighting, other, dtype in ((False, FairAvg(), torch.float64), (True, FedAvg(), torch.float32)):
         rule = FedMargin(combine=combine, attention=attention, size_weighting=size_weighting)
         received = [
             message(place, state, {0: (0.1, 0.7), 2: (3.3, 0)}, {0: (0.2, 1.1), 2: (3.1, 0.3)}, None, size)
-            for place, (state, size) in enumerate(zip(states(count), sizes, strict=True))
+            for place, (state, size) in enumerate(zip(states(count, dtype), sizes, strict=True))
         ]
         other.start_round(0, received[0].state)
         for update in received:
