@@ -1,5 +1,6 @@
 """Lightning callbacks: the federation itself, and what looks at it."""
 
+from lightning_fed.callbacks.attention_map import AttentionMap as AttentionMap
 from lightning_fed.callbacks.center_evaluation import CenterEvaluation as CenterEvaluation
 from lightning_fed.callbacks.federated_callback import FederatedCallback as FederatedCallback
 from lightning_fed.callbacks.federation import Federation as Federation
@@ -11,10 +12,12 @@ from lightning_fed.callbacks.presets import FedBN as FedBN
 from lightning_fed.callbacks.presets import FedPer as FedPer
 from lightning_fed.callbacks.presets import FedRep as FedRep
 from lightning_fed.callbacks.progress import FederatedProgressBar as FederatedProgressBar
+from lightning_fed.callbacks.prototype_plots import PrototypePlots as PrototypePlots
 from lightning_fed.callbacks.prototypes import ClassPrototypes as ClassPrototypes
 from lightning_fed.callbacks.proximal import ProximalTerm as ProximalTerm
 
 __all__ = [
+    "AttentionMap",
     "CenterEvaluation",
     "ClassPrototypes",
     "FedBN",
@@ -25,6 +28,7 @@ __all__ = [
     "Federation",
     "GradientCorrection",
     "HeadThenBody",
+    "PrototypePlots",
     "ProximalTerm",
     "SegmentationImages",
     "segmentation_grid",

@@ -99,7 +99,7 @@ class SegmentationImages(L.Callback):
         self.tag = "_".join([self.tag, *maps])
         self._every_n_epochs = every_n_epochs
         self._num_images = num_images
-        self._class_colors = _checked_colors(class_colors)
+        self._class_colors = checked_colors(class_colors)
         self._mean = mean
         self._std = std
         self._ignore_index = ignore_index
@@ -244,7 +244,7 @@ def segmentation_grid(
     if any(len(column) != len(images) for column in maps):
         raise ValueError(f"Expected `maps` of {len(images)} images, but got {[len(column) for column in maps]}.")
     truths, predictions = [_indices(mask) for mask in truth], [_indices(mask) for mask in prediction]
-    given = _checked_colors(class_colors)
+    given = checked_colors(class_colors)
     colors = torch.tensor(given or default_colors(_num_classes([*truths, *predictions], ignore_index)))
     rows = [
         (
@@ -305,6 +305,7 @@ def _predict(
         stack.enter_context(isolate_rng(include_cuda=module.device.type == "cuda"))
         stack.enter_context(evaluating(module))
         entropies: list[Tensor] = []
+        size: Sequence[int] = ()
         if layer is not None:
             stack.enter_context(without_compiled_code())
             tap = stack.enter_context(tap_features(module, layer))
@@ -378,7 +379,13 @@ def _to_rgb(image: Tensor, mean: float | Sequence[float] | None, std: float | Se
     return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
-def _checked_colors(class_colors: Sequence[Sequence[int]] | None) -> list[Color] | None:
+def checked_colors(class_colors: Sequence[Sequence[int]] | None) -> list[Color] | None:
+    """The colours as tuples.
+
+    Raises:
+        ValueError: If they are no colours, or there are none.
+
+    """
     if class_colors is None:
         return None
     colors = [tuple(color) for color in class_colors]

@@ -25,6 +25,8 @@ from lightning_fed.functional.partition import labels_per_client as labels_per_c
 from lightning_fed.functional.partition import pixel_permutation as pixel_permutation
 from lightning_fed.functional.partition import quantity_skew as quantity_skew
 from lightning_fed.functional.partition import shards as shards
+from lightning_fed.functional.projection import PrincipalAxes as PrincipalAxes
+from lightning_fed.functional.projection import principal_axes as principal_axes
 from lightning_fed.functional.prototypes import Prototypes as Prototypes
 from lightning_fed.functional.prototypes import aggregate_prototypes as aggregate_prototypes
 from lightning_fed.functional.prototypes import class_prototypes as class_prototypes
@@ -35,6 +37,7 @@ from lightning_fed.functional.prototypes import update_prototypes as update_prot
 from lightning_fed.functional.synthetic import synthetic as synthetic
 
 __all__ = [
+    "PrincipalAxes",
     "Prototypes",
     "SoftmaxMean",
     "WeightedMean",
@@ -58,6 +61,7 @@ __all__ = [
     "maximum_mean_discrepancy",
     "median_distance",
     "pixel_permutation",
+    "principal_axes",
     "quantity_skew",
     "reference_prototypes",
     "resize_labels",

@@ -27,6 +27,15 @@ class PrincipalAxes(NamedTuple):
         """Coordinates of points of shape ``(n, d)``: shape ``(n, k)``, float64."""
         return (points.double() - self.center) @ self.axes.T
 
+    def turned_to(self, other: PrincipalAxes) -> PrincipalAxes:
+        """The same plane and centre, with axes turned (and mirrored) in it so as to be nearest to ``other``'s.
+
+        The orthogonal Procrustes problem (Schoenemann, "A generalized solution of the orthogonal Procrustes problem",
+        1966).
+        """
+        left, _, right = torch.linalg.svd(other.axes @ self.axes.T)
+        return PrincipalAxes(self.center, left @ right @ self.axes)
+
 
 @torch.no_grad()
 def principal_axes(points: Tensor, count: int = 2) -> PrincipalAxes:
