@@ -207,8 +207,9 @@ def report(arguments: argparse.Namespace) -> str:
         " Validation and test frames are SegNet's (validation: every second one of its 101 frames, from drive 0016E5;"
         " test: all 233, from drives 0001TP and Seq05VD). *mIoU at the clients* is the mean over clients, each with its"
         " own held-out frames and its own personal entries. Means over the last three rounds, with the range over seeds"
-        " in brackets; the learning rate is constant, so single rounds are noisy. CPU seconds and megabytes are those"
-        f" of training and aggregation in a round (median of the last seed). {machine(arguments.threads)}."
+        " in brackets; the learning rate is constant, so single rounds are noisy. CPU seconds are those of training and"
+        " aggregation in a round, the mean over rounds and seeds; megabytes those of a round's messages, the mean over"
+        f" the rounds of the first seed. {machine(arguments.threads)}."
     )
     return "\n\n".join([words, *parts])
 

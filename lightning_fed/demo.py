@@ -270,8 +270,8 @@ def _alone_and_quiet() -> Iterator[None]:
     log = logging.getLogger("lightning.pytorch")
     level, threads = log.level, torch.get_num_threads()
     log.setLevel(logging.ERROR)
-    # Images so small gain nothing from a second thread; and where the cores are busy, threads that spin while they wait
-    # for one another took twenty times as long.
+    # Images so small gain nothing from a second thread; and where the cores are busy, threads spin while they wait for
+    # one another.
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():

@@ -21,7 +21,7 @@ class RoundLog:
     """Writes a round's numbers to the Trainer's loggers, and where callbacks look for what they monitor.
 
     They go there directly: ``LightningModule.log`` keeps every value in a list that Lightning walks at each batch,
-    which made the rounds of a small model a tenth slower. The round is the x-axis.
+    which made the rounds of a small model slower. The round is the x-axis.
 
     ========================== ==========================================================================
     ``fed/clients``            clients whose update was aggregated
