@@ -139,10 +139,20 @@ def feddane_reference(net, clients, loss, optimizer, mu, rounds, cohort_size, se
     return history
 
 
-def k_means_reference(points, num_centers, weights, rng):
+def k_means_reference(points, num_centers, weights, rng, starts=10):
+    """The best of several k-means by the weighted sum of squared distances: groups, and the first centres' places."""
+    best = None
+    for _ in range(starts):
+        groups, first, spread = one_k_means_reference(points, num_centers, weights, rng)
+        if best is None or spread < best[2] * (1 - 1e-9):
+            best = groups, first, spread
+    return best[:2]
+
+
+def one_k_means_reference(points, num_centers, weights, rng):
     """Rows of numbers around centres, in plain Python: k-means++ (Arthur and Vassilvitskii 2007), then Lloyd's steps.
 
-    Group of every point, and index of the point that each centre was first.
+    Group of every point, index of the point that each centre was first, and the weighted sum of squared distances.
     """
 
     def square(left, right):
@@ -166,7 +176,8 @@ def k_means_reference(points, num_centers, weights, rng):
         before = groups
         groups = [min(range(num_centers), key=lambda g: square(point, centers[g])) for point in points]
         if groups == before:
-            return groups, first
+            spread = sum(w * square(p, centers[g]) for w, p, g in zip(weights, points, groups, strict=True))
+            return groups, first, spread
         for group in set(groups):
             mine = [(w, point) for w, point, g in zip(weights, points, groups, strict=True) if g == group]
             total = sum(w for w, _ in mine)

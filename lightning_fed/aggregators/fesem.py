@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from lightning_fed.functional.average import WeightedMean
-from lightning_fed.functional.clustering import k_means
+from lightning_fed.functional.clustering import embed, k_means
 from lightning_fed.functional.options import OptionError, check_option
 from lightning_fed.functional.wide import widen
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
@@ -228,7 +228,7 @@ class FeSEM(Aggregator):
             self.centers = [update.state for update in updates]
             self.assignments = {update.client: place for place, update in enumerate(updates)}
         else:
-            points = torch.stack([torch.cat([widen(u.state[name].flatten()) for name in self._names]) for u in updates])
+            points = embed([update.state for update in updates], self._names)
             sizes = torch.tensor([update.num_samples for update in updates])
             generator = np.random.default_rng(np.random.SeedSequence([self.seed, self._round]))
             places, first = k_means(points, self.num_centers, sizes, generator)

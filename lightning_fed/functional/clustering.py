@@ -1,4 +1,4 @@
-"""k-means with the k-means++ start, on tensors.
+"""k-means with the k-means++ start, on tensors; and points that are as far from one another as states are.
 
 Arthur & Vassilvitskii, "k-means++: The Advantages of Careful Seeding", SODA 2007; Lloyd, "Least Squares Quantization in
 PCM", IEEE Transactions on Information Theory 1982.
@@ -6,28 +6,40 @@ PCM", IEEE Transactions on Information Theory 1982.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fed.functional.chunks import CHUNK_ELEMENTS
+from lightning_fed.functional.wide import widen
+
 
 @torch.no_grad()
 def k_means(
-    points: Tensor, num_centers: int, weights: Tensor, generator: np.random.Generator, max_steps: int = 100
+    points: Tensor,
+    num_centers: int,
+    weights: Tensor,
+    generator: np.random.Generator,
+    num_starts: int = 10,
+    max_steps: int = 100,
 ) -> tuple[Tensor, Tensor]:
     r"""Groups points around centres; the first centres are points that are far from one another.
 
     .. math:: \Pr(\text{next first centre} = x) \propto \min_g \lVert x - c_g \rVert^2
 
     Then, until nothing changes, every point goes to its nearest centre, and every centre to the weighted mean of its
-    points; one without points stays where it is.
+    points; one without points stays where it is. Of several starts that one counts whose points are nearest to their
+    centres, by the weighted sum of squared distances.
 
     Args:
         points: Shape ``(N, d)``.
         num_centers: Number of centres, at most N.
-        weights: Weight of each point in a mean, shape ``(N,)``.
+        weights: Weight of each point, shape ``(N,)``.
         generator: Draws the first centres.
-        max_steps: Largest number of steps.
+        num_starts: Number of starts.
+        max_steps: Largest number of steps of a start.
 
     Returns:
         Index of every point's centre, shape ``(N,)``, and index of the point that each centre was first, shape
@@ -45,9 +57,50 @@ def k_means(
     """
     if len(points) < num_centers:
         raise ValueError(f"Expected at least as many points as centres, but got {len(points)} and {num_centers}.")
-    points = points.double()
+    points, weights = widen(points), widen(weights)
+    best: tuple[float, Tensor, Tensor] | None = None
+    for _ in range(num_starts):
+        first = _far_points(points, num_centers, generator)
+        spread, assignments = _settle(points, points[first], weights, max_steps)
+        if best is None or spread < best[0] * (1 - 1e-9):  # of equal ones the first
+            best = spread, assignments, torch.tensor(first)
+    assert best is not None
+    return best[1], best[2]
+
+
+@torch.no_grad()
+def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
+    """Points that are as far from one another as flat states are: classical scaling, without loss.
+
+    Args:
+        states: Entries of any shape, the same in all states.
+        names: The entries that count.
+
+    Returns:
+        One point per state, shape ``(N, N)``, in float64.
+
+    Example:
+        >>> points = embed([{"w": torch.zeros(1000)}, {"w": torch.ones(1000)}], ["w"])
+        >>> round(float((points[0] - points[1]).square().sum()), 6)
+        1000.0
+
+    """
+    products = torch.zeros(len(states), len(states), dtype=torch.float64)
+    for name in names:
+        rows = [state[name].detach().flatten() for state in states]
+        step = max(1, CHUNK_ELEMENTS // len(rows))
+        for start in range(0, len(rows[0]), step):
+            part = torch.stack([widen(row[start : start + step]) for row in rows])
+            part -= part.mean(0)
+            products += (part @ part.T).cpu()
+    values, vectors = torch.linalg.eigh(products)
+    points: Tensor = vectors * values.clamp_min(0).sqrt()
+    return points
+
+
+def _far_points(points: Tensor, count: int, generator: np.random.Generator) -> list[int]:
     first = [int(generator.integers(len(points)))]
-    while len(first) < num_centers:
+    while len(first) < count:
         squares = _squares(points, points[first]).amin(1).cpu().numpy()
         squares[first] = 0
         if squares.sum() == 0:  # all others lie on a centre
@@ -55,16 +108,22 @@ def k_means(
             squares[first] = 0
         mass = squares.cumsum()
         first.append(int(np.searchsorted(mass / mass[-1], generator.random(), side="right")))
-    centers, assignments = points[first], None
+    return first
+
+
+def _settle(points: Tensor, centers: Tensor, weights: Tensor, max_steps: int) -> tuple[float, Tensor]:
+    """Lloyd's steps: weighted sum of squared distances, and every point's centre."""
+    squares = _squares(points, centers)
+    assignments = squares.argmin(1)
     for _ in range(max_steps):
-        before, assignments = assignments, _squares(points, centers).argmin(1)
-        if before is not None and torch.equal(before, assignments):
-            break
         for place in sorted(set(assignments.tolist())):
-            share_of = weights.double().to(points.device) * (assignments == place)
-            centers[place] = (share_of[:, None] * points).sum(0) / share_of.sum()
-    assert assignments is not None
-    return assignments, torch.tensor(first)
+            share = weights * (assignments == place)
+            centers[place] = (share[:, None] * points).sum(0) / share.sum()
+        squares = _squares(points, centers)
+        before, assignments = assignments, squares.argmin(1)
+        if torch.equal(before, assignments):
+            break
+    return float((weights * squares.amin(1)).sum()), assignments
 
 
 def _squares(points: Tensor, centers: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fed.functional.clustering import k_means
+from lightning_fed.functional.clustering import embed, k_means
 from tests.references_baselines import k_means_reference
 
 
@@ -26,10 +26,34 @@ def test_first_centres_are_drawn_by_squared_distance():
     """The second of 0, 1 and 3 is 1 : 9, 1 : 4 and 9 : 4, after each of the three."""
     points, counts = torch.tensor([[0.0], [1.0], [3.0]]), Counter()
     for seed in range(3000):
-        counts[tuple(k_means(points, 2, torch.ones(3), np.random.default_rng(seed), max_steps=1)[1].tolist())] += 1
+        _, first = k_means(points, 2, torch.ones(3), np.random.default_rng(seed), num_starts=1)
+        counts[tuple(first.tolist())] += 1
     shares = {(0, 1): 1 / 10, (0, 2): 9 / 10, (1, 0): 1 / 5, (1, 2): 4 / 5, (2, 0): 9 / 13, (2, 1): 4 / 13}
     for pair, share in shares.items():
         assert counts[pair] == pytest.approx(1000 * share, abs=5 * (1000 * share * (1 - share / 3)) ** 0.5)
+
+
+def test_the_best_of_several_starts():
+    """Five pairs: one start often puts two centres into a pair and one between two others."""
+    points = torch.cat([torch.tensor([4.0 * pair, 4.0 * pair + 1]) for pair in range(5)])[:, None]
+    found = Counter()
+    for seed in range(40):
+        for starts in (1, 10):
+            groups, _ = k_means(points, 5, torch.ones(10), np.random.default_rng(seed), num_starts=starts)
+            found[starts] += len(set(groups[::2].tolist())) == 5 and torch.equal(groups[::2], groups[1::2])
+    assert found[10] == 40
+    assert found[1] < 40
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_embedded_points_are_as_far_from_one_another_as_states(count, monkeypatch):
+    """Also where the entries are cut into pieces; half precision and devices with a common shift do no harm."""
+    monkeypatch.setattr("lightning_fed.functional.clustering.CHUNK_ELEMENTS", 10)
+    states = [{"a": torch.randn(3, 4) + 1000, "b": torch.randn(5).half(), "c": torch.randn(2)} for _ in range(count)]
+    points = embed(states, ["a", "b"])
+    assert points.shape == (count, count)
+    flat = torch.stack([torch.cat([state["a"].flatten(), state["b"].float()]).double() for state in states])
+    assert torch.allclose(torch.cdist(points, points), torch.cdist(flat, flat), atol=1e-6)
 
 
 def test_groups_that_are_far_apart_are_found():
