@@ -98,10 +98,12 @@ class FolderStore(ClientStore):
     A file is written beside its place and then moved there, so a killed run leaves no half-written one. A training
     checkpoint holds no tensors of it. So that a run can be resumed from either of the last two checkpoints, versions
     are kept from the newest that the previous checkpoint saw; older ones are deleted when a checkpoint is taken, and
-    resuming from a checkpoint that would need them is an error.
+    resuming from a checkpoint that would need them is an error. With ``keep_all`` nothing is deleted, for resuming from
+    the best checkpoint, say.
 
     Args:
         folder: Where the files are; made if it does not exist.
+        keep_all: Whether every version is kept: every visit's, for as long as the run trains.
 
     Example:
         >>> import tempfile, torch
@@ -112,8 +114,9 @@ class FolderStore(ClientStore):
 
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], keep_all: bool = False) -> None:
         self.folder = Path(folder)
+        self.keep_all = keep_all
         self._run = self._last_run()  # `None` until this run's first `put`
         self._resumed_at: int | None = None
         self._written: set[Client] = set()  # by this run: the others' versions from `_resumed_at` on are not ours
@@ -148,7 +151,7 @@ class FolderStore(ClientStore):
         """Deletes the versions that neither this checkpoint nor the one before it needs."""
         if round > self._last_checkpoint:
             needed_no_more: list[Path] = []
-            for client in list(self._prunable):
+            for client in () if self.keep_all else list(self._prunable):
                 versions = self._versions(client)
                 needed_no_more += [path for version, path in versions if version < self._last_checkpoint][:-1]
                 if versions[-1][0] < self._last_checkpoint:
@@ -176,7 +179,8 @@ class FolderStore(ClientStore):
             raise ValueError(
                 f"The folder {str(self.folder)!r} does not hold any more what the clients had after {round} rounds: it"
                 f" keeps what the last two checkpoints need, from {self._oldest.read_text()} rounds on. Resume from"
-                " one of them, or restore a copy of the folder from that time."
+                " one of them, or restore a copy of the folder from that time. For runs to come,"
+                f" store=FolderStore({str(self.folder)!r}, keep_all=True) deletes nothing."
             )
         self._resumed_at = self._last_checkpoint = round
         self._written.clear()

@@ -146,7 +146,8 @@ class FederatedTrainer(L.Trainer):
                 with a ``DataLoader`` or a map-style data set; or a datamodule. Data sets get batches of 32: for another
                 size hand over a ``FederatedDataModule(clients, batch_size=...)``, or loaders.
             val_dataloaders: Validation data of the global model, as ``L.Trainer.fit`` takes them; a mapping of clients
-                is evaluated client by client as well.
+                is evaluated client by client as well. Where ``train_dataloaders`` is one loader, a mapping in which no
+                key is a client of the ``partition`` is Lightning's: several loaders by name.
             datamodule: Any datamodule, which ``partition`` splits, or a
                 :class:`~lightning_fed.data.FederatedDataModule`.
             ckpt_path: Checkpoint to resume from.
@@ -160,8 +161,13 @@ class FederatedTrainer(L.Trainer):
         is_data = train_dataloaders is not None and not isinstance(train_dataloaders, L.LightningDataModule)
         if is_data and datamodule is None:  # both is an error, which Lightning raises
             brings_clients = isinstance(train_dataloaders, Mapping | list | tuple)
-            wrap = FederatedDataModule if brings_clients else LoaderDataModule
-            datamodule = wrap(train_dataloaders, val_dataloaders)
+            datamodule = (
+                FederatedDataModule(train_dataloaders, val_dataloaders)
+                if brings_clients
+                else LoaderDataModule(
+                    train_dataloaders, val_dataloaders, lambda: self.federation.find_population().clients
+                )
+            )
             if val_dataloaders is None and is_overridden("val_dataloader", model, L.LightningModule):
                 # Beside a datamodule Lightning does not ask the module for its own.
                 setattr(datamodule, "val_dataloader", model.val_dataloader)  # noqa: B010 - a method, for mypy

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -17,6 +17,8 @@ from torchmetrics import Metric, MetricCollection
 from lightning_fed.callbacks.side_pass import find_metrics, run_step, side_pass
 from lightning_fed.data.population import batch_length
 from lightning_fed.messages import Client
+
+Stage = Literal["validation", "test"]
 
 _PARTS = ("loss", "error", "perplexity", "distance", "divergence", "discrepancy")
 _LOWER_IS_BETTER = {
@@ -112,28 +114,31 @@ def evaluate_clients(
     module: L.LightningModule,
     clients: Mapping[Client, Iterable[Any]],
     load: Callable[[Client], None],
+    stage: Stage = "validation",
 ) -> ClientResults:
-    """Runs the module's validation step over each client's data.
+    """Runs the module's validation or test step over each client's data.
 
     Args:
         trainer: The Trainer.
         module: The user's module; its metrics, modes and logs are left as they were.
         clients: Client to loader.
         load: Makes the module this client's model.
+        stage: Whose step, hooks and limit of batches.
 
     """
     results = ClientResults()
+    limit = trainer.limit_val_batches if stage == "validation" else trainer.limit_test_batches
     known = _monitored(trainer) | _collected(module)
     for client, loader in clients.items():
         load(client)
         recorder = _Recorder()
         with side_pass(module, recorder.log):
-            module.on_validation_epoch_start()
-            for number, batch in enumerate(_limited(loader, trainer.limit_val_batches)):
+            getattr(module, f"on_{stage}_epoch_start")()
+            for number, batch in enumerate(_limited(loader, limit)):
                 recorder.batch = batch
-                run_step(trainer, module, "validation_step", batch, number)
+                run_step(trainer, module, f"{stage}_step", batch, number)
             recorder.batch = None
-            module.on_validation_epoch_end()
+            getattr(module, f"on_{stage}_epoch_end")()
             directions = known | recorder.directions()
             for name, value in recorder.results().items():
                 results.values.setdefault(name, {})[client] = value

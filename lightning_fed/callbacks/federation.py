@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_fed.aggregators import Aggregator, build_aggregator
 from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, thaw_batch_norm, warn_of_averaging
 from lightning_fed.callbacks.blame import client_fault, note_on
-from lightning_fed.callbacks.client_evaluation import evaluate_clients
+from lightning_fed.callbacks.client_evaluation import Stage, evaluate_clients
 from lightning_fed.callbacks.door import (
     IgnoredWarning,
     TakenHook,
@@ -74,15 +75,17 @@ class Federation(L.Callback):
         frozen: Entries that never travel, do not train and stay as the server has them, likewise.
         batch_norm: What becomes of BatchNorm's running statistics: ``"recalibrate"`` has the round's clients run their
             data once through the new global model, without gradients, and pools their means and variances by total
-            variance; ``"average"`` averages them like all entries, which costs nothing and lags behind the weights
-            where visits are short; ``"personal"`` keeps the whole layers with their clients (FedBN); ``"frozen"`` keeps
-            the statistics the model came with and trains with them. Models without BatchNorm do not notice.
+            variance (it calls ``training_step`` once more; the module's metrics, logs and plain attributes are put
+            aside meanwhile); ``"average"`` averages them like all entries, which costs nothing and lags behind the
+            weights where visits are short; ``"personal"`` keeps the whole layers with their clients (FedBN);
+            ``"frozen"`` keeps the statistics the model came with and trains with them. Models without BatchNorm do not
+            notice.
         optimizer_state: ``"reset"`` starts every visit with fresh optimizer state; ``"keep"`` lets each client go on
             with its own.
         store: Where clients keep what is theirs between visits: a folder (safetensors files, for many clients), a
             :class:`~lightning_fed.store.ClientStore`, or memory (``None``).
         evaluate_clients_every: Rounds between evaluations client by client, where the validation data are a mapping of
-            clients and the Trainer validates; 0 for never.
+            clients and the Trainer validates; 0 for never. ``trainer.validate`` and ``trainer.test`` do it unless 0.
         seed: Seed of the partition and the schedule; ``None`` takes that of ``lightning.seed_everything``, or else 0.
 
     Attributes:
@@ -152,6 +155,7 @@ class Federation(L.Callback):
         self.evaluate_clients_every = check_count("evaluate_clients_every", evaluate_clients_every, lowest=0)
         self.client_callbacks: list[L.Callback] = []
         self._seed = seed
+        self._is_fit, self._is_lost = True, False  # `_is_lost`: what the clients had is not there any more
         self._hooks: list[TakenHook] = []
         self._ignored: list[IgnoredWarning] = []
         self._frozen_parameters: list[torch.nn.Parameter] = []
@@ -162,6 +166,7 @@ class Federation(L.Callback):
         self.rounds = 0
         self._progress = RoundProgress()
         self._has_warned = False
+        self._has_named_strangers = False
         self._population: Population | None = None
         self._policies: dict[str, Policy] = {}
         self._loader: RoundLoader | None = None
@@ -222,6 +227,9 @@ class Federation(L.Callback):
     def client_state(self, client: Client) -> dict[str, Any]:
         """The state of a client's own model: the global model with the client's personal entries.
 
+        After ``trainer.validate`` or ``trainer.test`` with a checkpoint it is that of the checkpoint. Without a fit
+        only clients that have trained are known, where they have personal entries.
+
         Args:
             client: The client's key; before its first visit its personal entries have the server's initial values.
 
@@ -233,7 +241,12 @@ class Federation(L.Callback):
             ValueError: If there is no such client.
 
         """
-        if client not in self.population.clients:
+        if self._population is None and self._policies:  # validation alone does not ask who the clients are
+            has_personal = bool(self.local_model(self._trainer.lightning_module).personal)
+            is_known = not has_personal or self.store.get(client) is not None
+        else:
+            is_known = client in self.population.clients
+        if not is_known:
             raise ValueError(f"Expected one of the federation's clients, but got {client!r}.")
         if self._round is not None:
             raise RuntimeError("A client's own model can be asked for between rounds and after the fit.")
@@ -259,7 +272,9 @@ class Federation(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Checks the Trainer, puts the round's loader in place, adds the callbacks that the aggregator needs."""
+        self._is_fit, self._is_lost = stage == "fit", False
         if stage != "fit":
+            self._trainer = trainer
             return
         self._give_back()
         book, rounds = self.log_book, self.rounds
@@ -330,6 +345,8 @@ class Federation(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives up a round that is cut short: a Trainer that is told to stop validates at once."""
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            self._policies = decide_policies(pl_module, self.personal, self.frozen, self.batch_norm)
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
         self._progress.validate()
@@ -343,15 +360,21 @@ class Federation(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the clients, before any checkpoint is saved by what they reach."""
-        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
-            return
-        datamodule = getattr(trainer, "datamodule", None)
         every = self.evaluate_clients_every
-        if isinstance(datamodule, EvaluationData) and every and (trainer.current_epoch + 1) % every == 0:
-            clients = datamodule.val_clients()
-            if clients:
-                with torch.inference_mode(False):  # what is made in that mode cannot be trained
-                    self._evaluate(trainer, pl_module, clients)
+        is_due = every and (trainer.state.fn == TrainerFn.VALIDATING or (trainer.current_epoch + 1) % every == 0)
+        datamodule = getattr(trainer, "datamodule", None)
+        if is_due and isinstance(datamodule, EvaluationData) and not trainer.sanity_checking:
+            self._evaluate(trainer, pl_module, datamodule.val_clients(), "validation")
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Decides what is the clients' own."""
+        self._policies = decide_policies(pl_module, self.personal, self.frozen, self.batch_norm)
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Evaluates the clients."""
+        datamodule = getattr(trainer, "datamodule", None)
+        if self.evaluate_clients_every and isinstance(datamodule, EvaluationData):
+            self._evaluate(trainer, pl_module, datamodule.test_clients(), "test")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives up a round that was cut short by the module."""
@@ -406,16 +429,21 @@ class Federation(L.Callback):
             )
         self.log_book.load_state_dict(state_dict["totals"])
         self.server.aggregator.load_state_dict(state_dict["aggregator"])
-        self.store.restore(self.rounds, state_dict["store"])
+        try:
+            self.store.restore(self.rounds, state_dict["store"])
+        except ValueError as error:
+            if self._is_fit:
+                raise
+            self._is_lost = True
+            _log.warning("The clients are not evaluated one by one. %s", error)
 
     # The round
 
-    def _train_dataloader(self) -> RoundLoader:
-        trainer = self._trainer
-        round = trainer.current_epoch
+    def find_population(self) -> Population:
+        """All clients; during a fit their data are asked for if they are not known yet."""
         if self._population is None:
             if self.partition is None:
-                self._population = trainer.datamodule.population()  # type: ignore[attr-defined]
+                self._population = self._trainer.datamodule.population()  # type: ignore[attr-defined]
             else:
                 loader = self._hooks[0].original()
                 self._population = split_loader(loader, self.partition, self.schedule.seed)
@@ -423,10 +451,16 @@ class Federation(L.Callback):
             chosen = self.schedule.cohort_size(size)
             _log.info("%d clients, %d in every round.", size, chosen)
             check_min_clients(self.server.min_clients, self.schedule, chosen, self.partial_work)
-        cohort = served = self.schedule.cohort(round, self._population.clients)
+        return self._population
+
+    def _train_dataloader(self) -> RoundLoader:
+        trainer = self._trainer
+        round = trainer.current_epoch
+        population = self.find_population()
+        cohort = served = self.schedule.cohort(round, population.clients)
         if self.partial_work == "drop":
             served = Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
-        loader = RoundLoader(self._population, served, trainer.limit_train_batches)
+        loader = RoundLoader(population, served, trainer.limit_train_batches)
         loader.on_start = lambda: self._start(loader, cohort)
         return loader
 
@@ -515,18 +549,42 @@ class Federation(L.Callback):
             self._round.patch(checkpoint)
         self._hooks[1].original(checkpoint)
 
-    def _evaluate(self, trainer: L.Trainer, pl_module: L.LightningModule, clients: dict[Client, Any]) -> None:
-        local = self.local_model(pl_module)
-        state = local.global_state()
+    def _evaluate(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, clients: dict[Client, Any], stage: Stage
+    ) -> None:
+        if not clients or self._is_lost:
+            return
+        with torch.inference_mode(False):  # what is made in that mode cannot be trained
+            local = self.local_model(pl_module)
+            self._name_strangers(clients, bool(local.personal))
+            state = local.global_state()
 
-        def load(client: Client) -> None:
-            local.load_client(client, self._state_of(client, state))
+            def load(client: Client) -> None:
+                local.load_client(client, self._state_of(client, state))
 
-        try:
-            results = evaluate_clients(trainer, pl_module, clients, load)
-        finally:
-            local.load_global(state)
+            try:
+                results = evaluate_clients(trainer, pl_module, clients, load, stage)
+            finally:
+                local.load_global(state)
         self.log_book.put_clients(trainer, trainer.current_epoch, results)
+
+    def _name_strangers(self, clients: Collection[Client], has_personal: bool) -> None:
+        """Says once whose data are evaluated that do not train: those of new clients, or of misspelt ones."""
+        if self._population is None or self._has_named_strangers:
+            return
+        self._has_named_strangers = True
+        known = self._population.clients
+        keys = known if isinstance(known, range) else set(known)
+        strangers = [client for client in clients if client not in keys]
+        if strangers:
+            _log.log(
+                logging.WARNING if has_personal else logging.INFO,
+                "%d clients are evaluated that do not train (%s), with %s. Those that train are %s.",
+                len(strangers),
+                _first(strangers),
+                "the initial values of the personal entries" if has_personal else "the global model",
+                _first(known),
+            )
 
     def _state_of(self, client: Client, state: State) -> State:
         """Shared entries of the model that serves a client, which with most rules is the global one's ``state``."""
@@ -564,6 +622,11 @@ def find_federation(trainer: L.Trainer) -> Federation:
 def default_seed() -> int:
     """The seed of ``lightning.seed_everything`` if it was called, else 0."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def _first(clients: Sequence[Client]) -> str:
+    named = ", ".join(repr(client) for client in itertools.islice(clients, 5))
+    return f"{named}, ..." if len(clients) > 5 else named
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:

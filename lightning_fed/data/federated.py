@@ -39,11 +39,16 @@ class EvaluationData(L.LightningDataModule):
         val: Validation data of the global model: loaders as ``Trainer.fit`` takes them, or a data set. A mapping of
             clients is validated as a whole, and client by client as well.
         test: Test data, likewise.
+        known_clients: Says who the clients are, where a mapping may as well be one of several loaders by name: that it
+            is where none of its keys is a client. By default every mapping is one of clients.
 
     """
 
-    def __init__(self, val: Any = None, test: Any = None) -> None:
+    def __init__(
+        self, val: Any = None, test: Any = None, known_clients: Callable[[], Sequence[Client]] | None = None
+    ) -> None:
         super().__init__()
+        self.known_clients = known_clients
         self.val = val
         self.test = test
         for hook, data in (("val_dataloader", val), ("test_dataloader", test)):
@@ -61,7 +66,11 @@ class EvaluationData(L.LightningDataModule):
 
     def val_clients(self) -> dict[Client, Iterable[Any]]:
         """Every client's validation loader; empty where ``val`` is not a mapping of clients."""
-        return self._client_loaders(self.val) if isinstance(self.val, Mapping) else {}
+        return self._loaders(self.val) if self._is_of_clients(self.val) else {}
+
+    def test_clients(self) -> dict[Client, Iterable[Any]]:
+        """Every client's test loader; empty where ``test`` is not a mapping of clients."""
+        return self._loaders(self.test) if self._is_of_clients(self.test) else {}
 
     def evaluation_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
         """The loader of validation or test data that are given as a data set."""
@@ -71,14 +80,18 @@ class EvaluationData(L.LightningDataModule):
         if data is None:
             return []
         if isinstance(data, Mapping):
-            return ChainedLoaders(list(self._client_loaders(data).values()))
+            loaders = self._loaders(data)
+            return ChainedLoaders(list(loaders.values())) if self._is_of_clients(data) else loaders
         return self.evaluation_loader(data) if isinstance(data, Dataset) else data
 
-    def _client_loaders(self, clients: Mapping[Client, Any]) -> dict[Client, Iterable[Any]]:
-        return {
-            client: self.evaluation_loader(data) if isinstance(data, Dataset) else data
-            for client, data in clients.items()
-        }
+    def _is_of_clients(self, data: Any) -> bool:
+        if not isinstance(data, Mapping) or self.known_clients is None:
+            return isinstance(data, Mapping)
+        known = self.known_clients()
+        return any(key in known for key in data)
+
+    def _loaders(self, data: Mapping[Any, Any]) -> dict[Any, Iterable[Any]]:
+        return {key: self.evaluation_loader(each) if isinstance(each, Dataset) else each for key, each in data.items()}
 
 
 class LoaderDataModule(EvaluationData):
@@ -87,11 +100,14 @@ class LoaderDataModule(EvaluationData):
     Args:
         train: The training loader, which a partition splits.
         val: Validation data.
+        known_clients: Says who the clients are.
 
     """
 
-    def __init__(self, train: Any, val: Any = None) -> None:
-        super().__init__(val)
+    def __init__(
+        self, train: Any, val: Any = None, known_clients: Callable[[], Sequence[Client]] | None = None
+    ) -> None:
+        super().__init__(val, known_clients=known_clients)
         self.train = train
 
     def train_dataloader(self) -> Any:
