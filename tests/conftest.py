@@ -1,6 +1,7 @@
 """What every test gets: one thread, its own random numbers, nothing left behind; and trainers that only train."""
 
 import gc
+import inspect
 import logging
 import os
 import random
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fed import FederatedTrainer
+from lightning_fed import FederatedTrainer, Federation
 
 QUIET = {
     "accelerator": "cpu",
@@ -84,5 +85,18 @@ def federated_trainer(tmp_path):
 
     def make(**arguments):
         return FederatedTrainer(**{**QUIET, "default_root_dir": tmp_path, **arguments})
+
+    return make
+
+
+@pytest.fixture(params=["trainer", "callback"])
+def either_trainer(request, federated_trainer, plain_trainer):
+    """Makes a ``FederatedTrainer``, or an ``L.Trainer`` with ``Federation``, from the same arguments."""
+
+    def make(max_rounds, callbacks=(), **arguments):
+        if request.param == "trainer":
+            return federated_trainer(max_rounds=max_rounds, callbacks=list(callbacks), **arguments)
+        own = {name: arguments.pop(name) for name in inspect.signature(Federation).parameters if name in arguments}
+        return plain_trainer(max_epochs=max_rounds, callbacks=[Federation(**own), *callbacks], **arguments)
 
     return make

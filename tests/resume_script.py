@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -21,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FederatedDataModule, Federation
+from lightning_fed import FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.data import Dirichlet
 
@@ -57,7 +58,17 @@ RUNS = {
         "prototypes": {"lpm_before": "last_local", "passes": "online"},
         "federation": {"aggregator": "fedmargin", "clients_per_round": 3, "local_epochs": 2, "store": "clients"},
     },
+    # Several models of the server, and clients' own; gradients that are asked for before the visits.
+    "centers": {"federation": {"aggregator": "fesem", "clients_per_round": 4, "local_epochs": 2}},
+    "corrected-gradients": {
+        "model": {"schedulers": True},
+        "federation": {"aggregator": "feddane", "clients_per_round": 3, "local_steps": 4, "dropout": 0.2},
+    },
     "partition": {"door": "partition", "federation": {"clients_per_round": 2, "local_epochs": 2}},
+    "federated-trainer": {
+        "door": "trainer",
+        "federation": {"clients_per_round": 3, "local_epochs": 2, "store": "clients", "stragglers": 0.4, **PERSONAL},
+    },
     "saved-after-validation": {
         "checkpoint": {"save_on_train_epoch_end": False},
         "federation": {"clients_per_round": 3, **PERSONAL},
@@ -210,9 +221,12 @@ def prepare(run, folder, version, callbacks=(), **trainer_options):
     torch.manual_seed(0)
     module = Net(**options.get("model", {}))
     prototypes = [ClassPrototypes(**options["prototypes"])] if "prototypes" in options else []
-    trainer = L.Trainer(
+    # Both doors: `L.Trainer` with the callback, and `FederatedTrainer`.
+    callback = Federation(**federation)
+    through_trainer = options.get("door") == "trainer"
+    trainer = (partial(FederatedTrainer, federation=callback) if through_trainer else L.Trainer)(
         callbacks=[
-            Federation(**federation),
+            *([] if through_trainer else [callback]),
             *prototypes,
             *callbacks,
             ModelCheckpoint(os.path.join(folder, "checkpoints"), save_last=True, **options.get("checkpoint", {})),

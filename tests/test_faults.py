@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_fed import ClientUpdate, FederatedCallback, FederatedDataModule, FederatedTrainer
+from lightning_fed import ClientUpdate, FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.aggregators import AveragingAggregator, FedAvg
 from lightning_fed.data import LazyClients
 from lightning_fed.server import Server
@@ -288,7 +288,7 @@ class Build:
         return self.bad(client) if self.bad is raise_on_build else self.bad()
 
 
-def train(clients, callbacks=(), data_options=None, module=None, **options):
+def train(clients, callbacks=(), data_options=None, module=None, door="trainer", **options):
     """Module and rows of a federated fit of three rounds."""
     data = FederatedDataModule(
         clients,
@@ -296,16 +296,21 @@ def train(clients, callbacks=(), data_options=None, module=None, **options):
         **{"batch_size": BATCH, "shuffle": False, **(data_options or {})},
     )
     module, rows = module or Net(), Rows()
-    trainer = FederatedTrainer(
-        max_rounds=ROUNDS,
-        callbacks=list(callbacks),
+    options = {"local_epochs": 2, "batch_norm": "average", **options}
+    if door == "trainer":
+        make, callbacks, own = FederatedTrainer, list(callbacks), options
+    else:
+        make, callbacks, own = L.Trainer, [Federation(**options), *callbacks], {}
+    trainer = make(
+        max_epochs=ROUNDS,
+        callbacks=callbacks,
         logger=rows,
         accelerator="cpu",
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        **{"local_epochs": 2, "batch_norm": "average", **options},
+        **own,
     )
     trainer.fit(module, datamodule=data)
     return module, rows.rows
@@ -403,6 +408,29 @@ def test_messages(fault, place, without, caplog):
     assert all(sent > 3 * size for sent in bytes_["up"])  # a bad message travels as well
 
 
+@pytest.mark.parametrize(
+    ("table", "fault", "place"),
+    [
+        (DATA, "batch in the middle raises", 0),
+        (DATA, "a single example", 1),
+        (DATA, "cannot be built", 3),
+        (LOADERS, "loader raises in the middle", 1),
+        (MESSAGES, "NaN", 3),
+        (MESSAGES, "wrong shape", 0),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value,
+)
+def test_a_plain_trainer_with_the_callback(table, fault, place, without, caplog):
+    """A few rows of each table through the other door."""
+    what, reason = table[fault]
+    clients = with_loaders(good_clients()) if table is LOADERS else good_clients()
+    callbacks = [Sabotages("bad", what)] if table is MESSAGES else []
+    bad = (lambda: examples(2 * BATCH)) if table is MESSAGES else what
+    run = train(with_bad(clients, place, bad), callbacks, door="callback")
+    assert_left_out(caplog, re.escape(reason) if table is MESSAGES else reason)
+    assert_as_if_it_were_not_there(run, without("loaders" if table is LOADERS else "data sets"))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Rounds with too few good clients
 # ---------------------------------------------------------------------------------------------------------------------
@@ -438,8 +466,9 @@ def test_just_enough_for_min_clients(without, caplog):
     assert_as_if_it_were_not_there(run, without("data sets"))
 
 
+@pytest.mark.parametrize("door", ["trainer", "callback"])
 @pytest.mark.parametrize("kind", ["messages", "data", "data from the second batch on", "loaders"])
-def test_all_clients_fail(kind, caplog):
+def test_all_clients_fail(kind, door, caplog):
     bad = {
         "messages": lambda: examples(2 * BATCH),
         "data": lambda: examples(0),
@@ -448,7 +477,7 @@ def test_all_clients_fail(kind, caplog):
     }[kind]
     clients = LazyClients(range(3), AllBad(bad))
     callbacks = [Sabotages(client, NAN_BODY) for client in range(3)] if kind == "messages" else []
-    module, rows = train(clients, callbacks, batch_norm="recalibrate", personal=["head.*"])
+    module, rows = train(clients, callbacks, door=door, batch_norm="recalibrate", personal=["head.*"])
     assert_nothing_changed(module, rows)
     for row in rows.values():
         assert (row["fed/clients"], row["fed/failed"], row["fed/num_samples"]) == (0, 3, 0)

@@ -323,12 +323,12 @@ def cosine_per_step(optimizer):
     ],
 )
 def test_one_client_is_centralised_training(
-    optimizer, scheduler, optimizer_state, local_epochs, plain_trainer, federated_trainer
+    optimizer, scheduler, optimizer_state, local_epochs, plain_trainer, either_trainer
 ):
     """Four rounds of one client are one plain fit over the same batches."""
     tensors = models.vectors({"only": 70})["only"]
     federated = models.Module(models.BaseAndHead(), optimizer, scheduler)
-    trainer = federated_trainer(
+    trainer = either_trainer(
         batch_norm="average",
         max_rounds=4,
         local_epochs=local_epochs,
@@ -336,7 +336,7 @@ def test_one_client_is_centralised_training(
         seed=SEED,
         gradient_clip_val=1.0,
     )
-    trainer.fit(federated, {"only": TensorDataset(*tensors)})
+    trainer.fit(federated, datamodule=FederatedDataModule({"only": TensorDataset(*tensors)}))
     epochs = [
         epoch
         for round in range(4)
@@ -363,10 +363,10 @@ def test_optimizer_state_is_reset_for_every_visit(plain_trainer, federated_train
 
 
 @pytest.mark.parametrize("aggregator", [*RULES, FedAtt(step_size=1.0)])
-def test_identical_clients_are_one_of_them(aggregator, federated_trainer):
+def test_identical_clients_are_one_of_them(aggregator, either_trainer):
     tensors = models.vectors({"x": 37})["x"]
     recorder = Recorder()
-    trainer = federated_trainer(max_rounds=2, aggregator=aggregator, local_epochs=2, callbacks=[recorder])
+    trainer = either_trainer(max_rounds=2, aggregator=aggregator, local_epochs=2, callbacks=[recorder])
     data = FederatedDataModule({name: TensorDataset(*tensors) for name in "abcdefg"}, batch_size=8, shuffle=False)
     trainer.fit(models.Module(models.BaseAndHead(), models.adam), datamodule=data)
     for number, aggregate in enumerate(recorder.aggregates):
@@ -392,16 +392,16 @@ def test_copies_average_to_themselves(rule, dtype):
 
 @pytest.mark.parametrize("cohort", [1.0, 2])
 @pytest.mark.parametrize("aggregator", [*RULES, "fedatt"])
-def test_the_order_of_the_clients_does_not_matter(aggregator, cohort, federated_trainer):
+def test_the_order_of_the_clients_does_not_matter(aggregator, cohort, either_trainer):
     clients = models.as_datasets(models.vectors())
     runs = []
     for names in (list(clients), list(clients)[::-1], sorted(clients, key=lambda name: name[-1])):
         module, recorder = models.Module(models.norm_mlp(), models.momentum), Recorder()
-        trainer = federated_trainer(
+        trainer = either_trainer(
             max_rounds=3, clients_per_round=cohort, aggregator=aggregator, local_epochs=2, stragglers=0.5, dropout=0.2,
             seed=SEED, callbacks=[recorder],
         )  # fmt: skip
-        trainer.fit(module, {name: clients[name] for name in names})
+        trainer.fit(module, datamodule=FederatedDataModule({name: clients[name] for name in names}))
         runs.append((state_of(module), [(visit.client, len(visit.batches)) for visit in recorder.visits]))
     for state, visits in runs[1:]:
         assert visits == runs[0][1]
@@ -422,17 +422,21 @@ def test_the_order_in_which_clients_are_visited_does_not_matter(federated_traine
     assert_same(states[0], states[2])
 
 
-def test_the_rules_agree_on_equal_sizes(federated_trainer):
+def test_the_rules_agree_on_equal_sizes(either_trainer):
     clients = models.as_datasets(models.vectors(dict.fromkeys("abcd", 24)))
     states = []
     for aggregator in ("fedavg", "fairavg"):
         module = models.Module(models.norm_mlp(), models.momentum)
-        federated_trainer(max_rounds=2, aggregator=aggregator, local_epochs=2).fit(module, clients)
+        either_trainer(max_rounds=2, aggregator=aggregator, local_epochs=2).fit(
+            module, datamodule=FederatedDataModule(clients)
+        )
         states.append(state_of(module))
     assert_same(*states)
     module = models.Module(models.norm_mlp(), models.momentum)
     unequal = models.as_datasets(models.vectors({"a": 24, "b": 3, "c": 24, "d": 50}))
-    federated_trainer(max_rounds=2, aggregator="fairavg", local_epochs=2).fit(module, unequal)
+    either_trainer(max_rounds=2, aggregator="fairavg", local_epochs=2).fit(
+        module, datamodule=FederatedDataModule(unequal)
+    )
     assert not torch.equal(states[0]["net.0.weight"], module.net[0].weight)
 
 
