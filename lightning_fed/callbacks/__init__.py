@@ -4,6 +4,7 @@ from lightning_fed.callbacks.attention_map import AttentionMap as AttentionMap
 from lightning_fed.callbacks.center_evaluation import CenterEvaluation as CenterEvaluation
 from lightning_fed.callbacks.federated_callback import FederatedCallback as FederatedCallback
 from lightning_fed.callbacks.federation import Federation as Federation
+from lightning_fed.callbacks.federation import find_federation as find_federation
 from lightning_fed.callbacks.gradient_correction import GradientCorrection as GradientCorrection
 from lightning_fed.callbacks.head_then_body import HeadThenBody as HeadThenBody
 from lightning_fed.callbacks.images import SegmentationImages as SegmentationImages
@@ -31,5 +32,6 @@ __all__ = [
     "PrototypePlots",
     "ProximalTerm",
     "SegmentationImages",
+    "find_federation",
     "segmentation_grid",
 ]

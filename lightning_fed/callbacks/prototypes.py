@@ -160,7 +160,8 @@ class ClassPrototypes(FederatedCallback):
         if classes is None:
             raise ValueError("The number of classes cannot be found: pass `num_classes` to `ClassPrototypes`.")
         self._classes = classes
-        self._before, self._window = None, (0, 0)  # nothing is left of another fit
+        self._before = None  # nothing is left of another fit
+        self._start_watching(0, None)
         class_places(torch.zeros(0, dtype=torch.int64), classes, self.ignore_index, self.exclude_classes)  # checks them
         if self.layer == "auto":
             rank_zero_info(f"ClassPrototypes: the features of {classes} classes are {self._layer}.")
@@ -326,9 +327,9 @@ class ClassPrototypes(FederatedCallback):
         self._window = min(per_epoch or num_batches, num_batches // 2), num_batches
 
     def _watch_batch(self, features: Tensor) -> None:
-        if self._batch is None:
-            return
         length, total = self._window
+        if self._batch is None or not total:
+            return
         place, self._place = self._place, self._place + 1
         if place < length:
             self._take(self._first, features)
@@ -337,14 +338,15 @@ class ClassPrototypes(FederatedCallback):
         self._batch = None
 
     def _stop_watching(self) -> tuple[Prototypes | None, Prototypes | None]:
-        is_watched, self._window = self._window[1] > 0, (0, 0)
-        if is_watched and self._place < self._started:
+        if self._window[1] and self._place < self._started:
             raise ValueError(
                 f"Expected training to use the model's features in every batch, but {self._layer} was run in"
                 f" {self._place} of {self._started}: name another `layer`, or use passes='exact' where `torch.compile`"
                 " has compiled the model before the fit."
             )
-        return self._prototypes(self._first), self._prototypes(self._last)
+        before, after = self._prototypes(self._first), self._prototypes(self._last)
+        self._start_watching(0, None)
+        return before, after
 
     def _take(self, sums: _Sums, features: Tensor) -> None:
         """Adds the features of a batch, as its first forward pass makes them."""

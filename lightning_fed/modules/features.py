@@ -177,7 +177,8 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
         )
     tapped = layers[layer.path]
     tap = FeatureTap(layer, isinstance(tapped, nn.Linear))
-    handle = tapped.register_forward_hook(torch.compiler.disable(tap.read))
+    hook = torch.compiler.disable(tap.read)  # type: ignore[no-untyped-call]
+    handle = tapped.register_forward_hook(hook)
     try:
         yield tap
     finally:

@@ -144,6 +144,14 @@ def test_prototypes_of_the_example(kind, expected):
     assert rule.metrics()["fedmargin/amm"] == rule.last.amm
 
 
+@pytest.mark.parametrize("kind", ["pairs", "nearest"])
+def test_the_logged_margin_by_the_length_of_the_prototypes(kind):
+    rule = FedMargin(amm=kind, amm_normalize=True)
+    aggregated(rule, example())
+    known = {0: (0.3375, -0.225), 1: (2.775, 0.225), 2: (0, 3)}
+    assert rule.last.amm == pytest.approx(references_margin.mean_margin_reference(known, kind, True), abs=1e-6)
+
+
 def test_prototypes_of_a_first_round():
     rule = FedMargin()
     rule.start_round(0, {"w": torch.tensor(0.0)})
@@ -283,6 +291,18 @@ def test_clients_without_prototypes_count_like_the_mean_of_the_others():
     assert rule.metrics()["fedmargin/attention/silent"] == silent
 
 
+def test_the_others_prototypes_do_not_notice_them():
+    """Whose weights are whose, where one that sends none comes first, and one that has no class."""
+    rule, more = (FedMargin(proto_weighting="num_samples") for _ in range(2))
+    aggregated(rule, example())
+    empty = pack_prototypes(Prototypes(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)))
+    silent = ClientUpdate("silent", 1000, {"w": torch.tensor(8.0)})
+    aggregated(more, [silent, *example(), ClientUpdate("empty", 500, {"w": torch.tensor(8.0)}, empty)])
+    assert torch.equal(rule.prototypes.means, more.prototypes.means)
+    assert more.last.apm[1:4] == rule.last.apm
+    assert math.isnan(more.last.apm[4])
+
+
 def test_nobody_with_prototypes_is_fairavg():
     received = [ClientUpdate(place, 1 + place, state) for place, state in enumerate(states(3))]
     rule, fair = FedMargin(), FairAvg()
@@ -298,6 +318,16 @@ def test_nobody_with_prototypes_is_fairavg():
         "fedmargin/attention_entropy": pytest.approx(1),
         **{f"fedmargin/attention/{place}": pytest.approx(1 / 3) for place in range(3)},
     }
+
+
+def test_margins_keep_their_precision():
+    rule = FedMargin(combine="lpm")
+    rule.start_round(0, {"w": torch.tensor(0.0)})
+    for client, margin in (("a", 0.1), ("b", 0.2)):
+        extras = {"prototypes:lpm:semantic:mean": torch.tensor(margin, dtype=torch.float64)}
+        rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(1.0)}, extras))
+    rule.aggregate()
+    assert rule.last.attention == pytest.approx([1 / 3, 2 / 3], rel=1e-14)
 
 
 # --- a cohort's life --------------------------------------------------------------------------------------------------

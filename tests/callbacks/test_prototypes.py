@@ -441,10 +441,11 @@ def test_an_epoch_that_is_resumed_in_its_middle(passes, plain_trainer, tmp_path)
             if batch_idx == 1:
                 trainer.save_checkpoint(tmp_path / "middle.ckpt")
 
+    prototypes = ClassPrototypes(passes=passes)  # the one that measured the first fit
     loader = DataLoader(TensorDataset(*models.vectors()["bob"]), 8)
-    plain_trainer(max_epochs=1, callbacks=[Save()]).fit(models.Module(models.mlp()), loader)
+    plain_trainer(max_epochs=1, callbacks=[prototypes, Save()]).fit(models.Module(models.mlp()), loader)
     logger = MemoryLogger()
-    trainer = plain_trainer(max_epochs=2, callbacks=[ClassPrototypes(passes=passes)], logger=logger)
+    trainer = plain_trainer(max_epochs=2, callbacks=[prototypes], logger=logger)
     trainer.fit(models.Module(models.mlp()), loader, ckpt_path=tmp_path / "middle.ckpt")
     assert trainer.current_epoch == 2
     assert len(logger.curve("prototypes/lpm")) == 1
@@ -517,6 +518,44 @@ def test_left_out_classes_and_rare_ones(federated_trainer):
         assert unpacked(visit.extras)[1] == numbers
         assert all(np.linalg.norm(mean) <= 1 for mean in means.values())
     assert {len(unpacked(visit.extras)[1]) for visit in visits.values()} != {3}
+
+
+def test_void_labels(federated_trainer):
+    """Under another number than 255, which then is an error."""
+
+    def void(clients, label):
+        return models.as_datasets(
+            {name: (x, y.where(torch.arange(len(y)) % 3 > 0, label)) for name, (x, y) in clients.items()}
+        )
+
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs, targets.where(targets < 3, -100))
+
+    clients, module = models.vectors(TWO), models.Module(models.mlp(), loss=loss)
+    visits = sent(federated_trainer, ClassPrototypes(ignore_index=-100), module, void(clients, -100))
+    for client, visit in visits.items():
+        inputs, targets = (tensor[torch.arange(len(tensor)) % 3 > 0] for tensor in clients[client])
+        expected = measured(loaded(models.mlp(), visit.end)[:2], inputs, targets)
+        assert_close(unpacked(visit.extras)[0], expected[0])
+        assert unpacked(visit.extras)[1] == expected[1]
+    for index in (-100, None):
+        with pytest.raises(ValueError, match=r"`labels` to be in 0 to 2 or `ignore_index` .*, but got 255"):
+            sent(federated_trainer, ClassPrototypes(ignore_index=index), module, void(clients, 255))
+
+
+def test_a_client_without_any_of_the_classes(federated_trainer):
+    """It sends no prototypes, and has no margin."""
+    clients = models.vectors(TWO)
+    clients["b"] = clients["b"][0], torch.full_like(clients["b"][1], 2)
+    visits = sent(
+        federated_trainer,
+        ClassPrototypes(exclude_classes=[2]),
+        models.Module(models.mlp()),
+        models.as_datasets(clients),
+    )
+    assert len(visits["a"].extras["prototypes:classes"]) == 2
+    assert visits["b"].extras["prototypes:means"].shape == (0, 8)
+    assert LPM not in visits["b"].extras
 
 
 def test_few_batches(federated_trainer):
