@@ -98,7 +98,7 @@ KILLS = {
     "margins-in-memory": ("on_before_optimizer_step", 3, "middle"),
     "margins-in-folder": ("on_validation_batch_end", 1, "last"),
     "centers": ("on_before_optimizer_step", 2, "middle"),
-    "corrected-gradients": ("on_train_batch_end", 2, "last"),
+    "corrected-gradients": ("on_validation_batch_end", 1, "last"),
     "partition": ("on_train_batch_start", 1, "first"),
     "federated-trainer": ("on_before_optimizer_step", 2, "middle"),
 }

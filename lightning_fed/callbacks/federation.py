@@ -62,7 +62,8 @@ class Federation(L.Callback):
     datamodule or module, which ``partition`` splits.
 
     Args:
-        aggregator: The server's rule, by name (``"fedavg"``, ``"fairavg"``) or as an object.
+        aggregator: The server's rule, by name (one of :data:`~lightning_fed.aggregators.AGGREGATORS`: ``"fedavg"``,
+            ``"fedprox"``, ...) or as an object.
         partition: How the training data are split into clients, where they do not come as clients already.
         clients_per_round: Number of clients in a round (int) or fraction of all (float in (0, 1]).
         local_epochs: Passes over a client's data in a visit.

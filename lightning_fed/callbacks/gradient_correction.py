@@ -119,7 +119,7 @@ class GradientCorrection(FederatedCallback):
         try:
             own = self._measure(trainer, module, client, broadcast.state)
         except Exception as error:
-            visit.fault = f"its gradient raised {describe(error)}"
+            visit.fault = visit.fault or f"its gradient raised {describe(error)}"
             return
         with torch.no_grad():
             for buffer, value in buffers:

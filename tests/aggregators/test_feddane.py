@@ -342,6 +342,18 @@ def test_a_cohort_whose_own_gradients_fail(federated_trainer):
     assert trainer.federation.server.report.failed == {"b": "its gradient raised OSError: gone"}
 
 
+def test_a_client_with_a_single_example(federated_trainer):
+    """BatchNorm cannot train on it, and so gives no gradient; the reason is that of any other method."""
+    failed = []
+    for aggregator in ("fedavg", "feddane"):
+        trainer = federated_trainer(max_rounds=1, aggregator=aggregator)
+        clients = models.as_datasets(models.vectors({"a": 20, "b": 1}))
+        trainer.fit(models.Module(models.norm_mlp()), clients)
+        failed.append(trainer.federation.server.report.failed)
+    assert failed[0] == failed[1]
+    assert set(failed[0]) == {"b"}
+
+
 def test_a_round_without_any_gradient_is_trained_without_correction(federated_trainer):
     class Silent(FederatedCallback):
         def on_broadcast(self, trainer, module, client, broadcast):
