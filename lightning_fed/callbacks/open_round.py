@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -53,6 +54,11 @@ class OpenRound:
         is_manual = not module.automatic_optimization
         configs = trainer.lr_scheduler_configs
         self._stepwise = [place for place, config in enumerate(configs) if is_manual or config.interval == "step"]
+        self._epochwise = {
+            place: copy.deepcopy(config.scheduler.state_dict())
+            for place, config in enumerate(configs)
+            if place not in self._stepwise
+        }
         step_schedulers = [configs[place].scheduler for place in self._stepwise]
         epoch_schedulers = [
             config.scheduler
@@ -120,6 +126,8 @@ class OpenRound:
             checkpoint[type(self._trainer.precision_plugin).__qualname__] = scaler
         for place, scheduler in zip(self._stepwise, schedulers, strict=True):
             checkpoint["lr_schedulers"][place] = scheduler
+        for place, scheduler in self._epochwise.items():  # they have stepped when callbacks see the last batch
+            checkpoint["lr_schedulers"][place] = copy.deepcopy(scheduler)
 
     def _answer(self, planned: PlannedVisit) -> None:
         client, num_samples = planned.visit.client, planned.num_samples
