@@ -170,7 +170,14 @@ def fedfusion_cifar_cnn(
     return network
 
 
-def lenet(num_classes: int = 10, in_channels: int = 1, input_size: int = 28) -> nn.Sequential:
+def lenet(
+    num_classes: int = 10,
+    in_channels: int = 1,
+    input_size: int = 28,
+    *,
+    channels: Sequence[int] = (20, 50),
+    hidden: int = 500,
+) -> nn.Sequential:
     """FedMA's LeNet: 5x5 convolutions of 20 and 50 channels without padding, each with 2x2 max-pooling, then 500 units.
 
     There is no activation between the two linear layers: so it is in the authors' code.
@@ -179,19 +186,26 @@ def lenet(num_classes: int = 10, in_channels: int = 1, input_size: int = 28) -> 
         num_classes: Number of classes.
         in_channels: Channels of the images.
         input_size: Side of the square images, in pixels, at least 16.
+        channels: Channels of the two convolutions.
+        hidden: Width of the hidden layer.
 
     Returns:
         Network of 431,080 parameters for 28x28 grey images and 10 classes.
 
     Raises:
-        ValueError: If the images are too small.
+        ValueError: If the images are too small, there are not two numbers of channels, or a width is below 1.
     """
+    if len(channels) != 2 or min(channels) < 1:
+        raise ValueError(f"Expected `channels` to be two widths of at least 1, but got {list(channels)}.")
+    if hidden < 1:
+        raise ValueError(f"Expected `hidden` to be at least 1, but got {hidden}.")
+    first, second = channels
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
     features = [
-        *(nn.Conv2d(in_channels, 20, 5), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(in_channels, first, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(first, second, 5), nn.ReLU(), nn.MaxPool2d(2)),
     ]
-    return _network(features, [nn.Flatten(), nn.Linear(50 * side**2, 500), nn.Linear(500, num_classes)])
+    return _network(features, [nn.Flatten(), nn.Linear(second * side**2, hidden), nn.Linear(hidden, num_classes)])
 
 
 def vgg9(num_classes: int = 10, in_channels: int = 3, input_size: int = 32) -> nn.Sequential:

@@ -109,6 +109,10 @@ def test_options_of_the_builders():
     widths = [m.out_features for m in build_network("mlp", 10, hidden=(32, 16)).modules() if isinstance(m, nn.Linear)]
     assert widths == [32, 16, 10]
     assert build_network("mlp", 3, hidden=())(torch.zeros(1, 1, 28, 28)).shape == (1, 3)
+    narrow = build_network("lenet", 62, channels=(10, 20), hidden=128)
+    shapes = [tuple(m.weight.shape[:2]) for m in narrow.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert shapes == [(10, 1), (20, 10), (128, 320), (62, 128)]
+    assert narrow(torch.zeros(2, 1, 28, 28)).shape == (2, 62)
     with pytest.raises(TypeError, match="unexpected keyword argument 'depth'"):
         build_network("lenet", 10, depth=3)
 
@@ -163,3 +167,8 @@ def test_papers_networks_have_no_pretrained_weights():
         build_network("lenet", 10, pretrained=True)
     with pytest.raises(ValueError, match=r"`hidden` to hold widths of at least 1, but got \[0\]"):
         build_network("mlp", 10, hidden=(0,))
+    for channels in ((10,), (10, 0), (1, 2, 3)):
+        with pytest.raises(ValueError, match="`channels` to be two widths of at least 1, but got"):
+            build_network("lenet", 10, channels=channels)
+    with pytest.raises(ValueError, match="`hidden` to be at least 1, but got 0"):
+        build_network("lenet", 10, hidden=0)
