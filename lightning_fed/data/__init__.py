@@ -10,6 +10,7 @@ from lightning_fed.data.femnist import FEMNIST as FEMNIST
 from lightning_fed.data.loader_clients import LoaderClients as LoaderClients
 from lightning_fed.data.mnist import MNIST as MNIST
 from lightning_fed.data.mnist import FashionMNIST as FashionMNIST
+from lightning_fed.data.partitioned import PartitionedData as PartitionedData
 from lightning_fed.data.partitions import IID as IID
 from lightning_fed.data.partitions import ByGroup as ByGroup
 from lightning_fed.data.partitions import Dirichlet as Dirichlet
@@ -24,6 +25,7 @@ from lightning_fed.data.population import Population as Population
 from lightning_fed.data.population import StreamItem as StreamItem
 from lightning_fed.data.shapes import Shapes as Shapes
 from lightning_fed.data.shapes import ShapesDataset as ShapesDataset
+from lightning_fed.data.synthetic import Synthetic as Synthetic
 
 __all__ = [
     "CIFAR10",
@@ -42,6 +44,7 @@ __all__ = [
     "LazyClients",
     "LoaderClients",
     "Partition",
+    "PartitionedData",
     "PermutedPixels",
     "PlannedVisit",
     "Population",
@@ -50,4 +53,5 @@ __all__ = [
     "ShapesDataset",
     "Shards",
     "StreamItem",
+    "Synthetic",
 ]

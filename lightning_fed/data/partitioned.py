@@ -1,0 +1,161 @@
+"""Any datamodule's training data, split into clients that keep some of theirs back for validation."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning as L
+import numpy as np
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+
+from lightning_fed.data.dataset_clients import DatasetClients, PartitionedSource, SampleTransform
+from lightning_fed.data.federated import FederatedDataModule, split_loader
+from lightning_fed.data.partitions import Partition
+from lightning_fed.data.population import Population
+from lightning_fed.functional.partition import IndexArray
+from lightning_fed.messages import Client
+from lightning_fed.schedule import client_key
+
+
+class PartitionedData(FederatedDataModule):
+    """Clients cut out of another datamodule's training data, each with validation data of its own.
+
+    What a `partition` of the Trainer does, with a share of every client's examples held back, so that clients are
+    evaluated one by one: the only fair way for methods that give clients models of their own. The held-out examples are
+    drawn at random; shares are rounded down, but at least one example, as long as one is left to train on. An
+    augmentation inside the training data set changes them too.
+
+    Args:
+        source: Any datamodule with one training loader, whose batch size, collation and workers are kept. Validation
+            data of its own are not used.
+        partition: How its training data are split.
+        val_fraction: Share of every client's examples that validates, in (0, 1).
+        test_fraction: Share of every client's examples that is for the test, in [0, 1); with 0 the test data are the
+            other datamodule's.
+        seed: Seed of the split; None for that of `lightning.seed_everything`, or else 0, as in a federation.
+
+    Raises:
+        ValueError: If a share is out of its range, or nothing is left to train on; in `setup`, if the loader has a
+            sampler of its own.
+        TypeError: In `setup`, if there is no training loader over a map-style data set.
+
+    Example:
+        >>> from lightning_fed.data import LabelsPerClient, Shapes
+        >>> shapes = Shapes(num_train=40, image_size=16, task="classification")
+        >>> data = PartitionedData(shapes, LabelsPerClient(num_clients=4, labels_per_client=2), val_fraction=0.2)
+        >>> data.setup("fit")
+        >>> data.population().clients, sorted(data.val_clients())
+        ([0, 1, 2, 3], [0, 1, 2, 3])
+    """
+
+    def __init__(
+        self,
+        source: L.LightningDataModule,
+        partition: Partition,
+        *,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.0,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__({}, val={}, test={})
+        if not 0 < val_fraction < 1:
+            raise ValueError(f"Expected `val_fraction` to be in (0, 1), but got {val_fraction}.")
+        if not 0 <= test_fraction < 1 - val_fraction:
+            raise ValueError(
+                f"Expected `test_fraction` to be in [0, 1 - val_fraction), but got {test_fraction} beside"
+                f" val_fraction={val_fraction}."
+            )
+        self.source = source
+        self.partition = partition
+        self.val_fraction = val_fraction
+        self.test_fraction = test_fraction
+        self.seed = seed
+        self._population: DatasetClients | None = None
+        self._pooled: Dataset[Any]
+
+    def prepare_data(self) -> None:
+        """That of the other datamodule."""
+        self.source.prepare_data()
+
+    def setup(self, stage: str) -> None:
+        """Reads the data, and splits those of the training, once.
+
+        Args:
+            stage: As Lightning names it.
+        """
+        if stage not in ("fit", "validate") and not self.test_fraction:
+            self.source.setup(stage)
+        elif self._population is None:
+            self.source.setup("fit")
+            self._population = self._split()
+
+    def population(self) -> Population:
+        """The clients as the round's loader walks them.
+
+        Raises:
+            RuntimeError: Before `setup`.
+        """
+        if self._population is None:
+            raise RuntimeError("The clients are known after `setup`.")
+        return self._population
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """The data of all clients pooled, without those held back, as a plain `L.Trainer` sees them."""
+        return self._loader(self._pooled, shuffle=self.shuffle)
+
+    def test_dataloader(self) -> Any:
+        """Those of the clients, one after another, or else of the other datamodule."""
+        return super().test_dataloader() if self.test_fraction else self.source.test_dataloader()
+
+    def _split(self) -> DatasetClients:
+        # Without a seed of its own, the one that a federation has.
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
+        population = split_loader(self.source.train_dataloader(), self.partition, seed)
+        source = population.source
+        assert isinstance(source, PartitionedSource)
+        kept, val, test = {}, {}, {}
+        for client in source.clients:
+            indices = source.indices[client]
+            num_val = _share(self.val_fraction, len(indices), len(indices) - 1)
+            num_test = _share(self.test_fraction, len(indices), len(indices) - num_val - 1)
+            generator = np.random.default_rng(np.random.SeedSequence([seed, client_key(client)]))
+            order = generator.permutation(len(indices))
+            places = np.split(order, [num_val, num_val + num_test])
+            val[client], test[client], kept[client] = (indices[np.sort(part)] for part in places)
+        source.indices = kept
+        self.clients, self.val, self.test = (
+            {client: _part(source, client, indices) for client, indices in part.items() if len(indices)}
+            for part in (kept, val, test)
+        )
+        if source.transform is None:
+            self._pooled = Subset(source.dataset, np.concatenate(list(kept.values())).tolist())
+        else:
+            self._pooled = ConcatDataset(self.clients.values())
+        self.batch_size, self.shuffle, self.drop_last = population.batch_size, population.shuffle, population.drop_last
+        self.collate_fn = source.collate
+        return population
+
+
+def _share(fraction: float, count: int, most: int) -> int:
+    return max(0, min(max(1, int(fraction * count)), most)) if fraction else 0
+
+
+class _Transformed(Dataset[Any]):
+    """A data set whose samples are changed."""
+
+    def __init__(self, dataset: Subset[Any], transform: SampleTransform) -> None:
+        self._dataset, self._transform = dataset, transform
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._transform(self._dataset[index])
+
+
+def _part(source: PartitionedSource, client: Client, indices: IndexArray) -> Dataset[Any]:
+    """Some of a client's examples, as the client sees them."""
+    part = Subset(source.dataset, indices.tolist())
+    transform = None if source.transform is None else source.transform(client)
+    return part if transform is None else _Transformed(part, transform)
