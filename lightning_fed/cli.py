@@ -20,11 +20,8 @@ import lightning_fed.callbacks
 import lightning_fed.data
 import lightning_fed.tasks  # noqa: F401
 from lightning_fed import __version__
-from lightning_fed.aggregators import AGGREGATORS
 from lightning_fed.callbacks import Federation
 from lightning_fed.functional.options import OptionError
-from lightning_fed.compare import CENTRAL, PRESETS, Method, Plan, run_comparison
-from lightning_fed.compare_report import write_report
 from lightning_fed.state import Selector
 from lightning_fed.trainer import FederatedTrainer
 
@@ -199,8 +196,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(args: list[str] | None) -> None:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does: where the user's own modules are
+    _find_own_modules()
     try:
         FederatedCLI(args)
     except (FileNotFoundError, MisconfigurationException, OptionError) as error:
@@ -227,52 +223,79 @@ def _demo(args: Sequence[str]) -> None:
 
 
 def _compare(args: Sequence[str]) -> None:
+    from lightning_fed.compare import Plan, run_comparison  # which builds what `FederatedCLI` builds
+    from lightning_fed.compare_methods import CENTRAL, Method, method_names
+    from lightning_fed.compare_report import write_report
+
     parser = argparse.ArgumentParser(
         prog="lightning-fed compare",
+        usage="lightning-fed compare RECIPE --methods METHOD ... [options] [-- options of fit]",
         description="Trains a recipe with several methods: the same clients, rounds, stragglers and initial weights for"
         " all. Finished runs are kept, an interrupted one goes on where it stopped: the same command again resumes.",
-        epilog="Arguments after `--` are those of `lightning-fed fit`, for all runs: -- --trainer.max_rounds 20",
+        epilog="What follows `--` is for `lightning-fed fit`, in all runs: -- --trainer.max_rounds 20",
     )
-    parser.add_argument("recipe", type=Path, help="the recipe, a YAML file")
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
     parser.add_argument(
         "--methods",
         nargs="+",
         required=True,
         metavar="METHOD",
-        help=f"of {[CENTRAL, *sorted({*AGGREGATORS, *PRESETS})]}, with options: fedprox:mu=0.1 fedmargin:combine=lpm."
-        f" {CENTRAL!r} trains on all data at once, for the column of rounds to a share of its score",
+        help=f"of {', '.join(method_names())}; with options: fedprox:mu=0.1 fedmargin:combine=lpm. {CENTRAL} trains on"
+        " all data at once. fedper, fedrep, fedbn and fesem give clients models of their own, which only"
+        " `--monitor fed/<metric>/mean` measures",
     )
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, from 0 on (default: %(default)s)")
     parser.add_argument(
-        "--stragglers", default="0", help="fractions of the cohort, such as 0,0.5,0.8 (default: %(default)s)"
+        "--stragglers", type=_fractions, help="fractions of the cohort, such as 0,0.5,0.8 (default: the recipe's)"
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder of the results")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: %(default)s)")
     parser.add_argument("--monitor", help="metric to compare (default: that of the recipe's ModelCheckpoint)")
-    parser.add_argument("--mode", choices=["max", "min"], default="max", help="which end of `--monitor` is good")
-    parser.add_argument("--target", type=float, default=0.8, help="share of the centralised score to be reached")
-    parser.add_argument("--last", type=int, default=1, help="rounds at the end that the score is the mean of")
+    parser.add_argument("--mode", choices=["max", "min"], help="which end of `--monitor` is good (default: max)")
+    parser.add_argument(
+        "--target", type=float, default=0.8, help=f"share of {CENTRAL}'s score to be reached (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--last", type=int, default=1, help="rounds at the end whose mean is the score (default: %(default)s)"
+    )
     parser.add_argument("--test", action="store_true", help="evaluate the finished models on the test data")
     mine, own = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, ())
     options = parser.parse_args(mine)
     try:
-        methods = [Method.parse(text) for part in options.methods for text in part.split(",") if text]
-        stragglers = [float(text) for text in options.stragglers.split(",")]
-        seeds = range(options.seeds)
-        if not (methods and seeds) or options.last < 1 or not 0 < options.target <= 1:
-            raise ValueError("Expected at least one method and seed, `--last` from 1 on and `--target` in (0, 1].")
+        if options.last < 1 or not 0 < options.target <= 1:
+            raise ValueError("Expected `--last` to be at least 1 and `--target` to be in (0, 1].")
         plan = Plan(
-            options.recipe, methods, seeds, stragglers, options.out, options.monitor, options.mode, options.test, own
+            recipe=options.recipe,
+            methods=[Method.parse(text) for part in options.methods for text in part.split(",") if text.strip()],
+            seeds=range(options.seeds),
+            stragglers=options.stragglers,
+            out=options.out,
+            monitor=options.monitor,
+            mode=options.mode,
+            test=options.test,
+            overrides=own,
         )
-        results = run_comparison(plan, _say)
-    except (ValueError, FileNotFoundError, MisconfigurationException) as error:
+    except ValueError as error:
+        parser.error(str(error))
+    _find_own_modules()
+    try:
+        results = run_comparison(plan)
+    except (FileNotFoundError, MisconfigurationException, OptionError) as error:
         _stop(error)
-    sys.stdout.write(f"\n{write_report(results, options.out, options.target, options.last)}\n\n")
-    sys.stdout.write(f"Tables, curves and logs: {options.out}\n")
+    table = write_report(results, options.out, options.target, options.last)
+    sys.stdout.write(f"\n{table}\n\nTables, curves, checkpoints and logs: {options.out}\n")
 
 
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+def _fractions(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"Expected numbers with commas between them, but got {text!r}.") from None
+
+
+def _find_own_modules() -> None:
+    """As `python -m` does: modules of the user's in the current folder can be imported."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def _stop(error: Exception) -> NoReturn:

@@ -6,105 +6,23 @@ who straggles and the initial weights depend on the seed alone, so that methods 
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
-import logging
-import math
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-import lightning as L
-import yaml  # type: ignore[import-untyped]
-from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, ProgressBar
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_fed.aggregators import AGGREGATORS
-from lightning_fed.callbacks import FedBN, Federation, FedPer
-from lightning_fed.data.federated import split_loader
-
-_log = logging.getLogger(__name__)
-
-PRESETS: dict[str, Callable[..., Federation]] = {"fedbn": FedBN, "fedper": FedPer}
-"""Methods that are presets of a federation, by name; all others are aggregators."""
-
-CENTRAL = "central"
-"""Name of training on the pooled data of all clients, without federation."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """A method with its options.
-
-    Args:
-        label: As it was written: ``"fedprox:mu=0.1"``.
-        name: Its name: ``"fedprox"``.
-        options: Its options, arguments of the aggregator or preset, or of ``Federation``.
-
-    """
-
-    label: str
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, text: str) -> Method:
-        """A method as it is written on the command line: ``name[:option=value[:option=value...]]``.
-
-        Raises:
-            ValueError: If the method or an option is unknown, or an option's value is missing.
-
-        Example:
-            >>> Method.parse("fedbn:clients_per_round=5").options
-            {'clients_per_round': 5}
-
-        """
-        name, *pairs = text.strip().split(":")
-        known = [CENTRAL, *sorted({*AGGREGATORS, *PRESETS})]
-        if name.lower() not in known:
-            raise ValueError(f"Expected a method of {known}, but got {name!r}.")
-        options = {}
-        for pair in pairs:
-            key, equals, value = pair.partition("=")
-            if not equals:
-                raise ValueError(f"Expected options as `option=value`, but got {pair!r} in {text!r}.")
-            options[key] = yaml.safe_load(value)
-        method = cls(text.strip(), name.lower(), options)
-        method.federation(Federation())
-        return method
-
-    def federation(self, recipe: Federation) -> Federation:
-        """The recipe's federation with this method in it.
-
-        Raises:
-            ValueError: If an option is unknown or wrong.
-
-        """
-        if self.name == CENTRAL:
-            if self.options:
-                raise ValueError(f"Expected no options of {CENTRAL!r}, but got {sorted(self.options)}.")
-            return recipe
-        general = inspect.signature(Federation).parameters
-        given = {name: value for name, value in recipe.arguments.items() if value != general[name].default}
-        make: Callable[..., Any] = PRESETS.get(self.name) or AGGREGATORS[self.name]
-        own = [name for name in inspect.signature(make).parameters if name != "options"]
-        unknown = [name for name in self.options if name not in (*own, *general)]
-        if unknown:
-            raise ValueError(f"Expected options of {self.name!r} to be of {[*own, *general]}, but got {unknown}.")
-        of_method = {name: value for name, value in self.options.items() if name in own}
-        changes = {name: value for name, value in self.options.items() if name not in own}
-        try:
-            if self.name in PRESETS:
-                given.pop("aggregator", None)
-                preset: Federation = make(**of_method, **{**given, **changes})
-                return preset
-            return recipe.replace(aggregator=make(**of_method), **changes)
-        except TypeError as error:
-            raise ValueError(f"{self.label!r}: {error}") from error
+from lightning_fed.cli import FederatedCLI
+from lightning_fed.compare_central import check_central
+from lightning_fed.compare_methods import CENTRAL, Method
+from lightning_fed.compare_run import Run, evaluate, quiet, train
+from lightning_fed.state import entry_policies
 
 
 @dataclass(frozen=True)
@@ -115,198 +33,130 @@ class Plan:
         recipe: The recipe's path.
         methods: The methods.
         seeds: The seeds.
-        stragglers: Fractions of stragglers.
+        stragglers: Fractions of stragglers; ``None`` for the recipe's.
         out: Folder of the results.
-        monitor: Name of the metric that is compared; ``None`` takes that of the recipe's ``ModelCheckpoint``.
-        mode: ``"max"`` where higher is better, or ``"min"``.
-        test: Whether every finished model is evaluated on the test data.
+        monitor: Name of the metric that is compared; ``None`` for that of the recipe's ``ModelCheckpoint``.
+        mode: ``"max"`` where more is better, ``"min"`` where less is; ``None`` for that of the recipe's
+            ``ModelCheckpoint`` of this metric, or else ``"max"``.
+        test: Whether the finished models are evaluated on the test data.
         overrides: Further arguments of ``lightning-fed fit``, for all runs.
+
+    Raises:
+        ValueError: If there is no method or seed, one comes twice, or a number is out of its range.
 
     """
 
     recipe: Path
     methods: Sequence[Method]
     seeds: Sequence[int] = (0,)
-    stragglers: Sequence[float] = (0.0,)
+    stragglers: Sequence[float] | None = None
     out: Path = Path("runs/compare")
     monitor: str | None = None
-    mode: str = "max"
+    mode: str | None = None
     test: bool = False
     overrides: Sequence[str] = ()
 
+    def __post_init__(self) -> None:
+        labels, parts = [method.label for method in self.methods], self.stragglers
+        for name, values in (("methods", labels), ("seeds", self.seeds), ("stragglers", parts)):
+            if values is not None and (not values or len(set(values)) < len(values)):
+                raise ValueError(f"Expected `{name}` to be at least one, each once, but got {list(values)}.")
+        if min(self.seeds) < 0:
+            raise ValueError(f"Expected `seeds` to be at least 0, but got {list(self.seeds)}.")
+        if parts is not None and not all(0 <= part < 1 for part in parts):
+            raise ValueError(f"Expected `stragglers` to be in [0, 1), but got {list(parts)}.")
+        if self.mode not in (None, "max", "min"):
+            raise ValueError(f"Expected `mode` to be 'max' or 'min', but got {self.mode!r}.")
 
-class RoundCurve(Callback):
-    """Every logged number of every round, with the seconds of its training; survives a resume.
+    def build(self, seed: int) -> FederatedCLI:
+        """Model, data and Trainer of the recipe, as ``lightning-fed fit`` builds them."""
+        own = ["--seed_everything", str(seed), "--trainer.logger", "false"]
+        return FederatedCLI(["--config", str(self.recipe), *self.overrides, *own], run=False)
 
-    Attributes:
-        rounds: One dictionary per round.
+
+class Progress:
+    """A line for every run: what trains, where it is (on a terminal), and what came of it.
+
+    Args:
+        stream: Where the lines go; ``None`` for the standard output.
 
     """
 
-    def __init__(self) -> None:
-        self.rounds: list[dict[str, float]] = []
-        self._begin = (0.0, 0.0)
-        self._seconds: tuple[float, float] | None = None
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._begin = ""
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Starts the clocks."""
-        self._begin, self._seconds = (time.perf_counter(), time.process_time()), None
+    def start(self, text: str) -> None:
+        """Begins a line."""
+        self._begin = text
+        self._write(text)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stops the clocks: validation is not counted."""
-        if not trainer.sanity_checking:
-            self._stop()
+    def update(self, text: str) -> None:
+        """Writes the line again, on a terminal."""
+        if self._stream.isatty():
+            self._write(f"\r\x1b[K{self._begin}: {text}")
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Notes the round."""
-        self._stop()
-        assert self._seconds is not None
-        values = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "step"}
-        self.rounds.append(values | {"seconds": self._seconds[0], "cpu_seconds": self._seconds[1]})
+    def end(self, text: str) -> None:
+        """Ends the line."""
+        again = f"\r\x1b[K{self._begin}" if self._stream.isatty() else ""
+        self._write(f"{again}: {text}\n")
 
-    def state_dict(self) -> dict[str, Any]:
-        """The rounds so far."""
-        return {"rounds": [dict(values) for values in self.rounds]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on after them."""
-        self.rounds = [dict(values) for values in state_dict["rounds"]]
-
-    def _stop(self) -> None:
-        if self._seconds is None:
-            begin = self._begin
-            self._seconds = (time.perf_counter() - begin[0], time.process_time() - begin[1])
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
 
 
-def run_comparison(plan: Plan, say: Callable[[str], None] = _log.info) -> list[dict[str, Any]]:
-    """Trains what is not trained yet, one run after another; every finished run is a file.
+def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[str, Any]]:
+    """Trains what is not trained yet, one run after another.
 
-    A run that was interrupted goes on after its last complete round.
+    Every run has a folder in ``<out>/runs``, with ``result.json`` and the checkpoint ``last.ckpt``. A run that was
+    interrupted goes on after its last complete round.
 
     Args:
         plan: What is compared.
-        say: Called with a line of progress.
+        progress: Where a line for every run goes; ``None`` for the standard output.
 
     Returns:
         The results of all runs: ``method``, ``seed``, ``stragglers``, ``monitor``, ``mode``, ``rounds`` (every round's
-        numbers) and ``test``.
+        numbers), ``test`` (those on the test data) and ``has_own_models`` (whether clients have models of their own).
 
     Raises:
-        ValueError: If the folder holds results of another recipe, or the metric is not logged.
+        MisconfigurationException: If a method does not go with the recipe, a folder holds a run of another recipe, or
+            the metric is not logged.
 
     """
+    progress = progress or Progress()
+    runs, target = _prepare(plan)
+    folders = {run: plan.out / "runs" / run.name for run in runs}
+    left = [run for run, folder in folders.items() if not (folder / "result.json").exists()]
+    if len(left) < len(runs):
+        progress.start(f"{len(runs) - len(left)} of {len(runs)} runs")
+        progress.end("done before")
     results = []
-    runs = [(method, seed, part) for seed in plan.seeds for part in plan.stragglers for method in plan.methods]
-    for number, (method, seed, part) in enumerate(runs, start=1):
-        if method.name == CENTRAL and part != plan.stragglers[0]:
-            continue  # it has no stragglers
-        folder = plan.out / "runs" / _run_name(method, seed, part)
-        result = _load(folder / "result.json")
-        identity = _identity(plan, method)
-        if result is not None and result["identity"] != identity:
-            raise ValueError(
-                f"Expected {folder} to hold results of this recipe and these options, but they are of others: choose"
-                " another `--out`, or delete the folder."
-            )
-        if result is None or (plan.test and not result["test"]):
-            say(f"{number}/{len(runs)} {method.label}, seed {seed}, stragglers {part:g}")
-            result = _run(plan, method, seed, part, folder) | {"identity": identity}
-            _save(folder / "result.json", result)
+    for number, (run, folder) in enumerate(folders.items(), start=1):
+        if run in left:
+            progress.start(f"{number}/{len(runs)} {run}")
+            begin = time.perf_counter()
+            try:
+                rounds = _run(plan, run, folder, target[0], progress)
+            except BaseException:
+                progress.end("interrupted")
+                raise
+            progress.end(f"{_value_of(rounds[-1], target[0])}, {time.perf_counter() - begin:.0f} s")
+        result = _load(folder, target)
+        if plan.test and not result["test"]:
+            with quiet():
+                result["test"] = evaluate(plan.build(run.seed), run, folder)
+            write_whole(folder / "result.json", json.dumps(result))
         results.append(result)
     return results
 
 
-def _run(plan: Plan, method: Method, seed: int, stragglers: float, folder: Path) -> dict[str, Any]:
-    from lightning_fed.cli import FederatedCLI  # the command line is one floor up, and only its parser is needed
-
-    cli = FederatedCLI(
-        ["--config", str(plan.recipe), *plan.overrides, "--seed_everything", str(seed), "--trainer.logger", "false"],
-        run=False,
-    )
-    monitor, mode = _metric(plan, cli.trainer)
-    curve = RoundCurve()
-    checkpoint = ModelCheckpoint(folder, "resume", save_top_k=1, enable_version_counter=False)
-    trainer: Any
-    if method.name == CENTRAL:
-        trainer = _central_trainer(cli)
-    else:
-        trainer = cli.trainer
-        _replace_federation(trainer, method.federation(trainer.federation.replace(stragglers=stragglers)))
-    callbacks: list[Callback] = trainer.callbacks
-    callbacks[:] = [one for one in callbacks if not isinstance(one, Checkpoint | ProgressBar)]
-    callbacks += [curve, checkpoint]
-    trainer.loggers = [TensorBoardLogger(plan.out, name="tensorboard", version=folder.name)]
-    resume = folder / "resume.ckpt"
-    trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=resume if resume.exists() else None)
-    if not curve.rounds or monitor not in curve.rounds[-1]:
-        names = sorted(curve.rounds[-1]) if curve.rounds else []
-        raise ValueError(f"Expected `monitor` to be logged, but {monitor!r} is not one of {names}.")
-    test = {}
-    if plan.test:
-        found = trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
-        test = {name: float(value) for values in found for name, value in values.items()}
-    resume.unlink(missing_ok=True)
-    return {
-        "method": method.label,
-        "seed": seed,
-        "stragglers": stragglers,
-        "monitor": monitor,
-        "mode": mode,
-        "rounds": curve.rounds,
-        "test": test,
-    }
-
-
-def _replace_federation(trainer: Any, federation: Federation) -> None:
-    callbacks: list[Callback] = trainer.callbacks
-    callbacks[callbacks.index(trainer.federation)] = federation
-    trainer.federation = federation
-
-
-def _central_trainer(cli: Any) -> L.Trainer:
-    """A plain Trainer with the recipe's options, for as many examples as the federation sees."""
-    federation = cli.trainer.federation
-    if federation.schedule.local_steps is not None:
-        raise ValueError(
-            f"Expected a recipe with `local_epochs` for {CENTRAL!r}, because steps are no part of the data."
-        )
-    share = federation.schedule.clients_per_round
-    if isinstance(share, int):
-        share /= _count_clients(cli.datamodule, federation)
-    epochs = math.ceil(cli.trainer.max_epochs * federation.schedule.local_epochs * share)
-    given = cli.config_init.get("trainer")
-    known = set(inspect.signature(L.Trainer).parameters) - {"max_epochs", "callbacks", "logger", "enable_progress_bar"}
-    options = {name: value for name, value in vars(given).items() if name in known}
-    others = [one for one in cli.trainer.callbacks if not isinstance(one, Federation | Checkpoint | ProgressBar)]
-    return L.Trainer(max_epochs=epochs, callbacks=others, logger=False, enable_progress_bar=False, **options)
-
-
-def _count_clients(datamodule: L.LightningDataModule, federation: Federation) -> int:
-    datamodule.prepare_data()
-    datamodule.setup("fit")
-    if federation.partition is None:
-        return len(datamodule.population().clients)  # type: ignore[attr-defined] # a FederatedDataModule
-    return len(split_loader(datamodule.train_dataloader(), federation.partition, federation.schedule.seed).clients)
-
-
-def _metric(plan: Plan, trainer: L.Trainer) -> tuple[str, str]:
-    if plan.monitor is not None:
-        return plan.monitor, plan.mode
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
-            return callback.monitor, callback.mode
-    raise ValueError("Expected `monitor`, because the recipe has no ModelCheckpoint with one.")
-
-
-def _run_name(method: Method, seed: int, stragglers: float) -> str:
-    label = "".join(sign if sign.isalnum() or sign in "=.-" else "_" for sign in method.label)
-    return f"{label}_{stragglers:g}_{seed}"
-
-
-def _identity(plan: Plan, method: Method) -> str:
-    """What a result depends on beside its own method, seed and stragglers."""
-    parts = [plan.recipe.read_text(), *plan.overrides, method.label, plan.monitor or "", plan.mode]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+def load_results(plan: Plan) -> list[dict[str, Any]]:
+    """The results of those runs that are finished, as :func:`run_comparison` returns them."""
+    runs, target = _prepare(plan)
+    folders = [plan.out / "runs" / run.name for run in runs]
+    return [_load(folder, target) for folder in folders if (folder / "result.json").exists()]
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -317,9 +167,90 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
-def _save(path: Path, result: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(result))
+def _run(plan: Plan, run: Run, folder: Path, monitor: str, progress: Progress) -> list[dict[str, float]]:
+    """Trains a run and saves its result; returns its rounds."""
+
+    def show(number: int, count: int, values: Mapping[str, float]) -> None:
+        progress.update(f"round {number}/{count}, {_value_of(values, monitor)}")
+
+    write_whole(folder / "plan.json", json.dumps(_identity(plan, run)))
+    with quiet():
+        result = train(plan.build(run.seed), run, folder, plan.out / "tensorboard", show)
+    write_whole(folder / "result.json", json.dumps(result))
+    rounds: list[dict[str, float]] = result["rounds"]
+    return rounds
 
 
-def _load(path: Path) -> Any:
-    return json.loads(path.read_text()) if path.exists() else None
+def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str]]:
+    """The runs, the metric and which end of it is good; finds mistakes before anything trains."""
+    with quiet():
+        cli = plan.build(plan.seeds[0])
+        trainer: Any = cli.trainer
+        for method in plan.methods:
+            _check_method(method, cli)
+    runs = []
+    for seed in plan.seeds:
+        for place, part in enumerate(plan.stragglers or [trainer.federation.schedule.stragglers]):
+            for method in plan.methods:
+                if method.name != CENTRAL:
+                    runs.append(Run(method, seed, part))
+                elif place == 0:
+                    runs.append(Run(method, seed, None))
+    for run in runs:
+        _check_folder(plan, run)
+    return runs, _metric(plan, trainer)
+
+
+def _check_method(method: Method, cli: FederatedCLI) -> None:
+    trainer: Any = cli.trainer
+    if trainer.federation.client_callbacks:
+        raise MisconfigurationException("Expected a recipe without a preset, whose callbacks all methods would get.")
+    if method.name == CENTRAL:
+        check_central(cli)
+    try:
+        federation = method.federation(trainer.federation)
+        entry_policies(cli.model, federation.personal, federation.frozen)
+    except ValueError as error:
+        raise MisconfigurationException(str(error)) from error
+
+
+def _metric(plan: Plan, trainer: Any) -> tuple[str, str]:
+    saved = {one.monitor: one.mode for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and one.monitor}
+    if plan.monitor is None and not saved:
+        raise MisconfigurationException("Expected `monitor`, because the recipe has no ModelCheckpoint with one.")
+    monitor = plan.monitor or next(iter(saved))
+    return monitor, plan.mode or saved.get(monitor, "max")
+
+
+def _identity(plan: Plan, run: Run) -> dict[str, Any]:
+    """What a run depends on beside its seed and stragglers."""
+    return {"recipe": plan.recipe.read_text(), "overrides": list(plan.overrides), "method": run.method.label}
+
+
+def _check_folder(plan: Plan, run: Run) -> None:
+    folder = plan.out / "runs" / run.name
+    path, now = folder / "plan.json", _identity(plan, run)
+    before = json.loads(path.read_text()) if path.exists() else now
+    different = [name for name, value in now.items() if value != before[name]]
+    if different:
+        raise MisconfigurationException(
+            f"Expected {folder} to hold a run of the same recipe, overrides and method, but other"
+            f" {' and '.join(different)} made it: choose another `--out`, or delete the folder."
+        )
+
+
+def _load(folder: Path, target: tuple[str, str]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    result["monitor"], result["mode"] = target
+    names = {name for values in result["rounds"] for name in values}
+    if target[0] not in names:
+        hint = " (`fed/<metric>/mean` needs validation data for every client)" if target[0].startswith("fed/") else ""
+        shown = sorted(name for name in names if not name.startswith("client/"))
+        raise MisconfigurationException(
+            f"Expected `monitor` to be logged{hint}, but {target[0]!r} is not one of {shown}."
+        )
+    return result
+
+
+def _value_of(values: Mapping[str, float], monitor: str) -> str:
+    return f"{monitor} {values[monitor]:.4f}" if monitor in values else f"no {monitor}"

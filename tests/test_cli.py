@@ -14,7 +14,18 @@ from lightning_fed import FederatedTrainer, cli
 from lightning_fed.aggregators import AGGREGATORS, FairAvg, FedAvg, FedProx
 from lightning_fed.callbacks import HeadThenBody
 from lightning_fed.cli import FederatedCLI, main
-from lightning_fed.data import FEMNIST, ByGroup, CamVid, Dirichlet, FashionMNIST, Shapes, Shards
+from lightning_fed.data import (
+    FEMNIST,
+    ByGroup,
+    CamVid,
+    Dirichlet,
+    FashionMNIST,
+    LabelsPerClient,
+    PartitionedData,
+    Shapes,
+    Shards,
+    Synthetic,
+)
 from lightning_fed.functional.options import OptionError
 from lightning_fed.store import FolderStore
 from lightning_fed.tasks import ClassificationTask, SegmentationTask
@@ -66,10 +77,23 @@ def test_there_is_a_recipe_for_every_job():
     assert [recipe.stem for recipe in RECIPES] == [
         "camvid_deeplab_dirichlet",
         "camvid_deeplab_sequence",
+        "compare_camvid",
+        "compare_fashion_mnist",
+        "compare_femnist",
         "fashion_mnist_dirichlet",
         "femnist_writers",
         "shapes_deeplab",
+        "synthetic",
     ]
+
+
+def where_data_are(recipe, folder):
+    """The option that says where a recipe's data are, if it reads any."""
+    name = recipe.stem
+    if name in ("shapes_deeplab", "synthetic"):
+        return []
+    is_nested = name in ("compare_fashion_mnist", "compare_femnist")
+    return ["--data.source.data_dir" if is_nested else "--data.data_dir", str(folder)]
 
 
 @pytest.mark.parametrize(
@@ -77,23 +101,28 @@ def test_there_is_a_recipe_for_every_job():
     [
         ("camvid_deeplab_dirichlet", SegmentationTask, CamVid, Dirichlet(12, 0.1, min_size=4, background=None), 100, 4),
         ("camvid_deeplab_sequence", SegmentationTask, CamVid, ByGroup(), 60, 1.0),
+        ("compare_camvid", SegmentationTask, CamVid, Dirichlet(8, 0.1, "per_client", background=None), 12, 4),
+        ("compare_fashion_mnist", ClassificationTask, FashionMNIST, LabelsPerClient(50, 2), 30, 10),
+        ("compare_femnist", ClassificationTask, FEMNIST, ByGroup(), 25, 10),
         ("fashion_mnist_dirichlet", ClassificationTask, FashionMNIST, Dirichlet(100, 0.1), 200, 10),
         ("femnist_writers", ClassificationTask, FEMNIST, ByGroup(), 300, 10),
         ("shapes_deeplab", SegmentationTask, Shapes, Dirichlet(12, 0.3), 6, 4),
+        ("synthetic", ClassificationTask, Synthetic, None, 40, 10),
     ],
 )
 def test_a_recipe_builds_what_it_says(recipe, task, data, partition, rounds, clients_per_round):
-    has_folder = data is not Shapes
     path = ROOT / "recipes" / f"{recipe}.yaml"
-    built = build("-c", str(path), *(["--data.data_dir", "somewhere"] if has_folder else []))
+    built = build("-c", str(path), *where_data_are(path, "somewhere"))
     assert type(built.model) is task
-    assert type(built.datamodule) is data
-    assert not has_folder or built.datamodule.data_dir == Path("somewhere")
-    assert built.model.num_classes == built.datamodule.num_classes
+    is_partitioned = type(built.datamodule) is PartitionedData
+    datamodule = built.datamodule.source if is_partitioned else built.datamodule
+    assert type(datamodule) is data
+    assert getattr(datamodule, "data_dir", Path("somewhere")) == Path("somewhere")
+    assert built.model.num_classes == datamodule.num_classes
     assert type(built.trainer) is FederatedTrainer
     assert built.trainer.max_epochs == rounds
     federation = built.trainer.federation
-    assert repr(federation.partition) == repr(partition)
+    assert repr(built.datamodule.partition if is_partitioned else federation.partition) == repr(partition)
     assert type(federation.server.aggregator) is FedAvg
     assert federation.schedule.clients_per_round == clients_per_round
     assert type(federation.schedule.clients_per_round) is type(clients_per_round)
@@ -105,10 +134,11 @@ def test_a_recipe_builds_what_it_says(recipe, task, data, partition, rounds, cli
 
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if str(path) != OFFLINE], ids=lambda path: path.stem)
 def test_a_recipe_trains_on_real_data(recipe, tmp_path):
-    if not DATA.is_dir():
+    data = where_data_are(recipe, DATA)
+    if data and not DATA.is_dir():
         pytest.skip(f"no data at {DATA}")
-    is_small = ["--data.image_size", "[32,32]"] if recipe.stem.startswith("camvid") else []
-    main(["fit", "-c", str(recipe), "--data.data_dir", str(DATA), "--trainer.fast_dev_run", "2", *is_small])
+    is_small = ["--data.image_size", "[32,32]"] if "camvid" in recipe.stem else []
+    main(["fit", "-c", str(recipe), *data, "--trainer.fast_dev_run", "2", *is_small])
 
 
 # Lightning says it of every checkpoint that is used in another folder than its run's.

@@ -1,0 +1,202 @@
+"""One run of a comparison: the recipe with another method in it, or trained centrally."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelSummary, ProgressBar
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lightning_fed.aggregators import Aggregator
+from lightning_fed.cli import FederatedCLI
+from lightning_fed.compare_central import central_trainer
+from lightning_fed.compare_methods import Method
+
+CHECKPOINT = "last.ckpt"
+"""Name of a run's checkpoint after its last complete round."""
+
+OnRound: TypeAlias = Callable[[int, int, dict[str, float]], None]
+
+_NOT_KEPT = (Checkpoint, ModelSummary, ProgressBar, SaveConfigCallback)  # callbacks of a recipe
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of a comparison.
+
+    Args:
+        method: The method.
+        seed: Seed of the split, the rounds and the initial weights.
+        stragglers: Fraction of stragglers; ``None`` for centralised training, which has none.
+
+    """
+
+    method: Method
+    seed: int
+    stragglers: float | None
+
+    def __str__(self) -> str:
+        stragglers = "" if self.stragglers is None else f", {self.stragglers:.0%} stragglers"
+        return f"{self.method.label}, seed {self.seed}{stragglers}"
+
+    @property
+    def name(self) -> str:
+        """Name of its folder: ``fedprox_mu=0.1_0.5_0`` for seed 0."""
+        label = "".join(sign if sign.isalnum() or sign in "=.-" else "_" for sign in self.method.label)
+        stragglers = "" if self.stragglers is None else f"_{self.stragglers:g}"
+        return f"{label}{stragglers}_{self.seed}"
+
+
+class RoundCurve(Callback):
+    """Every logged number of every round, with the seconds of its training; survives a resume.
+
+    Args:
+        every: Epochs that make a round: more than one where a plain Trainer trains without rounds.
+        on_round: Called after each round with its number, from 1, and its values.
+
+    Attributes:
+        rounds: One dictionary per round. ``seconds`` and ``cpu_seconds`` are those of training and aggregation.
+
+    """
+
+    def __init__(self, every: int = 1, on_round: Callable[[int, dict[str, float]], None] | None = None) -> None:
+        self.rounds: list[dict[str, float]] = []
+        self._every = every
+        self._on_round = on_round
+        self._begin: tuple[float, float] | None = None
+        self._seconds = [0.0, 0.0]
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Starts the clocks."""
+        self._begin = (time.perf_counter(), time.process_time())
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stops the clocks: validation is not counted."""
+        self._stop()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Notes the round."""
+        self._stop()
+        if (trainer.current_epoch + 1) % self._every:
+            return
+        values = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "step"}
+        self.rounds.append(values | {"seconds": self._seconds[0], "cpu_seconds": self._seconds[1]})
+        self._seconds = [0.0, 0.0]
+        if self._on_round is not None:
+            self._on_round(len(self.rounds), self.rounds[-1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rounds so far."""
+        return {"rounds": [dict(values) for values in self.rounds], "seconds": list(self._seconds)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on after them."""
+        self.rounds = [dict(values) for values in state_dict["rounds"]]
+        self._seconds = list(state_dict["seconds"])
+
+    def _stop(self) -> None:
+        if self._begin is not None:
+            self._seconds[0] += time.perf_counter() - self._begin[0]
+            self._seconds[1] += time.process_time() - self._begin[1]
+            self._begin = None
+
+
+def train(cli: FederatedCLI, run: Run, folder: Path, logs: Path, on_round: OnRound) -> dict[str, Any]:
+    """Trains a run, from its last complete round on if it was interrupted.
+
+    Args:
+        cli: Model, data and Trainer of the recipe, built with the run's seed.
+        run: The run.
+        folder: Folder of the checkpoint ``last.ckpt``, which every round writes.
+        logs: Folder of TensorBoard's logs.
+        on_round: Called after each round with its number, from 1, how many there are, and its values.
+
+    Returns:
+        The run and its ``rounds``, as JSON can hold them.
+
+    """
+    trainer, every, has_own_models = _make_trainer(cli, run)
+    count = trainer.max_epochs // every
+    curve = RoundCurve(every, lambda number, values: on_round(number, count, values))
+    trainer.callbacks += [curve, _SaveEveryRound(folder / CHECKPOINT)]
+    if find_spec("tensorboard"):
+        trainer.loggers = [TensorBoardLogger(logs, name="", version=folder.name)]
+    last = folder / CHECKPOINT
+    trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=last if last.exists() else None)
+    return {
+        "method": run.method.label,
+        "seed": run.seed,
+        "stragglers": run.stragglers,
+        "has_own_models": has_own_models,
+        "rounds": curve.rounds,
+        "test": {},
+    }
+
+
+def evaluate(cli: FederatedCLI, run: Run, folder: Path) -> dict[str, float]:
+    """Evaluates a finished run on the test data; client by client as well, where they are given for every client.
+
+    Args:
+        cli: Model, data and Trainer of the recipe, built with the run's seed.
+        run: The run.
+        folder: The folder of its checkpoint.
+
+    """
+    trainer, _, _ = _make_trainer(cli, run)
+    trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=folder / CHECKPOINT, verbose=False)
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name != "step"}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing of what Lightning says of every run; warnings of lightning_fed stay."""
+    logs = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"(lightning|torch|jsonargparse)\.")
+            yield
+    finally:
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
+
+
+def _make_trainer(cli: FederatedCLI, run: Run) -> tuple[Any, int, bool]:
+    """The Trainer, its epochs per round, and whether clients have models of their own."""
+    trainer: Any = cli.trainer
+    every, has_own_models = 1, False
+    if run.stragglers is None:
+        trainer, every = central_trainer(cli)
+    else:
+        federation = run.method.federation(trainer.federation.replace(stragglers=run.stragglers))
+        trainer.callbacks[trainer.callbacks.index(trainer.federation)] = federation
+        trainer.federation = federation
+        has_several = type(federation.server.aggregator).model_of is not Aggregator.model_of
+        has_own_models = bool(federation.personal) or federation.batch_norm == "personal" or has_several
+    trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, _NOT_KEPT)]
+    return trainer, every, has_own_models
+
+
+class _SaveEveryRound(Checkpoint):
+    """Saves the run after every round, as a whole or not at all; after the other callbacks, as all checkpoints."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        part = self._path.with_suffix(".part")
+        trainer.save_checkpoint(part)
+        os.replace(part, self._path)
