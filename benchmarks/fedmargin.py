@@ -1,0 +1,185 @@
+"""FedMargin against the methods of its paper, on equal rounds and under stragglers: four data sets, one recipe each.
+
+Trains what is not trained yet, through `lightning_fed.compare`, and makes the tables of what is there. Learning rates
+were tuned with FedAvg, on validation data; all methods have the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import machine, parser, prepare, table, write_section
+
+from lightning_fed.compare import Plan, load_results, run_comparison
+from lightning_fed.compare_methods import CENTRAL, Method
+from lightning_fed.compare_report import draw, markdown, summarize
+
+ROOT = Path(__file__).parents[1]
+BASELINES = ("central", "fedavg", "fairavg", "fedprox:mu=0.1", "fedatt", "feddane", "fesem", "fedper", "fedrep")
+OPTIONS = (
+    "fedmargin:combine=lpm",
+    "fedmargin:combine=apm",
+    "fedmargin:combine=product",
+    "fedmargin:attention=softmax",
+    "fedmargin:class_reduction=sum",
+    "fedmargin:size_weighting=true",
+)
+
+
+@dataclass(frozen=True)
+class Study:
+    """One data set.
+
+    Args:
+        recipe: Its recipe, in ``recipes/``.
+        words: The setting, as the report says it.
+        data: The recipe's option for the folder of the data; empty where it reads none.
+        methods: The methods.
+        monitors: What is compared: a table for each.
+        variants: Name to further arguments of the recipe; a folder, and a panel of the report, for each.
+
+    """
+
+    recipe: str
+    words: str
+    data: str
+    methods: Sequence[str]
+    monitors: Sequence[str]
+    variants: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"": ()})
+
+
+STUDIES = {
+    "synthetic": Study(
+        "synthetic.yaml",
+        "Synthetic(1,1) with a small MLP (60-64-10): 30 clients of unlike sizes, 10 in a round, 5 local epochs",
+        "",
+        (*BASELINES, "fedmargin", *OPTIONS),
+        ("fed/val_acc/mean", "val_acc"),
+    ),
+    "femnist": Study(
+        "compare_femnist.yaml",
+        "FEMNIST with a narrow LeNet: 105 writers, 10 in a round, 5 local epochs",
+        "--data.source.data_dir",
+        (*BASELINES, "fedmargin", *OPTIONS),
+        ("fed/val_acc/mean", "val_acc"),
+    ),
+    "fashion_mnist": Study(
+        "compare_fashion_mnist.yaml",
+        "Fashion-MNIST (10,000 images) with a narrow LeNet: 50 clients of two labels, 10 in a round, 5 local epochs",
+        "--data.source.data_dir",
+        (*BASELINES, "fedmargin", *OPTIONS),
+        ("fed/val_acc/mean", "val_acc"),
+    ),
+    "camvid": Study(
+        "compare_camvid.yaml",
+        "CamVid at 96x64 (184 frames) with a narrow DeepLabV3+: 8 clients of equal sizes, 4 in a round, 2 local epochs",
+        "--data.data_dir",
+        ("central", "fedavg", "fairavg", "fedprox:mu=0.1", "fedatt", "fedmargin"),
+        ("val_miou",),
+        {f"Dirichlet {alpha}": ("--trainer.partition.alpha", alpha) for alpha in ("0.01", "0.1", "1", "10")},
+    ),
+}
+
+
+def make_plan(name: str, variant: str, methods: Sequence[str], arguments: argparse.Namespace) -> Plan:
+    study = STUDIES[name]
+    overrides = [study.data, str(arguments.data)] if study.data else []
+    overrides += study.variants[variant]
+    overrides += ["--trainer.max_rounds", "1"] if arguments.quick else []
+    return Plan(
+        recipe=ROOT / "recipes" / study.recipe,
+        methods=[Method.parse(text) for text in methods],
+        seeds=arguments.seeds,
+        stragglers=arguments.stragglers,
+        out=arguments.runs / "fedmargin" / " ".join([name, *study.variants[variant][1:]]).replace(" ", "_"),
+        monitor=study.monitors[0],
+        test=arguments.test,
+        overrides=overrides,
+    )
+
+
+def make_plans(name: str, arguments: argparse.Namespace) -> dict[str, Plan]:
+    """The plans of a study; centralised training knows no partition: once is enough."""
+    plans = {}
+    for variant in STUDIES[name].variants:
+        methods = [text for text in STUDIES[name].methods if not arguments.methods or text in arguments.methods]
+        methods = [text for text in methods if text != CENTRAL or not plans]
+        if methods:
+            plans[variant] = make_plan(name, variant, methods, arguments)
+    return plans
+
+
+def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.Namespace) -> str:
+    """The tables of a study, of all runs that are there."""
+    study = STUDIES[name]
+    command = f"python benchmarks/fedmargin.py --data DATA --studies {name} --out docs/results.md"
+    parts = [f"`{command}`. {study.words}; `recipes/{study.recipe}`. {machine(arguments.threads)}."]
+    if len(results) > 1:
+        parts += [
+            f"`{study.monitors[0]}`, mean ± standard deviation over seeds and stragglers:",
+            overview(results, arguments.last),
+        ]
+    for variant, found in results.items():
+        for monitor in study.monitors:
+            parts += [f"**{variant}**"] if variant else []
+            parts.append(markdown([{**run, "monitor": monitor} for run in found], last=arguments.last))
+    return "\n\n".join(parts)
+
+
+def overview(results: Mapping[str, Sequence[Any]], last: int) -> str:
+    """Methods by variants."""
+    cells = {variant: summarize(found, last=last) for variant, found in results.items()}
+    methods = dict.fromkeys(method for of_variant in cells.values() for method, _ in of_variant)
+    rows = []
+    for method in methods:
+        row = [f"`{method}`"]
+        for of_variant in cells.values():
+            scores = [score for (name, _), cell in of_variant.items() if name == method for score in cell.score]
+            std = f" ± {statistics.stdev(scores):.3f}" if len(scores) > 1 else ""
+            row.append(f"{statistics.fmean(scores):.3f}{std}" if scores else "")
+        rows.append(row)
+    return table(["method", *cells], rows)
+
+
+def main() -> None:
+    made = parser(__doc__.splitlines()[0], data=False)
+    made.add_argument("--data", type=Path, default=None, help="folder that holds the data sets; synthetic needs none")
+    made.add_argument("--studies", nargs="+", default=list(STUDIES), choices=list(STUDIES), help="data sets")
+    made.add_argument("--methods", nargs="+", default=[], metavar="METHOD", help="of those of the study; else all")
+    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds")
+    made.add_argument("--stragglers", type=float, nargs="+", default=[0.0, 0.5, 0.8], help="fractions of the cohort")
+    made.add_argument("--last", type=int, default=5, help="rounds at the end whose mean is the score")
+    made.add_argument("--test", action="store_true", help="evaluate finished runs on the test data (do this once)")
+    made.add_argument("--report", action="store_true", help="only make the tables of what is there")
+    made.add_argument("--figures", type=Path, default=None, help="folder for the PNG files of the curves")
+    arguments = made.parse_args()
+    prepare(arguments)
+    if arguments.quick:
+        arguments.seeds, arguments.stragglers = [0], [0.5]
+        arguments.methods = arguments.methods or ["central", "fedavg", "fedper", "fedmargin"]
+    if arguments.data is None and any(STUDIES[name].data for name in arguments.studies):
+        raise SystemExit("Expected --data, the folder that holds the data sets, or --studies synthetic.")
+    for name in arguments.studies:
+        results: dict[str, list[Any]] = {}
+        for variant, plan in make_plans(name, arguments).items():
+            if not arguments.report:
+                print(f"{name} {variant}".strip(), flush=True)
+                run_comparison(plan)
+            central = [run for run in next(iter(results.values()), []) if run["method"] == CENTRAL]
+            found = [*central, *load_results(plan)]
+            if not found:
+                continue
+            results[variant] = found
+            if arguments.figures is not None:
+                arguments.figures.mkdir(parents=True, exist_ok=True)
+                draw(found, arguments.figures / f"fedmargin_{plan.out.name}.png", last=arguments.last)
+            write_section(arguments.out, f"fedmargin-{name}", report(name, results, arguments))
+
+
+if __name__ == "__main__":
+    main()
