@@ -209,7 +209,7 @@ def _summary(results: Sequence[Mapping[str, Any]], target: float, last: int) -> 
 def _note(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str:
     monitor, seeds = results[0]["monitor"], len({run["seed"] for run in results})
     lengths = sorted({len(run["rounds"]) for run in results if run["method"] != CENTRAL})
-    rounds = f", {'-'.join(map(str, lengths))} rounds" if lengths else ""
+    rounds = f", {'-'.join(map(str, lengths))} {'round' if lengths == [1] else 'rounds'}" if lengths else ""
     over = "of the last round" if last == 1 else f"over the last {last} rounds"
     notes = [f"{seeds} {'seed' if seeds == 1 else 'seeds'}{rounds}; `{monitor}` {over}, mean ± standard deviation."]
     if any(run["method"] == CENTRAL for run in results):

@@ -207,12 +207,12 @@ def whole(tmp_path_factory):
     return files(folder / "out")
 
 
-PLACES = {  # fit, hook, round, batch
-    "in the first round": [2, "on_train_batch_start", 0, 3],
-    "in a later round": [3, "on_train_batch_start", 2, 3],
-    "of central": [1, "on_train_batch_start", 1, 3],
-    "in validation": [3, "on_validation_batch_end", 1, 0],
-    "at the end": [2, "on_train_end", 3, 0],  # nothing is left to be trained
+PLACES = {  # fit, hook, round, batch; and the rounds that are left
+    "in the first round": ([2, "on_train_batch_start", 0, 3], 3),
+    "in a later round": ([3, "on_train_batch_start", 2, 3], 1),
+    "of central": ([1, "on_train_batch_start", 1, 3], 2),
+    "in validation": ([3, "on_validation_batch_end", 1, 0], 2),
+    "at the end": ([2, "on_train_end", 3, 0], 0),
 }
 
 
@@ -229,8 +229,8 @@ def assert_alike(out, whole):
 @pytest.mark.parametrize("where", PLACES)
 def test_interrupted_and_started_again(where, whole, tmp_path, capsys):
     out = tmp_path / "out"
-    Notes.place = PLACES[where]
-    number = PLACES[where][0]
+    Notes.place, left = PLACES[where]
+    number = Notes.place[0]
     with pytest.raises(Interruption):
         compare(*ALL, out)
     assert "interrupted\n" in capsys.readouterr().out
@@ -238,7 +238,8 @@ def test_interrupted_and_started_again(where, whole, tmp_path, capsys):
     assert len(before) == number - 1
     compare(*ALL, out)
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert len(Notes.fits) == 3 + (where != "at the end")
+    assert len(Notes.fits) == 3 + (left > 0)
+    assert left == 0 or len(Notes.fits[number]["logged"]) == left
     assert f"{number - 1} of 3 runs: done before\n" in capsys.readouterr().out or number == 1
     assert_alike(out, whole)
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*.json")}
@@ -248,7 +249,7 @@ def test_interrupted_and_started_again(where, whole, tmp_path, capsys):
 
 
 def test_killed_and_started_again(whole, tmp_path):
-    place = PLACES["in a later round"]
+    place, left = PLACES["in a later round"]
     command = [sys.executable, "-m", "tests.compare_script", json.dumps(place), "compare", *ALL, "out"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -261,6 +262,7 @@ def test_killed_and_started_again(whole, tmp_path):
     assert process.returncode == -signal.SIGKILL
     assert len(list(tmp_path.glob("out/runs/*/result.json"))) == place[0] - 1
     compare(*ALL, "out")
+    assert [len(fit["logged"]) for fit in Notes.fits] == [left]
     assert_alike(tmp_path / "out", whole)
 
 
