@@ -323,7 +323,7 @@ class ClassPrototypes(FederatedCallback):
     def _start_watching(self, num_batches: int, per_epoch: int | None) -> None:
         """Sums up the features of the first and of the last batches from now on."""
         self._first, self._last = _Sums(), _Sums()
-        self._started, self._place = int(self._batch is not None), 0  # the first batch may be there already
+        self._started = self._place = 0
         self._window = min(per_epoch or num_batches, num_batches // 2), num_batches
 
     def _watch_batch(self, features: Tensor) -> None:

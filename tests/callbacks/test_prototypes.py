@@ -520,6 +520,24 @@ def test_left_out_classes_and_rare_ones(federated_trainer):
     assert {len(unpacked(visit.extras)[1]) for visit in visits.values()} != {3}
 
 
+@pytest.mark.parametrize("passes", ["exact", "online"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_precision(precision, passes, federated_trainer):
+    """Prototypes are float32, of the features as the Trainer's precision makes them."""
+    clients = models.vectors(TWO)
+    expected = sent(
+        federated_trainer, ClassPrototypes(passes=passes), models.Module(models.mlp()), models.as_datasets(clients)
+    )
+    visits = sent(
+        federated_trainer, ClassPrototypes(passes=passes), models.Module(models.mlp()), models.as_datasets(clients),
+        precision=precision,
+    )  # fmt: skip
+    for client, visit in visits.items():
+        assert visit.extras["prototypes:means"].dtype == torch.float32
+        tolerance = 1e-5 if precision == "64-true" else 0.05
+        assert_close(unpacked(visit.extras)[0], unpacked(expected[client].extras)[0], tolerance)
+
+
 def test_void_labels(federated_trainer):
     """Under another number than 255, which then is an error."""
 
