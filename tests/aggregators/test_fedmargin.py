@@ -323,11 +323,11 @@ def test_nobody_with_prototypes_is_fairavg():
 def test_margins_keep_their_precision():
     rule = FedMargin(combine="lpm")
     rule.start_round(0, {"w": torch.tensor(0.0)})
-    for client, margin in (("a", 0.1), ("b", 0.2)):
+    for client, margin in (("a", 0.1), ("b", 0.7)):
         extras = {"prototypes:lpm:semantic:mean": torch.tensor(margin, dtype=torch.float64)}
         rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(1.0)}, extras))
     rule.aggregate()
-    assert rule.last.attention == pytest.approx([1 / 3, 2 / 3], rel=1e-14)
+    assert rule.last.attention == pytest.approx([1 / 8, 7 / 8], rel=1e-14)
 
 
 # --- a cohort's life --------------------------------------------------------------------------------------------------
