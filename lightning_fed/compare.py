@@ -6,6 +6,7 @@ who straggles and the initial weights depend on the seed alone, so that methods 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -177,6 +178,7 @@ def _run(plan: Plan, run: Run, folder: Path, monitor: str, progress: Progress) -
     with quiet():
         result = train(plan.build(run.seed), run, folder, plan.out / "tensorboard", show)
     write_whole(folder / "result.json", json.dumps(result))
+    gc.collect()  # a Trainer is part of cycles: the data of many runs would pile up
     rounds: list[dict[str, float]] = result["rounds"]
     return rounds
 

@@ -159,12 +159,14 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
     panels = figure.subplots(1, len(parts), squeeze=False, sharey=True)[0]
     central = [_score(run, last) for run in results if run["method"] == CENTRAL]
     for axes, part in zip(panels, parts, strict=True):
-        for method in dict.fromkeys(run["method"] for run in results if run["method"] != CENTRAL):
+        methods = dict.fromkeys(run["method"] for run in results if run["method"] != CENTRAL)
+        for number, method in enumerate(methods):
             runs = [run for run in results if run["method"] == method and run["stragglers"] == part]
             curves = [[values.get(monitor, math.nan) for values in run["rounds"]] for run in runs]
             columns = list(zip(*curves, strict=False))  # as many rounds as all seeds have
             rounds = range(1, len(columns) + 1)
-            (line,) = axes.plot(rounds, [statistics.fmean(values) for values in columns], label=method)
+            style = "-" if number < 10 else "--"  # there are ten colours
+            (line,) = axes.plot(rounds, [statistics.fmean(values) for values in columns], style, label=method)
             lows, highs = [min(values) for values in columns], [max(values) for values in columns]
             axes.fill_between(rounds, lows, highs, alpha=0.15, color=line.get_color(), linewidth=0)
         if central:

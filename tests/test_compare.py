@@ -160,7 +160,7 @@ def test_the_recipes_other_options_are_every_methods(tmp_path):
         (("--trainer.max_rounds", 3, "--trainer.local_epochs", 2, "--trainer.clients_per_round", 3), 3, 3),
         (("--trainer.max_rounds", 3, "--trainer.local_epochs", 1, "--trainer.clients_per_round", 0.3), 1, 1),
         (("--trainer.max_rounds", 2, "--trainer.local_epochs", 6, "--trainer.clients_per_round", 3), 6, 2),
-        (("--trainer.max_rounds", 3, "--trainer.local_epochs", 5, "--trainer.clients_per_round", 3), 8, 4),
+        (("--trainer.max_rounds", 2, "--trainer.local_epochs", 5, "--trainer.clients_per_round", 3), 6, 3),
     ],
 )
 def test_central_trains_on_as_many_examples(arguments, epochs, rounds, tmp_path):
