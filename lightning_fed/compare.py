@@ -143,7 +143,7 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
             except BaseException:
                 progress.end("interrupted")
                 raise
-            progress.end(f"{_value_of(rounds[-1], target[0])}, {time.perf_counter() - begin:.0f} s")
+            progress.end(f"{_value_of(rounds[-1] if rounds else {}, target[0])}, {time.perf_counter() - begin:.0f} s")
         result = _load(folder, target)
         if plan.test and not result["test"]:
             with quiet():
@@ -190,14 +190,14 @@ def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str]]:
         trainer: Any = cli.trainer
         for method in plan.methods:
             _check_method(method, cli)
-    runs = []
-    for seed in plan.seeds:
-        for place, part in enumerate(plan.stragglers or [trainer.federation.schedule.stragglers]):
-            for method in plan.methods:
-                if method.name != CENTRAL:
-                    runs.append(Run(method, seed, part))
-                elif place == 0:
-                    runs.append(Run(method, seed, None))
+    parts = plan.stragglers or [trainer.federation.schedule.stragglers]
+    every = [
+        Run(method, seed, None if method.name == CENTRAL else part)
+        for seed in plan.seeds
+        for part in parts
+        for method in plan.methods
+    ]
+    runs = list(dict.fromkeys(every))  # the centralised ones are once for all fractions of stragglers
     for run in runs:
         _check_folder(plan, run)
     return runs, _metric(plan, trainer)
