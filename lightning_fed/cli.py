@@ -22,6 +22,7 @@ import lightning_fed.tasks  # noqa: F401
 from lightning_fed import __version__
 from lightning_fed.callbacks import Federation
 from lightning_fed.functional.options import OptionError
+from lightning_fed.functional.partition import PartitionError
 from lightning_fed.state import Selector
 from lightning_fed.trainer import FederatedTrainer
 
@@ -199,7 +200,7 @@ def _run(args: list[str] | None) -> None:
     _find_own_modules()
     try:
         FederatedCLI(args)
-    except (FileNotFoundError, MisconfigurationException, OptionError) as error:
+    except (FileNotFoundError, MisconfigurationException, OptionError, PartitionError) as error:
         _stop(error)
 
 
@@ -279,7 +280,7 @@ def _compare(args: Sequence[str]) -> None:
     _find_own_modules()
     try:
         results = run_comparison(plan)
-    except (FileNotFoundError, MisconfigurationException, OptionError) as error:
+    except (FileNotFoundError, MisconfigurationException, OptionError, PartitionError) as error:
         _stop(error)
     table = write_report(results, options.out, options.target, options.last)
     sys.stdout.write(f"\n{table}\n\nTables, curves, checkpoints and logs: {options.out}\n")

@@ -25,13 +25,15 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from lightning_fed.functional.options import OptionError
-
 IndexArray = npt.NDArray[np.int64]
 
 # Beyond these numpy's sampler loses its precision (sums of gamma variates overflow, densities underflow), while the
 # distribution is its limit to within any sample count: the mean, or one category alone.
 _ALPHA_OF_MEAN, _ALPHA_OF_ONE = 1e15, 1e-15
+
+
+class PartitionError(ValueError):
+    """An argument that no split of these data can have; the command line shows it without a traceback."""
 
 
 def iid(num_samples: int, num_clients: int, seed: int) -> list[IndexArray]:
@@ -102,14 +104,14 @@ def dirichlet_per_class(
     classes, class_sizes = _classes(labels)
     _check_clients(num_clients, classes.size)
     if not alpha > 0:
-        raise OptionError(f"Expected `alpha` to be greater than 0, but got {alpha}.")
+        raise PartitionError(f"Expected `alpha` to be greater than 0, but got {alpha}.")
     _check_min_size(min_size, num_clients, classes.size)
     rng = _generator("dirichlet_per_class", seed)
     for _ in range(_at_least("max_tries", max_tries, 1)):
         counts = _counts_per_class(rng, class_sizes, num_clients, alpha, balance)
         if counts.sum(axis=1).min() >= min_size:
             return _deal_by_class(rng, classes, counts)
-    raise OptionError(
+    raise PartitionError(
         f"Expected every client to get at least {min_size} samples (`min_size`), but none of {max_tries} draws gave"
         f" that to {num_clients} clients of {classes.size} samples with alpha={alpha}. Lower `min_size` or"
         " `num_clients`, or raise `alpha`."
@@ -160,9 +162,9 @@ def dirichlet_per_client(
     classes, class_sizes = _classes(labels)
     _check_clients(num_clients, classes.size)
     if not alpha >= 0:
-        raise OptionError(f"Expected `alpha` to be at least 0, but got {alpha}.")
+        raise PartitionError(f"Expected `alpha` to be at least 0, but got {alpha}.")
     if prior not in ("empirical", "uniform"):
-        raise OptionError(f"Expected `prior` to be 'empirical' or 'uniform', but got {prior!r}.")
+        raise PartitionError(f"Expected `prior` to be 'empirical' or 'uniform', but got {prior!r}.")
     rng = _generator("dirichlet_per_client", seed)
     pi = class_sizes / classes.size if prior == "empirical" else np.full(class_sizes.size, 1 / class_sizes.size)
     size = classes.size // num_clients
@@ -208,7 +210,7 @@ def shards(labels: npt.ArrayLike, num_clients: int, shards_per_client: int, seed
     _check_clients(num_clients, classes.size)
     num_shards = num_clients * _at_least("shards_per_client", shards_per_client, 1)
     if num_shards > classes.size:
-        raise OptionError(
+        raise PartitionError(
             f"Expected `num_clients` * `shards_per_client` to be at most the number of samples ({classes.size}), but"
             f" got {num_clients} * {shards_per_client}."
         )
@@ -249,7 +251,7 @@ def labels_per_client(labels: npt.ArrayLike, num_clients: int, labels_per_client
     classes, class_sizes = _classes(labels)
     _check_clients(num_clients, classes.size)
     if not 1 <= labels_per_client <= class_sizes.size:
-        raise OptionError(
+        raise PartitionError(
             f"Expected `labels_per_client` to be from 1 to the number of different labels ({class_sizes.size}), but got"
             f" {labels_per_client}."
         )
@@ -307,11 +309,11 @@ def quantity_skew(
     """
     _check_clients(num_clients, num_samples)
     if distribution not in ("dirichlet", "lognormal"):
-        raise OptionError(f"Expected `distribution` to be 'dirichlet' or 'lognormal', but got {distribution!r}.")
+        raise PartitionError(f"Expected `distribution` to be 'dirichlet' or 'lognormal', but got {distribution!r}.")
     if not beta > 0:
-        raise OptionError(f"Expected `beta` to be greater than 0, but got {beta}.")
+        raise PartitionError(f"Expected `beta` to be greater than 0, but got {beta}.")
     if not 0 <= sigma < np.inf:
-        raise OptionError(f"Expected `sigma` to be at least 0 and finite, but got {sigma}.")
+        raise PartitionError(f"Expected `sigma` to be at least 0 and finite, but got {sigma}.")
     _check_min_size(min_size, num_clients, num_samples)
     rng = _generator("quantity_skew", seed)
     for _ in range(_at_least("max_tries", max_tries, 1)):
@@ -325,7 +327,7 @@ def quantity_skew(
         if sizes.min() >= min_size:
             return _deal_in_order(rng.permutation(num_samples), sizes)
     spread = f"beta={beta}" if distribution == "dirichlet" else f"sigma={sigma}"
-    raise OptionError(
+    raise PartitionError(
         f"Expected every client to get at least {min_size} samples (`min_size`), but none of {max_tries} draws gave"
         f" that to {num_clients} clients of {num_samples} samples with {spread}. Lower `min_size` or `num_clients`, or"
         f" {'raise `beta`' if distribution == 'dirichlet' else 'lower `sigma`'}."
@@ -495,7 +497,7 @@ def _classes(labels: npt.ArrayLike) -> tuple[IndexArray, IndexArray]:
     """Labels renumbered from 0 in their order, and the number of samples of each."""
     array = _one_dimensional("labels", labels)
     if array.dtype.kind not in "iubUS":
-        raise OptionError(f"Expected `labels` to be integers or strings, but got an array of {array.dtype}.")
+        raise PartitionError(f"Expected `labels` to be integers or strings, but got an array of {array.dtype}.")
     _, classes, class_sizes = np.unique(array, return_inverse=True, return_counts=True)
     return classes.astype(np.int64), class_sizes.astype(np.int64)
 
@@ -503,20 +505,20 @@ def _classes(labels: npt.ArrayLike) -> tuple[IndexArray, IndexArray]:
 def _one_dimensional(name: str, values: npt.ArrayLike) -> npt.NDArray[np.generic]:
     array = np.asarray(values)
     if array.ndim != 1 or array.size == 0:
-        raise OptionError(f"Expected `{name}` to have shape (N,) with N at least 1, but got {array.shape}.")
+        raise PartitionError(f"Expected `{name}` to have shape (N,) with N at least 1, but got {array.shape}.")
     return array
 
 
 def _at_least(name: str, value: int, lowest: int) -> int:
     if value < lowest:
-        raise OptionError(f"Expected `{name}` to be at least {lowest}, but got {value}.")
+        raise PartitionError(f"Expected `{name}` to be at least {lowest}, but got {value}.")
     return value
 
 
 def _check_clients(num_clients: int, num_samples: int) -> None:
     _at_least("num_clients", num_clients, 1)
     if num_clients > num_samples:
-        raise OptionError(
+        raise PartitionError(
             f"Expected `num_clients` to be at most the number of samples ({num_samples}), but got {num_clients}."
         )
 
@@ -524,7 +526,7 @@ def _check_clients(num_clients: int, num_samples: int) -> None:
 def _check_min_size(min_size: int, num_clients: int, num_samples: int) -> None:
     _at_least("min_size", min_size, 0)
     if min_size * num_clients > num_samples:
-        raise OptionError(
+        raise PartitionError(
             f"Expected `min_size` * `num_clients` to be at most the number of samples ({num_samples}), but got"
             f" {min_size} * {num_clients}."
         )
