@@ -23,6 +23,7 @@ from lightning_fed.cli import FederatedCLI
 from lightning_fed.compare_central import check_central
 from lightning_fed.compare_methods import CENTRAL, Method
 from lightning_fed.compare_run import Run, evaluate, quiet, train
+from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.state import entry_policies
 
 
@@ -207,6 +208,8 @@ def _check_method(method: Method, cli: FederatedCLI) -> None:
     trainer: Any = cli.trainer
     if trainer.federation.client_callbacks:
         raise MisconfigurationException("Expected a recipe without a preset, whose callbacks all methods would get.")
+    if trainer.federation.partition is None and not isinstance(cli.datamodule, FederatedDataModule):
+        raise MisconfigurationException("Expected a `partition` of the training data, or a FederatedDataModule.")
     if method.name == CENTRAL:
         check_central(cli)
     try:

@@ -79,8 +79,7 @@ def _count_clients(cli: FederatedCLI, federation: Federation) -> int:
         cli.datamodule.setup("fit")
     if isinstance(cli.datamodule, FederatedDataModule):
         return len(cli.datamodule.population().clients)
-    if federation.partition is None:
-        raise MisconfigurationException("Expected a `partition` of the training data, or a FederatedDataModule.")
+    assert federation.partition is not None  # the comparison has checked it
     loader = (cli.datamodule or cli.model).train_dataloader()
     return len(split_loader(loader, federation.partition, federation.schedule.seed).clients)
 
