@@ -2,6 +2,9 @@
 
 A :class:`Broadcast` goes down, a :class:`ClientUpdate` goes up. Both hold flat dictionaries of tensors, so that the
 same two halves run in one process, across processes or over a network, and communication is counted, not estimated.
+
+Of a large table (the classes of a head, the words of an embedding) a client may want a few rows only. It asks for them
+in a :class:`Request` before the broadcast; only these rows travel then, in both directions.
 """
 
 from __future__ import annotations
@@ -32,19 +35,42 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 @dataclass
+class Request:
+    """What a client asks for before its visit, where it does not want all of an entry.
+
+    Args:
+        client: The client's key.
+        rows: For an entry of the model the rows that the client wants: int64, shape (rows,), strictly increasing, so
+            that their order says nothing about the client.
+
+    """
+
+    client: Client
+    rows: State = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors in the message."""
+        return tensor_bytes(self.rows)
+
+
+@dataclass
 class Broadcast:
     """What the server sends to one client at the start of its visit.
 
     Args:
         round: Index of the round, from 0.
         state: Entries of the model that the client starts from.
-        extras: Whatever else the method sends (control variates, class ids, ...).
+        extras: Whatever else the method sends (control variates, ...).
+        rows: For entries of which ``state`` holds some rows only, which: those of the client's :class:`Request`, which
+            this message answers. They are counted there.
 
     """
 
     round: int
     state: State
     extras: State = field(default_factory=dict)
+    rows: State = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +88,8 @@ class ClientUpdate:
         state: Entries of the model as the client trained them (not differences).
         extras: Whatever else the method sends (prototypes, statistics, ...).
         metrics: Plain numbers for the log.
+        rows: For entries of which ``state`` holds some rows only, which. The server fills it in with what it sent: a
+            client cannot write into rows that it did not ask for.
 
     """
 
@@ -70,6 +98,7 @@ class ClientUpdate:
     state: State
     extras: State = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    rows: State = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

@@ -9,7 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -36,7 +36,13 @@ class Aggregator(ABC):
         >>> fedavg.aggregate()
         {'w': tensor([2.2500])}
 
+    Attributes:
+        takes_rows: Whether the rule can do with updates of which some entries are a few rows only
+            (:attr:`ClientUpdate.rows <lightning_fed.messages.ClientUpdate>`).
+
     """
+
+    takes_rows: ClassVar[bool] = False
 
     @abstractmethod
     def start_round(self, round: int, state: State) -> None:
