@@ -101,13 +101,13 @@ def where_data_are(recipe, folder):
     [
         ("camvid_deeplab_dirichlet", SegmentationTask, CamVid, Dirichlet(12, 0.1, min_size=4, background=None), 100, 4),
         ("camvid_deeplab_sequence", SegmentationTask, CamVid, ByGroup(), 60, 1.0),
-        ("compare_camvid", SegmentationTask, CamVid, Dirichlet(8, 0.1, "per_client", background=None), 12, 4),
-        ("compare_fashion_mnist", ClassificationTask, FashionMNIST, LabelsPerClient(50, 2), 30, 10),
-        ("compare_femnist", ClassificationTask, FEMNIST, ByGroup(), 25, 10),
+        ("compare_camvid", SegmentationTask, CamVid, Dirichlet(8, 0.1, "per_client", background=None), 10, 4),
+        ("compare_fashion_mnist", ClassificationTask, FashionMNIST, LabelsPerClient(50, 2), 25, 10),
+        ("compare_femnist", ClassificationTask, FEMNIST, ByGroup(), 20, 10),
         ("fashion_mnist_dirichlet", ClassificationTask, FashionMNIST, Dirichlet(100, 0.1), 200, 10),
         ("femnist_writers", ClassificationTask, FEMNIST, ByGroup(), 300, 10),
         ("shapes_deeplab", SegmentationTask, Shapes, Dirichlet(12, 0.3), 6, 4),
-        ("synthetic", ClassificationTask, Synthetic, None, 40, 10),
+        ("synthetic", ClassificationTask, Synthetic, None, 30, 10),
     ],
 )
 def test_a_recipe_builds_what_it_says(recipe, task, data, partition, rounds, clients_per_round):
