@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_fed.functional.options import check_count
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.functional.rows import find_bad_rows
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.state import find_fault, find_non_finite
 
 _log = logging.getLogger(__name__)
@@ -152,23 +153,37 @@ class Server:
         self.report = RoundReport(round=-1)
         self.state_before: dict[str, Any] = {}
         self._expected: dict[Client, State] = {}
+        self._rows: dict[Client, State] = {}
 
     def start_round(self, round: int, state: State) -> None:
         """Starts a round from the shared entries of the global model."""
         self.state_before = dict(self.aggregator.state_dict())
         self.report = RoundReport(round)
         self._expected.clear()
+        self._rows.clear()
         self.aggregator.start_round(round, state)
 
-    def send(self, client: Client, shape: Callable[[Broadcast], None] | None = None) -> Broadcast:
+    def send(
+        self,
+        client: Client,
+        shape: Callable[[Broadcast], None] | None = None,
+        request: Request | None = None,
+    ) -> Broadcast:
         """The message for one client.
 
         Args:
             client: The client's key.
             shape: Called with the message before it is counted; may change what this client is sent.
+            request: Rows that the client wants of some entries, instead of all.
+
+        Raises:
+            ValueError: If the rule cannot do with rows, or the request does not fit the model.
 
         """
         broadcast = self.aggregator.broadcast(client)
+        if request is not None and request.rows:
+            self._slice(broadcast, request)
+        self._rows[client] = dict(broadcast.rows)
         if shape is not None:
             shape(broadcast)
         self.count_down(broadcast)
@@ -190,6 +205,7 @@ class Server:
         """
         self.count_up(update)
         expected = self._expected.pop(update.client, None)
+        update.rows = self._rows.pop(update.client, {})
         if expected is None:
             return self.fail(update.client, "it sent an update that was not asked for")
         if unpack is not None:
@@ -236,10 +252,26 @@ class Server:
         """Takes the aggregator back to where it was when the round began."""
         self.aggregator.load_state_dict(self.state_before)
 
+    def _slice(self, broadcast: Broadcast, request: Request) -> None:
+        """Leaves the rows that the client asked for."""
+        if not self.aggregator.takes_rows:
+            raise ValueError(
+                f"Expected a rule that can do with some rows of {sorted(request.rows)}, but"
+                f" {type(self.aggregator).__name__} needs whole entries: use 'fedavg', for instance."
+            )
+        for name, rows in request.rows.items():
+            table = broadcast.state.get(name)
+            fault = "it is not sent" if table is None else find_bad_rows(rows, table)
+            if table is None or fault is not None:
+                raise ValueError(f"Client {request.client!r} asks for rows of {name!r}, but {fault}.")
+            broadcast.state[name] = table[rows.to(table.device)]
+            broadcast.rows[name] = rows
+        self.count_up(request)
+
     def count_down(self, message: Broadcast) -> None:
         """Counts a message that went down."""
         self.report.down_bytes += message.nbytes
 
-    def count_up(self, message: ClientUpdate) -> None:
+    def count_up(self, message: ClientUpdate | Request) -> None:
         """Counts a message that came up."""
         self.report.up_bytes += message.nbytes

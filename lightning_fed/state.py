@@ -3,6 +3,7 @@
 Every entry of ``module.state_dict()`` has one policy:
 
 - *shared*: goes down with the broadcast, comes back with the update, is aggregated;
+- *sliced*: shared, but a client asks for some of its rows, and holds and sends nothing else of it (FedSS);
 - *personal*: stays with its client between rounds and never travels (FedPer, FedBN);
 - *frozen*: never travels; every visit starts from the server's copy.
 """
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from lightning_fed.functional.options import OptionError
 from lightning_fed.messages import State
 
-Policy: TypeAlias = Literal["shared", "personal", "frozen"]
+Policy: TypeAlias = Literal["shared", "sliced", "personal", "frozen"]
 Selector: TypeAlias = type[nn.Module] | str | Callable[[nn.Module], Iterable[str]]
 """A pattern of entry names (``"head.*"``, as in :mod:`fnmatch`), a module type, whose entries are all meant, or a
 function of the module that names the entries.

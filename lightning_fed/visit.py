@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -16,6 +17,7 @@ from lightning_fed.store import ClientStore
 
 _OPTIMIZER = "optimizer:"
 _MEMORY = "memory:"
+_TRAVELS = ("shared", "sliced")
 
 
 class LocalModel:
@@ -24,6 +26,9 @@ class LocalModel:
     Shared entries come from the broadcast, personal ones from the client's store (before its first visit: the server's
     initial values), frozen ones are the server's. Outside a visit the module holds the global model. Buffers that are
     not part of the module's state (``persistent=False``) start every visit as they were at the start of the round.
+
+    Most entries are written into. Of a sliced entry the module's tensor is exchanged for the client's rows, which may
+    be few of very many: the whole of it is there once, and is never copied.
 
     Args:
         module: The module that trains.
@@ -39,27 +44,39 @@ class LocalModel:
         self.entries = live_entries(module)
         self.store = store
         self.parameters = [
-            name for name, _ in module.named_parameters() if policies.get(name) == "shared" and name in self.entries
+            name for name, _ in module.named_parameters() if policies.get(name) in _TRAVELS and name in self.entries
         ]
-        self.shared = [name for name in self.entries if policies[name] == "shared"]
+        self.shared = [name for name in self.entries if policies[name] in _TRAVELS]
         self.personal = [name for name in self.entries if policies[name] == "personal"]
-        self.home = copy_state({name: value for name, value in self.entries.items() if policies[name] != "shared"})
+        self.home = copy_state({name: value for name, value in self.entries.items() if policies[name] not in _TRAVELS})
+        owners = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
+        self.sliced = {name: owners[name] for name in self.entries if policies[name] == "sliced"}
         known = module.state_dict()
         self._other_buffers = {name: value for name, value in module.named_buffers() if name not in known}
         self._other_values = copy_state(self._other_buffers)
         self.memory: State = {}
 
     def global_state(self) -> State:
-        """A copy of the shared entries as they are now."""
-        return copy_state({name: self.entries[name] for name in self.shared})
+        """A copy of the shared entries as they are now; sliced ones themselves, which no visit writes into."""
+        return {
+            name: self.entries[name] if name in self.sliced else self.entries[name].detach().clone()
+            for name in self.shared
+        }
 
     def load_global(self, state: Mapping[str, Tensor]) -> None:
-        """Makes the module the global model: shared entries from ``state``, all others the server's."""
-        load_entries(self.entries, {**state, **self.home})
-        load_entries(self._other_buffers, self._other_values)
+        """Makes the module the global model: shared entries from ``state``, all others the server's.
 
-    def load_client(self, client: Client, state: Mapping[str, Tensor]) -> None:
+        The tensors of sliced entries are the module's own from now on.
+        """
+        self._load({**state, **self.home})
+
+    def load_client(self, client: Client, state: Mapping[str, Tensor], trains: bool = True) -> None:
         """Makes the module a client's model: shared entries from ``state``, personal ones from its store.
+
+        Args:
+            client: The client's key.
+            state: The shared entries; of sliced ones any rows.
+            trains: Whether the module is going to change, so that it needs copies of sliced entries too.
 
         Raises:
             ValueError: If ``state`` does not hold the shared entries, or the store's do not fit.
@@ -67,9 +84,9 @@ class LocalModel:
         """
         kept = self.store.get(client) or {}
         personal = {name: value for name, value in kept.items() if not name.startswith((_OPTIMIZER, _MEMORY))}
-        load_entries(self.entries, {**state, **self.home, **personal})
+        own = {name: state[name].clone() for name in self.sliced if name in state} if trains else {}
+        self._load({**state, **own, **self.home, **personal})
         self.memory = {name[len(_MEMORY) :]: kept[name] for name in kept if name.startswith(_MEMORY)}
-        load_entries(self._other_buffers, self._other_values)
 
     def keep(self, client: Client, round: int, optimizer_state: Mapping[str, Tensor]) -> None:
         """Keeps the client's personal entries, optimizer state and memory, if it has any, until its next visit."""
@@ -83,8 +100,25 @@ class LocalModel:
         return {name: value for name, value in (self.store.get(client) or {}).items() if name.startswith(_OPTIMIZER)}
 
     def answer(self, client: Client, num_samples: int) -> ClientUpdate:
-        """The client's update: a copy of the shared entries."""
+        """The client's update: a copy of the shared entries; of sliced ones the rows themselves, which go with it."""
         return ClientUpdate(client, num_samples, self.global_state())
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        """Writes entries into the module, or puts them in the place of its own where they are sliced."""
+        load_entries(
+            {name: value for name, value in self.entries.items() if name not in self.sliced},
+            {name: value for name, value in state.items() if name not in self.sliced},
+        )
+        for name, owner in self.sliced.items():
+            value = state.get(name, owner)
+            if value.shape[1:] != owner.shape[1:] or value.dtype != owner.dtype:
+                raise ValueError(
+                    f"The state cannot be loaded: the rows of entry {name!r} are {value.dtype} of shape"
+                    f" {tuple(value.shape[1:])} instead of {owner.dtype} of shape {tuple(owner.shape[1:])}."
+                )
+            _exchange(owner, value.detach())
+            self.entries[name] = owner.detach()
+        load_entries(self._other_buffers, self._other_values)
 
     def distance(self, update: ClientUpdate, broadcast: Broadcast) -> float | None:
         """How far the parameters moved, as far as both messages hold them alike: the norm of their difference."""
@@ -145,11 +179,23 @@ class LocalOptimizers:
         self._start = self._capture()
         self._largest: tuple[int, dict[str, Any]] | None = None
 
-    def start_visit(self, kept: Mapping[str, Tensor] | None = None) -> None:
-        """Puts everything as it was at the start of the round, with the client's own buffers if it kept any."""
+    def start_visit(self, kept: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """Puts everything as it was at the start of the round, with the client's own buffers if it kept any.
+
+        Args:
+            kept: What :meth:`end_visit` returned after the client's last visit.
+            rows: Parameters of which the client holds some rows only, and which.
+
+        """
         self._load(self._start)
         if kept:
             unpack_optimizers(self.optimizers, kept)
+        for parameter, held in rows:
+            for optimizer in self.optimizers:
+                buffers = optimizer.state.get(parameter, {})  # Adagrad's sums are there from the start
+                for name, value in buffers.items():
+                    if isinstance(value, Tensor) and value.ndim and value.shape[1:] == parameter.shape[1:]:
+                        buffers[name] = value[held.to(value.device)]
 
     def end_visit(self, num_samples: int) -> State:
         """Notes where this client left the schedulers; its packed optimizer state in ``"keep"`` mode."""
@@ -249,6 +295,15 @@ def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tens
         states[int(number)].setdefault(index, {})[name] = kept
     for optimizer, state in zip(optimizers, states, strict=True):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _exchange(owner: Tensor, value: Tensor) -> None:
+    """Makes ``value`` the memory of a parameter or buffer, whose shape may be another."""
+    owner.grad = None
+    if value.shape != owner.shape:
+        # Where a graph of an earlier step lives on, autograd remembers the old shape; a change of type it notices.
+        owner.data = owner.data.new_empty(0, dtype=torch.float32 if owner.dtype != torch.float32 else torch.float64)
+    owner.data = value
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:

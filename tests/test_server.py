@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lightning_fed import ClientUpdate
-from lightning_fed.aggregators import FedAvg
+from lightning_fed.aggregators import FedAvg, FeSEM
+from lightning_fed.messages import Request
 from lightning_fed.server import RoundReport, Server
 from lightning_fed.state import norm
 
@@ -196,3 +197,56 @@ def test_a_round_that_comes_to_nothing_is_taken_back():
     assert server.aggregator.rounds == 2
     server.abandon_round()
     assert server.aggregator.rounds == 1
+
+
+def test_a_client_is_sent_the_rows_that_it_asked_for():
+    server = Server(FedAvg())
+    table = torch.arange(10.0).reshape(5, 2)
+    server.start_round(0, {"table": table, "w": torch.zeros(2)})
+    rows = torch.tensor([1, 4])
+    message = server.send("a", request=Request("a", {"table": rows}))
+    assert torch.equal(message.state["table"], table[rows])
+    assert torch.equal(message.rows["table"], rows)
+    assert server.report.up_bytes == 16  # the request: two integers
+    assert server.report.down_bytes == message.nbytes == 16 + 8  # the rows and `w`; the client knows which they are
+    seen = []
+    update = ClientUpdate("a", 1, {"table": torch.ones(2, 2), "w": torch.ones(2)})
+    assert server.receive(update, lambda answered: seen.append(answered.rows["table"]))
+    assert server.report.up_bytes == 16 + 24
+    assert torch.equal(seen[0], rows)  # hooks see them too
+    new = server.finish_round()
+    assert torch.equal(new["table"][rows], torch.ones(2, 2))
+    assert torch.equal(new["table"][[0, 2, 3]], table[[0, 2, 3]])
+
+
+def test_rows_that_were_not_asked_for_cannot_be_written():
+    server = Server(FedAvg())
+    server.start_round(0, {"table": torch.zeros(3, 1)})
+    server.send("a", request=Request("a", {"table": torch.tensor([0])}))
+    server.receive(ClientUpdate("a", 1, {"table": torch.ones(1, 1)}, rows={"table": torch.tensor([2])}))
+    assert server.finish_round()["table"].flatten().tolist() == [1, 0, 0]
+    server.start_round(1, {"table": torch.zeros(3, 1)})
+    server.send("b")
+    assert server.receive(ClientUpdate("b", 1, {"table": torch.ones(3, 1)}, rows={"table": torch.tensor([2])}))
+    assert server.finish_round()["table"].flatten().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"head": torch.tensor([0])}, "asks for rows of 'head', but it is not sent"),
+        ({"table": torch.tensor([1, 0])}, "asks for rows of 'table', but its rows are not strictly increasing"),
+    ],
+)
+def test_a_request_that_does_not_fit(rows, message):
+    server = Server(FedAvg())
+    server.start_round(0, {"table": torch.zeros(3, 1)})
+    with pytest.raises(ValueError, match=message):
+        server.send("a", request=Request("a", rows))
+
+
+def test_a_rule_that_needs_whole_entries():
+    server = Server(FeSEM(num_centers=2))
+    server.start_round(0, {"table": torch.zeros(3, 1)})
+    with pytest.raises(ValueError, match=r"some rows of \['table'\], but FeSEM needs whole entries"):
+        server.send("a", request=Request("a", {"table": torch.tensor([0])}))

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 from lightning_fed.functional.average import WeightedMean
+from lightning_fed.functional.options import check_option
+from lightning_fed.functional.rows import RowWeighting
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.server import Aggregator
 
 
 class AveragingAggregator(Aggregator):
-    """Weighted mean of the clients' states, in the memory of one state. A rule implements :meth:`weight`."""
+    """Weighted mean of the clients' states, in the memory of one state. A rule implements :meth:`weight`.
 
-    def __init__(self) -> None:
+    Args:
+        row_weighting: Of entries of which a client holds some rows only, whose weights a row's changes are divided by:
+            those of all clients of the round (``"global"``, the FedSS paper's), so that a row which few hold moves
+            little, or those of the clients that hold the row (``"per_row"``).
+
+    Raises:
+        ValueError: If ``row_weighting`` is unknown.
+
+    """
+
+    takes_rows: ClassVar[bool] = True
+
+    def __init__(self, row_weighting: RowWeighting = "global") -> None:
+        check_option("row_weighting", row_weighting, ("global", "per_row"))
+        self.row_weighting: RowWeighting = row_weighting
         self._round = -1
         self._state: State = {}
         self.running = WeightedMean()
@@ -31,7 +48,7 @@ class AveragingAggregator(Aggregator):
 
     def receive(self, update: ClientUpdate) -> None:
         """Adds the update to the mean."""
-        self.running.add(update.state, self.weight(update), update.num_samples)
+        self.running.add(update.state, self.weight(update), update.num_samples, update.rows)
 
     def merge(self, other: Aggregator) -> None:
         """Joins the mean of another aggregator of the same kind.
@@ -46,4 +63,4 @@ class AveragingAggregator(Aggregator):
 
     def aggregate(self) -> State:
         """The mean of the updates received."""
-        return self.running.mean()
+        return self.running.mean(self._state, self.row_weighting)

@@ -15,6 +15,13 @@ class FedAvg(AveragingAggregator):
 
     .. math:: w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k
 
+    Args:
+        row_weighting: Of entries of which a client holds some rows only, whose weights a row's changes are divided by:
+            those of all clients of the round (``"global"``), or of the clients that hold the row (``"per_row"``).
+
+    Raises:
+        ValueError: If ``row_weighting`` is unknown.
+
     Example:
         >>> import torch
         >>> fedavg = FedAvg()

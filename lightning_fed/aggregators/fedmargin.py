@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -129,6 +129,8 @@ class FedMargin(Aggregator):
 
     """
 
+    takes_rows: ClassVar[bool] = True
+
     def __init__(
         self,
         margin: MarginKind = "semantic",
@@ -213,8 +215,9 @@ class FedMargin(Aggregator):
         largest = weights.max()
         mean = WeightedMean()
         for update, weight in zip(self.updates, weights, strict=True):
-            mean.add(update.state, float(weight / largest), update.num_samples)  # equal weights are exactly 1
-        state = mean.mean()
+            # Equal weights are exactly 1.
+            mean.add(update.state, float(weight / largest), update.num_samples, update.rows)
+        state = mean.mean(self._state)
         self.updates = []
         if self.server_lr == 1:
             return state

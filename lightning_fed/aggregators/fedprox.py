@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_fed.aggregators.averaging import AveragingAggregator
+from lightning_fed.functional.rows import RowWeighting
 from lightning_fed.messages import ClientUpdate
 
 
@@ -25,6 +26,7 @@ class FedProx(AveragingAggregator):
 
     Args:
         mu: Strength of the pull, per step: 0 is FedAvg, exactly. The authors tune it in {0.001, 0.01, 0.1, 0.5, 1}.
+        row_weighting: As for :class:`FedAvg`.
 
     Raises:
         ValueError: If ``mu`` is negative or not finite.
@@ -43,8 +45,8 @@ class FedProx(AveragingAggregator):
 
     """
 
-    def __init__(self, mu: float = 0.01) -> None:
-        super().__init__()
+    def __init__(self, mu: float = 0.01, row_weighting: RowWeighting = "global") -> None:
+        super().__init__(row_weighting)
         if not 0 <= mu < float("inf"):
             raise ValueError(f"Expected `mu` to be finite and at least 0, but got {mu}.")
         self.mu = mu

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import lightning as L
 
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 
 
 class FederatedCallback(L.Callback):
-    """An ordinary Lightning callback with six more hooks, called by :class:`~lightning_fed.callbacks.Federation`.
+    """An ordinary Lightning callback with more hooks, called by :class:`~lightning_fed.callbacks.Federation`.
 
-    Before the first visit :meth:`on_round_start`; in the order of a visit :meth:`on_broadcast`,
-    :meth:`on_client_start`, the client's batches (with Lightning's own hooks), :meth:`on_client_end`,
-    :meth:`on_update`; after the last visit :meth:`on_aggregate`. A hook may change the message it is given: what is
-    true of the message after the hook is what travels.
+    Before the first visit :meth:`on_round_start`; in the order of a visit :meth:`on_request`, :meth:`on_broadcast`,
+    :meth:`on_client_start`, the client's batches (with Lightning's own hooks, and :meth:`on_client_batch` just before
+    each training step), :meth:`on_client_end`, :meth:`on_update`, :meth:`on_visit_end`; after the last visit
+    :meth:`on_aggregate`. A hook may change the message it is given: what is true of the message after the hook is what
+    travels.
 
     Example:
         >>> class ClipUpdate(FederatedCallback):
@@ -36,6 +40,16 @@ class FederatedCallback(L.Callback):
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Server side, before the first visit: the module holds the global model, and must hold it again afterwards."""
 
+    def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
+        """Names of entries of which a client holds only the rows that :meth:`on_request` asks for; asked for once."""
+        return ()
+
+    def on_request(self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request) -> None:
+        """Client side, before the server sends: may put rows of sliced entries into the request.
+
+        The module still holds the global model. An entry that is not asked for comes as a whole.
+        """
+
     def on_broadcast(self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast) -> None:
         """Server side, before the message is sent: replace entries to change what this client is sent.
 
@@ -47,6 +61,10 @@ class FederatedCallback(L.Callback):
     ) -> None:
         """Client side, after the module has loaded the message and before its first batch."""
 
+    def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
+        """Client side, just before a training step: the batch for it. Lightning's hooks see the batch as it came."""
+        return batch
+
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
@@ -54,6 +72,9 @@ class FederatedCallback(L.Callback):
 
     def on_update(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
         """Server side, on receipt, before the update is checked: may unpack what :meth:`on_client_end` packed."""
+
+    def on_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
+        """Client side, when the visit is over, also where nothing came of it: to take back what it changed."""
 
     def on_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Server side, before the new global values of the shared entries are loaded: may change them."""

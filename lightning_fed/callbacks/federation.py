@@ -29,7 +29,7 @@ from lightning_fed.callbacks.door import (
     find_loader_owner,
 )
 from lightning_fed.callbacks.open_round import OpenRound, federated_callbacks
-from lightning_fed.callbacks.policies import decide_policies, freeze_parameters
+from lightning_fed.callbacks.policies import check_sliced, decide_policies, freeze_parameters
 from lightning_fed.callbacks.round_log import RoundLog
 from lightning_fed.callbacks.round_progress import RoundProgress
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_loader
@@ -254,7 +254,7 @@ class Federation(L.Callback):
         module = self._trainer.lightning_module
         local = self.local_model(module)
         state = local.global_state()
-        local.load_client(client, self._state_of(client, state))
+        local.load_client(client, self._state_of(client, state), trains=False)
         try:
             return copy.deepcopy(module.state_dict())
         finally:
@@ -318,7 +318,8 @@ class Federation(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what travels, before anything trains."""
         check_schedulers(trainer)
-        self._policies = decide_policies(pl_module, self.personal, self.frozen, self.batch_norm)
+        self._policies = self._decide_policies(trainer, pl_module)
+        check_sliced(pl_module, self._policies, self.server.aggregator, self.batch_norm, self.optimizer_state)
         self._frozen_parameters = freeze_parameters(pl_module, self._policies)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -347,7 +348,7 @@ class Federation(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives up a round that is cut short: a Trainer that is told to stop validates at once."""
         if trainer.state.fn == TrainerFn.VALIDATING:
-            self._policies = decide_policies(pl_module, self.personal, self.frozen, self.batch_norm)
+            self._policies = self._decide_policies(trainer, pl_module)
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
         self._progress.validate()
@@ -369,7 +370,7 @@ class Federation(L.Callback):
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what is the clients' own."""
-        self._policies = decide_policies(pl_module, self.personal, self.frozen, self.batch_norm)
+        self._policies = self._decide_policies(trainer, pl_module)
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the clients."""
@@ -454,6 +455,10 @@ class Federation(L.Callback):
             check_min_clients(self.server.min_clients, self.schedule, chosen, self.partial_work)
         return self._population
 
+    def _decide_policies(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Policy]:
+        sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(pl_module)}
+        return decide_policies(pl_module, self.personal, self.frozen, self.batch_norm, sliced)
+
     def _train_dataloader(self) -> RoundLoader:
         trainer = self._trainer
         round = trainer.current_epoch
@@ -532,6 +537,9 @@ class Federation(L.Callback):
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own step; where it fails by the client's fault, the client is left out and the round goes on."""
+        if self.current_visit is not None and args:
+            assert self._round is not None
+            args = (self._round.prepare(args[0]), *args[1:])
         try:
             return self._hooks[3].original(*args, **kwargs)
         except Exception as error:
@@ -561,7 +569,7 @@ class Federation(L.Callback):
             state = local.global_state()
 
             def load(client: Client) -> None:
-                local.load_client(client, self._state_of(client, state))
+                local.load_client(client, self._state_of(client, state), trains=False)
 
             try:
                 results = evaluate_clients(trainer, pl_module, clients, load, stage)

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.data.population import PlannedVisit
-from lightning_fed.messages import Broadcast, Client, ClientUpdate
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request
 from lightning_fed.server import Server
 from lightning_fed.state import Policy, tied_names
 from lightning_fed.store import ClientStore
@@ -78,10 +79,19 @@ class OpenRound:
         """Makes the module the client's: before its first batch."""
         self.visit = planned
         client = planned.visit.client
-        self._broadcast = self._server.send(client, self._shape)
+        request = Request(client)
+        for callback in self._callbacks:
+            callback.on_request(self._trainer, self._module, client, request)
+        whole = sorted(request.rows.keys() - self.local.sliced.keys())
+        if whole:
+            raise MisconfigurationException(
+                f"A callback asks for rows of {whole}, which travel as a whole: name them in its `sliced_entries`."
+            )
+        self._broadcast = self._server.send(client, self._shape, request)
         self.local.load_client(client, self._broadcast.state)
         keeps = self._optimizers.mode == "keep"
-        self._optimizers.start_visit(self.local.kept_optimizer_state(client) if keeps else None)
+        held = [(self.local.sliced[name], rows) for name, rows in request.rows.items()]
+        self._optimizers.start_visit(self.local.kept_optimizer_state(client) if keeps else None, held)
         self._module.zero_grad()
         for callback in self._callbacks:
             callback.on_client_start(self._trainer, self._module, client, self._broadcast)
@@ -92,7 +102,14 @@ class OpenRound:
             self._server.fail(planned.visit.client, planned.fault)
         else:
             self._answer(planned)
-        self.visit = None
+        self._leave()
+
+    def prepare(self, batch: Any) -> Any:
+        """The batch as the training step gets it."""
+        assert self.visit is not None
+        for callback in self._callbacks:
+            batch = callback.on_client_batch(self._trainer, self._module, self.visit.visit.client, batch)
+        return batch
 
     def close(self) -> bool:
         """Aggregates and makes the module the new global model: after the last visit. Whether there is a new one."""
@@ -109,6 +126,8 @@ class OpenRound:
 
     def abandon(self) -> None:
         """Makes the module the global model that the round found."""
+        if self.visit is not None:
+            self._leave()
         self.local.load_global(self.before)
         self._optimizers.start_visit()
         self._server.abandon_round()
@@ -139,6 +158,12 @@ class OpenRound:
             update.metrics["update_norm"] = distance
         if self._server.receive(update, self._unpack):
             self.local.keep(client, planned.visit.round, self._optimizers.end_visit(num_samples))
+
+    def _leave(self) -> None:
+        assert self.visit is not None
+        for callback in self._callbacks:
+            callback.on_visit_end(self._trainer, self._module, self.visit.visit.client)
+        self.visit = None
 
     def _shape(self, broadcast: Broadcast) -> None:
         assert self.visit is not None

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_fed.functional.options import OptionError
+from lightning_fed.server import Aggregator
 from lightning_fed.state import BatchNorm, Policy, Selector, batch_norm_statistics, entry_policies
 
 _log = logging.getLogger(__name__)
 
 
 def decide_policies(
-    module: nn.Module, personal: Sequence[Selector], frozen: Sequence[Selector], batch_norm: str
+    module: nn.Module,
+    personal: Sequence[Selector],
+    frozen: Sequence[Selector],
+    batch_norm: str,
+    sliced: Collection[str] = (),
 ) -> dict[str, Policy]:
     """The policy of every entry of the module's state; says in the log which of them stay with their clients.
 
@@ -23,9 +30,11 @@ def decide_policies(
         frozen: Selectors of the frozen entries.
         batch_norm: What becomes of BatchNorm: ``"personal"`` adds its layers to the personal entries, ``"frozen"`` its
             running statistics to the frozen ones.
+        sliced: Names of entries of which clients hold some rows only.
 
     Raises:
-        ValueError: If a selector matches nothing, or an entry is both personal and frozen.
+        ValueError: If a selector matches nothing, an entry is both personal and frozen, or a sliced entry is either or
+            not there.
 
     Example:
         >>> decide_policies(nn.BatchNorm1d(2), [], [], "personal")["weight"]
@@ -38,6 +47,13 @@ def decide_policies(
     if batch_norm == "frozen" and layers:
         frozen = (*frozen, *sorted(batch_norm_statistics(module)))
     policies = entry_policies(module, personal, frozen)
+    for name in sliced:
+        if policies.get(name) != "shared":
+            raise OptionError(
+                f"Expected {name!r}, of which clients ask for some rows, to be an entry that travels, but"
+                f" {'it is ' + policies[name] if name in policies else 'the model has no such entry'}."
+            )
+        policies[name] = "sliced"
     at_home = [name for name, policy in policies.items() if policy == "personal"]
     if at_home:
         _log.warning(
@@ -48,6 +64,42 @@ def decide_policies(
             at_home[0],
         )
     return policies
+
+
+def check_sliced(
+    module: nn.Module, policies: Mapping[str, Policy], aggregator: Aggregator, batch_norm: str, optimizer_state: str
+) -> None:
+    """Makes sure that the federation's options go with entries of which clients hold some rows only.
+
+    Args:
+        module: The module.
+        policies: The policy of every entry.
+        aggregator: The server's rule.
+        batch_norm: The federation's option.
+        optimizer_state: The federation's option.
+
+    Raises:
+        MisconfigurationException: If they do not.
+
+    """
+    sliced = [name for name, policy in policies.items() if policy == "sliced"]
+    if not sliced:
+        return
+    if not aggregator.takes_rows:
+        raise MisconfigurationException(
+            f"Clients hold some rows of {sliced} only, and {type(aggregator).__name__} needs whole entries: use"
+            " 'fedavg', for instance."
+        )
+    if optimizer_state == "keep":
+        raise MisconfigurationException(
+            f"Clients hold other rows of {sliced} in every visit, to which the optimizer state that they kept does not"
+            " belong: use optimizer_state='reset'."
+        )
+    if batch_norm == "recalibrate" and batch_norm_statistics(module):
+        raise MisconfigurationException(
+            f"batch_norm='recalibrate' would send all of {sliced} to every client once more: convert the model with"
+            " `lightning_fed.modules.to_group_norm` (the FedSS paper does), or choose another `batch_norm`."
+        )
 
 
 def freeze_parameters(module: nn.Module, policies: Mapping[str, Policy]) -> list[nn.Parameter]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lightning_fed.functional.rows import RowSums, RowWeighting
 from lightning_fed.functional.wide import narrow, widen
 
 
@@ -21,7 +22,8 @@ class WeightedMean:
     Floating-point entries are summed in float64 and cast back once, in :meth:`mean`, so that float32 states of
     identical clients give exactly that client, and the order of the clients does not matter. Integer and boolean
     entries (``num_batches_tracked``) cannot be averaged: they take the value of the state added with the largest
-    ``size``; where sizes are equal, the larger value.
+    ``size``; where sizes are equal, the larger value. Of an entry of which states hold some rows only, see
+    :class:`RowSums`.
 
     The object is a monoid: :meth:`merge` joins what another process has added.
 
@@ -43,18 +45,22 @@ class WeightedMean:
         self._sums: dict[str, Tensor] = {}
         self._likes: dict[str, Tensor] = {}  # nothing, of the entries' dtypes and on their devices
         self._integers: dict[str, Tensor] = {}
+        self._rows: dict[str, RowSums] = {}
         self._largest = -1
         self.total = 0.0
         self.count = 0
 
     @torch.no_grad()
-    def add(self, state: Mapping[str, Tensor], weight: float, size: int) -> None:
+    def add(
+        self, state: Mapping[str, Tensor], weight: float, size: int, rows: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Adds one state.
 
         Args:
             state: Entries of any shape; every state added must have the same names and shapes.
             weight: Its weight, not negative.
             size: Number of examples behind it; decides whose integer entries are kept.
+            rows: For entries of which ``state`` holds some rows only, which: int64, shape ``(rows,)``.
 
         Raises:
             ValueError: If ``weight`` is negative or not finite.
@@ -62,8 +68,11 @@ class WeightedMean:
         """
         if not 0 <= weight < float("inf"):
             raise ValueError(f"Expected `weight` to be finite and not negative, but got {weight}.")
+        rows = rows or {}
         for name, value in state.items():
-            if not (value.is_floating_point() or value.is_complex()):
+            if name in rows:
+                self._rows.setdefault(name, RowSums()).add(rows[name], value, weight)
+            elif not (value.is_floating_point() or value.is_complex()):
                 self._keep_integer(name, value, size)
             else:
                 wide = widen(value.detach(), copy=True)  # adding is faster after a cast of its own
@@ -87,13 +96,21 @@ class WeightedMean:
                 self._likes[name] = other._likes[name]
         for name, value in other._integers.items():
             self._keep_integer(name, value, other._largest)
+        for name, sums in other._rows.items():
+            self._rows.setdefault(name, RowSums()).merge(sums)
         self._largest = max(self._largest, other._largest)
         self.total += other.total
         self.count += other.count
 
     @torch.no_grad()
-    def mean(self) -> dict[str, Tensor]:
+    def mean(
+        self, base: Mapping[str, Tensor] | None = None, row_weighting: RowWeighting = "global"
+    ) -> dict[str, Tensor]:
         """The weighted mean of what was added, in the entries' own dtypes.
+
+        Args:
+            base: What the states started from; needed for entries of which they hold some rows only.
+            row_weighting: What such rows are weighted by, see :meth:`RowSums.mean`.
 
         Raises:
             ValueError: If nothing with a positive weight was added.
@@ -101,8 +118,25 @@ class WeightedMean:
         """
         if self.total <= 0:
             raise ValueError("Expected at least one state with a positive weight before `mean`.")
-        means = {name: narrow(value / self.total, self._likes[name]) for name, value in self._sums.items()}
+        means = {
+            name: narrow(value / self.total, self._likes[name])
+            for name, value in self._sums.items()
+            if name not in self._rows
+        }
+        for name, sums in self._rows.items():
+            assert base is not None
+            means[name] = self._with_whole(name, sums).mean(base[name], row_weighting, self.total)
         return means | {name: value.clone() for name, value in self._integers.items()}
+
+    def _with_whole(self, name: str, sums: RowSums) -> RowSums:
+        """The sums of an entry's rows with those of the states that hold all of it."""
+        if name not in self._sums:
+            return sums
+        whole, joined = self._sums[name], RowSums()
+        joined.merge(sums)
+        every = torch.arange(len(whole), device=whole.device)
+        joined.add_sums(every, whole, whole.new_full((len(whole),), self.total - sums.total))
+        return joined
 
     def _keep_integer(self, name: str, value: Tensor, size: int) -> None:
         kept = self._integers.get(name)
