@@ -16,9 +16,7 @@ from typing import Any
 
 from common import machine, parser, prepare, table, write_section
 
-from lightning_fed.compare import Plan, load_results, run_comparison
-from lightning_fed.compare_methods import CENTRAL, Method
-from lightning_fed.compare_report import draw, markdown, summarize
+from lightning_fed.compare import CENTRAL, Method, Plan, draw, load_results, markdown, run_comparison, summarize
 
 ROOT = Path(__file__).parents[1]
 BASELINES = ("central", "fedavg", "fairavg", "fedprox:mu=0.1", "fedatt", "feddane", "fesem", "fedper", "fedrep")

@@ -224,9 +224,8 @@ def _demo(args: Sequence[str]) -> None:
 
 
 def _compare(args: Sequence[str]) -> None:
-    from lightning_fed.compare import Plan, run_comparison  # which builds what `FederatedCLI` builds
-    from lightning_fed.compare_methods import CENTRAL, Method, method_names
-    from lightning_fed.compare_report import write_report
+    # Which builds what `FederatedCLI` builds.
+    from lightning_fed.compare import CENTRAL, Method, Plan, method_names, run_comparison, write_report
 
     parser = argparse.ArgumentParser(
         prog="lightning-fed compare",

@@ -21,9 +21,16 @@ from PIL import Image
 
 from lightning_fed.callbacks import Federation
 from lightning_fed.cli import main
-from lightning_fed.compare import Plan, Progress, load_results, run_comparison
-from lightning_fed.compare_methods import CENTRAL, Method, method_names
-from lightning_fed.compare_report import write_report
+from lightning_fed.compare import (
+    CENTRAL,
+    Method,
+    Plan,
+    Progress,
+    load_results,
+    method_names,
+    run_comparison,
+    write_report,
+)
 from lightning_fed.data import Synthetic
 from lightning_fed.tasks import ClassificationTask
 from tests.compare_script import CLIENTS, OWN, Interruption, Notes
@@ -296,10 +303,10 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
     [
         ("own.yaml", 2, "the following arguments are required: --methods"),
         ("nowhere.yaml --methods fedavg", 2, "nowhere.yaml"),
-        ("own.yaml --methods fedag", 2, "Expected a method of ['central', 'fairavg', 'fedatt', 'fedavg'"),
+        ("own.yaml --methods fedag", 2, "Expected a method of ['central', 'fairavg', '"),
         ("own.yaml --methods fedavg,fedavg", 2, "Expected `methods` to be at least one, each once, but got"),
         ("own.yaml --methods ,", 2, "Expected `methods` to be at least one, each once, but got []"),
-        ("own.yaml --methods fedprox:nu=1", 2, "Expected options of 'fedprox' to be of ['mu', 'clients_per_round'"),
+        ("own.yaml --methods fedprox:nu=1", 2, "Expected options of 'fedprox' to be of ['mu', "),
         ("own.yaml --methods fedprox:mu", 2, "Expected options as `option=value`, but got 'mu' in 'fedprox:mu'"),
         ("own.yaml --methods fedprox:mu=", 2, "Expected options as `option=value`, but got 'mu='"),
         ("own.yaml --methods fedprox:mu=1:mu=2", 2, "Expected every option once, but got 'mu' again"),
@@ -626,6 +633,6 @@ def test_without_matplotlib(tmp_path, monkeypatch, caplog):
 
 
 def test_without_tensorboard(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_fed.compare_run.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_fed.compare.run.find_spec", lambda name: None)
     compare("own.yaml", "--methods", "fedavg", "--out", "out")
     assert not (tmp_path / "out" / "tensorboard").exists()

@@ -24,6 +24,7 @@ ROOMS = {
     "lightning_fed": "lightning_fed.md",
     "lightning_fed.aggregators": "aggregators.md",
     "lightning_fed.callbacks": "callbacks.md",
+    "lightning_fed.compare": "compare.md",
     "lightning_fed.data": "data.md",
     "lightning_fed.functional": "functional.md",
     "lightning_fed.metrics": "metrics.md",

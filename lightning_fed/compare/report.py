@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_fed.compare import write_whole
-from lightning_fed.compare_methods import CENTRAL
+from lightning_fed.compare.methods import CENTRAL
+from lightning_fed.compare.plan import write_whole
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The same training with several methods: one recipe, the same clients, rounds and initial weights, and a table.
+"""What is compared, and the runs that it takes, one after another.
 
 Every run is one method with one seed and one fraction of stragglers. The clients' data, who takes part in which round,
 who straggles and the initial weights depend on the seed alone, so that methods are compared on equal rounds.
@@ -20,9 +20,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fed.cli import FederatedCLI
-from lightning_fed.compare_central import check_central
-from lightning_fed.compare_methods import CENTRAL, Method
-from lightning_fed.compare_run import Run, evaluate, quiet, train
+from lightning_fed.compare.central import check_central
+from lightning_fed.compare.methods import CENTRAL, Method
+from lightning_fed.compare.run import Run, evaluate, quiet, train
 from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.state import entry_policies
 

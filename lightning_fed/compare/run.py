@@ -20,8 +20,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fed.aggregators import Aggregator
 from lightning_fed.cli import FederatedCLI
-from lightning_fed.compare_central import central_trainer
-from lightning_fed.compare_methods import Method
+from lightning_fed.compare.central import central_trainer
+from lightning_fed.compare.methods import Method
 
 CHECKPOINT = "last.ckpt"
 """Name of a run's checkpoint after its last complete round."""

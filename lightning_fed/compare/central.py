@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning_fed.callbacks import Federation
 from lightning_fed.callbacks.client_evaluation import Stage, evaluate_clients
 from lightning_fed.cli import FederatedCLI
-from lightning_fed.compare_methods import CENTRAL
+from lightning_fed.compare.methods import CENTRAL
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_loader
 from lightning_fed.data.population import seed_everything
 from lightning_fed.schedule import derive_seed

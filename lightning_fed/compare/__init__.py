@@ -1,0 +1,29 @@
+"""The same training with several methods: one recipe, the same clients, rounds and initial weights, and a table."""
+
+from lightning_fed.compare.methods import CENTRAL as CENTRAL
+from lightning_fed.compare.methods import Method as Method
+from lightning_fed.compare.methods import method_names as method_names
+from lightning_fed.compare.plan import Plan as Plan
+from lightning_fed.compare.plan import Progress as Progress
+from lightning_fed.compare.plan import load_results as load_results
+from lightning_fed.compare.plan import run_comparison as run_comparison
+from lightning_fed.compare.report import Cell as Cell
+from lightning_fed.compare.report import draw as draw
+from lightning_fed.compare.report import markdown as markdown
+from lightning_fed.compare.report import summarize as summarize
+from lightning_fed.compare.report import write_report as write_report
+
+__all__ = [
+    "CENTRAL",
+    "Cell",
+    "Method",
+    "Plan",
+    "Progress",
+    "draw",
+    "load_results",
+    "markdown",
+    "method_names",
+    "run_comparison",
+    "summarize",
+    "write_report",
+]
