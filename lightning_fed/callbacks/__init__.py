@@ -16,6 +16,7 @@ from lightning_fed.callbacks.progress import FederatedProgressBar as FederatedPr
 from lightning_fed.callbacks.prototype_plots import PrototypePlots as PrototypePlots
 from lightning_fed.callbacks.prototypes import ClassPrototypes as ClassPrototypes
 from lightning_fed.callbacks.proximal import ProximalTerm as ProximalTerm
+from lightning_fed.callbacks.sampled_softmax import SampledSoftmax as SampledSoftmax
 
 __all__ = [
     "AttentionMap",
@@ -31,6 +32,7 @@ __all__ = [
     "HeadThenBody",
     "PrototypePlots",
     "ProximalTerm",
+    "SampledSoftmax",
     "SegmentationImages",
     "find_federation",
     "segmentation_grid",

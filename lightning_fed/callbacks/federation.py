@@ -537,7 +537,10 @@ class Federation(L.Callback):
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own step; where it fails by the client's fault, the client is left out and the round goes on."""
-        if self.current_visit is not None and args:
+        visit = self.current_visit
+        if visit is not None and visit.fault is not None:  # it failed before its first batch
+            return self._skip()
+        if visit is not None and args:
             assert self._round is not None
             args = (self._round.prepare(args[0]), *args[1:])
         try:
@@ -549,8 +552,10 @@ class Federation(L.Callback):
             if planned is None or fault is None or not self._trainer.lightning_module.automatic_optimization:
                 raise
             planned.fault = fault
-            self._ignored.append(IgnoredWarning("`training_step` returned `None`"))  # on purpose, likewise
-            return None
+            return self._skip()
+
+    def _skip(self) -> None:
+        self._ignored.append(IgnoredWarning("`training_step` returned `None`"))  # on purpose, likewise
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A checkpoint inside a round holds the last complete global model, and the round is trained again."""

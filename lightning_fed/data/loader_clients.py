@@ -98,7 +98,8 @@ def undisturbed(loader: Any, seed: int) -> Iterator[None]:
     if getattr(loader, "persistent_workers", False):
         raise ValueError(
             "Expected a loader that can be passed over beside training, but its workers are persistent and serve one"
-            " pass at a time: set `persistent_workers=False`, or measure with passes='online'"
+            " pass at a time: set `persistent_workers=False` (or measure prototypes with passes='online', or give"
+            " `SampledSoftmax` the clients' `classes`)"
         )
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
