@@ -1,0 +1,182 @@
+"""What a visit with few classes of very many costs: seconds on the client and on the server, memory, bytes.
+
+The same clients train a small network whose head has more and more classes, of which each client holds the same number
+every time. Numbers of classes alternate within a repetition, and ratios are taken within it.
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from common import QUIET, load_json, machine, parser, peak_bytes, prepare, save_json, table, version, write_section
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer
+from lightning_fed.callbacks import SampledSoftmax
+from lightning_fed.modules import SampledSoftmaxHead
+
+WIDTH, OWN, SAMPLES, CLIENTS, BATCH = 64, 100, 200, 5, 20
+COUNTS = (10_000, 100_000, 1_000_000)
+
+
+class Classifier(L.LightningModule):
+    """A convolution or two, an embedding, and a head of many classes."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Conv2d(1, 16, 5, 2, 2), nn.ReLU(), nn.Conv2d(16, 32, 5, 2, 2), nn.ReLU(), nn.Flatten()),
+            nn.Linear(32 * 49, WIDTH),
+        )
+        self.head = SampledSoftmaxHead(WIDTH, num_classes)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, target = batch
+        return F.cross_entropy(self.head(self.body(inputs)), target)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Clock(FederatedCallback):
+    """Seconds of the visits, from loaded to answered, and of whole rounds; without the first round."""
+
+    def __init__(self) -> None:
+        self.visits: list[float] = []
+        self.rounds: list[float] = []
+        self.bytes = 0
+
+    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.rounds.append(time.process_time())
+
+    def on_client_start(self, trainer: Any, module: Any, client: Any, broadcast: Any) -> None:
+        self._begin = time.process_time()
+        self.bytes = broadcast.nbytes
+
+    def on_client_end(self, trainer: Any, module: Any, client: Any, update: Any) -> None:
+        self.visits.append(time.process_time() - self._begin)
+
+
+def clients(num_classes: int) -> dict[int, TensorDataset]:
+    generator = torch.Generator().manual_seed(0)
+    data = {}
+    for client in range(CLIENTS):
+        own = torch.randint(num_classes, (OWN,), generator=generator)
+        labels = own[torch.arange(SAMPLES) % OWN]
+        data[client] = TensorDataset(torch.randn(SAMPLES, 1, 28, 28, generator=generator), labels)
+    return data
+
+
+def fit(num_classes: int, held: int, rounds: int) -> dict[str, float]:
+    """Process seconds of a client's visit and of what else a round has, and bytes down per client."""
+    torch.manual_seed(0)
+    module, clock = Classifier(num_classes), Clock()
+    data = clients(num_classes)
+    own = {client: dataset.tensors[1].unique() for client, dataset in data.items()}
+    negatives = held - len(own[0])
+    callbacks = [clock, SampledSoftmax(negatives, classes={client: rows.tolist() for client, rows in own.items()})]
+    trainer = FederatedTrainer(max_rounds=rounds + 1, callbacks=callbacks, seed=0, **QUIET)
+    trainer.fit(module, datamodule=FederatedDataModule(data, batch_size=BATCH))
+    visits = sum(clock.visits[CLIENTS:])
+    whole = time.process_time() - clock.rounds[1]
+    return {
+        "client": visits / (rounds * CLIENTS),
+        "server": (whole - visits) / rounds,
+        "bytes": float(clock.bytes),
+    }
+
+
+def peak(num_classes: int, held: int) -> float:
+    """Peak memory of a process that trains two rounds, in MB."""
+    code = f"import sampled_softmax_cost as own; own.prepare_alone(); own.fit({num_classes}, {held}, 1); own.say()"
+    return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+
+
+def prepare_alone() -> None:
+    """What :func:`peak` needs in its process."""
+    torch.set_num_threads(1)
+
+
+def say() -> None:
+    """Prints the process' peak memory in MB."""
+    print(peak_bytes() / 1e6)
+
+
+def measure(held: int, rounds: int, repetitions: int) -> dict[str, Any]:
+    results: dict[int, list[dict[str, float]]] = {count: [] for count in COUNTS}
+    for repetition in range(repetitions + 1):
+        for count in COUNTS[repetition % 3 :] + COUNTS[: repetition % 3]:
+            gc.collect()
+            result = fit(count, held, rounds)
+            if repetition:
+                results[count].append(result)
+        print(f"{held} held, repetition {repetition}/{repetitions}", flush=True)
+    memory = {count: peak(count, held) for count in COUNTS}
+    return {"runs": results, "memory": memory, "held": held, "rounds": rounds, "version": version()}
+
+
+def report(results: dict[str, Any], threads: int) -> str:
+    runs = {int(count): values for count, values in results["runs"].items()}
+    held, extractor = results["held"], sum(value.numel() for value in Classifier(10).body.parameters())
+    rows = []
+    for count, values in runs.items():
+        pairs = zip(values, runs[COUNTS[0]], strict=True)
+        ratio = np.quantile([one["client"] / base["client"] for one, base in pairs], [0.5, 0.25, 0.75])
+        client, server = (np.median([value[name] for value in values]) for name in ("client", "server"))
+        rows.append(
+            [
+                f"{count:,}",
+                f"{1000 * client:.1f}",
+                f"{ratio[0]:.2f} ({ratio[1]:.2f} - {ratio[2]:.2f})",
+                f"{1000 * server:.0f}",
+                f"{values[0]['bytes'] / 1e6:.3f}",
+                f"{4 * (extractor + WIDTH * count) / 1e6:.1f}",
+                f"{results['memory'][str(count)]:.0f}",
+            ]
+        )
+    header = [
+        "classes",
+        "ms / visit, client",
+        f"/ {COUNTS[0]:,} classes",
+        "ms / round, the rest",
+        "MB down per client",
+        "MB of the whole model",
+        "peak MB of the process",
+    ]
+    words = (
+        f"`python benchmarks/sampled_softmax_cost.py --out docs/performance.md`. {machine(threads)}. {CLIENTS} clients"
+        f" of {SAMPLES} random 28 x 28 images, batches of {BATCH}; embeddings of {WIDTH}; every client holds {held:,}"
+        " classes. Process seconds: *client* from the broadcast loaded to the update made, *the rest* is the server"
+        " (slicing, averaging, looking for NaN) and Lightning's round. Ratios are medians over repetitions, with"
+        " quartiles. Client and server share the process, whose memory is the head's, a new one, and what the rows of a"
+        " round take."
+    )
+    return f"{words}\n\n{table(header, rows)}"
+
+
+def main() -> None:
+    made = parser(__doc__.splitlines()[0], data=False)
+    made.add_argument("--held", type=int, default=1000, help="classes that a client holds")
+    made.add_argument("--rounds", type=int, default=10, help="rounds of a fit")
+    made.add_argument("--repetitions", type=int, default=5, help="fits of each number of classes")
+    arguments = made.parse_args()
+    prepare(arguments)
+    if arguments.quick:
+        arguments.rounds = arguments.repetitions = 1
+    path = arguments.runs / f"sampled_softmax_cost_{arguments.held}.json"
+    results = load_json(path) or measure(arguments.held, arguments.rounds, arguments.repetitions)
+    save_json(path, results)
+    write_section(arguments.out, "sampled-softmax-cost", report(load_json(path), arguments.threads))
+
+
+if __name__ == "__main__":
+    main()
