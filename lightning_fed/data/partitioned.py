@@ -17,6 +17,8 @@ from lightning_fed.functional.partition import IndexArray
 from lightning_fed.messages import Client
 from lightning_fed.schedule import client_key
 
+_FORWARDED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "predict_dataloader")
+
 
 class PartitionedData(FederatedDataModule):
     """Clients cut out of another datamodule's training data, each with validation data of its own.
@@ -26,6 +28,9 @@ class PartitionedData(FederatedDataModule):
     drawn at random; shares are rounded down, but at least one example, as long as one is left to train on. An
     augmentation inside the training data set changes them too.
 
+    The other datamodule notices no difference: it has the Trainer (`self.trainer`), its hooks are called, those that
+    transfer batches too, and its state is in the checkpoint.
+
     Args:
         source: Any datamodule with one training loader, whose batch size, collation and workers are kept. Validation
             data of its own are not used.
@@ -33,7 +38,8 @@ class PartitionedData(FederatedDataModule):
         val_fraction: Share of every client's examples that validates, in (0, 1).
         test_fraction: Share of every client's examples that is for the test, in [0, 1); with 0 the test data are the
             other datamodule's.
-        seed: Seed of the split; None for that of `lightning.seed_everything`, or else 0, as in a federation.
+        seed: Seed of the split; None for that of `lightning.seed_everything`, or else 0, as in a federation. It is
+            asked for in the first `setup`, and stays.
 
     Raises:
         ValueError: If a share is out of its range, or nothing is left to train on; in `setup`, if the loader has a
@@ -67,6 +73,9 @@ class PartitionedData(FederatedDataModule):
                 f" val_fraction={val_fraction}."
             )
         self.source = source
+        self.prepare_data_per_node = source.prepare_data_per_node
+        for hook in _FORWARDED:
+            setattr(self, hook, getattr(source, hook))  # Lightning's own is one that nobody overrides here either
         self.partition = partition
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
@@ -76,19 +85,39 @@ class PartitionedData(FederatedDataModule):
 
     def prepare_data(self) -> None:
         """That of the other datamodule."""
+        self.source.trainer = self.trainer
         self.source.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Reads the data, and splits those of the training, once.
+        """Reads the data, and splits those of the training.
 
         Args:
             stage: As Lightning names it.
         """
-        if stage not in ("fit", "validate") and not self.test_fraction:
-            self.source.setup(stage)
-        elif self._population is None:
-            self.source.setup("fit")
+        self.source.trainer = self.trainer
+        self.source.setup(self._stage_of_source(stage))
+        if self._stage_of_source(stage) == "fit":
             self._population = self._split()
+
+    def teardown(self, stage: str) -> None:
+        """That of the other datamodule.
+
+        Args:
+            stage: As Lightning names it.
+        """
+        self.source.teardown(self._stage_of_source(stage))
+
+    def on_exception(self, exception: BaseException) -> None:
+        """That of the other datamodule."""
+        self.source.on_exception(exception)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the other datamodule."""
+        return self.source.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Hands it to the other datamodule."""
+        self.source.load_state_dict(state_dict)
 
     def population(self) -> Population:
         """The clients as the round's loader walks them.
@@ -108,9 +137,14 @@ class PartitionedData(FederatedDataModule):
         """Those of the clients, one after another, or else of the other datamodule."""
         return super().test_dataloader() if self.test_fraction else self.source.test_dataloader()
 
+    def _stage_of_source(self, stage: str) -> str:
+        """What is held back is cut out of the data of the training."""
+        return "fit" if stage == "validate" or (stage == "test" and self.test_fraction) else stage
+
     def _split(self) -> DatasetClients:
-        # Without a seed of its own, the one that a federation has.
-        seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
+        if self.seed is None:  # a split that changed between two stages would validate on what was trained on
+            self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        seed = self.seed
         population = split_loader(self.source.train_dataloader(), self.partition, seed)
         source = population.source
         assert isinstance(source, PartitionedSource)

@@ -145,15 +145,168 @@ def test_a_fit(federated_trainer, plain_trainer):
     trainer.fit(task, datamodule=data)
     assert data.source.stages == ["prepare", "fit"]
     trainer.validate(task, datamodule=data, verbose=False)
-    assert data.source.stages == ["prepare", "fit", "prepare"]
+    assert data.source.stages == ["prepare", "fit", "prepare", "fit"]
     scores = [float(trainer.callback_metrics[f"client/{client}/val_acc"]) for client in range(5)]
     assert float(trainer.callback_metrics["fed/val_acc/mean"]) == pytest.approx(np.mean(scores))
     trainer.test(task, datamodule=data, verbose=False)
-    assert data.source.stages == ["prepare", "fit", "prepare", "prepare", "test"]
+    assert data.source.stages == ["prepare", "fit", "prepare", "fit", "prepare", "test"]
     plain = plain_trainer(max_epochs=1)
     plain.fit(task, datamodule=data)
     assert plain.num_training_batches == -(-sum(data.population().num_samples(client) for client in range(5)) // 8)
-    assert data.source.stages.count("fit") == 1
+
+
+# --- the other datamodule's hooks -------------------------------------------------------------------------------------
+
+
+class Hooked(Numbered):
+    """Has every hook that a datamodule can have; notes the calls, and where it was asked without a Trainer."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def note(self, *call):
+        self.calls.append((*call, self.trainer.world_size))
+
+    def prepare_data(self):
+        self.note("prepare_data")
+
+    def setup(self, stage):
+        self.note("setup", stage.value)
+
+    def teardown(self, stage):
+        self.note("teardown", stage.value)
+
+    def on_exception(self, exception):
+        self.note("on_exception", str(exception))
+
+    def state_dict(self):
+        self.note("state_dict")
+        return {"of": torch.arange(3)}
+
+    def load_state_dict(self, state_dict):
+        self.note("load_state_dict", state_dict["of"].tolist())
+
+    def train_dataloader(self):
+        self.note("train_dataloader")
+        return super().train_dataloader()
+
+    def predict_dataloader(self):
+        self.note("predict_dataloader")
+        return DataLoader(self.dataset, batch_size=45)
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return batch[0] + 1024, batch[1]
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return super().transfer_batch_to_device([batch[0] / 4, batch[1]], device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch[0] / 1024, batch[1]
+
+
+class Seeing(ClassificationTask):
+    """Notes the inputs of its steps by the smallest pixel; may fail."""
+
+    def __init__(self, fails=False):
+        super().__init__("mlp", 5, input_size=2, lr=1e-4)
+        self.fails = fails
+        self.seen = {}
+
+    def training_step(self, batch, batch_idx):
+        self.see("training", batch)
+        if self.fails:
+            raise KeyError("gone")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.see("validation", batch)
+        super().validation_step(batch, batch_idx, dataloader_idx)
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self.see("test", batch)
+        super().test_step(batch, batch_idx, dataloader_idx)
+
+    def predict_step(self, batch, batch_idx):
+        self.see("predict", batch)
+        return batch[1]
+
+    def see(self, stage, batch):
+        self.seen.setdefault(stage, set()).update(batch[0].amin((1, 2, 3)).tolist())
+
+
+@pytest.fixture
+def door(request, federated_trainer):
+    """The data as one of the doors takes them, the other datamodule behind it, and what makes the door's Trainers."""
+    source = Hooked()
+    if request.param == "partition":
+        return source, source, lambda **options: federated_trainer(partition=ByGroup(GROUPS), **options)
+    return source, PartitionedData(source, ByGroup(GROUPS), val_fraction=0.2), federated_trainer
+
+
+GROUPS = [i % 3 for i in range(90)]
+DOORS = pytest.mark.parametrize("door", ["partition", "PartitionedData"], indirect=True)
+TRANSFERRED = {(4 * number + 1024) / 4 / 1024 for number in range(90)}
+
+
+@DOORS
+def test_steps_see_what_the_hooks_make_of_batches(door):
+    """Also in evaluation client by client, and where BatchNorm's statistics are asked for."""
+    _, data, make = door
+    module, trainer = Seeing(), make(max_rounds=1)
+    trainer.fit(module, datamodule=data)
+    trainer.test(module, datamodule=data, verbose=False)
+    trainer.predict(module, datamodule=data)
+    assert set(module.seen) == {"training", "validation", "test", "predict"}
+    for stage, values in module.seen.items():
+        assert values <= TRANSFERRED, stage
+    assert module.seen["training"] | module.seen["validation"] == TRANSFERRED
+    assert module.seen["test"] == module.seen["predict"] == TRANSFERRED
+
+
+@DOORS
+def test_the_other_datamodule_notices_no_difference(door, tmp_path):
+    """Its hooks are called in the same order, with a Trainer, its state is saved and comes back."""
+    source, data, make = door
+    module, trainer = Seeing(), make(max_rounds=1)
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    trainer = make(max_rounds=2)
+    trainer.fit(module, datamodule=data, ckpt_path=tmp_path / "one.ckpt")
+    trainer.test(module, datamodule=data, verbose=False)
+    trainer.predict(module, datamodule=data)
+    with pytest.raises(KeyError, match="gone"):
+        make(max_rounds=1).fit(Seeing(fails=True), datamodule=data)
+    begin, end = [("prepare_data", 1), ("setup", "fit", 1)], [("teardown", "fit", 1)]
+    assert [call for call in source.calls if call[0] != "train_dataloader"] == [
+        *(*begin, *end, ("state_dict", 1)),
+        *(*begin, ("load_state_dict", [0, 1, 2], 1), *end),
+        *(("prepare_data", 1), ("setup", "test", 1), ("teardown", "test", 1)),
+        *(("prepare_data", 1), ("setup", "predict", 1), ("predict_dataloader", 1), ("teardown", "predict", 1)),
+        *(*begin, ("on_exception", "'gone'", 1)),
+    ]
+    assert [call for call in source.calls if call[0] == "train_dataloader"] == 3 * [("train_dataloader", 1)]
+
+
+def test_the_modules_own_hooks_where_the_other_datamodule_has_none(federated_trainer):
+    class Halving(Seeing):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] / 2, batch[1]
+
+    module = Halving()
+    with pytest.warns(UserWarning, match="`on_after_batch_transfer` in `LightningModule`"):
+        federated_trainer(max_rounds=1).fit(module, datamodule=PartitionedData(Numbered(), ByGroup(GROUPS)))
+    assert module.seen["training"] | module.seen["validation"] == {2 * number for number in range(90)}
+
+
+def test_what_is_held_out_does_not_change_between_two_stages():
+    data = set_up(ByGroup(GROUPS))
+    before = {client: numbers(loader) for client, loader in data.val_clients().items()}
+    L.seed_everything(5, verbose=False)
+    data.setup("validate")
+    assert {client: numbers(loader) for client, loader in data.val_clients().items()} == before
+    after = {client: numbers(loader) for client, loader in set_up(ByGroup(GROUPS)).val_clients().items()}
+    assert after != before
 
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.1])
