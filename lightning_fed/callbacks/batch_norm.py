@@ -183,7 +183,7 @@ def recalibrate(
         local.load_client(visit.client, start)
         statistics = InputStatistics(layers)
         try:
-            with side_pass(module), statistics.watching():
+            with side_pass(module, is_reloaded=True), statistics.watching():
                 for layer in layers.values():
                     layer.train()
                 for number, batch in enumerate(one_pass(population, visit)):

@@ -132,7 +132,7 @@ def evaluate_clients(
     for client, loader in clients.items():
         load(client)
         recorder = _Recorder()
-        with side_pass(module, recorder.log):
+        with side_pass(module, recorder.log, is_reloaded=True):
             getattr(module, f"on_{stage}_epoch_start")()
             for number, batch in enumerate(_limited(loader, limit)):
                 recorder.batch = batch

@@ -27,28 +27,35 @@ _INTERNAL = frozenset(vars(nn.Module()))
 
 @contextmanager
 def side_pass(
-    module: L.LightningModule, log: Callable[..., None] | None = None, gradients: bool = False
+    module: L.LightningModule,
+    log: Callable[..., None] | None = None,
+    gradients: bool = False,
+    is_reloaded: bool = False,
 ) -> Iterator[None]:
     """Evaluation mode, in which logged values and metric updates do not reach the Trainer.
 
     Meanwhile ``self.log`` is ``log``, and the module's metrics start afresh: ``torchmetrics`` objects that are its
     submodules, or are in a list or dictionary of one. They stay the same objects and have their values back afterwards.
-    So have the module's own attributes that are numbers, texts, tensors or plain containers, also where a step appends
-    to them; modes come back as they were. What a step does to any other object is not undone.
+    So have parameters and buffers that a step writes (a running centre, a teacher that follows), and the attributes of
+    the module and its submodules that are numbers, texts, tensors or plain containers, also where a step appends to
+    them; modes come back as they were. What a step does to any other object is not undone.
 
     Args:
         module: The user's module.
         log: Called instead of ``module.log``; by default nothing happens.
         gradients: Whether gradients can be asked for.
+        is_reloaded: Whether the caller loads parameters and buffers afterwards: then they are not copied.
 
     """
     metrics = find_metrics(module)
     vars(module)["log"] = log or _ignore
     try:
         with ExitStack() as stack:
-            stack.enter_context(_aside(module, _lightnings_own()))
-            for metric in metrics:
-                stack.enter_context(_aside(metric))
+            if not is_reloaded:
+                stack.enter_context(_values_aside(module))
+            for layer in {id(each): each for each in (*module.modules(), *metrics)}.values():
+                own = _lightnings_own() if isinstance(layer, L.LightningModule) else frozenset()
+                stack.enter_context(_aside(layer, own))
             for metric in metrics:
                 if isinstance(metric, Metric):
                     metric.reset()
@@ -140,19 +147,38 @@ def one_pass(population: Population, visit: Visit, aside: bool = False) -> Itera
 
 
 @contextmanager
-def _aside(owner: nn.Module, but: frozenset[str] = frozenset()) -> Iterator[None]:
-    """Numbers, texts, tensors and containers among an object's attributes are copies meanwhile."""
+def _values_aside(module: nn.Module) -> Iterator[None]:
+    """Parameters and buffers have their values back afterwards."""
+    before = [(entry, entry.detach().clone()) for entry in (*module.parameters(), *module.buffers())]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for entry, value in before:
+                entry.copy_(value)
+
+
+@contextmanager
+def _aside(owner: nn.Module, but: frozenset[str]) -> Iterator[None]:
+    """Numbers, texts, tensors and containers among an object's attributes are copies meanwhile.
+
+    Among the containers are those in which a module has its parameters and buffers: what is put in their place is gone
+    afterwards.
+    """
     kinds = (int, float, str, Tensor)
     before = {
         name: value
         for name, value in vars(owner).items()
         if name not in but and (isinstance(value, kinds) or type(value) in _CONTAINERS)
     }
+    names = set(vars(owner))
     vars(owner).update((name, _copied(value)) for name, value in before.items())
     try:
         yield
     finally:
         vars(owner).update(before)
+        for name in vars(owner).keys() - names:
+            del vars(owner)[name]
 
 
 def _copied(value: Any) -> Any:
@@ -175,8 +201,8 @@ def _copied_container(value: Any) -> Any:
 
 @cache
 def _lightnings_own() -> frozenset[str]:
-    """Attributes that every LightningModule has."""
-    return frozenset(vars(L.LightningModule()))
+    """Attributes that every LightningModule has, and other modules have not."""
+    return frozenset(vars(L.LightningModule())) - _INTERNAL
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

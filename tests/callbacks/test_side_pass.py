@@ -101,6 +101,57 @@ def test_metrics_and_plain_attributes_are_put_aside():
     assert str(module.kept()) == expected
 
 
+class Following(models.Module):
+    """A step that writes parameters and buffers, in place and by putting others in their place, and in submodules."""
+
+    def __init__(self):
+        super().__init__(models.norm_mlp())
+        self.register_buffer("centre", torch.zeros(6))
+        self.register_buffer("spread", torch.ones(6))
+        self.register_buffer("late", None)
+        self.teacher = nn.Linear(6, 2)
+        self.teacher.calls, self.teacher.seen = 0, []
+
+    def training_step(self, batch, batch_idx):
+        inputs, _ = batch
+        with torch.no_grad():
+            self.centre.lerp_(inputs.mean(0), 0.5)
+            self.spread = 0.5 * self.spread + 0.5 * inputs.std(0)
+            self.late = inputs.mean(0)
+            self.teacher.weight.mul_(0.5)
+            self.net[0].weight.div_(self.net[0].weight.norm())
+            self.net[1].running_mean.add_(1)
+        self.teacher.calls += 1
+        self.teacher.seen.append(len(inputs))
+        self.first = inputs
+        return super().training_step(batch, batch_idx)
+
+    def log(self, *arguments, **options):
+        """Without a Trainer there is nothing to log to."""
+
+    def kept(self):
+        entries = {name: value.clone() for name, value in self.state_dict().items()}
+        return str((entries, self.teacher.calls, self.teacher.seen, self.late, hasattr(self, "first")))
+
+    def objects(self):
+        return [id(value) for value in (*self.parameters(), *self.buffers(), self.teacher.seen)]
+
+
+def test_what_a_step_writes_is_put_aside():
+    module = Following()
+    for written in (False, True):
+        if written:
+            module.training_step(a_batch(0), 0)
+        before, objects = module.kept(), module.objects()
+        with side_pass(module):
+            module.training_step(a_batch(1), 0)
+            assert module.kept() != before
+        assert (module.kept(), module.objects()) == (before, objects)
+    with side_pass(module, is_reloaded=True):
+        module.training_step(a_batch(1), 0)
+    assert module.kept() != before  # the caller's to load
+
+
 def test_they_come_back_after_an_error():
     module = Counting()
     module.count(a_batch(0))
