@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from typing import Any
 
 import lightning as L
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fed.callbacks.batch_norm import batch_norm_layers
+from lightning_fed.callbacks.blame import client_fault
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.proximal import gradient_scale
-from lightning_fed.callbacks.side_pass import one_pass, run_step, side_pass
-from lightning_fed.data.population import batch_length
+from lightning_fed.callbacks.side_pass import one_pass, run_step, side_pass, until_fault
+from lightning_fed.data.population import PlannedVisit, batch_length
 from lightning_fed.data.rounds import describe
 from lightning_fed.functional.average import WeightedMean
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
@@ -42,13 +44,15 @@ class GradientCorrection(FederatedCallback):
     cohort's broadcasts, and every client of the cohort computes its own :math:`\nabla F_k(w_t)` before it trains.
 
     All of it is counted: the global model down to the sample and one gradient per parameter up, and another down to
-    the cohort. A client of the sample that cannot answer is left out with a warning; without any answer the round is
-    trained without correction. A client of the cohort whose own gradient cannot be computed is left out of the round.
+    the cohort. A client of the sample whose data fail is left out with a warning, one of the cohort is left out of the
+    round; without any answer nothing comes of the round. What fails in the module ends the fit, as in training.
 
-    Gradients are those of the module's ``training_step``, in evaluation mode but for BatchNorm, which normalises with
-    the batch's own statistics as in training (and keeps its running ones): dropout does not blur them. Their batches
-    are fetched in the main process, and a loader with persistent workers, which serve one pass at a time, cannot give
-    any. The training that goes on draws the same random numbers as without this callback. The correction is added where
+    Gradients are those of the module's ``training_step``, in evaluation mode but for two kinds of layers. BatchNorm
+    normalises with the batch's own statistics as in training (and keeps its running ones); recurrent layers, which
+    cuDNN differentiates in training mode only, are in that mode without their dropout. Dropout does not blur the
+    gradients. Their batches are fetched in the main process, and a loader with persistent workers, which serve one pass
+    at a time, cannot give any. The training that goes on draws the same random numbers as without this callback, and
+    finds what the step writes as it was. The correction is added where
     :class:`~lightning_fed.callbacks.ProximalTerm` adds its own, to the parameters that travel. The logged loss is
     without it.
 
@@ -85,20 +89,21 @@ class GradientCorrection(FederatedCallback):
         state, mean = local.global_state(), WeightedMean()
         for client in federation.schedule.second_draw(round, population.clients):
             server.count_down(Broadcast(round, state))
+            local.load_client(client, state)
             try:
-                num_samples = population.num_samples(client)
-                local.load_client(client, state)
-                gradients = self._measure(trainer, module, client, state)
-            except Exception as error:
-                _log.warning("Round %d: client %r's gradient is left out: %s.", round, client, describe(error))
-                continue
-            answer = ClientUpdate(client, num_samples, {}, gradients)
-            server.count_up(answer)
-            fault = find_non_finite(answer.extras)
-            if fault is None:
-                mean.add(answer.extras, num_samples, num_samples)
-            else:
+                answer = self._measure(trainer, module, client, state, is_reloaded=True)
+            except _NoAnswerError as fault:
                 _log.warning("Round %d: client %r's gradient is left out: %s.", round, client, fault)
+                continue
+            except Exception as error:
+                error.add_note(f"In round {round}, in the gradient of client {client!r}.")
+                raise
+            server.count_up(answer)
+            reason = find_non_finite(answer.extras)
+            if reason is None:
+                mean.add(answer.extras, answer.num_samples, answer.num_samples)
+            else:
+                _log.warning("Round %d: client %r's gradient is left out: %s.", round, client, reason)
         local.load_global(state)
         self._mean = mean.mean() if mean.total else {}
 
@@ -113,17 +118,15 @@ class GradientCorrection(FederatedCallback):
         self._corrections = {}
         mean = {name: value for name, value in broadcast.extras.items() if name.startswith(_PREFIX)}
         visit = find_federation(trainer).current_visit
-        if not mean or visit is None:
+        assert visit is not None
+        if not mean:
+            visit.fault = visit.fault or "no client of the sample could send its gradient"
             return
-        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         try:
-            own = self._measure(trainer, module, client, broadcast.state)
-        except Exception as error:
-            visit.fault = visit.fault or f"its gradient raised {describe(error)}"
+            own = self._measure(trainer, module, client, broadcast.state).extras
+        except _NoAnswerError as fault:
+            visit.fault = visit.fault or str(fault)
             return
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
         parameters = dict(module.named_parameters())
         self._corrections = {parameters[name.removeprefix(_PREFIX)]: mean[name] - own[name] for name in own}
 
@@ -152,24 +155,49 @@ class GradientCorrection(FederatedCallback):
         """Forgets it, where the fit ended inside a visit."""
         self._mean, self._corrections = {}, {}
 
-    def _measure(self, trainer: L.Trainer, module: L.LightningModule, client: Client, state: State) -> State:
-        """The gradients of the module as it is on all of the client's data, as extras of a message."""
+    def _measure(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, state: State, is_reloaded: bool = False
+    ) -> ClientUpdate:
+        """The gradients of the module as it is on all of the client's data, as a message.
+
+        Raises:
+            _NoAnswerError: If the data fail, or give no loss.
+
+        """
         federation, round = find_federation(trainer), trainer.current_epoch
-        schedule = federation.schedule
+        schedule, population, faults = federation.schedule, federation.population, list[Exception]()
+        try:
+            num_samples = population.num_samples(client)
+        except Exception as error:
+            raise _NoAnswerError(f"its data raised {describe(error)}") from error
         visit = Visit(client, round, derive_seed(schedule.seed, round), steps=schedule.local_steps)
         parameters = {
             name: parameter
             for name, parameter in module.named_parameters()
             if name in state and parameter.requires_grad
         }
-        with isolate_rng():
-            batches = one_pass(federation.population, visit, aside=True)
-            gradients = full_gradient(trainer, module, parameters, batches)
-        return {f"{_PREFIX}{name}": value for name, value in gradients.items()}
+        batches = until_fault(one_pass(population, visit, aside=True), faults)
+        with isolate_rng(), closing(batches):
+            try:
+                gradients = full_gradient(trainer, module, parameters, batches, is_reloaded)
+            except Exception as error:
+                reason = client_fault(error, PlannedVisit(visit, num_samples, 0))
+                if reason is None:
+                    raise
+                raise _NoAnswerError(reason) from error
+        if faults:
+            raise _NoAnswerError(f"its data raised {describe(faults[0])}")
+        if not gradients:
+            raise _NoAnswerError("its data gave no batch with a loss")
+        return ClientUpdate(client, num_samples, {}, {f"{_PREFIX}{name}": each for name, each in gradients.items()})
 
 
 def full_gradient(
-    trainer: L.Trainer, module: L.LightningModule, parameters: Mapping[str, nn.Parameter], batches: Iterable[Any]
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    parameters: Mapping[str, nn.Parameter],
+    batches: Iterable[Any],
+    is_reloaded: bool = False,
 ) -> State:
     """Gradients of the mean loss over all batches, weighted by their examples; zero where a parameter is not used.
 
@@ -178,16 +206,20 @@ def full_gradient(
         module: The module, whose ``training_step`` gives the loss.
         parameters: The parameters to differentiate by.
         batches: The data.
+        is_reloaded: Whether the caller loads the module's parameters and buffers afterwards.
 
-    Raises:
-        ValueError: If no batch gave a loss.
+    Returns:
+        A gradient per parameter; nothing if no batch gave a loss.
 
     """
-    layers = [layer for layer in batch_norm_layers(module).values() if layer.training]  # not the user's frozen
+    normalizing = [layer for layer in batch_norm_layers(module).values() if layer.training]  # not the user's frozen
+    recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase) and layer.training]
     mean = WeightedMean()
-    with side_pass(module, gradients=True):
-        for layer in layers:
+    with side_pass(module, gradients=True, is_reloaded=is_reloaded):
+        for layer in (*normalizing, *recurrent):
             layer.train()
+        for layer in recurrent:
+            layer.dropout = 0.0  # comes back with the other attributes
         for number, batch in enumerate(batches):
             output = run_step(trainer, module, "training_step", batch, number)
             loss = output["loss"] if isinstance(output, Mapping) else output
@@ -200,6 +232,8 @@ def full_gradient(
             }
             size = batch_length(batch)
             mean.add(gradients, size, size)
-    if not mean.total:
-        raise ValueError("its data gave no batch with a loss")
-    return mean.mean()
+    return mean.mean() if mean.total else {}
+
+
+class _NoAnswerError(Exception):
+    """A client's data give no gradient: why, in words."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from typing import Any, Literal
@@ -18,7 +18,14 @@ from torch import Tensor
 
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import Federation, find_federation
-from lightning_fed.callbacks.side_pass import forward_step, one_pass, prepare_batch, run_prepared, side_pass
+from lightning_fed.callbacks.side_pass import (
+    forward_step,
+    one_pass,
+    prepare_batch,
+    run_prepared,
+    side_pass,
+    until_fault,
+)
 from lightning_fed.data.loader_clients import undisturbed
 from lightning_fed.data.population import seed_everything
 from lightning_fed.data.rounds import describe
@@ -244,14 +251,9 @@ class ClassPrototypes(FederatedCallback):
         planned = federation.current_visit
         assert planned is not None
 
-        def batches() -> Generator[Any]:
-            try:
-                yield from one_pass(federation.population, planned.visit, aside=True)
-            except Exception as error:  # its data's: what fails in the module is raised by the step, not here
-                faults.append(error)
-
-        with _own_random_numbers(), closing(batches()) as stream:
-            prototypes = self._measure(trainer, module, stream)
+        batches = until_fault(one_pass(federation.population, planned.visit, aside=True), faults)
+        with _own_random_numbers(), closing(batches):
+            prototypes = self._measure(trainer, module, batches)
         if faults:
             _log.warning("The prototypes of client %r are left out: %s.", planned.visit.client, describe(faults[0]))
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -144,6 +144,23 @@ def one_pass(population: Population, visit: Visit, aside: bool = False) -> Itera
             raise item.error
         if item.batch is not None:
             yield item.batch
+
+
+def until_fault(batches: Iterable[Any], faults: list[Exception]) -> Generator[Any]:
+    """The batches up to the first that the data do not give; why they do not is added to ``faults``.
+
+    What fails in the module is raised by the step that a batch is given to, and so is told apart from this.
+
+    Example:
+        >>> faults = []
+        >>> list(until_fault((1 / number for number in (2, 0)), faults)), faults
+        ([0.5], [ZeroDivisionError('division by zero')])
+
+    """
+    try:
+        yield from batches
+    except Exception as error:
+        faults.append(error)
 
 
 @contextmanager

@@ -308,7 +308,7 @@ def test_clients_that_cannot_answer_are_left_out(federated_trainer, caplog):
     keep, alone = Keep(), Keep()
     trainer = federated_trainer(max_rounds=1, aggregator="feddane", callbacks=[keep])
     trainer.fit(models.Module(models.mlp()), clients)
-    assert "client 'lost''s gradient is left out: OSError: lost" in caplog.text.replace('"', "'")
+    assert "client 'lost''s gradient is left out: its data raised OSError: lost" in caplog.text.replace('"', "'")
     assert "client 'nan''s gradient is left out: entry 'gradient:net.0.weight' has NaN" in caplog.text.replace('"', "'")
     assert set(trainer.federation.server.report.received) == {"a", "b"}
     assert set(trainer.federation.server.report.failed) == {"lost", "nan"}
@@ -339,7 +339,7 @@ def test_a_cohort_whose_own_gradients_fail(federated_trainer):
     trainer = federated_trainer(max_rounds=1, aggregator="feddane")
     trainer.fit(models.Module(models.mlp()), clients)
     assert set(trainer.federation.server.report.received) == {"a"}
-    assert trainer.federation.server.report.failed == {"b": "its gradient raised OSError: gone"}
+    assert trainer.federation.server.report.failed == {"b": "its data raised OSError: gone"}
 
 
 def test_a_client_with_a_single_example(federated_trainer):
@@ -354,10 +354,8 @@ def test_a_client_with_a_single_example(federated_trainer):
     assert set(failed[0]) == {"b"}
 
 
-def test_a_round_without_any_gradient_is_trained_without_correction(federated_trainer):
-    class Silent(FederatedCallback):
-        def on_broadcast(self, trainer, module, client, broadcast):
-            assert not broadcast.extras
+def test_nothing_comes_of_a_round_without_any_gradient(federated_trainer):
+    """Its clients are left out by name, rather than trained as by another rule; the next round goes on."""
 
     class Late(Dataset):
         """Breaks in the first pass over it."""
@@ -374,12 +372,96 @@ def test_a_round_without_any_gradient_is_trained_without_correction(federated_tr
                 raise OSError("not yet")
             return self.tensors[0][index], self.tensors[1][index]
 
-    vectors, states = models.vectors({"a": 20, "b": 12}), []
-    for aggregator, kind in (("fedavg", lambda each: TensorDataset(*each)), ("feddane", Late)):
-        module = models.Module(models.mlp())
-        trainer = federated_trainer(max_rounds=1, aggregator=aggregator, callbacks=[Silent()])
-        trainer.fit(module, {name: kind(each) for name, each in vectors.items()})
+    class Reasons(FederatedCallback):
+        def on_train_epoch_end(self, trainer, module):
+            failed.append(dict(trainer.federation.server.report.failed))
+            states.append(state_of(module))
+
+    module, failed = models.Module(models.mlp()), []
+    states = [state_of(module)]
+    trainer = federated_trainer(max_rounds=2, aggregator="feddane", callbacks=[Reasons()])
+    trainer.fit(module, {name: Late(each) for name, each in models.vectors({"a": 20, "b": 12}).items()})
+    assert failed == [dict.fromkeys("ab", "no client of the sample could send its gradient"), {}]
+    assert_same(states[0], states[1])
+    assert not torch.equal(states[1]["net.0.weight"], states[2]["net.0.weight"])
+
+
+@pytest.mark.parametrize("place", ["in the gradient of", "in the visit of"])
+def test_what_fails_in_the_module_ends_the_fit(place, federated_trainer):
+    """In the sample's pass, and in the cohort's."""
+
+    class Unready(models.Module):
+        passes = 0
+
+        def training_step(self, batch, batch_idx):
+            if not self.training:
+                self.passes += 1  # taken back after every pass
+                if place == "in the gradient of" or len(keep.asked) == 2:
+                    raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    class Asked(FederatedCallback):
+        def __init__(self):
+            self.asked = []
+
+        def on_broadcast(self, trainer, module, client, broadcast):
+            self.asked.append(client)
+
+    module, keep = Unready(models.mlp()), Asked()
+    with pytest.raises(ZeroDivisionError) as caught:
+        federated_trainer(max_rounds=1, aggregator="feddane", callbacks=[keep]).fit(
+            module, models.as_datasets(models.vectors({"a": 20, "b": 12}))
+        )
+    client = "a" if place == "in the gradient of" else "b"
+    assert caught.value.__notes__ == [f"In round 0, {place} client {client!r}."]
+    assert module.training
+
+
+def test_recurrent_layers(federated_trainer):
+    """In training mode, for cuDNN differentiates in no other, but without their dropout: the gradient is exact."""
+
+    class Watched(models.Module):
+        def training_step(self, batch, batch_idx):
+            modes.add((self.training, self.net.lstm.training, self.net.lstm.dropout))
+            return super().training_step(batch, batch_idx)
+
+    clients, keep, modes = models.sentences({"a": 20, "b": 31}), Keep(), set()
+    module = Watched(models.Recurrent())
+    federated_trainer(max_rounds=1, aggregator="feddane", callbacks=[keep]).fit(module, models.as_datasets(clients))
+    assert modes == {(False, True, 0.0), (True, True, 0.3)}
+    net = models.Recurrent().eval()
+    pooled = [torch.cat(parts) for parts in zip(*clients.values(), strict=True)]
+    cross_entropy(net, pooled).backward()
+    for name, parameter in net.named_parameters():
+        assert torch.allclose(keep.extras[0][f"gradient:net.{name}"], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+class Following(models.Module):
+    """Its step writes a buffer, a parameter that does not train, and an attribute."""
+
+    def __init__(self):
+        super().__init__(models.norm_mlp(), models.momentum)
+        self.register_buffer("centre", torch.zeros(6))
+        self.teacher = torch.nn.Parameter(torch.zeros(6), requires_grad=False)
+        self.steps = 0
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        self.centre.lerp_(inputs.mean(0), 0.1)
+        self.teacher.lerp_(self.centre, 0.1)
+        self.steps += 1
+        return self.loss(self(inputs - self.centre - self.teacher), targets) / self.steps
+
+
+def test_what_a_step_writes_is_taken_back(federated_trainer):
+    """Without the corrections it is FedAvg, bit for bit."""
+    states, counts[:] = [], []
+    for aggregator, callbacks in (("fedavg", []), ("feddane", [Uncorrected()])):
+        module = Following()
+        trainer = federated_trainer(max_rounds=2, aggregator=aggregator, callbacks=callbacks, batch_norm="average")
+        trainer.fit(module, models.as_datasets(models.vectors()))
         states.append(state_of(module))
+    assert len(counts) == 10
     assert_same(*states)
 
 
