@@ -34,6 +34,11 @@ from lightning_fed.functional.prototypes import class_sums as class_sums
 from lightning_fed.functional.prototypes import reference_prototypes as reference_prototypes
 from lightning_fed.functional.prototypes import resize_labels as resize_labels
 from lightning_fed.functional.prototypes import update_prototypes as update_prototypes
+from lightning_fed.functional.sampled_softmax import gradient_noise as gradient_noise
+from lightning_fed.functional.sampled_softmax import log_correction as log_correction
+from lightning_fed.functional.sampled_softmax import sample_negatives as sample_negatives
+from lightning_fed.functional.sampled_softmax import sampled_logits as sampled_logits
+from lightning_fed.functional.sampled_softmax import sampled_softmax_loss as sampled_softmax_loss
 from lightning_fed.functional.synthetic import synthetic as synthetic
 
 __all__ = [
@@ -53,10 +58,12 @@ __all__ = [
     "dirichlet_per_class",
     "dirichlet_per_client",
     "feature_entropy",
+    "gradient_noise",
     "iid",
     "k_means",
     "labels_per_client",
     "local_prototype_margin",
+    "log_correction",
     "margin_attention",
     "maximum_mean_discrepancy",
     "median_distance",
@@ -65,6 +72,9 @@ __all__ = [
     "quantity_skew",
     "reference_prototypes",
     "resize_labels",
+    "sample_negatives",
+    "sampled_logits",
+    "sampled_softmax_loss",
     "shannon_entropy",
     "shards",
     "softmax_entropy",

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from lightning_fed.functional.chunks import chunk_steps
 from lightning_fed.functional.options import check_option
+from lightning_fed.functional.wide import at_least_float32
 
 Activation = Literal["relu", "abs", "softmax"]
 
@@ -40,7 +41,7 @@ def shannon_entropy(probabilities: Tensor, dim: int = -1, *, normalize: bool = F
         tensor([0.8018, 0.0000])
 
     """
-    value: Tensor = torch.special.entr(_at_least_float32(probabilities)).sum(dim)
+    value: Tensor = torch.special.entr(at_least_float32(probabilities)).sum(dim)
     return value / max(math.log(probabilities.shape[dim]), torch.finfo(value.dtype).tiny) if normalize else value
 
 
@@ -125,14 +126,10 @@ def _by_pieces(values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     flat = values.flatten(2) if values.ndim > 2 else values.unsqueeze(2)
     images, pixels = chunk_steps(*flat.shape)
     rows = [
-        torch.cat([function(_at_least_float32(piece)) for piece in torch.split(some, pixels, 2)], 1)
+        torch.cat([function(at_least_float32(piece)) for piece in torch.split(some, pixels, 2)], 1)
         for some in torch.split(flat, images)
     ]
     return torch.cat(rows).reshape(values.shape[:1] + values.shape[2:])
-
-
-def _at_least_float32(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()
 
 
 def _check_channels(name: str, values: Tensor) -> None:

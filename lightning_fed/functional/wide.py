@@ -1,4 +1,4 @@
-"""Numbers in float64, also from devices that have none."""
+"""Numbers in float64, also from devices that have none; or in float32 at least."""
 
 from __future__ import annotations
 
@@ -38,3 +38,14 @@ def narrow(value: Tensor, like: Tensor) -> Tensor:
 
     """
     return value.to(like.dtype).to(like.device)
+
+
+def at_least_float32(value: Tensor) -> Tensor:
+    """The values in float32, or in float64 if they are.
+
+    Example:
+        >>> at_least_float32(torch.tensor([0.5], dtype=torch.float16))
+        tensor([0.5000])
+
+    """
+    return value if value.dtype == torch.float64 else value.float()

@@ -1,0 +1,84 @@
+"""FedSS' losses, corrections and logits, written from the spec in plain loops.
+
+Nothing here imports the package. A client's classes are lists of class numbers; the logits of an example are a
+dictionary of class to number.
+"""
+
+import math
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Section 2: the client's loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def corrected_reference(o, positives, negatives, t, n, log_q="negatives", q_support="complement"):
+    """(3), and which logits it is for: class to o'."""
+    corrected = dict(o)
+    if not negatives:
+        return corrected
+    q = 1 / (n - len(positives)) if q_support == "complement" else 1 / n
+    shift = -math.log(len(negatives) * q)
+    for j in [*positives, *negatives]:
+        if (log_q == "negatives" and j in negatives) or (log_q == "all_but_target" and j != t):
+            corrected[j] = o[j] + shift
+    return corrected
+
+
+def pushing_reference(positives, negatives, t, n, objective):
+    """The classes whose exponentials are summed in (2), (6), (7) and (8)."""
+    return {
+        "fedss": [j for j in [*positives, *negatives] if j != t],
+        "negonly": list(negatives),
+        "posonly": [j for j in positives if j != t],
+        "full": [j for j in range(n) if j != t],
+    }[objective]
+
+
+def loss_reference(o, positives, negatives, t, n, objective="fedss", log_q="negatives", q_support="complement"):
+    """(2), (6), (7), (8): ln(1 + sum exp(o'_j - o'_t)) of one example."""
+    if objective in ("posonly", "full"):  # no negative is drawn: o' = o
+        log_q = "none"
+    corrected = corrected_reference(o, positives, negatives, t, n, log_q, q_support)
+    terms = [math.exp(corrected[j] - corrected[t]) for j in pushing_reference(positives, negatives, t, n, objective)]
+    return math.log1p(math.fsum(terms))
+
+
+def gradient_reference(o, positives, negatives, t, n, objective="fedss", log_q="negatives", q_support="complement"):
+    """Its derivatives by the logits: class to number."""
+    if objective in ("posonly", "full"):
+        log_q = "none"
+    corrected = corrected_reference(o, positives, negatives, t, n, log_q, q_support)
+    pushing = pushing_reference(positives, negatives, t, n, objective)
+    shares = {j: math.exp(corrected[j] - corrected[t]) for j in pushing}
+    total = 1 + math.fsum(shares.values())
+    gradient = dict.fromkeys(o, 0.0)
+    for j in pushing:
+        gradient[j] = shares[j] / total
+    gradient[t] = 1 / total - 1
+    return gradient
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Section 1: logits and negatives
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def logits_reference(feature, weight, scale=None, bias=None):
+    """Section 1.1, of one example: a list over the rows of the weight; ``scale=None`` for linear ones."""
+
+    def length(vector):
+        return max(math.sqrt(math.fsum(x * x for x in vector)), 1e-12)
+
+    logits = []
+    for j, row in enumerate(weight):
+        dot = math.fsum(x * y for x, y in zip(feature, row, strict=True))
+        value = dot if scale is None else scale * dot / (length(feature) * length(row))
+        logits.append(value + (0.0 if bias is None else bias[j]))
+    return logits
+
+
+def negatives_reference(positives, n, m, generator):
+    """Section 1.2: draws places in the list of all other classes."""
+    others = [c for c in range(n) if c not in set(positives)]
+    places = generator.choice(len(others), min(m, len(others)), replace=False, shuffle=False)
+    return sorted(others[place] for place in places)
