@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_fed.modules.sampled_softmax import SampledSoftmaxHead
+
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -34,8 +36,7 @@ def find_feature_layer(module: nn.Module) -> FeatureLayer:
 
     In this order: the output of the ``encoder`` of a model that also has a ``decoder`` or a ``segmentation_head``
     (all of ``segmentation_models_pytorch``); the output of the ``backbone`` of one that also has a ``classifier``
-    (torchvision's segmentation models); the input of what ``get_classifier()`` returns (timm); the input of the last
-    linear layer, or else of the last convolution.
+    (torchvision's segmentation models); the input of what :func:`find_classifier` finds.
 
     Args:
         module: The model, or a module that holds it.
@@ -69,8 +70,8 @@ def find_feature_layer(module: nn.Module) -> FeatureLayer:
 def find_classifier(module: nn.Module) -> str | None:
     """Name of the layer that makes the logits.
 
-    It is what ``get_classifier()`` returns (timm), or the ``segmentation_head`` (``segmentation_models_pytorch``), or
-    the last linear layer, or else the last convolution.
+    It is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, or else what ``get_classifier()`` returns (timm), or the
+    ``segmentation_head`` (``segmentation_models_pytorch``), or the last linear layer, or the last convolution.
 
     Args:
         module: The model, or a module that holds it.
@@ -85,6 +86,9 @@ def find_classifier(module: nn.Module) -> str | None:
     """
     layers = dict(_layers(module))
     names = {id(layer): name for name, layer in layers.items()}
+    heads = [name for name, layer in layers.items() if isinstance(layer, SampledSoftmaxHead)]
+    if heads:
+        return heads[-1]
     for name, layer in layers.items():
         get_classifier = getattr(layer, "get_classifier", None)
         classifier = get_classifier() if callable(get_classifier) else None
@@ -110,9 +114,12 @@ def count_classes(module: nn.Module) -> int | None:
     name = find_classifier(module)
     if name is None:
         return None
+    classifier = module.get_submodule(name)
+    if isinstance(classifier, SampledSoftmaxHead):
+        return classifier.num_classes
     widths = [
         layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
-        for _, layer in _layers(module.get_submodule(name))
+        for _, layer in _layers(classifier)
         if isinstance(layer, (nn.Linear, *_CONVOLUTIONS))
     ]
     return max(2, widths[-1]) if widths else None
@@ -176,7 +183,7 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
             f" {repr(parent) if parent else 'it'} has {names}."
         )
     tapped = layers[layer.path]
-    tap = FeatureTap(layer, isinstance(tapped, nn.Linear))
+    tap = FeatureTap(layer, isinstance(tapped, nn.Linear | SampledSoftmaxHead))
     hook = torch.compiler.disable(tap.read)  # type: ignore[no-untyped-call]
     handle = tapped.register_forward_hook(hook)
     try:
