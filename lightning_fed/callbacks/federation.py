@@ -274,6 +274,10 @@ class Federation(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Checks the Trainer, puts the round's loader in place, adds the callbacks that the aggregator needs."""
         self._is_fit, self._is_lost = stage == "fit", False
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for needed in (*self.client_callbacks, *self.server.aggregator.required_callbacks()):
+            if not any(isinstance(callback, type(needed)) for callback in callbacks):
+                callbacks.insert(callbacks.index(self) + 1, needed)
         if stage != "fit":
             self._trainer = trainer
             return
@@ -286,16 +290,11 @@ class Federation(L.Callback):
         else:
             self.server.aggregator.load_state_dict(copy.deepcopy(self._fresh_aggregator))
         check_trainer(trainer, self.schedule.local_steps, self.schedule.stragglers)
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if sum(isinstance(callback, Federation) for callback in callbacks) > 1:
             raise MisconfigurationException("Expected one `Federation` callback, but the Trainer has more.")
-        place = callbacks.index(self) + 1
         # First, so that for all others a visit has begun before its first batch. (This hook runs in a loop over them.)
         callbacks.remove(self)
         callbacks.insert(0, self)
-        for needed in (*self.client_callbacks, *self.server.aggregator.required_callbacks()):
-            if not any(isinstance(callback, type(needed)) for callback in callbacks):
-                callbacks.insert(place, needed)
         datamodule = getattr(trainer, "datamodule", None)
         if isinstance(datamodule, FederatedDataModule) == (self.partition is not None):
             raise MisconfigurationException(

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -394,6 +394,78 @@ def test_centres_are_evaluated_where_lightning_validates(federated_trainer, capl
     trainer = federated_trainer(max_rounds=1, aggregator="fesem")
     trainer.fit(models.Module(models.mlp()), clients, val[:1])
     assert "fesem/val_acc" in trainer.callback_metrics
+
+
+class Stopping(EarlyStopping):
+    """Notes what it looks at."""
+
+    def __init__(self):
+        super().__init__("fesem/val_loss", patience=100)
+        self.seen = []
+
+    def on_validation_end(self, trainer, module):
+        super().on_validation_end(trainer, module)
+        self.seen.append(trainer.callback_metrics["fesem/val_loss"].item())
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("every", [1, 2])
+def test_callbacks_that_monitor_the_centres_see_this_validation(
+    first, every, plain_trainer, federated_trainer, tmp_path
+):
+    """Wherever they are among the callbacks."""
+    logger, stopping = MemoryLogger(), Stopping()
+    saving = ModelCheckpoint(tmp_path, "{epoch}", "fesem/val_loss", save_top_k=-1, save_on_train_epoch_end=False)
+    options = {"logger": logger, "check_val_every_n_epoch": every, "enable_checkpointing": True}
+    if first:
+        trainer = plain_trainer(callbacks=[stopping, saving, Federation(FeSEM(2))], max_epochs=4, **options)
+    else:
+        trainer = federated_trainer(callbacks=[stopping, saving], aggregator=FeSEM(2), max_rounds=4, **options)
+    clients = models.as_datasets(opposed())
+    module = models.Module(models.mlp(), models.momentum)
+    trainer.fit(module, datamodule=FederatedDataModule(clients, val=clients, batch_size=8))
+    curve = logger.curve("fesem/val_loss")
+    assert [step for step, _ in curve] == list(range(every - 1, 4, every))
+    assert stopping.seen == [value for _, value in curve]
+    assert len(set(stopping.seen)) == len(curve)
+    saved = {path: score.item() for path, score in saving.best_k_models.items()}
+    assert saved == {str(tmp_path / f"epoch={step}.ckpt"): value for step, value in curve}
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_centres_of_a_checkpoint_are_evaluated(stage, fresh, federated_trainer, tmp_path):
+    """On data of any kind, also with a Trainer that has not trained; the module keeps the global model."""
+    rule, val = FeSEM(2), TensorDataset(torch.randn(30, 6), torch.arange(30) % 3)
+    trainer, module = fit_opposed(federated_trainer, rule, rounds=2)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    expected = 0.0
+    for place, size in rule.sizes().items():
+        net = models.mlp().eval()
+        net.load_state_dict({name.removeprefix("net."): entry for name, entry in rule.centers[place].items()})
+        expected += size * cross_entropy(net, val.tensors).item() / 158
+
+    class Tested(models.Module):
+        def test_step(self, batch, batch_idx):
+            self.log("test_loss", cross_entropy(self.net, batch))
+
+    if fresh:
+        trainer = federated_trainer(max_rounds=2, aggregator=FeSEM(2))
+    module, loader = Tested(models.mlp()), torch.utils.data.DataLoader(val, 8)
+    getattr(trainer, stage)(module, loader, ckpt_path=tmp_path / "two.ckpt", verbose=False)
+    name = "val_loss" if stage == "validate" else "test_loss"
+    assert trainer.callback_metrics[f"fesem/{name}"].item() == pytest.approx(expected, rel=1e-5)
+    assert_same(state_of(module), torch.load(tmp_path / "two.ckpt", weights_only=True)["state_dict"])
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    cross_entropy(module.net, val.tensors).backward()  # no weight was made in inference mode
+
+
+def test_nothing_is_evaluated_before_there_is_a_round(federated_trainer):
+    trainer = federated_trainer(max_rounds=1, aggregator="fesem")
+    val = torch.utils.data.DataLoader(TensorDataset(torch.randn(8, 6), torch.arange(8) % 3), 8)
+    trainer.validate(models.Module(models.mlp()), val, verbose=False)
+    assert "fesem/val_loss" not in trainer.callback_metrics
+    assert "val_loss" in trainer.callback_metrics
 
 
 def test_bytes_are_those_of_one_model(federated_trainer):
