@@ -222,18 +222,28 @@ def shards(labels: npt.ArrayLike, num_clients: int, shards_per_client: int, seed
     return _by_owner(owner, num_clients)
 
 
-def labels_per_client(labels: npt.ArrayLike, num_clients: int, labels_per_client: int, seed: int) -> list[IndexArray]:
+def labels_per_client(
+    labels: npt.ArrayLike,
+    num_clients: int,
+    labels_per_client: int,
+    seed: int,
+    *,
+    assignment: Literal["random", "even"] = "random",
+) -> list[IndexArray]:
     """Gives every client samples of a fixed number of labels (NIID-Bench's "#label").
 
-    With C labels, client k has label k mod C and ``labels_per_client - 1`` others at random. The samples of a label are
-    shared equally (to within one) by the clients that have it. A label that no client has, possible only with fewer
-    clients than labels, goes to nobody; where a label has more owners than samples, the last owners get none.
+    The samples of a label are shared equally (to within one) by the clients that have it. A label that no client has
+    goes to nobody; where a label has more owners than samples, the last owners get none.
 
     Args:
         labels: Class of each sample, shape ``(N,)``.
         num_clients: Number of clients.
         labels_per_client: Number of different labels per client, at most as many as there are.
         seed: Seed, not negative.
+        assignment: Who has which of the C labels. "random", as in NIID-Bench: client k has label k mod C and others at
+            random; with fewer clients than labels, some may go to nobody. "even": every label has equally many owners,
+            to within one, at random otherwise; if there are as many labels as ``num_clients * labels_per_client``,
+            every one is with one client, as a whole. Labels go to nobody only where there are more than that.
 
     Returns:
         One index array per client.
@@ -246,6 +256,9 @@ def labels_per_client(labels: npt.ArrayLike, num_clients: int, labels_per_client
         >>> y = np.arange(100) % 5
         >>> [np.unique(y[part]).size for part in labels_per_client(y, num_clients=10, labels_per_client=2, seed=0)]
         [2, 2, 2, 2, 2, 2, 2, 2, 2, 2]
+        >>> parts = labels_per_client(y, num_clients=5, labels_per_client=1, seed=0, assignment="even")
+        >>> sorted(np.unique(y[part]).tolist() for part in parts)
+        [[0], [1], [2], [3], [4]]
 
     """
     classes, class_sizes = _classes(labels)
@@ -255,12 +268,17 @@ def labels_per_client(labels: npt.ArrayLike, num_clients: int, labels_per_client
             f"Expected `labels_per_client` to be from 1 to the number of different labels ({class_sizes.size}), but got"
             f" {labels_per_client}."
         )
+    if assignment not in ("random", "even"):
+        raise PartitionError(f"Expected `assignment` to be 'random' or 'even', but got {assignment!r}.")
     rng = _generator("labels_per_client", seed)
-    clients = np.arange(num_clients)
-    scores = rng.random((num_clients, class_sizes.size))
-    scores[clients, clients % class_sizes.size] = -1.0  # the lowest: every client's first label
-    owned = np.zeros(scores.shape, dtype=np.int64)
-    np.put_along_axis(owned, np.argsort(scores, axis=1)[:, :labels_per_client], 1, axis=1)
+    if assignment == "even":
+        owned = _evenly_owned(rng, num_clients, class_sizes.size, labels_per_client)
+    else:
+        clients = np.arange(num_clients)
+        scores = rng.random((num_clients, class_sizes.size))
+        scores[clients, clients % class_sizes.size] = -1.0  # the lowest: every client's first label
+        owned = np.zeros(scores.shape, dtype=np.int64)
+        np.put_along_axis(owned, np.argsort(scores, axis=1)[:, :labels_per_client], 1, axis=1)
     num_owners = np.maximum(owned.sum(axis=0), 1)
     is_among_the_first = np.cumsum(owned, axis=0) <= class_sizes % num_owners
     return _deal_by_class(rng, classes, owned * (class_sizes // num_owners + is_among_the_first))
@@ -455,6 +473,22 @@ def _draw_client(
         drawn = rng.multinomial(missing, _normalised(mass[is_left]))
         count[is_left] += np.minimum(drawn, (left - count)[is_left])
     return count
+
+
+def _evenly_owned(rng: np.random.Generator, num_clients: int, num_labels: int, per_client: int) -> IndexArray:
+    """Deals shuffled decks of all labels, one after another, a hand of different ones to each client."""
+    owned = np.zeros((num_clients, num_labels), dtype=np.int64)
+    deck = rng.permutation(num_labels)
+    for own in owned:
+        if deck.size >= per_client:
+            hand, deck = deck[:per_client], deck[per_client:]
+        else:
+            own[deck] = 1
+            fresh = rng.permutation(num_labels)
+            fresh = np.concatenate([fresh[own[fresh] == 0], fresh[own[fresh] == 1]])  # what the client has goes below
+            hand, deck = fresh[: per_client - deck.size], fresh[per_client - deck.size :]
+        own[hand] = 1
+    return owned
 
 
 def _normalised(mass: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

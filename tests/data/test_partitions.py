@@ -48,6 +48,11 @@ CASES = {
     ),
     "Shards": (Shards(K, 3), lambda seed: functional.shards(LABELS, K, 3, seed), N % (3 * K)),
     "LabelsPerClient": (LabelsPerClient(K, 2), lambda seed: functional.labels_per_client(LABELS, K, 2, seed), 0),
+    "LabelsPerClient even": (
+        LabelsPerClient(K, 2, "even"),
+        lambda seed: functional.labels_per_client(LABELS, K, 2, seed, assignment="even"),
+        0,
+    ),
     "QuantitySkew": (QuantitySkew(K, 0.7), lambda seed: functional.quantity_skew(N, K, seed, beta=0.7), 0),
     "QuantitySkew lognormal": (
         QuantitySkew(K, distribution="lognormal", sigma=0.4, min_size=20),
@@ -306,6 +311,7 @@ def test_permutation_in_worker_processes():
         (lambda: Dirichlet(2, 1, "per_client", balance=True), "Expected `balance` with definition='per_class' only"),
         (lambda: Shards(2, 0), "Expected `shards_per_client` to be at least 1, but got 0."),
         (lambda: LabelsPerClient(2, 0), "Expected `labels_per_client` to be at least 1, but got 0."),
+        (lambda: LabelsPerClient(2, 1, "all"), "Expected `assignment` to be one of 'random', 'even', but got 'all'."),
         (lambda: QuantitySkew(2, 0), "Expected `beta` to be greater than 0, but got 0."),
         (lambda: QuantitySkew(2, sigma=-1), "Expected `sigma` to be at least 0 and finite, but got -1."),
         (
@@ -340,6 +346,11 @@ def test_errors_name_the_argument_and_its_value(call, message):
             "LabelsPerClient",
             {"num_clients": 3, "labels_per_client": 2},
             "LabelsPerClient(num_clients=3, labels_per_client=2)",
+        ),
+        (
+            "LabelsPerClient",
+            {"num_clients": 3, "labels_per_client": 2, "assignment": "even"},
+            "LabelsPerClient(num_clients=3, labels_per_client=2, assignment='even')",
         ),
         (
             "QuantitySkew",

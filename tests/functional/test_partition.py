@@ -38,6 +38,7 @@ SPLITS = {
     "per_client 0": (lambda seed: dirichlet_per_client(LABELS, K, 0, seed), N % K),
     "shards": (lambda seed: shards(LABELS, K, 3, seed), N % (3 * K)),
     "labels_per_client": (lambda seed: labels_per_client(LABELS, K, 2, seed), 0),
+    "labels_per_client even": (lambda seed: labels_per_client(LABELS, K, 2, seed, assignment="even"), 0),
     "quantity dirichlet": (lambda seed: quantity_skew(N, K, seed, beta=2.0), 0),
     "quantity lognormal": (lambda seed: quantity_skew(N, K, seed, distribution="lognormal", sigma=0.5), 0),
 }
@@ -304,6 +305,43 @@ def test_labels_per_client_leaves_out_a_label_only_without_owner():
     assert owned.sum() < 1000
 
 
+@pytest.mark.parametrize(
+    ("num_clients", "per_client", "owners"),
+    [
+        (5, 2, {1}),  # as many labels as places: every one with one client
+        (10, 1, {1}),
+        (4, 2, {0, 1}),  # two labels go to nobody
+        (7, 2, {1, 2}),  # four have two owners
+        (12, 3, {3, 4}),
+        (6, 10, {6}),
+        (9, 7, {6, 7}),
+        (23, 9, {20, 21}),  # hands from two decks
+    ],
+)
+def test_labels_evenly_assigned(num_clients, per_client, owners):
+    """Every client has as many labels as asked for, and every label equally many owners, who share it equally."""
+    for seed in range(20):
+        parts = labels_per_client(BALANCED, num_clients, per_client, seed, assignment="even")
+        owned = np.stack([histogram(BALANCED, part) for part in parts])
+        assert ((owned > 0).sum(axis=1) == per_client).all()
+        assert set((owned > 0).sum(axis=0)) == owners
+        assert all(np.ptp(counts[counts > 0]) <= 1 for counts in owned.T if counts.any())
+        dealt = np.concatenate(parts)
+        assert np.unique(dealt).size == dealt.size == 100 * min(10, num_clients * per_client)
+
+
+def test_labels_evenly_assigned_are_random():
+    """Any two labels may be with one client, in the first deck and across two."""
+    pairs, seconds = set(), set()
+    for seed in range(150):
+        parts = labels_per_client(BALANCED, 7, 3, seed, assignment="even")
+        hands = [tuple(np.unique(BALANCED[part])) for part in parts]
+        pairs |= {(a, b) for a in hands[0] for b in hands[0] if a < b}
+        seconds |= {(a, b) for a in hands[3] for b in hands[3] if a < b}  # its third label is of the second deck
+        assert len(set(hands[:3])) == 3
+    assert len(pairs) == len(seconds) == 45
+
+
 def test_quantity_skew_is_distributed_as_in_the_published_program():
     rng = np.random.default_rng(0)
     ours = [[part.size for part in quantity_skew(200, 5, seed, beta=0.5, min_size=4)] for seed in range(400)]
@@ -402,6 +440,10 @@ def test_one_client_gets_everything():
         (
             lambda: labels_per_client(LABELS, 2, 6, 0),
             "`labels_per_client` to be from 1 to the number of different labels (5), but got 6.",
+        ),
+        (
+            lambda: labels_per_client(LABELS, 2, 1, 0, assignment="x"),
+            "`assignment` to be 'random' or 'even', but got 'x'",
         ),
         (lambda: quantity_skew(10, 2, 0, beta=0), "Expected `beta` to be greater than 0, but got 0."),
         (lambda: quantity_skew(10, 2, 0, sigma=-1), "Expected `sigma` to be at least 0 and finite, but got -1."),
