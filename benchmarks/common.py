@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import platform
+import resource
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -114,6 +116,15 @@ def machine(threads: int) -> str:
         f"{number} ({platform.machine()}), {used}, Python {platform.python_version()}, torch {torch.__version__},"
         f" lightning {L.__version__}"
     )
+
+
+def peak_bytes() -> int:
+    """Peak resident bytes of this process. ``ru_maxrss`` would start at the peak of the process that started it."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine, parser, prepare, table, write_section
+from common import machine, parser, peak_bytes, prepare, table, write_section
 from torch import Tensor
 
 from lightning_fed.functional import class_sums, maximum_mean_discrepancy, softmax_entropy
@@ -28,15 +26,6 @@ WORDS = {
 }
 SAMPLES = {"mmd": 20_000, "sums": 64, "entropy": 64}
 QUICK = {"mmd": 1000, "sums": 2, "entropy": 2}
-
-
-def peak_bytes() -> int:
-    """Peak resident bytes of this process. ``ru_maxrss`` would start at the peak of the process that started it."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def inputs_of(part: str, samples: int) -> tuple[Tensor, ...]:

@@ -34,6 +34,8 @@ from lightning_fed.functional.prototypes import class_sums as class_sums
 from lightning_fed.functional.prototypes import reference_prototypes as reference_prototypes
 from lightning_fed.functional.prototypes import resize_labels as resize_labels
 from lightning_fed.functional.prototypes import update_prototypes as update_prototypes
+from lightning_fed.functional.retrieval import mean_average_precision_at_r as mean_average_precision_at_r
+from lightning_fed.functional.retrieval import relevant_neighbors as relevant_neighbors
 from lightning_fed.functional.sampled_softmax import gradient_noise as gradient_noise
 from lightning_fed.functional.sampled_softmax import log_correction as log_correction
 from lightning_fed.functional.sampled_softmax import sample_negatives as sample_negatives
@@ -66,11 +68,13 @@ __all__ = [
     "log_correction",
     "margin_attention",
     "maximum_mean_discrepancy",
+    "mean_average_precision_at_r",
     "median_distance",
     "pixel_permutation",
     "principal_axes",
     "quantity_skew",
     "reference_prototypes",
+    "relevant_neighbors",
     "resize_labels",
     "sample_negatives",
     "sampled_logits",

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_fed.functional.distances import squared_distances
 from lightning_fed.functional.options import check_option
 
 Estimator = Literal["biased", "unbiased"]
@@ -257,29 +258,17 @@ def _pair_distances(samples: Tensor, shift: Tensor, chunk_size: int) -> Iterator
     """Squared distances between two different samples, every pair once, in pieces."""
     chunks = torch.split(samples, chunk_size)
     for place, chunk in enumerate(chunks):
-        block = _squared_distances(chunk, chunk, shift)
+        block = squared_distances(chunk, chunk, shift)
         yield block[torch.ones_like(block, dtype=torch.bool).triu(1)]
         for other in chunks[place + 1 :]:
-            yield _squared_distances(chunk, other, shift).flatten()
+            yield squared_distances(chunk, other, shift).flatten()
 
 
 def _cross_distances(samples: Tensor, others: Tensor, shift: Tensor, chunk_size: int) -> Iterator[Tensor]:
     """Squared distances between a sample of one set and one of the other, in pieces."""
     for chunk in torch.split(samples, chunk_size):
         for other in torch.split(others, chunk_size):
-            yield _squared_distances(chunk, other, shift)
-
-
-def _squared_distances(samples: Tensor, others: Tensor, shift: Tensor) -> Tensor:
-    """By a product of matrices, in float64. The shift brings the samples near 0, where least is lost to rounding.
-
-    What cannot be told from rounding is 0, so that copies of a sample have no distance.
-    """
-    samples, others = samples.double() - shift, others.double() - shift
-    lengths = samples.square().sum(1).unsqueeze(1) + others.square().sum(1)
-    distances = torch.addmm(lengths, samples, others.T, alpha=-2)
-    rounding = 4 * samples.shape[1] * torch.finfo(torch.float64).eps
-    return distances.masked_fill_(distances <= lengths.mul_(rounding), 0.0)
+            yield squared_distances(chunk, other, shift)
 
 
 def _mean(samples: Tensor, chunk_size: int) -> Tensor:

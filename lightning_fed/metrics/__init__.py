@@ -3,5 +3,6 @@
 from lightning_fed.metrics.discrepancy import MaximumMeanDiscrepancy as MaximumMeanDiscrepancy
 from lightning_fed.metrics.entropy import MeanEntropy as MeanEntropy
 from lightning_fed.metrics.margin import AggregateMeanMargin as AggregateMeanMargin
+from lightning_fed.metrics.retrieval import MeanAveragePrecisionAtR as MeanAveragePrecisionAtR
 
-__all__ = ["AggregateMeanMargin", "MaximumMeanDiscrepancy", "MeanEntropy"]
+__all__ = ["AggregateMeanMargin", "MaximumMeanDiscrepancy", "MeanAveragePrecisionAtR", "MeanEntropy"]

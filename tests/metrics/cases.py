@@ -5,7 +5,12 @@ from pathlib import Path
 import torch
 from torchmetrics import Metric
 
-from lightning_fed.metrics import AggregateMeanMargin, MaximumMeanDiscrepancy, MeanEntropy
+from lightning_fed.metrics import (
+    AggregateMeanMargin,
+    MaximumMeanDiscrepancy,
+    MeanAveragePrecisionAtR,
+    MeanEntropy,
+)
 
 
 def generator(seed=0):
@@ -75,6 +80,14 @@ CASES = {  # name: (makes the metric, batches of the first process, batches of t
     "discrepancy, half": (
         MaximumMeanDiscrepancy, [(x.half(), y.half()) for x, y in pairs([9])], [(x.half(), y) for x, y in pairs([6])],
     ),
+    "map": (MeanAveragePrecisionAtR, vectors([5, 8]), vectors([11], seed=1)),
+    "map, relevant": (
+        lambda: MeanAveragePrecisionAtR("relevant", metric="euclidean", chunk_size=4),
+        vectors([5, 8]),
+        vectors([1, 11], seed=1),
+    ),
+    "map, nothing in one": (lambda: MeanAveragePrecisionAtR(3), [], vectors([5, 8], classes=3)),
+    "map, half": (MeanAveragePrecisionAtR, vectors([9], dtype=torch.float16), vectors([6], seed=1)),
 }  # fmt: skip
 
 

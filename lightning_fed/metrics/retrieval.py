@@ -1,0 +1,106 @@
+"""How well the nearest neighbours of an image's embedding are those of its own class."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
+
+from lightning_fed.functional.options import check_count, check_option
+from lightning_fed.functional.retrieval import RetrievalMetric, check_r, mean_average_precision_at_r
+
+
+class MeanAveragePrecisionAtR(Metric):
+    r"""MAP@R of the embeddings of labelled images, each of which is searched for among all the others.
+
+    .. math:: \mathrm{MAP@R} = \frac{1}{Q} \sum_q \frac{1}{R} \sum_{i=1}^{R} \mathrm{rel}_i
+        \frac{\sum_{j \le i} \mathrm{rel}_j}{i}
+
+    See :func:`~lightning_fed.functional.mean_average_precision_at_r` (FedSS, equation 9). The classes may be others
+    than those of training. All embeddings are kept until :meth:`compute`, in the metric's type (float32 unless
+    ``set_dtype`` says otherwise): 60,000 of length 64 are 15 MB. Processes gather them.
+
+    ``forward`` searches the batch as well; where only the value of all data is wanted, :meth:`update` is faster.
+
+    Args:
+        r: R, the same for all images; "relevant" for the number of other images of the same class.
+        metric: Neighbours by the angle between embeddings, or by their Euclidean distance.
+        chunk_size: Number of images, and of those they are compared with, whose distances are computed at a time.
+        **kwargs: Arguments of ``torchmetrics.Metric``.
+
+    Raises:
+        ValueError: If an argument is unknown or out of its range.
+
+    Example:
+        >>> import torch
+        >>> map_at_r = MeanAveragePrecisionAtR(r="relevant")
+        >>> map_at_r.update(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([970, 981]))
+        >>> map_at_r.update(torch.tensor([[1.0, 0.1], [1.0, 0.9]]), torch.tensor([970, 981]))
+        >>> map_at_r.compute()
+        tensor(0.7500)
+
+    """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+
+    # Flat, and labels as floats: a process without data then has an empty state of the same type and dimensions.
+    embeddings: list[Tensor] | Tensor
+    labels: list[Tensor] | Tensor
+    num_features: Tensor
+
+    def __init__(
+        self,
+        r: int | Literal["relevant"] = 10,
+        *,
+        metric: RetrievalMetric = "cosine",
+        chunk_size: int = 1024,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        check_r(r)
+        check_option("metric", metric, get_args(RetrievalMetric))
+        self.r: int | Literal["relevant"] = r
+        self.metric: RetrievalMetric = metric
+        self.chunk_size = check_count("chunk_size", chunk_size)
+        self.add_state("embeddings", [], dist_reduce_fx="cat")
+        self.add_state("labels", [], dist_reduce_fx="cat")
+        self.add_state("num_features", torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
+
+    @torch.no_grad()
+    def update(self, embeddings: Tensor, labels: Tensor) -> None:
+        """Adds a batch.
+
+        Args:
+            embeddings: Embeddings, shape ``(n, d)``.
+            labels: Classes, shape ``(n,)``, integers that the metric's type holds exactly (float32: up to 16,777,216).
+
+        Raises:
+            ValueError: If shapes do not fit, or a label is no such number.
+
+        """
+        width = int(self.num_features) or embeddings.shape[-1]
+        if embeddings.ndim != 2 or embeddings.shape[1] != width:
+            raise ValueError(f"Expected `embeddings` of shape (n, {width}), but got {tuple(embeddings.shape)}.")
+        if labels.shape != embeddings.shape[:1]:
+            raise ValueError(f"Expected `labels` of shape ({len(embeddings)},), but got {tuple(labels.shape)}.")
+        kept = labels.to(self.dtype)
+        if labels.is_floating_point() or not bool((kept.long() == labels).all()):
+            raise ValueError(f"Expected `labels` to be integers that {self.dtype} holds exactly, but got {labels}.")
+        for name, values in (("embeddings", embeddings.detach().to(self.dtype).flatten()), ("labels", kept)):
+            getattr(self, name).append(values)
+        self.num_features = torch.full_like(self.num_features, width)
+
+    def compute(self) -> Tensor:
+        """MAP@R; NaN if there was no image, none counts, or an embedding is not finite."""
+        width = int(self.num_features)
+        if width == 0:
+            return torch.tensor(torch.nan, dtype=self.dtype, device=self.device)
+        embeddings = dim_zero_cat(self.embeddings).view(-1, width)
+        labels = dim_zero_cat(self.labels).long()
+        value = mean_average_precision_at_r(embeddings, labels, self.r, metric=self.metric, chunk_size=self.chunk_size)
+        return value.to(self.device, self.dtype)

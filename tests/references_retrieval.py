@@ -1,0 +1,62 @@
+"""MAP@R, what a client's own classes are mistaken for, and what FedSS sends, written from the spec in plain loops.
+
+Nothing here imports the package.
+"""
+
+import math
+
+import numpy as np
+
+
+def average_precision_reference(relevant, r):
+    """Equation 9 for one query: the sum over i of rel_i times the share of relevant ones among the first i, over R."""
+    total = 0.0
+    for i in range(1, r + 1):
+        if i <= len(relevant) and relevant[i - 1]:
+            total += sum(relevant[:i]) / i
+    return total / r
+
+
+def ranking_reference(query, label, gallery, labels, metric):
+    """rel_1, rel_2, ...: is each image of the query's class? Nearest first; of equally near ones the others first."""
+    order = []
+    for image, other in zip(gallery, labels, strict=True):
+        if metric == "cosine":
+            pair = [[float(x) / (math.hypot(*vector) or 1.0) for x in vector] for vector in (query, image)]
+        else:
+            pair = [[float(x) for x in vector] for vector in (query, image)]
+        distance = math.dist(*pair)
+        order.append((round(distance, 9), int(other == label)))
+    return [relevant for _, relevant in sorted(order)]
+
+
+def map_reference(embeddings, labels, r, metric, gallery=None, gallery_labels=None):
+    """The mean over queries; with "relevant" over those that have another image of their class."""
+    embeddings, labels = np.asarray(embeddings, np.float64), np.asarray(labels)
+    values = []
+    for number, (query, label) in enumerate(zip(embeddings, labels, strict=True)):
+        if gallery is None:
+            images, classes = np.delete(embeddings, number, 0), np.delete(labels, number)
+        else:
+            images, classes = np.asarray(gallery, np.float64), np.asarray(gallery_labels)
+        relevant = ranking_reference(query, label, images, classes, metric)
+        depth = sum(relevant) if r == "relevant" else r
+        if depth:
+            values.append(average_precision_reference(relevant, depth))
+    return sum(values) / len(values) if values else math.nan
+
+
+def own_confusion_reference(logits, targets):
+    """Rows: a client's own classes, in order; columns: the one of them that has the largest logit."""
+    logits, targets = np.asarray(logits, np.float64), [int(target) for target in targets]
+    own = sorted(set(targets))
+    counts = [[0] * len(own) for _ in own]
+    for row, target in zip(logits, targets, strict=True):
+        best = max(own, key=lambda label: (row[label], -label))
+        counts[own.index(target)][own.index(best)] += 1
+    return own, counts
+
+
+def sent_parameters_reference(num_others, width, num_rows, has_bias=False):
+    """Section 4: what a client receives, and sends: the rest of the model and as many rows as it asks for."""
+    return num_others + num_rows * (width + (1 if has_bias else 0))
