@@ -27,17 +27,15 @@ from lightning_fed.functional.margin import (
     combine_attention,
     margin_attention,
 )
-from lightning_fed.functional.options import OptionError
+from lightning_fed.functional.options import BadUpdate, OptionError
+from lightning_fed.functional.packing import find_bad_prototypes, lpm_name, pack_prototypes, unpack_prototypes
 from lightning_fed.functional.prototypes import (
     PrototypeMemory,
     PrototypeReference,
     Prototypes,
     PrototypeWeighting,
     aggregate_prototypes,
-    lpm_name,
-    pack_prototypes,
     reference_prototypes,
-    unpack_prototypes,
     update_prototypes,
 )
 from lightning_fed.functional.wide import narrow, widen
@@ -192,9 +190,13 @@ class FedMargin(Aggregator):
         """Keeps the update: what it weighs is known when all have come.
 
         Raises:
-            ValueError: If its margin was measured in another way.
+            OptionError: If its margin was measured in another way.
+            BadUpdate: If its prototypes are malformed, or of other features than those of the clients before it.
 
         """
+        fault = find_bad_prototypes(update.extras, self._width())
+        if fault is not None:
+            raise BadUpdate(fault)
         self._local_margin(update)
         self.updates.append(update)
 
@@ -292,6 +294,13 @@ class FedMargin(Aggregator):
                 " `FedMargin` the same `margin` and `class_reduction`."
             )
         return math.nan
+
+    def _width(self) -> int | None:
+        """Number of features of the prototypes that are known; ``None`` where there are none yet."""
+        if self.prototypes is not None:
+            return self.prototypes.means.shape[1]
+        packed = (update.extras for update in self.updates if len(update.extras.get("prototypes:classes", ())))
+        return next((extras["prototypes:means"].shape[1] for extras in packed), None)
 
     def _unpack(self) -> tuple[list[int], list[Prototypes]]:
         """Places of the updates with prototypes, and these over all classes seen so far."""

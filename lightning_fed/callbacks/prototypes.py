@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from lightning_fed.aggregators.fedmargin import FedMargin
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.callbacks.side_pass import (
@@ -30,15 +31,13 @@ from lightning_fed.data.loader_clients import undisturbed
 from lightning_fed.data.population import seed_everything
 from lightning_fed.data.rounds import describe
 from lightning_fed.functional.margin import ClassReduction, MarginKind, aggregate_mean_margin, local_prototype_margin
-from lightning_fed.functional.options import check_option
+from lightning_fed.functional.options import OptionError, check_option
+from lightning_fed.functional.packing import lpm_name, pack_prototypes, unpack_prototypes
 from lightning_fed.functional.prototypes import (
     Prototypes,
     class_places,
     class_prototypes,
     class_sums,
-    lpm_name,
-    pack_prototypes,
-    unpack_prototypes,
 )
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.modules.features import (
@@ -93,12 +92,14 @@ class ClassPrototypes(FederatedCallback):
         lpm_before: What LPM compares with: the prototypes under the weights that were downloaded, or those that the
             client kept after its last visit.
 
+    State: ``layer``, whose features are measured, in words (a str, or None).
+
     Attributes:
         prototypes: On a plain Trainer, those at the end of the last epoch; ``None`` before.
 
     Raises:
         ValueError: If an option is unknown or out of its range; in ``fit``, if the layer or the number of classes
-            cannot be found.
+            cannot be found, or a fit is resumed with another layer than its prototypes are of.
 
     Example:
         >>> prototypes = ClassPrototypes(layer="model.encoder", exclude_classes=[0])
@@ -148,6 +149,8 @@ class ClassPrototypes(FederatedCallback):
         self.lpm_before = lpm_before
         self.prototypes: Prototypes | None = None
         self._layer: FeatureLayer
+        self._measured: str | None = None  # that layer in words
+        self._former: str | None = None  # that of the fit that is resumed
         self._classes: int
         self._watch = ExitStack()
         self._batch: Any = None  # whose features are awaited
@@ -159,10 +162,29 @@ class ClassPrototypes(FederatedCallback):
 
     # What both doors share
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forgets an earlier fit."""
+        if stage == "fit":
+            self._measured = self._former = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whose features are measured."""
+        return {"layer": self._measured}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Notes whose features were measured."""
+        self._former = state_dict["layer"]
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the layer and the number of classes."""
         self.prototypes = None
         self._layer = find_feature_layer(pl_module) if self.layer == "auto" else FeatureLayer(self.layer)
+        self._measured = str(self._layer)
+        if self._former not in (None, self._measured) and self._compares_rounds(trainer):
+            raise OptionError(
+                f"Expected `layer` of `ClassPrototypes` to be that of the checkpoint, with whose prototypes the new ones"
+                f" are compared: {self._former}, but got {self._measured}."
+            )
         classes = count_of_classes(pl_module) if self.num_classes == "auto" else self.num_classes
         if classes is None:
             raise ValueError("The number of classes cannot be found: pass `num_classes` to `ClassPrototypes`.")
@@ -244,6 +266,12 @@ class ClassPrototypes(FederatedCallback):
         if not margin.isnan():
             update.extras[lpm_name(self.margin, self.class_reduction)] = margin
             update.metrics["lpm"] = float(margin)
+
+    def _compares_rounds(self, trainer: L.Trainer) -> bool:
+        """Whether prototypes are compared with those of earlier rounds."""
+        if not is_federated(trainer):
+            return False
+        return self.lpm_before == "last_local" or isinstance(find_federation(trainer).server.aggregator, FedMargin)
 
     def _measure_client(self, trainer: L.Trainer, module: L.LightningModule) -> Prototypes | None:
         """Prototypes of the client; ``None`` where its data fail, which does not cost it its update."""

@@ -10,6 +10,10 @@ class OptionError(ValueError):
     """An option that cannot be right with these data or this model; the command line shows it without a traceback."""
 
 
+class BadUpdate(ValueError):
+    """An update that the rule cannot use: its client is left out by name."""
+
+
 def check_option(name: str, value: object, known: Sequence[str]) -> None:
     """Refuses an option that is not known.
 

@@ -11,7 +11,7 @@ via Repulsion-Attraction of Sparse and Disentangled Latent Representations" (SDR
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -379,59 +379,3 @@ def _sizes(num_samples: Sequence[int] | None, count: int, device: torch.device) 
             f" {num_samples}."
         )
     return torch.tensor(list(num_samples), dtype=torch.float64, device=device)
-
-
-def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
-    """The prototypes of the classes there are, as they travel.
-
-    Example:
-        >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
-        >>> {name: value.tolist() for name, value in packed.items()}
-        {'prototypes:classes': [1], 'prototypes:means': [[3.0]], 'prototypes:counts': [2]}
-
-    """
-    classes = prototypes.present.nonzero()[:, 0]
-    return {
-        "prototypes:classes": classes,
-        "prototypes:means": prototypes.means[classes],
-        "prototypes:counts": prototypes.counts[classes],
-    }
-
-
-def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototypes | None:
-    """What :func:`pack_prototypes` packed, over ``num_classes`` classes; ``None`` where there is nothing.
-
-    Raises:
-        ValueError: If the shapes do not fit each other, or a class is out of its range.
-
-    Example:
-        >>> unpack_prototypes(pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2]))), 2).counts
-        tensor([0, 2])
-
-    """
-    if "prototypes:classes" not in packed:
-        return None
-    classes, means, counts = (packed[f"prototypes:{name}"].cpu() for name in ("classes", "means", "counts"))
-    if means.ndim != 2 or counts.shape != classes.shape or means.shape[:1] != classes.shape:
-        raise ValueError(
-            "Expected prototypes of shape (C, d) with C counts and C classes, but got"
-            f" {tuple(means.shape)}, {tuple(counts.shape)} and {tuple(classes.shape)}."
-        )
-    if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < num_classes:
-        raise ValueError(f"Expected classes in 0 to {num_classes - 1}, but got {classes.tolist()}.")
-    full = Prototypes(
-        torch.zeros(num_classes, means.shape[1], dtype=means.dtype), torch.zeros(num_classes, dtype=torch.int64)
-    )
-    full.means[classes], full.counts[classes] = means, counts
-    return full
-
-
-def lpm_name(margin: str, class_reduction: str) -> str:
-    """Under what name a local prototype margin travels: it says how it was measured.
-
-    Example:
-        >>> lpm_name("semantic", "mean")
-        'prototypes:lpm:semantic:mean'
-
-    """
-    return f"prototypes:lpm:{margin}:{class_reduction}"

@@ -17,7 +17,8 @@ from lightning_fed.aggregators import FairAvg, FedAvg, FedMargin, build_aggregat
 from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.data import ByGroup
 from lightning_fed.functional import Prototypes, local_prototype_margin
-from lightning_fed.functional.prototypes import lpm_name, pack_prototypes
+from lightning_fed.functional.options import BadUpdate, OptionError
+from lightning_fed.functional.packing import lpm_name, pack_prototypes
 from lightning_fed.messages import ClientUpdate
 from tests import models, references_margin
 from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, state_of
@@ -437,6 +438,79 @@ def test_margins_measured_in_another_way():
     rule = started(FedMargin(class_reduction="max"))
     with pytest.raises(ValueError, match=r"'prototypes:lpm:semantic:max', but it sent 'prototypes:lpm:semantic:mean'"):
         rule.receive(example()[0])
+
+
+BAD = {  # what is sent instead, and what is said of it
+    "width": ({"prototypes:means": torch.ones(2, 3)}, "3 features instead of 2"),
+    "class": ({"prototypes:classes": torch.tensor([-1, 1])}, "of class -1"),
+    "twice": ({"prototypes:classes": torch.tensor([1, 1])}, "a class twice"),
+    "fractions": ({"prototypes:classes": torch.tensor([0.0, 1.0])}, "types torch.float32, torch.float32, torch.int64"),
+    "integers": ({"prototypes:means": torch.ones(2, 2, dtype=torch.int64)}, "types torch.int64, torch.int64"),
+    "numbers": ({"prototypes:counts": torch.tensor([5])}, r"shapes \(2,\), \(2, 2\), \(1,\)"),
+    "flat": ({"prototypes:means": torch.ones(2)}, r"shapes \(2,\), \(2,\), \(2,\)"),
+    "nothing": ({"prototypes:counts": torch.tensor([5, 0])}, "the mean of 0 feature vectors"),
+    "no means": ({"prototypes:means": None}, "without 'prototypes:means'"),
+    "margins": ({"prototypes:lpm:semantic:mean": torch.ones(2)}, "margin is not a number"),
+}
+
+
+@pytest.mark.parametrize("known", ["from before", "from the round"])
+@pytest.mark.parametrize("name", BAD)
+def test_prototypes_that_cannot_be_used(name, known):
+    """They are refused when they come, and what came before and after is aggregated without them."""
+    changes, reason = BAD[name]
+    rule, without = (started(FedMargin()) if known == "from before" else FedMargin() for _ in range(2))
+    bad = ClientUpdate("bad", 10, {"w": torch.tensor(9.0)}, pack_prototypes(prototypes({0: (1, 1), 1: (2, 2)})))
+    bad.extras = {key: value for key, value in (bad.extras | changes).items() if value is not None}
+    first, *others = example()
+    for each in (rule, without):
+        each.start_round(3, {"w": torch.tensor(0.0)})
+        each.receive(copy.deepcopy(first))
+    with pytest.raises(BadUpdate, match=reason):
+        rule.receive(bad)
+    for update in others:
+        rule.receive(copy.deepcopy(update))
+        without.receive(copy.deepcopy(update))
+    assert_same(without.aggregate(), rule.aggregate())
+    assert rule.last == without.last
+
+
+def test_the_first_prototypes_may_have_any_features():
+    """Also where clients without any class came before."""
+    rule = FedMargin()
+    rule.start_round(0, {"w": torch.tensor(0.0)})
+    empty = Prototypes(torch.zeros(3, 7), torch.zeros(3, dtype=torch.int64))
+    rule.receive(ClientUpdate("empty", 1, {"w": torch.tensor(1.0)}, pack_prototypes(empty)))
+    for update in example():
+        rule.receive(update)
+    rule.aggregate()
+    assert rule.prototypes.means.shape == (3, 2)
+
+
+@pytest.mark.parametrize("kind", ["fedmargin", "last_local"])
+def test_resuming_with_another_layer(kind, federated_trainer, tmp_path):
+    """It is refused before anything trains, where prototypes of earlier rounds are compared with."""
+
+    def fit(rounds, layer, kind, path=None):
+        own = ClassPrototypes(
+            layer=layer, num_classes=3, lpm_before="last_local" if kind == "last_local" else "download"
+        )
+        aggregator = "fedmargin" if kind == "fedmargin" else "fedavg"
+        trainer = federated_trainer(max_rounds=rounds, aggregator=aggregator, callbacks=[own, recorder])
+        trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()), ckpt_path=path)
+        return trainer
+
+    path, recorder = tmp_path / "one.ckpt", Recorder()
+    fit(1, "net.0", kind).save_checkpoint(path)
+    recorder = Recorder()
+    with pytest.raises(OptionError, match=r"`layer` .*: the output of 'net.0', but got the input of 'net.2'"):
+        fit(2, "auto", kind, path)
+    assert recorder.visits == []
+    fit(2, "net.0", kind, path)
+    assert len(recorder.visits) == 5
+    path = tmp_path / "other.ckpt"
+    fit(1, "net.0", "neither").save_checkpoint(path)
+    fit(2, "auto", "neither", path)
 
 
 @pytest.mark.parametrize(
