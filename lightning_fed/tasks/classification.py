@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fed.tasks.base import Task
+from lightning_fed.modules.head_conversion import to_sampled_softmax
+from lightning_fed.tasks.base import Task, check_choice
 from lightning_fed.tasks.networks import build_network
 
 __all__ = ["ClassificationTask"]
@@ -32,7 +33,9 @@ class ClassificationTask(Task):
         pretrained: Load `timm`'s published weights (a download).
         model_kwargs: More arguments of the named network.
         norm: ``"group"`` replaces every BatchNorm of the network by GroupNorm (see `to_group_norm`).
-        class_weights: Weight of each class in the loss.
+        head: ``"sampled_softmax"`` makes the network's last layer, which must be linear, one of which a client can hold
+            a few classes (see `to_sampled_softmax` and `SampledSoftmax`): for very many classes.
+        class_weights: Weight of each class in the loss; not with ``head="sampled_softmax"``, where labels are columns.
         label_smoothing: Share of a target that is spread evenly over all classes, between 0 and 1.
         optimizer: Name of a class in `torch.optim`.
         lr: Learning rate.
@@ -67,6 +70,7 @@ class ClassificationTask(Task):
         pretrained: bool = False,
         model_kwargs: dict[str, Any] | None = None,
         norm: Literal["batch", "group"] = "batch",
+        head: Literal["linear", "sampled_softmax"] = "linear",
         class_weights: list[float] | None = None,
         label_smoothing: float = 0.0,
         optimizer: str = "SGD",
@@ -95,6 +99,9 @@ class ClassificationTask(Task):
             raise ValueError(f"Expected `num_classes` to be at least 2, but got {num_classes}.")
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"Expected `label_smoothing` to be between 0 and 1, but got {label_smoothing}.")
+        check_choice("head", head, ("linear", "sampled_softmax"))
+        if head == "sampled_softmax" and class_weights is not None:
+            raise ValueError("Expected no `class_weights` with head='sampled_softmax', which makes labels columns.")
         self.num_classes = num_classes
         self._in_channels = in_channels
         self._input_size = input_size
@@ -102,6 +109,8 @@ class ClassificationTask(Task):
         self._model_kwargs = dict(model_kwargs or {})
         self._label_smoothing = label_smoothing
         self.configure_task(model, norm, class_weights, num_classes)
+        if head == "sampled_softmax":
+            self.model = to_sampled_softmax(self.model)
 
     def configure_network(self, name: str) -> nn.Module:
         """Return the network of that name (see `build_network`)."""

@@ -11,8 +11,11 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed.callbacks import SampledSoftmax
+from lightning_fed.modules import find_classifier, find_sampled_softmax_head
 from lightning_fed.tasks.base import Task
 from lightning_fed.tasks.classification import ClassificationTask
 from lightning_fed.tasks.segmentation import SegmentationTask
@@ -555,3 +558,43 @@ def test_construction_draws_no_random_numbers_beyond_the_networks():
     expected = ClassificationTask("lenet", 10).model
     assert torch.equal(torch.rand(1), after)
     assert_same_weights(task.model, expected)
+
+
+def test_a_head_of_very_many_classes():
+    """The network's last layer becomes one of which clients hold a few classes, and says so with its own weight."""
+    task = ClassificationTask("mcmahan_cnn", num_classes=500, head="sampled_softmax")
+    name = find_sampled_softmax_head(task)
+    head = task.get_submodule(name)
+    assert name == f"model.{find_classifier(ClassificationTask('mcmahan_cnn', num_classes=500).model)}"
+    assert (head.in_features, head.num_classes) == (512, 500)
+    generator = torch.Generator().manual_seed(0)
+    data = {
+        client: TensorDataset(torch.randn(6, 1, 28, 28, generator=generator), torch.tensor([client, client + 9] * 3))
+        for client in range(3)
+    }
+    before = head.weight.detach().clone()
+    trainer = FederatedTrainer(
+        max_rounds=1,
+        callbacks=[SampledSoftmax(4)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    trainer.fit(task, datamodule=FederatedDataModule(data, val=data))
+    assert trainer.callback_metrics["fed/held_classes"] == 6
+    assert 6 <= int((head.weight != before).any(1).sum()) <= 18
+    assert "val_acc" in trainer.callback_metrics
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head": "cosine"}, r"Expected `head` to be one of \['linear', 'sampled_softmax'\]"),
+        ({"head": "sampled_softmax", "class_weights": [1.0] * 10}, "Expected no `class_weights`"),
+    ],
+)
+def test_a_head_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        ClassificationTask("mcmahan_cnn", num_classes=10, **options)
