@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 import lightning as L
-import torch
 
 from lightning_fed.aggregators.fesem import FeSEM
 from lightning_fed.callbacks.client_evaluation import Stage, evaluate_clients
@@ -54,23 +53,22 @@ class CenterEvaluation(L.Callback):
         loader = _only_one(loaders, stage)
         if loader is None or not isinstance(aggregator, FeSEM) or not aggregator.sizes():
             return
-        with torch.inference_mode(False):  # what is made in that mode cannot be trained
-            entries = live_entries(pl_module)
-            before = copy_state({name: entries[name] for center in aggregator.centers for name in center})
-            models: dict[Client, State] = {}
-            weights: dict[Client, int] = {}
-            for place, size in aggregator.sizes().items():
-                key = "global" if place is None else place
-                models[key] = before if place is None else aggregator.centers[place]
-                weights[key] = size
+        entries = live_entries(pl_module)
+        before = copy_state({name: entries[name] for center in aggregator.centers for name in center})
+        models: dict[Client, State] = {}
+        weights: dict[Client, int] = {}
+        for place, size in aggregator.sizes().items():
+            key = "global" if place is None else place
+            models[key] = before if place is None else aggregator.centers[place]
+            weights[key] = size
 
-            def load(key: Client) -> None:
-                load_entries(entries, models[key])
+        def load(key: Client) -> None:
+            load_entries(entries, models[key])
 
-            try:
-                results = evaluate_clients(trainer, pl_module, dict.fromkeys(models, loader), load, stage)
-            finally:
-                load_entries(entries, before)
+        try:
+            results = evaluate_clients(trainer, pl_module, dict.fromkeys(models, loader), load, stage)
+        finally:
+            load_entries(entries, before)
         total = sum(weights.values())
         values: dict[str, float] = {
             f"fesem/{name}": sum(weights[key] * value for key, value in by_key.items()) / total
