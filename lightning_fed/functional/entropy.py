@@ -78,8 +78,8 @@ def feature_entropy(
 
     .. math:: H_f(u) = -\sum_c q_c(u) \ln q_c(u), \qquad q_c(u) = \frac{f_c(u)}{\sum_{c'} f_{c'}(u)}
 
-    A pixel whose features are all 0 counts as uniform: :math:`\ln d`. Large inputs are computed piece by piece.
-    Gradients flow.
+    A pixel whose features are all 0 counts as uniform: :math:`\ln d`. One with a feature that is not finite has no
+    entropy (NaN). Large inputs are computed piece by piece. Gradients flow.
 
     Args:
         features: Features, shape ``(N, d, *size)``; ``size`` may be empty.
@@ -118,7 +118,7 @@ def _shares(features: Tensor, activation: Activation) -> Tensor:
         return features.softmax(1)
     values = features.relu() if activation == "relu" else features.abs()
     total = values.sum(1, keepdim=True)
-    return torch.where(total > 0, values / total.where(total > 0, 1.0), 1 / features.shape[1])
+    return torch.where(total == 0, 1 / features.shape[1], values / total.where(total != 0, 1.0))
 
 
 def _by_pieces(values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -43,6 +43,13 @@ def test_softmax_against_the_reference(shape, normalize):
     torch.testing.assert_close(softmax_entropy(logits.double(), normalize=normalize), expected, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_features_that_are_not_finite_have_no_entropy(activation):
+    features = torch.tensor([[math.nan, 1.0, 2.0], [0.0, math.inf, 1.0], [3.0, 1.0, 2.0]])
+    result = feature_entropy(features, activation=activation, normalize=True)
+    assert result.isnan().tolist() == [True, True, False]
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", SHAPES)
