@@ -35,6 +35,7 @@ from lightning_fed.functional.options import OptionError, check_option
 from lightning_fed.functional.packing import lpm_name, pack_prototypes, unpack_prototypes
 from lightning_fed.functional.prototypes import (
     Prototypes,
+    VoidLabel,
     class_places,
     class_prototypes,
     class_sums,
@@ -78,7 +79,7 @@ class ClassPrototypes(FederatedCallback):
             :func:`~lightning_fed.modules.find_feature_layer` finds, and says so in the log.
         num_classes: Number of classes; ``"auto"`` takes the module's hyper-parameter ``num_classes``, or else the
             channels of the logits.
-        ignore_index: Label of void pixels.
+        ignore_index: Label of void pixels; ``None`` for none, ``"auto"`` for 255 unless that is a class.
         exclude_classes: Classes that are left out, such as a background.
         target: Where a batch has its labels: an index or key, or a function of the batch; by default the second
             element, or ``batch["target"]``, ``["label"]``, ``["mask"]``, ``["y"]`` or their plurals. Integers of shape
@@ -116,7 +117,7 @@ class ClassPrototypes(FederatedCallback):
         self,
         layer: str = "auto",
         num_classes: int | Literal["auto"] = "auto",
-        ignore_index: int | None = 255,
+        ignore_index: VoidLabel = "auto",
         exclude_classes: Sequence[int] = (),
         target: int | str | Callable[[Any], Tensor] | None = None,
         passes: Literal["exact", "online"] = "exact",
@@ -137,7 +138,7 @@ class ClassPrototypes(FederatedCallback):
             raise ValueError(f"Expected `min_count` to be at least 1, but got {min_count}.")
         self.layer = layer
         self.num_classes = num_classes
-        self.ignore_index = ignore_index
+        self.ignore_index: VoidLabel = ignore_index
         self.exclude_classes = tuple(exclude_classes)
         self.target = target
         self.passes = passes

@@ -12,7 +12,7 @@ via Repulsion-Attraction of Sparse and Disentangled Latent Representations" (SDR
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from lightning_fed.functional.wide import wide_device
 PrototypeWeighting = Literal["class_count", "num_samples", "uniform"]
 PrototypeMemory = Literal["ema", "cumulative"]
 PrototypeReference = Literal["previous", "current"]
+VoidLabel: TypeAlias = int | Literal["auto"] | None
+
+_VOID = 255
 
 
 class Prototypes(NamedTuple):
@@ -55,7 +58,7 @@ def class_sums(
     labels: Tensor,
     num_classes: int,
     *,
-    ignore_index: int | None = 255,
+    ignore_index: VoidLabel = "auto",
     exclude_classes: Sequence[int] = (),
     normalize_features: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -69,7 +72,8 @@ def class_sums(
         labels: Classes, integers, shape ``(N,)`` or ``(N, *label_size)``. Of label maps the nearest label is taken for
             every position of the feature map, see :func:`resize_labels`.
         num_classes: Number of classes :math:`C`.
-        ignore_index: Label of void pixels, outside of :math:`0 \dots C - 1`; ``None`` for none.
+        ignore_index: Label of void pixels, outside of :math:`0 \dots C - 1`; ``None`` for none, ``"auto"`` for 255
+            unless that is a class.
         exclude_classes: Classes that are left out, such as a background.
         normalize_features: Whether every feature vector is divided by its Euclidean length first.
 
@@ -113,14 +117,14 @@ def class_sums(
 
 
 def class_places(
-    labels: Tensor, num_classes: int, ignore_index: int | None = 255, exclude_classes: Sequence[int] = ()
+    labels: Tensor, num_classes: int, ignore_index: VoidLabel = "auto", exclude_classes: Sequence[int] = ()
 ) -> Tensor:
     r"""The labels with :math:`C`, one more than the last class, in the place of all that is left out.
 
     Args:
         labels: Classes, integers of any shape.
         num_classes: Number of classes :math:`C`.
-        ignore_index: Label of void pixels, outside of :math:`0 \dots C - 1`; ``None`` for none.
+        ignore_index: Label of void pixels, as in :func:`class_sums`.
         exclude_classes: Classes that are left out.
 
     Returns:
@@ -136,6 +140,7 @@ def class_places(
     """
     if num_classes < 1:
         raise ValueError(f"Expected `num_classes` to be at least 1, but got {num_classes}.")
+    ignore_index = void_label(ignore_index, num_classes)
     if ignore_index is not None and 0 <= ignore_index < num_classes:
         raise ValueError(
             f"Expected `ignore_index` to be no class (0 to {num_classes - 1}), but got {ignore_index}. Pass"
@@ -155,6 +160,19 @@ def class_places(
     for excluded in exclude_classes:
         kept &= labels != excluded
     return torch.where(kept, labels, num_classes)
+
+
+def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
+    """The label of void pixels; ``"auto"`` is 255, as masks of 8 bits have it, where that is no class.
+
+    Example:
+        >>> void_label("auto", 21), void_label("auto", 300), void_label(-1, 300)
+        (255, None, -1)
+
+    """
+    if ignore_index != "auto":
+        return ignore_index
+    return _VOID if num_classes <= _VOID else None
 
 
 def resize_labels(labels: Tensor, size: Sequence[int]) -> Tensor:

@@ -10,7 +10,7 @@ from torchmetrics import Metric
 
 from lightning_fed.functional.entropy import Activation, feature_entropy, softmax_entropy
 from lightning_fed.functional.options import check_option
-from lightning_fed.functional.prototypes import resize_labels
+from lightning_fed.functional.prototypes import VoidLabel, resize_labels, void_label
 
 Level = Literal["softmax", "feature"]
 
@@ -26,7 +26,8 @@ class MeanEntropy(Metric):
         level: What :meth:`update` is given: logits, or features.
         activation: What makes features non-negative.
         normalize: Whether to divide by the logarithm of the number of channels, so that the result is in 0 to 1.
-        ignore_index: Label of void pixels, which are left out where labels are given; ``None`` for none.
+        ignore_index: Label of void pixels, which are left out where labels are given; ``None`` for none, ``"auto"`` for
+            255 unless the logits have such a class.
         **kwargs: Arguments of ``torchmetrics.Metric``.
 
     Raises:
@@ -54,7 +55,7 @@ class MeanEntropy(Metric):
         *,
         activation: Activation = "relu",
         normalize: bool = False,
-        ignore_index: int | None = 255,
+        ignore_index: VoidLabel = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -63,7 +64,7 @@ class MeanEntropy(Metric):
         self.level: Level = level
         self.activation: Activation = activation
         self.normalize = normalize
-        self.ignore_index = ignore_index
+        self.ignore_index: VoidLabel = ignore_index
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
@@ -89,7 +90,9 @@ class MeanEntropy(Metric):
                     f"Expected `labels` to have the dimensions of {tuple(entropies.shape)}, but got"
                     f" {tuple(labels.shape)}."
                 )
-            entropies = entropies[resize_labels(labels, entropies.shape[1:]) != self.ignore_index]
+            void = void_label(self.ignore_index, values.shape[1] if self.level == "softmax" else 1)
+            if void is not None:
+                entropies = entropies[resize_labels(labels, entropies.shape[1:]) != void]
         self.total = self.total + entropies.double().sum()
         self.count = self.count + entropies.numel()
 

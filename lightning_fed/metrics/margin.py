@@ -11,7 +11,7 @@ from torchmetrics import Metric
 
 from lightning_fed.functional.margin import MeanMarginKind, aggregate_mean_margin
 from lightning_fed.functional.options import check_option
-from lightning_fed.functional.prototypes import class_places, class_prototypes, class_sums
+from lightning_fed.functional.prototypes import VoidLabel, class_places, class_prototypes, class_sums, void_label
 
 
 class AggregateMeanMargin(Metric):
@@ -29,7 +29,7 @@ class AggregateMeanMargin(Metric):
         kind: Mean over all pairs of classes, or over the classes' distances to their nearest other class.
         normalize: Whether to divide by the mean length of the prototypes, so that the scale of the features does not
             matter.
-        ignore_index: Label of void pixels; ``None`` for none.
+        ignore_index: Label of void pixels; ``None`` for none, ``"auto"`` for 255 unless that is a class.
         exclude_classes: Classes that are left out, such as a background.
         normalize_features: Whether every feature vector is divided by its Euclidean length first.
         min_count: Fewest feature vectors of a class that counts as seen, at least 1.
@@ -62,7 +62,7 @@ class AggregateMeanMargin(Metric):
         *,
         kind: MeanMarginKind = "pairs",
         normalize: bool = False,
-        ignore_index: int | None = 255,
+        ignore_index: VoidLabel = "auto",
         exclude_classes: Sequence[int] = (),
         normalize_features: bool = False,
         min_count: int = 1,
@@ -78,7 +78,7 @@ class AggregateMeanMargin(Metric):
         self.num_features = num_features
         self.kind: MeanMarginKind = kind
         self.normalize = normalize
-        self.ignore_index = ignore_index
+        self.ignore_index = void_label(ignore_index, num_classes)
         self.exclude_classes = tuple(exclude_classes)
         self.normalize_features = normalize_features
         self.min_count = min_count

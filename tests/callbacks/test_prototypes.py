@@ -942,7 +942,7 @@ def test_options_that_are_wrong(options, message):
         ({"layer": "net.9"}, r"`layer` .* but got 'net.9': 'net' has \['net.0', 'net.1', 'net.2'\]"),
         ({"num_classes": 0}, "`num_classes` to be at least 1, but got 0"),
         ({"ignore_index": 2}, "`ignore_index` to be no class"),
-        ({"num_classes": 300}, "Pass `ignore_index=None`"),
+        ({"num_classes": 300, "ignore_index": 255}, "Pass `ignore_index=None`"),
         ({"exclude_classes": [3]}, "`exclude_classes` to be in 0 to 2, but got 3"),
         ({"num_classes": 2}, r"`labels` to be in 0 to 1 or `ignore_index` \(255\), but got 2"),
     ],
@@ -969,6 +969,7 @@ def test_the_number_of_classes(federated_trainer):
     with pytest.raises(ValueError, match=r"`labels` to be in 0 to 1"):
         sent(federated_trainer, ClassPrototypes(), Told(2), data)
     sent(federated_trainer, ClassPrototypes(), Told(7), data)
+    sent(federated_trainer, ClassPrototypes(), Told(1000), data)
     with pytest.raises(ValueError, match="The number of classes cannot be found: pass `num_classes`"):
         sent(federated_trainer, ClassPrototypes(layer="w"), models.Quadratic(), data)
 

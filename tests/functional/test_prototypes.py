@@ -152,6 +152,13 @@ def test_an_ignored_negative_label():
     assert counts[255] == 1
 
 
+@pytest.mark.parametrize(("num_classes", "counted"), [(255, 1), (256, 2), (300, 2)])
+def test_a_void_label_that_is_a_class(num_classes, counted):
+    """By default 255 is void where there is no such class."""
+    _, counts = class_sums(torch.ones(2, 1), torch.tensor([254, 255]), num_classes)
+    assert counts.sum() == counted
+
+
 def test_nothing_to_sum():
     sums, counts = class_sums(torch.ones(0, 2, 3, 3), torch.zeros(0, 6, 6, dtype=torch.int64), 4)
     assert (sums.shape, counts.tolist()) == ((4, 2), [0] * 4)

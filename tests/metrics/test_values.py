@@ -49,9 +49,19 @@ def test_what_the_margin_refuses():
     with pytest.raises(ValueError, match="`exclude_classes` to be in 0 to 3, but got 4"):
         AggregateMeanMargin(4, 3, exclude_classes=[4])
     with pytest.raises(ValueError, match="`ignore_index` to be no class"):
-        AggregateMeanMargin(300, 3)
+        AggregateMeanMargin(300, 3, ignore_index=255)
     with pytest.raises(ValueError, match=r"Expected 5 features \(`num_features`\), but got 3"):
         AggregateMeanMargin(4, 5).update(*vectors([2])[0])
+
+
+def test_many_classes():
+    """The label that masks of 8 bits have for void pixels is a class among others."""
+    features, labels = torch.tensor([[0.0], [4.0]]), torch.tensor([255, 299])
+    assert filled(AggregateMeanMargin(300, 1), [(features, labels)]).compute() == 2
+    logits = torch.randn(2, 300)
+    assert filled(MeanEntropy(), [(logits, labels)]).count == 2
+    assert filled(MeanEntropy(), [(logits[:, :255], labels)]).count == 1
+    assert filled(MeanEntropy("feature"), [(logits, labels)]).count == 1  # which says nothing of the classes
 
 
 # --- entropy ----------------------------------------------------------------------------------------------------------
@@ -84,6 +94,7 @@ def test_another_void_label():
     logits, labels = torch.randn(4, 3), torch.tensor([-1, 0, 255, 1])
     assert filled(MeanEntropy(ignore_index=-1), [(logits, labels)]).count == 3
     assert filled(MeanEntropy(ignore_index=None), [(logits, labels)]).count == 4
+    assert filled(MeanEntropy(), [(logits, labels)]).count == 3
     assert filled(MeanEntropy(), [(logits, torch.full((4,), 255))]).compute().isnan()
 
 
