@@ -64,6 +64,11 @@ RUNS = {
         "model": {"schedulers": True},
         "federation": {"aggregator": "feddane", "clients_per_round": 3, "local_steps": 4, "dropout": 0.2},
     },
+    # What the server's optimizer remembers.
+    "server-momentum": {"federation": {"aggregator": "fedavgm", "clients_per_round": 3, "local_epochs": 2}},
+    "server-moments": {
+        "federation": {"aggregator": "fedadam", "clients_per_round": 3, "batch_norm": "average", "dropout": 0.2},
+    },
     "partition": {"door": "partition", "federation": {"clients_per_round": 2, "local_epochs": 2}},
     "federated-trainer": {
         "door": "trainer",

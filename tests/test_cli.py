@@ -194,6 +194,10 @@ def test_aggregators_by_name_and_by_class():
     assert type(federation_of("--trainer.aggregator", "{class_path: FairAvg}").server.aggregator) is FairAvg
     fedprox = federation_of("--trainer.aggregator", "{class_path: FedProx, init_args: {mu: 0.3}}").server.aggregator
     assert (type(fedprox), fedprox.mu) == (FedProx, 0.3)
+    for optimizer in ("Adam", "torch.optim.Adam"):
+        given = f"{{class_path: ServerOptimizer, init_args: {{optimizer: {optimizer}}}, dict_kwargs: {{lr: 0.5}}}}"
+        rule = federation_of("--trainer.aggregator", given).server.aggregator
+        assert (rule.optimizer, rule.optimizer_kwargs) == (torch.optim.Adam, {"lr": 0.5})
     for name, rule in AGGREGATORS.items():
         assert type(federation_of("--trainer.aggregator", name).server.aggregator) is rule
 
@@ -293,7 +297,7 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--trainer.aggregator", "fedag"], 2, "Expected `aggregator` to be one of ['fairavg', 'fedatt', 'fedavg'"),
+        (["--trainer.aggregator", "fedag"], 2, "Expected `aggregator` to be one of ['fairavg', 'fedadagrad', 'fedadam'"),
         (["--trainer.batch_norm", "averge"], 2, "'recalibrate', 'personal', 'frozen']. Got value: averge"),
         (["--trainer.clients_per_round", "0"], 2, "Expected `clients_per_round` to be at least 1, but got 0"),
         (["--trainer.local_epochs", "two"], 2, 'Parser key "trainer.local_epochs"'),

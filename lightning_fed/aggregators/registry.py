@@ -5,19 +5,25 @@ from __future__ import annotations
 from lightning_fed.aggregators.fairavg import FairAvg
 from lightning_fed.aggregators.fedatt import FedAtt
 from lightning_fed.aggregators.fedavg import FedAvg
+from lightning_fed.aggregators.fedavgm import FedAvgM
 from lightning_fed.aggregators.feddane import FedDANE
 from lightning_fed.aggregators.fedmargin import FedMargin
+from lightning_fed.aggregators.fedopt import FedAdagrad, FedAdam, FedYogi
 from lightning_fed.aggregators.fedprox import FedProx
 from lightning_fed.aggregators.fesem import FeSEM
 from lightning_fed.server import Aggregator
 
 AGGREGATORS: dict[str, type[Aggregator]] = {
     "fairavg": FairAvg,
+    "fedadagrad": FedAdagrad,
+    "fedadam": FedAdam,
     "fedatt": FedAtt,
     "fedavg": FedAvg,
+    "fedavgm": FedAvgM,
     "feddane": FedDANE,
     "fedmargin": FedMargin,
     "fedprox": FedProx,
+    "fedyogi": FedYogi,
     "fesem": FeSEM,
 }
 """The rules that ``aggregator="name"`` can mean."""

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_fed.aggregators.fedmargin import FedMargin
+from lightning_fed.aggregators.server_optimizer import averaging_rule
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.pictures import figure_pixels, has_matplotlib, paint_numbers, report_others, tensorboards
@@ -64,15 +65,16 @@ class AttentionMap(FederatedCallback):
             return
         if trainer.current_epoch == 0:  # else the same Trainer goes on
             self._last_epoch, self._attention = None, {}
-        if not isinstance(find_federation(trainer).server.aggregator, FedMargin):
+        if not isinstance(averaging_rule(find_federation(trainer).server.aggregator), FedMargin):
             raise MisconfigurationException("AttentionMap needs a federation whose aggregator is FedMargin.")
         report_others("AttentionMap", trainer)
 
     def on_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Notes the attention of the round that was just aggregated, and draws the map."""
         server = find_federation(trainer).server
-        assert isinstance(server.aggregator, FedMargin)
-        round, last = server.report.round, server.aggregator.last
+        rule = averaging_rule(server.aggregator)
+        assert isinstance(rule, FedMargin)
+        round, last = server.report.round, rule.last
         self._attention[round] = dict(zip(last.clients, last.attention, strict=True))
         is_early = self._last_epoch is not None and round - self._last_epoch < self.every_n_epochs
         if is_early or not tensorboards(trainer):

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_fed.aggregators.fedmargin import FedMargin
+from lightning_fed.aggregators.server_optimizer import averaging_rule
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.images import checked_colors, default_colors
@@ -128,8 +129,9 @@ class PrototypePlots(FederatedCallback):
     def on_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Draws the prototypes of the round that was just aggregated."""
         server = find_federation(trainer).server
-        if isinstance(server.aggregator, FedMargin):
-            prototypes = server.aggregator.prototypes
+        rule = averaging_rule(server.aggregator)
+        if isinstance(rule, FedMargin):
+            prototypes = rule.prototypes
         else:
             prototypes = _over_clients([self._sent[client] for client in server.report.received])
         self._sent = {}
