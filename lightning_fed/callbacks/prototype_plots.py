@@ -18,8 +18,8 @@ from lightning_fed.callbacks.images import checked_colors, default_colors
 from lightning_fed.callbacks.pictures import Color, figure_pixels, has_matplotlib, report_others, tensorboards
 from lightning_fed.callbacks.prototypes import ClassPrototypes, is_federated
 from lightning_fed.functional.options import check_option
-from lightning_fed.functional.projection import PrincipalAxes, principal_axes
 from lightning_fed.functional.packing import unpack_prototypes
+from lightning_fed.functional.projection import PrincipalAxes, principal_axes
 from lightning_fed.functional.prototypes import Prototypes, aggregate_prototypes
 from lightning_fed.messages import Client, ClientUpdate, State
 
