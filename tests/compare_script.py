@@ -70,7 +70,7 @@ class Notes(FederatedCallback):
 
     def on_train_start(self, trainer, module):
         state = {name: value.clone() for name, value in module.state_dict().items()}
-        self.fits.append({"state": state, "visits": [], "examples": 0, "clients": {}, "logged": []})
+        self.fits.append({"state": state, "visits": [], "seen": [], "rates": [], "clients": {}, "logged": []})
 
     def on_client_start(self, trainer, module, client, broadcast):
         federation = find_federation(trainer)
@@ -79,7 +79,9 @@ class Notes(FederatedCallback):
         self.fits[-1]["clients"] = getattr(federation.population.source, "indices", {})
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.fits[-1]["examples"] += len(batch[0])
+        self.fits[-1]["seen"] += batch[0][:, 0].tolist()
+        if batch_idx == 0:
+            self.fits[-1]["rates"].append(trainer.optimizers[0].param_groups[0]["lr"])
         self.act("on_train_batch_start", trainer, batch_idx)
 
     def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):

@@ -161,28 +161,69 @@ def test_the_recipes_other_options_are_every_methods(tmp_path):
     assert [len(fit["visits"]) for fit in Notes.fits] == [2] * len(METHODS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "epochs", "rounds"),
-    [
-        (("--trainer.max_rounds", 3, "--trainer.local_epochs", 2, "--trainer.clients_per_round", 3), 3, 3),
-        (("--trainer.max_rounds", 3, "--trainer.local_epochs", 1, "--trainer.clients_per_round", 0.3), 1, 1),
-        (("--trainer.max_rounds", 2, "--trainer.local_epochs", 6, "--trainer.clients_per_round", 3), 6, 2),
-        (("--trainer.max_rounds", 2, "--trainer.local_epochs", 5, "--trainer.clients_per_round", 3), 6, 3),
-    ],
-)
-def test_central_trains_on_as_many_examples(arguments, epochs, rounds, tmp_path):
-    """As the clients of all rounds together, rounded up to whole validations: about one per round."""
-    options = [*arguments, "--trainer.partition", "IID", "--trainer.partition.num_clients", 6, "--trainer.dropout", 0]
-    compare("own.yaml", "--methods", "central,fedavg", "--out", "out", "--", *options)
+WORK = {  # of a round of `OWN`, in passes over the pooled data
+    1: ("--trainer.local_epochs", 2, "--trainer.clients_per_round", 3),
+    1 / 3: ("--trainer.local_epochs", 1, "--trainer.clients_per_round", 0.3),
+    3: ("--trainer.local_epochs", 6, "--trainer.clients_per_round", 3),
+    2.5: ("--trainer.local_epochs", 5, "--trainer.clients_per_round", 3),
+}
+ALIKE = ("--trainer.partition", "IID", "--trainer.partition.num_clients", 6, "--trainer.dropout", 0)
+
+
+@pytest.mark.parametrize("passes", WORK)
+def test_a_round_of_central_is_as_long_as_a_round(passes, tmp_path):
+    """In examples, of which every one comes once in every pass, in another order."""
+    compare("own.yaml", "--methods", "central,fedavg", "--out", "out", "--", *WORK[passes], *ALIKE)
     central, fedavg = Notes.fits
-    assert central["examples"] == 60 * epochs
-    assert fedavg["examples"] <= central["examples"]
-    assert central["examples"] < fedavg["examples"] + 60 * max(1, epochs // rounds)
+    assert len(central["seen"]) == len(fedavg["seen"]) == 3 * 60 * passes
+    whole = [central["seen"][start : start + 60] for start in range(0, len(central["seen"]) - 59, 60)]
+    assert all(sorted(seen) == sorted(whole[0]) for seen in whole)
+    assert len(set(map(tuple, whole))) == len(whole)
+    assert len(set(central["seen"])) == 60
     assert not central["visits"]
     assert_same(central["state"], fedavg["state"])
     curve = result(tmp_path / "out", "central_0")["rounds"]
-    assert len(curve) == rounds
-    assert len({values["val_loss"] for values in curve}) == rounds
+    assert len(curve) == 3
+    assert len({values["val_loss"] for values in curve}) == 3
+
+
+SCHEDULE = """
+model:
+  init_args: {scheduler: CosineAnnealingLR, scheduler_kwargs: {T_max: 4}}
+trainer:
+  max_rounds: 5
+  callbacks+:
+    - class_path: EarlyStopping
+      init_args: {monitor: fed/val_acc/mean, mode: max, patience: 100, check_on_train_epoch_end: false}
+"""
+
+
+@pytest.mark.parametrize(("epochs", "share"), [(3, 1.0), (3, 0.5), (1, 0.25)])
+def test_schedulers_of_central_count_rounds(epochs, share, tmp_path):
+    """With as many rounds; what callbacks monitor is there in all of them."""
+    (tmp_path / "schedule.yaml").write_text(SCHEDULE)
+    work = ("--trainer.local_epochs", epochs, "--trainer.clients_per_round", share)
+    methods = ("--methods", "central,fedavg", "--out", "out")
+    compare("clients.yaml", *methods, "--", "--config", "schedule.yaml", *work)
+    central, fedavg = Notes.fits
+    cosine = [0.05 * (1 + np.cos(np.pi * round / 4)) / 2 for round in range(5)]
+    assert central["rates"] == fedavg["rates"] == pytest.approx(cosine)
+    assert len(result(tmp_path / "out", "central_0")["rounds"]) == 5
+
+
+@pytest.mark.parametrize("passes", [1 / 3, 2.5])
+def test_central_goes_on_in_the_middle_of_a_pass(passes, tmp_path):
+    arguments = ("--", *WORK[passes], *ALIKE)
+    compare("own.yaml", "--methods", "central", "--out", "whole", *arguments)
+    Notes.place = [2, "on_train_batch_start", 1, 3]
+    with pytest.raises(Interruption):
+        compare("own.yaml", "--methods", "central", "--out", "out", *arguments)
+    compare("own.yaml", "--methods", "central", "--out", "out", *arguments)
+    whole, _, rest = Notes.fits
+    assert rest["seen"] == whole["seen"][-len(rest["seen"]) :]
+    assert len(rest["seen"]) == 2 * 60 * passes
+    runs = [tmp_path / out / "runs" / "central_0" / "last.ckpt" for out in ("out", "whole")]
+    assert_same(*map(weights, runs))
 
 
 def test_central_does_not_train_what_is_frozen(tmp_path):

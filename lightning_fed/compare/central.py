@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator
+from contextlib import suppress
+from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import lightning as L
@@ -36,41 +38,40 @@ def check_central(cli: FederatedCLI) -> None:
         raise MisconfigurationException(f"Expected a recipe with `max_rounds` for {CENTRAL!r}, but it has none.")
 
 
-def central_trainer(cli: FederatedCLI) -> tuple[L.Trainer, int]:
-    """A plain Trainer that trains on as many examples as the clients of all rounds do together, without stragglers.
+def central_trainer(cli: FederatedCLI) -> L.Trainer:
+    """A plain Trainer whose epochs are as long as the recipe's rounds, without stragglers.
+
+    An epoch has as many batches of the pooled data as the clients of a round have examples for in all their local
+    epochs: passes and parts of passes. So schedulers, validation, callbacks and ``max_epochs`` count what they count in
+    a federation.
 
     Args:
         cli: Model, data and Trainer of the recipe.
 
-    Returns:
-        The Trainer, and after how many epochs it validates: about as often as there are rounds. The number of epochs
-        is rounded up to that.
-
     """
     federated: Any = cli.trainer
-    federation, rounds = federated.federation, federated.max_epochs
+    federation: Federation = federated.federation
     num_clients = _count_clients(cli, federation)
-    epochs_per_round = federation.schedule.local_epochs * federation.schedule.cohort_size(num_clients) / num_clients
-    every = max(1, int(epochs_per_round))
+    passes = Fraction(federation.schedule.local_epochs * federation.schedule.cohort_size(num_clients), num_clients)
     given = vars(cli.config_init.get("trainer"))
-    fixed = ("max_epochs", "callbacks", "logger", "enable_progress_bar", "check_val_every_n_epoch")
+    fixed = ("max_epochs", "callbacks", "logger", "enable_progress_bar", "reload_dataloaders_every_n_epochs")
     known = [name for name in inspect.signature(L.Trainer).parameters if name in given and name not in fixed]
     policies = entry_policies(cli.model, frozen=federation.frozen)
     for name, parameter in cli.model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and policies.get(name) != "frozen")
+    others = [one for one in federated.callbacks if not isinstance(one, Federation | ProgressBar)]
     trainer = L.Trainer(
-        max_epochs=every * math.ceil(rounds * epochs_per_round / every - 1e-9),
-        check_val_every_n_epoch=every,
-        callbacks=[*(one for one in federated.callbacks if not isinstance(one, Federation | ProgressBar))],
+        max_epochs=federated.max_epochs,
+        callbacks=[_ClientMeans(), *others],
         logger=False,
         enable_progress_bar=False,
+        reload_dataloaders_every_n_epochs=1,  # rounds of unlike lengths
         **{name: given[name] for name in known},
     )
-    trainer.callbacks.append(_ClientMeans())  # type: ignore[attr-defined]
     owner: Any = cli.datamodule or cli.model
     make_loader = owner.train_dataloader
-    owner.train_dataloader = lambda: _SeededEpochs(make_loader(), trainer, federation.schedule.seed)
-    return trainer, every
+    owner.train_dataloader = cache(lambda: _Rounds(make_loader(), passes, trainer, federation.schedule.seed))
+    return trainer
 
 
 def _count_clients(cli: FederatedCLI, federation: Federation) -> int:
@@ -84,21 +85,54 @@ def _count_clients(cli: FederatedCLI, federation: Federation) -> int:
     return len(split_loader(loader, federation.partition, federation.schedule.seed).clients)
 
 
-class _SeededEpochs:
-    """A loader whose epochs draw random numbers that depend on the epoch alone: a run that is resumed draws the same.
+class _Rounds:
+    """A loader whose epochs are rounds: one after another they are stretches of the loader's passes.
 
-    Lightning asks for one iterator more than it uses, or not, so the seeding waits for the first batch.
+    Random numbers depend on the round and the pass alone, so that a run that is resumed draws the same. Lightning asks
+    for one iterator more than it uses, or not: nothing happens before the first batch.
     """
 
-    def __init__(self, loader: Any, trainer: L.Trainer, seed: int) -> None:
+    def __init__(self, loader: Any, passes: Fraction, trainer: L.Trainer, seed: int) -> None:
         self._loader, self._trainer, self._seed = loader, trainer, seed
+        self._length = _length_of(loader)
+        self._per_round = max(passes * self._length, Fraction(1))
+        self._stream: Iterator[Any] = iter(())
+        self._place = -1  # of the stream's next batch
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return self._begin(self._trainer.current_epoch + 1) - self._begin(self._trainer.current_epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        seed_everything(derive_seed(self._seed, self._trainer.current_epoch))
-        yield from self._loader
+        round = self._trainer.current_epoch
+        begin = self._begin(round)
+        if self._place != begin:  # the first round of a fit
+            number, done = divmod(begin, self._length)
+            self._stream = self._passes(number)
+            for _ in range(done):
+                next(self._stream)
+        seed_everything(derive_seed(self._seed, 0, round))
+        for place in range(begin, self._begin(round + 1)):
+            self._place = place + 1
+            yield next(self._stream)
+
+    def _begin(self, round: int) -> int:
+        return int(round * self._per_round)
+
+    def _passes(self, number: int) -> Iterator[Any]:
+        while True:
+            seed_everything(derive_seed(self._seed, 1, number))
+            yield from self._loader
+            number += 1
+
+
+def _length_of(loader: Any) -> int:
+    with suppress(TypeError):  # data that come without a length
+        if length := len(loader):
+            return length
+    raise MisconfigurationException(
+        f"Expected training data of a known length for {CENTRAL!r}, at least one batch, but got"
+        f" {type(loader).__name__} without it."
+    )
 
 
 class _ClientMeans(Callback):

@@ -62,7 +62,6 @@ class RoundCurve(Callback):
     """Every logged number of every round, with the seconds of its training; survives a resume.
 
     Args:
-        every: Epochs that make a round: more than one where a plain Trainer trains without rounds.
         on_round: Called after each round with its number, from 1, and its values.
 
     Attributes:
@@ -70,9 +69,8 @@ class RoundCurve(Callback):
 
     """
 
-    def __init__(self, every: int = 1, on_round: Callable[[int, dict[str, float]], None] | None = None) -> None:
+    def __init__(self, on_round: Callable[[int, dict[str, float]], None]) -> None:
         self.rounds: list[dict[str, float]] = []
-        self._every = every
         self._on_round = on_round
         self._begin: tuple[float, float] | None = None
         self._seconds = [0.0, 0.0]
@@ -88,13 +86,10 @@ class RoundCurve(Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Notes the round."""
         self._stop()
-        if (trainer.current_epoch + 1) % self._every:
-            return
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "step"}
         self.rounds.append(values | {"seconds": self._seconds[0], "cpu_seconds": self._seconds[1]})
         self._seconds = [0.0, 0.0]
-        if self._on_round is not None:
-            self._on_round(len(self.rounds), self.rounds[-1])
+        self._on_round(len(self.rounds), self.rounds[-1])
 
     def state_dict(self) -> dict[str, Any]:
         """The rounds so far."""
@@ -126,9 +121,8 @@ def train(cli: FederatedCLI, run: Run, folder: Path, logs: Path, on_round: OnRou
         The run and its ``rounds``, as JSON can hold them.
 
     """
-    trainer, every, has_own_models = _make_trainer(cli, run)
-    count = trainer.max_epochs // every
-    curve = RoundCurve(every, lambda number, values: on_round(number, count, values))
+    trainer, has_own_models = _make_trainer(cli, run)
+    curve = RoundCurve(lambda number, values: on_round(number, trainer.max_epochs, values))
     trainer.callbacks += [curve, _SaveEveryRound(folder / CHECKPOINT)]
     if find_spec("tensorboard"):
         trainer.loggers = [TensorBoardLogger(logs, name="", version=folder.name)]
@@ -153,7 +147,7 @@ def evaluate(cli: FederatedCLI, run: Run, folder: Path) -> dict[str, float]:
         folder: The folder of its checkpoint.
 
     """
-    trainer, _, _ = _make_trainer(cli, run)
+    trainer, _ = _make_trainer(cli, run)
     trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=folder / CHECKPOINT, verbose=False)
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name != "step"}
 
@@ -174,12 +168,12 @@ def quiet() -> Iterator[None]:
             log.setLevel(level)
 
 
-def _make_trainer(cli: FederatedCLI, run: Run) -> tuple[Any, int, bool]:
-    """The Trainer, its epochs per round, and whether clients have models of their own."""
+def _make_trainer(cli: FederatedCLI, run: Run) -> tuple[Any, bool]:
+    """The Trainer, and whether clients have models of their own."""
     trainer: Any = cli.trainer
-    every, has_own_models = 1, False
+    has_own_models = False
     if run.stragglers is None:
-        trainer, every = central_trainer(cli)
+        trainer = central_trainer(cli)
     else:
         federation = run.method.federation(trainer.federation.replace(stragglers=run.stragglers))
         trainer.callbacks[trainer.callbacks.index(trainer.federation)] = federation
@@ -187,7 +181,7 @@ def _make_trainer(cli: FederatedCLI, run: Run) -> tuple[Any, int, bool]:
         has_several = type(federation.server.aggregator).model_of is not Aggregator.model_of
         has_own_models = bool(federation.personal) or federation.batch_norm == "personal" or has_several
     trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, _NOT_KEPT)]
-    return trainer, every, has_own_models
+    return trainer, has_own_models
 
 
 class _SaveEveryRound(Checkpoint):
