@@ -75,7 +75,7 @@ def files(out):
         "names": sorted(str(path.relative_to(out)) for path in out.rglob("*") if "events.out" not in path.name),
         "rounds": rows(out / "rounds.csv"),
         "summary": rows(out / "summary.csv"),
-        "table": re.sub(r"[\d.]+ \|$", "", table, flags=re.M),
+        "table": re.sub(r"[\d.]+ \| [\d.]+ \|$", "", table, flags=re.M),
         "picture": (out / "curves.png").read_bytes(),
     }, {path.parent.name: weights(path) for path in out.glob("runs/*/last.ckpt")}
 
@@ -408,7 +408,7 @@ def test_a_metric_that_is_not_logged(tmp_path, capsys):
     assert len(Notes.fits) == 1
     compare("own.yaml", "--methods", "fedavg,fairavg", "--monitor", "train_loss", "--mode", "min", "--out", "out")
     assert len(Notes.fits) == 2
-    assert "| method | train_loss | train_loss | MB | CPU s |" in (tmp_path / "out" / "summary.md").read_text()
+    assert "| method | train_loss | train_loss | MB | wall s | CPU s |" in (tmp_path / "out" / "summary.md").read_text()
 
 
 def test_the_terminal(tmp_path):
@@ -432,7 +432,7 @@ def test_the_terminal(tmp_path):
         runs,
     )
     lines = table.splitlines()
-    assert lines[0] == "| method | val_acc | test | #R@80% | train_loss | MB | CPU s |"
+    assert lines[0] == "| method | val_acc | test | #R@80% | train_loss | MB | wall s | CPU s |"
     assert [line.split()[1] for line in lines[2:]] == ["`central`", "`fedper`"]
     assert "clients of `fedper` have models of their own: only `--monitor fed/val_acc/mean` compares these" in note
     assert where == "Tables, curves, checkpoints and logs: runs/compare"
@@ -579,6 +579,10 @@ def test_results_that_are_there(tmp_path):
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
+OF_CLIENTS = ("client/a/acc", "fedmargin/lpm/a", "fedmargin/apm/b/c", "fedmargin/attention/a")
+OF_MODELS = ("val/seg/iou", "fesem/clients/0", "fed/acc/mean", "fedmargin/amm")
+
+
 def made_up(mode="max", seeds=3):
     """Results of runs that nobody trained."""
     rng = np.random.default_rng(0)
@@ -594,7 +598,8 @@ def made_up(mode="max", seeds=3):
                     values |= {"cpu_seconds": float(rng.random()), "seconds": float(rng.random())}
                     if method != "central":
                         before = rounds[-1] if rounds else {"comm/total_up_bytes": 0.0, "comm/total_down_bytes": 0.0}
-                        values |= {"comm/up_bytes": up, "comm/down_bytes": down, "client/a/acc": 0.5}
+                        values |= {"comm/up_bytes": up, "comm/down_bytes": down}
+                        values |= {name: float(rng.random()) for name in (*OF_CLIENTS, *OF_MODELS)}
                         values["comm/total_up_bytes"] = before["comm/total_up_bytes"] + up
                         values["comm/total_down_bytes"] = before["comm/total_down_bytes"] + down
                     rounds.append(values)
@@ -625,8 +630,10 @@ def test_the_numbers_of_the_summary(mode, last, tmp_path):
         curves = np.array([[values["acc"] for values in run["rounds"]] for run in runs])
         scores = curves[:, -last:].mean(1)
         losses = [run["rounds"][-1]["train_loss"] for run in runs]
-        seconds = [sum(values["cpu_seconds"] for values in run["rounds"]) for run in runs]
-        for name, numbers in (("acc", scores), ("train_loss", losses), ("cpu_seconds", seconds)):
+        wall, cpu = (
+            [sum(values[name] for values in run["rounds"]) for run in runs] for name in ("seconds", "cpu_seconds")
+        )
+        for name, numbers in (("acc", scores), ("train_loss", losses), ("seconds", wall), ("cpu_seconds", cpu)):
             assert float(row[name]) == pytest.approx(np.mean(numbers))
             assert float(row[f"{name}_std"]) == pytest.approx(np.std(numbers, ddof=1))
         assert row["seeds"] == "3"
@@ -649,7 +656,8 @@ def test_the_files_of_a_report(tmp_path):
     rounds = read_csv(out / "rounds.csv")
     assert len(rounds) == 3 * (1 + 2 * 2) * 6
     assert all(len(row) == len(rounds[0]) and None not in row.values() for row in rounds)
-    assert "client/a/acc" not in rounds[0]
+    assert not set(OF_CLIENTS) & set(rounds[0])
+    assert set(OF_MODELS) < set(rounds[0])
     expected = {
         (run["method"], run["stragglers"], run["seed"], number): values["acc"]
         for run in made_up()
@@ -658,6 +666,10 @@ def test_the_files_of_a_report(tmp_path):
     for row in rounds:
         part = float(row["stragglers"]) if row["stragglers"] else None
         assert float(row["acc"]) == expected[row["method"], part, int(row["seed"]), int(row["round"])]
+        assert all((row[name] == "") == (row["method"] == "central") for name in OF_MODELS)
+    assert "| MB | wall s | CPU s |" in text
+    wall = [sum(values["seconds"] for values in run["rounds"]) for run in made_up() if run["method"] == "central"]
+    assert re.search(rf"^\| `central` .* {np.mean(wall):.1f} \| [\d.]+ \|$", text, re.M)
     assert (out / "summary.md").read_text() == f"{text}\n"
     with Image.open(out / "curves.png") as picture:
         picture.load()

@@ -17,6 +17,8 @@ from lightning_fed.compare.plan import write_whole
 
 _log = logging.getLogger(__name__)
 
+_OF_CLIENTS = ("client/", "fedmargin/lpm/", "fedmargin/apm/", "fedmargin/attention/")  # what single clients have
+
 
 @dataclass
 class Cell:
@@ -28,7 +30,8 @@ class Cell:
         rounds_to_target: First round (from 1) that reaches the target; ``None`` for a seed that never does. Only of
             seeds with a centralised run.
         megabytes: Sent up and down in all rounds.
-        cpu_seconds: Of the process, for training and aggregation in all rounds.
+        seconds: For training and aggregation in all rounds, by the clock.
+        cpu_seconds: Of the process, likewise; without what a GPU does.
         test: The metric on the test data.
 
     """
@@ -37,6 +40,7 @@ class Cell:
     loss: list[float] = field(default_factory=list)
     rounds_to_target: list[int | None] = field(default_factory=list)
     megabytes: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     test: list[float] = field(default_factory=list)
 
@@ -53,7 +57,7 @@ def summarize(
         last: Rounds at the end over which the score is the mean.
 
     Example:
-        >>> rounds = [{"val_acc": 0.5, "cpu_seconds": 1.0}, {"val_acc": 0.75, "cpu_seconds": 1.0}]
+        >>> rounds = [{"val_acc": score, "seconds": 2.0, "cpu_seconds": 1.0} for score in (0.5, 0.75)]
         >>> run = {"seed": 0, "monitor": "val_acc", "mode": "max", "rounds": rounds, "test": {}}
         >>> cells = summarize(
         ...     [{**run, "method": "central", "stragglers": None}, {**run, "method": "fedavg", "stragglers": 0.5}]
@@ -73,6 +77,7 @@ def summarize(
             cell.rounds_to_target.append(_first_round(run, target, central[run["seed"]]))
         if "comm/total_up_bytes" in final:
             cell.megabytes.append((final["comm/total_up_bytes"] + final["comm/total_down_bytes"]) / 1e6)
+        cell.seconds.append(sum(values["seconds"] for values in run["rounds"]))
         cell.cpu_seconds.append(sum(values["cpu_seconds"] for values in run["rounds"]))
         name = run["monitor"].replace("val", "test", 1)
         cell.test += [run["test"][name]] if name in run["test"] else []
@@ -119,7 +124,7 @@ def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: in
     for part in parts:
         suffix = f", {part:.0%} stragglers" if len(parts) > 1 else ""
         header += [monitor + suffix, *(["test" + suffix] * has_test), *([f"#R@{target:.0%}" + suffix] * has_target)]
-    header += [f"{monitor} over stragglers"] * (len(parts) > 1) + ["train_loss", "MB", "CPU s"]
+    header += [f"{monitor} over stragglers"] * (len(parts) > 1) + ["train_loss", "MB", "wall s", "CPU s"]
     lines = []
     for method in dict.fromkeys(run["method"] for run in results):
         own = [cells.get((method, None if method == CENTRAL else part), Cell()) for part in parts]
@@ -133,6 +138,7 @@ def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: in
             )
         line.append(_mean([loss for cell in own for loss in cell.loss], 3))
         line.append(_mean([size for cell in own for size in cell.megabytes], 1))
+        line.append(_mean([seconds for cell in own for seconds in cell.seconds], 1))
         line.append(_mean([seconds for cell in own for seconds in cell.cpu_seconds], 1))
         lines.append(line)
     rows = [header, ["---", *["---:"] * (len(header) - 1)], *lines]
@@ -184,7 +190,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
 def _rounds(results: Sequence[Mapping[str, Any]]) -> str:
     """Every round of every run; what single clients have is left out."""
     logged = {name for run in results for values in run["rounds"] for name in values}
-    names = sorted(name for name in logged if name.startswith("fed/") or name.count("/") < 2)
+    names = sorted(name for name in logged if not name.startswith(_OF_CLIENTS))
     rows = [
         [run["method"], run["stragglers"], run["seed"], number, *(values.get(name) for name in names)]
         for run in results
@@ -195,14 +201,14 @@ def _rounds(results: Sequence[Mapping[str, Any]]) -> str:
 
 def _summary(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str:
     header = ["method", "stragglers", "seeds"]
-    for name in (results[0]["monitor"], "test", "train_loss", "megabytes", "cpu_seconds"):
+    for name in (results[0]["monitor"], "test", "train_loss", "megabytes", "seconds", "cpu_seconds"):
         header += [name, f"{name}_std"]
     header += [f"rounds_to_{target:.0%}", f"rounds_to_{target:.0%}_std", "seeds_that_reach_it"]
     rows = []
     for (method, part), cell in summarize(results, target, last).items():
         row: list[Any] = [method, part, len(cell.score)]
         reached = [number for number in cell.rounds_to_target if number is not None]
-        for numbers in (cell.score, cell.test, cell.loss, cell.megabytes, cell.cpu_seconds, reached):
+        for numbers in (cell.score, cell.test, cell.loss, cell.megabytes, cell.seconds, cell.cpu_seconds, reached):
             row += _mean_std(numbers)
         rows.append([*row, len(reached) if cell.rounds_to_target else None])
     return _csv(header, rows)
