@@ -9,6 +9,8 @@ from lightning_fed.callbacks.gradient_correction import GradientCorrection as Gr
 from lightning_fed.callbacks.head_then_body import HeadThenBody as HeadThenBody
 from lightning_fed.callbacks.images import SegmentationImages as SegmentationImages
 from lightning_fed.callbacks.images import segmentation_grid as segmentation_grid
+from lightning_fed.callbacks.own_class_confusion import Confusion as Confusion
+from lightning_fed.callbacks.own_class_confusion import OwnClassConfusion as OwnClassConfusion
 from lightning_fed.callbacks.presets import FedBN as FedBN
 from lightning_fed.callbacks.presets import FedPer as FedPer
 from lightning_fed.callbacks.presets import FedRep as FedRep
@@ -22,6 +24,7 @@ __all__ = [
     "AttentionMap",
     "CenterEvaluation",
     "ClassPrototypes",
+    "Confusion",
     "FedBN",
     "FedPer",
     "FedRep",
@@ -30,6 +33,7 @@ __all__ = [
     "Federation",
     "GradientCorrection",
     "HeadThenBody",
+    "OwnClassConfusion",
     "PrototypePlots",
     "ProximalTerm",
     "SampledSoftmax",

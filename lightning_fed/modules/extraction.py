@@ -63,7 +63,7 @@ def extract_features(
         tap.on_features = sample.take
         for batch in batches:
             sample.is_awaited = True
-            model(_find_inputs(batch, inputs).to(device))
+            model(find_inputs(batch, inputs).to(device))
             if sample.is_awaited:
                 raise ValueError(f"Expected the model to use its features, but {tapped} was not run.")
     if sample.vectors is None:
@@ -110,7 +110,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             layer.training = mode
 
 
-def _find_inputs(batch: Any, inputs: int | str | Callable[[Any], Tensor] | None) -> Tensor:
+def find_inputs(batch: Any, inputs: int | str | Callable[[Any], Tensor] | None = None) -> Tensor:
+    """What a model is called with, of a batch.
+
+    Args:
+        batch: The batch.
+        inputs: Index, key or function; ``None`` for the first element, the usual keys, or the batch itself.
+
+    Raises:
+        ValueError: If there are none.
+
+    Example:
+        >>> find_inputs([torch.zeros(2, 1), torch.tensor([0, 1])]).shape, find_inputs({"image": torch.ones(1), "y": 0})
+        (torch.Size([2, 1]), tensor([1.]))
+
+    """
     found: Any
     if callable(inputs):
         found = inputs(batch)
