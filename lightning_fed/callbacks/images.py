@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fed.callbacks.pictures import GREY, Color, paint_numbers, report_others, tensorboards
+from lightning_fed.functional.batches import TARGET_KEYS, Place, find_inputs, find_target
 from lightning_fed.functional.entropy import Activation, feature_entropy, softmax_entropy
 from lightning_fed.functional.options import check_option
 from lightning_fed.modules.extraction import evaluating
@@ -23,6 +24,7 @@ __all__ = ["SegmentationImages", "segmentation_grid"]
 
 EntropyMap = Literal["softmax_entropy", "feature_entropy"]
 
+_MASK_KEYS = ("mask", "masks", *TARGET_KEYS)  # a batch may have labels of images too
 _BORDER: Color = (255, 255, 255)
 # Class 0 is most often the background. None of them is the grey of ignored pixels or the white of the border.
 _COLORS: tuple[Color, ...] = (
@@ -48,8 +50,8 @@ class SegmentationImages(L.Callback):
     first batches is touched, and neither the weights, nor the random state, nor the metrics, nor the train/eval modes.
 
     The module is called with one image at a time, ``pl_module(x)`` with x of shape ``(1, C, H, W)``, and returns logits
-    of shape ``(1, num_classes, H, W)`` (or ``(1, 1, H, W)`` for a binary task: positive is class 1). Batches are
-    ``(x, y)`` or dicts with keys ``image`` and ``mask``. Loggers other than TensorBoard are passed over.
+    of shape ``(1, num_classes, H, W)`` (or ``(1, 1, H, W)`` for a binary task: positive is class 1). Loggers other than
+    TensorBoard are passed over.
 
     State: ``last_epoch``, the epoch of the last grid (an int, or None).
 
@@ -64,6 +66,10 @@ class SegmentationImages(L.Callback):
         layer: Name of the layer whose output is the features of ``"feature_entropy"``; ``"auto"`` takes what
             :func:`~lightning_fed.modules.find_feature_layer` finds, and says so in the log.
         activation: What makes those features non-negative, where the layer does not end in a ReLU.
+        inputs: Where a batch has its images: an index or key, or a function of the batch; by default the first element,
+            or ``batch["image"]``, ``["x"]``, ``["input"]`` or their plurals.
+        target: Where it has its masks, likewise; by default the second element, or ``batch["mask"]``, ``["target"]``,
+            ``["label"]``, ``["y"]`` or their plurals.
 
     Raises:
         ValueError: If ``every_n_epochs`` or ``num_images`` is below 1, ``class_colors`` holds no colours, or an option
@@ -88,6 +94,8 @@ class SegmentationImages(L.Callback):
         maps: Sequence[EntropyMap] = (),
         layer: str = "auto",
         activation: Activation = "relu",
+        inputs: Place = None,
+        target: Place = None,
     ) -> None:
         super().__init__()
         for argument, value in (("every_n_epochs", every_n_epochs), ("num_images", num_images)):
@@ -106,6 +114,8 @@ class SegmentationImages(L.Callback):
         self._maps = tuple(maps)
         self._layer_name = layer
         self._activation: Activation = activation
+        self._inputs: Place = inputs
+        self._target: Place = target
         self._layer: FeatureLayer | None = None
         self._last_epoch: int | None = None
         self._is_due = False
@@ -143,7 +153,7 @@ class SegmentationImages(L.Callback):
         """Keep the first images, as the model gets them."""
         if not self._is_choosing or dataloader_idx > 0:
             return
-        images, masks = _split(batch)
+        images, masks = find_inputs(batch, self._inputs), find_target(batch, self._target, _MASK_KEYS)
         missing = self._num_images - len(self._images)
         # copies: a slice would keep the whole batch in memory, and the step may write into it
         self._images += [image.detach().cpu().clone() for image in images[:missing]]
@@ -270,18 +280,6 @@ def default_colors(num_classes: int) -> list[Color]:
     more = (colorsys.hsv_to_rgb(0.618033988749895 * i % 1, 0.6, 0.8) for i in range(num_classes - len(_COLORS)))
     extra: list[Color] = [(round(255 * r), round(255 * g), round(255 * b)) for r, g, b in more]
     return [*_COLORS[:num_classes], *extra]
-
-
-def _split(batch: Any) -> tuple[Tensor, Tensor]:
-    if isinstance(batch, Mapping) and "image" in batch and "mask" in batch:
-        return batch["image"], batch["mask"]
-    if isinstance(batch, list | tuple) and len(batch) == 2:
-        return batch[0], batch[1]
-    got = f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
-    raise TypeError(
-        "Expected a validation batch (x, y) or a dict with keys 'image' and 'mask' for `SegmentationImages`, "
-        f"but got {got}."
-    )
 
 
 class _Seen(NamedTuple):

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.callbacks.pictures import figure_pixels, has_matplotlib, paint_numbers, report_others, tensorboards
-from lightning_fed.callbacks.prototypes import as_classes, find_target
 from lightning_fed.callbacks.side_pass import one_pass, prepare_batch, side_pass
 from lightning_fed.data.rounds import describe
+from lightning_fed.functional.batches import as_classes, find_inputs, find_target
 from lightning_fed.functional.options import OptionError
 from lightning_fed.messages import Client
-from lightning_fed.modules.extraction import find_inputs
 from lightning_fed.schedule import Visit, client_key, derive_seed
 
 _log = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.callbacks.prototypes import find_target
 from lightning_fed.callbacks.side_pass import one_pass
 from lightning_fed.data.rounds import describe
+from lightning_fed.functional.batches import find_target
 from lightning_fed.functional.options import check_count, check_option
 from lightning_fed.functional.sampled_softmax import LogQ, Objective, QSupport, sample_negatives
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_fed.functional.batches import Place, find_inputs
 from lightning_fed.modules.features import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
-
-_INPUT_KEYS = ("image", "images", "x", "input", "inputs")
 
 
 def extract_features(
@@ -20,7 +19,7 @@ def extract_features(
     layer: str = "auto",
     *,
     max_samples: int | None = 2000,
-    inputs: int | str | Callable[[Any], Tensor] | None = None,
+    inputs: Place = None,
     seed: int = 0,
 ) -> Tensor:
     """Feature vectors that a model makes of data, or a sample of them.
@@ -108,32 +107,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, mode in modes:
             layer.training = mode
-
-
-def find_inputs(batch: Any, inputs: int | str | Callable[[Any], Tensor] | None = None) -> Tensor:
-    """What a model is called with, of a batch.
-
-    Args:
-        batch: The batch.
-        inputs: Index, key or function; ``None`` for the first element, the usual keys, or the batch itself.
-
-    Raises:
-        ValueError: If there are none.
-
-    Example:
-        >>> find_inputs([torch.zeros(2, 1), torch.tensor([0, 1])]).shape, find_inputs({"image": torch.ones(1), "y": 0})
-        (torch.Size([2, 1]), tensor([1.]))
-
-    """
-    found: Any
-    if callable(inputs):
-        found = inputs(batch)
-    elif inputs is not None:
-        found = batch[inputs]
-    elif isinstance(batch, Mapping):
-        found = next((batch[key] for key in _INPUT_KEYS if key in batch), None)
-    else:
-        found = batch[0] if isinstance(batch, Sequence) and batch else batch
-    if not isinstance(found, Tensor):
-        raise ValueError(f"Expected a batch with inputs, but found {type(found).__name__}: say where with `inputs`.")
-    return found

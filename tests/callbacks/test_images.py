@@ -343,9 +343,9 @@ def test_the_first_images_of_the_first_loader_stay_the_same(tmp_path):
 
 
 def test_only_the_first_batches_are_touched(tmp_path):
-    """A batch that is neither a pair nor a dict is refused, but only where it would be drawn."""
+    """A batch without images and masks is refused, but only where it would be drawn."""
     logger = TensorBoardLogger(tmp_path)
-    good, odd = torch.utils.data.default_collate(dataset(2)), (torch.zeros(1), torch.zeros(1), torch.zeros(1))
+    good, odd = torch.utils.data.default_collate(dataset(2)), {"image": torch.zeros(1)}
 
     class Ignores(Segmenter):
         def validation_step(self, batch, batch_idx):
@@ -357,8 +357,42 @@ def test_only_the_first_batches_are_touched(tmp_path):
     options = {"max_epochs": 1, "num_sanity_val_steps": 0}
     fit(Ignores(), logger, [SegmentationImages(num_images=2)], loader([good, odd]), **options)
     assert steps(logger) == [0]
-    with pytest.raises(TypeError, match=r"\(x, y\) or a dict with keys 'image' and 'mask'.* but got a list of 3"):
+    with pytest.raises(ValueError, match="a batch with labels, but found NoneType: say where with `target`"):
         fit(Ignores(), logger, [SegmentationImages(num_images=3)], loader([good, odd]), **options)
+
+
+FORMS = {  # a batch, and where its images and masks are
+    "more elements": (lambda x, y: (x, y, x.mean((1, 2, 3))), {}),
+    "a label of every image too": (lambda x, y: {"label": x.mean((1, 2, 3)), "image": x, "mask": y}, {}),
+    "other places": (lambda x, y: (x.mean((1, 2, 3)), y, x), {"inputs": 2, "target": 1}),
+    "other keys": (lambda x, y: {"left": x, "right": x + 1, "truth": y}, {"inputs": "left", "target": "truth"}),
+    "functions": (
+        lambda x, y: [{"a": (x, y)}],
+        {"inputs": lambda batch: batch[0]["a"][0], "target": lambda batch: batch[0]["a"][1]},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_where_images_and_masks_are(tmp_path, form):
+    class Ignores(Segmenter):
+        def training_step(self, batch, batch_idx):
+            pass
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    def fitted(make, options, name):
+        logger = TensorBoardLogger(tmp_path, name=name)
+        batches = DataLoader([make(*torch.utils.data.default_collate(dataset(3)))], batch_size=None)
+        torch.manual_seed(0)
+        trainer = make_trainer(logger, [SegmentationImages(**options)], max_epochs=1)
+        trainer.validate(Ignores(), batches, verbose=False)
+        ((_, picture),) = logged(logger)
+        return picture
+
+    make, options = FORMS[form]
+    assert np.array_equal(fitted(make, options, "form"), fitted(lambda x, y: (x, y), {}, "pair"))
 
 
 def test_a_resumed_run_logs_what_the_uninterrupted_one_logs(tmp_path):
