@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -17,41 +16,21 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fed.aggregators.fedmargin import FedMargin
+from lightning_fed.callbacks.feature_sums import FeatureRules, WatchedSums, exact_sums
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import Federation, find_federation
-from lightning_fed.callbacks.side_pass import (
-    forward_step,
-    one_pass,
-    prepare_batch,
-    run_prepared,
-    side_pass,
-    until_fault,
-)
+from lightning_fed.callbacks.side_pass import forward_step, one_pass, until_fault
 from lightning_fed.data.loader_clients import undisturbed
-from lightning_fed.data.population import seed_everything
+from lightning_fed.data.population import PlannedVisit, seed_everything
 from lightning_fed.data.rounds import describe
 from lightning_fed.functional.margin import ClassReduction, MarginKind, aggregate_mean_margin, local_prototype_margin
 from lightning_fed.functional.options import OptionError, check_option
 from lightning_fed.functional.packing import lpm_name, pack_prototypes, unpack_prototypes
-from lightning_fed.functional.prototypes import (
-    Prototypes,
-    VoidLabel,
-    class_places,
-    class_prototypes,
-    class_sums,
-)
+from lightning_fed.functional.prototypes import Prototypes, VoidLabel
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
-from lightning_fed.modules.features import (
-    FeatureLayer,
-    count_classes,
-    find_feature_layer,
-    tap_features,
-    without_compiled_code,
-)
+from lightning_fed.modules.features import FeatureLayer, count_classes, find_feature_layer, tap_features
 
 _log = logging.getLogger(__name__)
-
-_TARGET_KEYS = ("target", "targets", "label", "labels", "mask", "masks", "y")
 
 
 class ClassPrototypes(FederatedCallback):
@@ -63,16 +42,20 @@ class ClassPrototypes(FederatedCallback):
     every epoch to its end, and logged as ``prototypes/lpm`` and ``prototypes/amm`` (the margin among the classes).
 
     ``passes="exact"`` runs the data through the model twice more, in evaluation mode and without gradients: once
-    before the visit and once after it, on the same examples. That is the definition, and costs two forward passes.
+    before the visit and once after it, on the same examples. That is the definition, and costs two forward passes as
+    far as the features: a step is broken off when it has made them.
     ``passes="online"`` takes the features that training computes anyway: the prototypes *before* are those of the
     visit's first pass over the data and those *after* of its last (of its first and second half, where it has only
-    one; a visit of one batch has no *before*). The weights move meanwhile, augmentation and dropout are on, and two
+    one). A visit of a single batch has no *before*, and so no LPM, for which
+    :class:`~lightning_fed.aggregators.FedMargin` takes the mean of the others': the log says so. The weights move meanwhile, augmentation and dropout are on, and two
     halves hold different examples: good for watching and for long visits, while margins of short visits are noisy.
 
     The exact passes run the module's ``training_step`` (with manual optimization its ``validation_step``), so that
     the model is fed as in training. An augmentation inside the data set cannot be switched off from here; both passes
     draw the same random numbers. They fetch their batches in the main process. The training that goes on draws the
-    same random numbers as without this callback.
+    same random numbers as without this callback, and finds what the step writes as it was. Batches for which
+    ``training_step`` returns ``None`` are left out of all passes. Several processes of a plain Trainer add up what each
+    has seen of its part of the data.
 
     Args:
         layer: Name of the layer whose output is the features; ``"auto"`` takes what
@@ -152,14 +135,12 @@ class ClassPrototypes(FederatedCallback):
         self._layer: FeatureLayer
         self._measured: str | None = None  # that layer in words
         self._former: str | None = None  # that of the fit that is resumed
-        self._classes: int
-        self._watch = ExitStack()
-        self._batch: Any = None  # whose features are awaited
-        self._window = (0, 0)  # batches in each of the two parts of training that are watched, and in all of it
-        self._started = self._place = 0  # batches since then, and those of them whose features were seen
+        self._rules: FeatureRules
+        self._tap = ExitStack()
+        self._watched: WatchedSums | None = None
+        self._has_warned = False
         self._before: Prototypes | None = None
         self._others: Prototypes | None = None  # of all clients, where one client's margins need other classes
-        self._first, self._last = _Sums(), _Sums()
 
     # What both doors share
 
@@ -189,18 +170,18 @@ class ClassPrototypes(FederatedCallback):
         classes = count_of_classes(pl_module) if self.num_classes == "auto" else self.num_classes
         if classes is None:
             raise ValueError("The number of classes cannot be found: pass `num_classes` to `ClassPrototypes`.")
-        self._classes = classes
-        self._before = None  # nothing is left of another fit
-        self._start_watching(0, None)
-        class_places(torch.zeros(0, dtype=torch.int64), classes, self.ignore_index, self.exclude_classes)  # checks them
+        self._rules = FeatureRules(
+            classes, self.ignore_index, self.exclude_classes, self.target, self.normalize_features, self.min_count
+        )
+        self._before, self._watched, self._has_warned = None, None, False  # nothing is left of another fit
         if self.layer == "auto":
             rank_zero_info(f"ClassPrototypes: the features of {classes} classes are {self._layer}.")
-        self._watch.close()
-        tap = self._watch.enter_context(tap_features(pl_module, self._layer))
+        self._tap.close()
+        tap = self._tap.enter_context(tap_features(pl_module, self._layer))
         if self.passes == "online":
-            tap.on_features = self._watch_batch  # all the fit long, so that a model that is compiled knows it
+            tap.on_features = self._watch  # all the fit long, so that a model that is compiled knows it
         else:
-            self._watch.close()  # the layer is there
+            self._tap.close()  # the layer is there
         if forward_step(pl_module) is None and self.passes == "exact":
             raise ValueError(
                 "A module with manual optimization needs a `validation_step` for exact passes: add one, or use"
@@ -211,23 +192,23 @@ class ClassPrototypes(FederatedCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Keeps the batch, whose features its training pass is about to make."""
-        if self.passes == "online" and batch is not None:
-            self._batch = batch
-            self._started += 1
+        if self._watched is not None and batch is not None:
+            self._watched.start_batch(batch)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Lets go of the batch: what runs from now on is validation, say."""
-        self._batch = None
+        """Lets go of the batch."""
+        if self._watched is not None:
+            self._watched.end_batch(is_trained=bool(outputs))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Takes the hook off the model."""
-        self._watch.close()
+        self._tap.close()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Takes the hook off the model."""
-        self._watch.close()
+        self._tap.close()
 
     # A federation
 
@@ -235,29 +216,31 @@ class ClassPrototypes(FederatedCallback):
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
         """Measures the prototypes of the downloaded weights."""
-        self._before, self._others = None, unpack_prototypes(broadcast.extras, self._classes)
+        self._before, self._others = None, unpack_prototypes(broadcast.extras, self._rules.num_classes)
+        planned = find_federation(trainer).current_visit
+        assert planned is not None
         if self.passes == "online":
-            federation = find_federation(trainer)
-            assert federation.current_visit is not None
-            per_epoch = federation.population.batches_per_epoch(client)
-            self._start_watching(federation.current_visit.num_batches, per_epoch)
+            self._warn_of_short_visits(planned)
+            per_epoch = find_federation(trainer).population.batches_per_epoch(client)
+            self._watched = WatchedSums(self._rules, planned.num_batches, per_epoch)
         elif self.lpm_before == "download":
-            self._before = self._measure_client(trainer, module)
+            self._before = self._measure_client(trainer, module, planned)
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
         """Measures the prototypes of the trained weights, and puts them into the update."""
+        federation = find_federation(trainer)
         if self.passes == "online":
-            self._before, after = self._stop_watching()
+            self._before, after = self._stop_watching(trainer, module)
         else:
-            after = self._measure_client(trainer, module)
+            assert federation.current_visit is not None
+            after = self._measure_client(trainer, module, federation.current_visit)
         if after is None:
             return
         if self.lpm_before == "last_local":
-            memory = find_federation(trainer).client_memory
-            self._before = unpack_prototypes(memory, self._classes)
-            memory |= pack_prototypes(after)
+            self._before = unpack_prototypes(federation.client_memory, self._rules.num_classes)
+            federation.client_memory.update(pack_prototypes(after))
         update.extras |= pack_prototypes(after)
         if self._before is None:
             return
@@ -268,25 +251,39 @@ class ClassPrototypes(FederatedCallback):
             update.extras[lpm_name(self.margin, self.class_reduction)] = margin
             update.metrics["lpm"] = float(margin)
 
+    def on_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
+        """Forgets the client, also where nothing came of its visit."""
+        self._before, self._others, self._watched = None, None, None
+
     def _compares_rounds(self, trainer: L.Trainer) -> bool:
         """Whether prototypes are compared with those of earlier rounds."""
         if not is_federated(trainer):
             return False
         return self.lpm_before == "last_local" or isinstance(find_federation(trainer).server.aggregator, FedMargin)
 
-    def _measure_client(self, trainer: L.Trainer, module: L.LightningModule) -> Prototypes | None:
+    def _measure_client(
+        self, trainer: L.Trainer, module: L.LightningModule, planned: PlannedVisit
+    ) -> Prototypes | None:
         """Prototypes of the client; ``None`` where its data fail, which does not cost it its update."""
-        federation, faults = find_federation(trainer), list[Exception]()
-        planned = federation.current_visit
-        assert planned is not None
-
-        batches = until_fault(one_pass(federation.population, planned.visit, aside=True), faults)
+        faults = list[Exception]()
+        batches = until_fault(one_pass(find_federation(trainer).population, planned.visit, aside=True), faults)
         with _own_random_numbers(), closing(batches):
             prototypes = self._measure(trainer, module, batches)
         if faults:
             _log.warning("The prototypes of client %r are left out: %s.", planned.visit.client, describe(faults[0]))
             return None
         return prototypes
+
+    def _warn_of_short_visits(self, planned: PlannedVisit) -> None:
+        if planned.num_batches > 1 or self._has_warned or self.lpm_before == "last_local":
+            return
+        self._has_warned = True
+        _log.warning(
+            "Client %r trains on a single batch, of which online passes make no local prototype margin (this is said"
+            " once): FedMargin takes the mean of the others' for it, so that a client that hardly moves counts like"
+            " them. passes='exact' measures it.",
+            planned.visit.client,
+        )
 
     # A plain Trainer
 
@@ -300,7 +297,7 @@ class ClassPrototypes(FederatedCallback):
                     "Online passes need to know how many batches an epoch has: set `limit_train_batches`, or use"
                     " passes='exact'."
                 )
-            self._start_watching(int(trainer.num_training_batches), None)
+            self._watched = WatchedSums(self._rules, int(trainer.num_training_batches))
         else:
             self._before = self._measure_epoch(trainer, pl_module)
 
@@ -309,7 +306,7 @@ class ClassPrototypes(FederatedCallback):
         if is_federated(trainer):
             return
         if self.passes == "online":
-            self._before, after = self._stop_watching()
+            self._before, after = self._stop_watching(trainer, pl_module)
         else:
             after = self._measure_epoch(trainer, pl_module)
         self.prototypes = after
@@ -323,10 +320,15 @@ class ClassPrototypes(FederatedCallback):
         }
         for name, value in values.items():
             if not value.isnan():
-                pl_module.log(name, value.float(), batch_size=1)
+                pl_module.log(name, value.float(), batch_size=1, sync_dist=True)  # all processes have the same
 
     def _measure_epoch(self, trainer: L.Trainer, module: L.LightningModule) -> Prototypes | None:
         loader: Any = trainer.train_dataloader
+        if isinstance(loader, Mapping | list | tuple):
+            raise ValueError(
+                f"Expected one training loader for exact passes, but got a {type(loader).__name__} of {len(loader)}: use"
+                " passes='online'."
+            )
         limit = trainer.num_training_batches
         with _own_random_numbers(), undisturbed(loader, trainer.current_epoch):
             seed_everything(trainer.current_epoch)  # the same at both ends of the epoch
@@ -337,83 +339,23 @@ class ClassPrototypes(FederatedCallback):
 
     def _measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any]) -> Prototypes | None:
         """The prototypes of the module as it is; ``None`` if there is no batch."""
-        step, sums = forward_step(module), _Sums()
-        assert step is not None
-        with tap_features(module, self._layer) as tap, side_pass(module), without_compiled_code():
-            tap.on_features = partial(self._take, sums)
-            for number, batch in enumerate(itertools.islice(batches, self.max_batches)):
-                self._batch = prepare_batch(trainer, module, batch)
-                run_prepared(trainer, module, step, self._batch, number)
-                if self._batch is not None:
-                    raise ValueError(
-                        f"Expected `{step}` to use the model's features, but {self._layer} was not run: name another"
-                        " `layer`."
-                    )
-        return self._prototypes(sums)
+        sums = exact_sums(trainer, module, self._layer, itertools.islice(batches, self.max_batches), self._rules)
+        sums.gather(trainer)
+        return sums.prototypes()
 
-    def _start_watching(self, num_batches: int, per_epoch: int | None) -> None:
-        """Sums up the features of the first and of the last batches from now on."""
-        self._first, self._last = _Sums(), _Sums()
-        self._started = self._place = 0
-        self._window = min(per_epoch or num_batches, num_batches // 2), num_batches
+    def _watch(self, features: Tensor) -> None:
+        if self._watched is not None:
+            self._watched.take(features)
 
-    def _watch_batch(self, features: Tensor) -> None:
-        length, total = self._window
-        if self._batch is None or not total:
-            return
-        place, self._place = self._place, self._place + 1
-        if place < length:
-            self._take(self._first, features)
-        elif place >= total - max(1, length):
-            self._take(self._last, features)
-        self._batch = None
-
-    def _stop_watching(self) -> tuple[Prototypes | None, Prototypes | None]:
-        if self._window[1] and self._place < self._started:
-            raise ValueError(
-                f"Expected training to use the model's features in every batch, but {self._layer} was run in"
-                f" {self._place} of {self._started}: name another `layer`, or use passes='exact' where `torch.compile`"
-                " has compiled the model before the fit."
-            )
-        before, after = self._prototypes(self._first), self._prototypes(self._last)
-        self._start_watching(0, None)
-        return before, after
-
-    def _take(self, sums: _Sums, features: Tensor) -> None:
-        """Adds the features of a batch, as its first forward pass makes them."""
-        batch, self._batch = self._batch, None
-        if batch is None:
-            return
-        labels = as_classes(find_target(batch, self.target), features.ndim)
-        if features.ndim > 2 and labels.ndim == 1:
-            features = features.flatten(2).mean(2)  # one label for a whole map
-        sums.add(
-            *class_sums(
-                features,
-                labels,
-                self._classes,
-                ignore_index=self.ignore_index,
-                exclude_classes=self.exclude_classes,
-                normalize_features=self.normalize_features,
-            )
-        )
-
-    def _prototypes(self, sums: _Sums) -> Prototypes | None:
-        if sums.sums is None or sums.counts is None:
-            return None
-        return class_prototypes(sums.sums.cpu(), sums.counts.cpu(), min_count=self.min_count)
-
-
-class _Sums:
-    """Sums of features and their numbers, by class."""
-
-    def __init__(self) -> None:
-        self.sums: Tensor | None = None
-        self.counts: Tensor | None = None
-
-    def add(self, sums: Tensor, counts: Tensor) -> None:
-        self.sums = sums if self.sums is None else self.sums + sums
-        self.counts = counts if self.counts is None else self.counts + counts
+    def _stop_watching(self, trainer: L.Trainer, module: L.LightningModule) -> tuple[Prototypes | None, Prototypes | None]:
+        """The prototypes before and after; none where the start was not seen."""
+        watched, self._watched = self._watched, None
+        if watched is None:
+            return None, None
+        watched.check(self._layer, is_manual=not module.automatic_optimization)
+        for sums in (watched.first, watched.last):
+            sums.gather(trainer)
+        return watched.first.prototypes(), watched.last.prototypes()
 
 
 def _own_random_numbers() -> AbstractContextManager[None]:
@@ -424,54 +366,6 @@ def _own_random_numbers() -> AbstractContextManager[None]:
 def is_federated(trainer: L.Trainer) -> bool:
     """Whether the Trainer has a federation."""
     return any(isinstance(callback, Federation) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-
-
-def find_target(batch: Any, target: int | str | Callable[[Any], Tensor] | None = None) -> Tensor:
-    """The labels of a batch.
-
-    Args:
-        batch: The batch.
-        target: Index, key or function; ``None`` for the second element, or the usual keys.
-
-    Raises:
-        ValueError: If there are none.
-
-    Example:
-        >>> find_target([torch.zeros(2, 1), torch.tensor([0, 1])]), find_target({"x": 0, "mask": torch.tensor([5])})
-        (tensor([0, 1]), tensor([5]))
-
-    """
-    found: Any
-    if callable(target):
-        found = target(batch)
-    elif target is not None:
-        found = batch[target]
-    elif isinstance(batch, Mapping):
-        found = next((batch[key] for key in _TARGET_KEYS if key in batch), None)
-    else:
-        found = batch[1] if isinstance(batch, Sequence) and len(batch) > 1 else None
-    if not isinstance(found, Tensor):
-        raise ValueError(f"Expected a batch with labels, but found {type(found).__name__}: say where with `target`.")
-    return found
-
-
-def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
-    """Labels as integers without an empty channel, where features of so many dimensions call for none.
-
-    Raises:
-        ValueError: If they are fractions.
-
-    Example:
-        >>> as_classes(torch.tensor([[1.0], [0.0]]), 2), as_classes(torch.zeros(2, 1, 8, 8), 4).shape
-        (tensor([1, 0]), torch.Size([2, 8, 8]))
-
-    """
-    if labels.is_floating_point():
-        if not bool((labels == labels.round()).all()):
-            raise ValueError("Expected labels to be classes, but they are fractions: say where with `target`.")
-        labels = labels.long()
-    has_channel = labels.ndim > 1 and labels.shape[1] == 1 and labels.ndim != feature_dims - 1
-    return labels.squeeze(1) if has_channel else labels
 
 
 def count_of_classes(module: L.LightningModule) -> int | None:

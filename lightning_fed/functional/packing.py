@@ -102,7 +102,7 @@ def find_bad_prototypes(packed: Mapping[str, Tensor], width: int | None = None) 
         return None
     if int(classes.min()) < 0:
         return f"its prototypes are of class {int(classes.min())}"
-    if len(classes.unique()) < len(classes):
+    if len(set(classes.tolist())) < len(classes):
         return "its prototypes have a class twice"
     if int(counts.min()) < 1:
         return f"one of its prototypes is the mean of {int(counts.min())} feature vectors"
