@@ -19,6 +19,7 @@ from lightning_fed.callbacks.prototype_plots import PrototypePlots as PrototypeP
 from lightning_fed.callbacks.prototypes import ClassPrototypes as ClassPrototypes
 from lightning_fed.callbacks.proximal import ProximalTerm as ProximalTerm
 from lightning_fed.callbacks.sampled_softmax import SampledSoftmax as SampledSoftmax
+from lightning_fed.callbacks.spreadout import SpreadOut as SpreadOut
 
 __all__ = [
     "AttentionMap",
@@ -38,6 +39,7 @@ __all__ = [
     "ProximalTerm",
     "SampledSoftmax",
     "SegmentationImages",
+    "SpreadOut",
     "find_federation",
     "segmentation_grid",
 ]

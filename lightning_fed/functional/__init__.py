@@ -41,6 +41,8 @@ from lightning_fed.functional.sampled_softmax import log_correction as log_corre
 from lightning_fed.functional.sampled_softmax import sample_negatives as sample_negatives
 from lightning_fed.functional.sampled_softmax import sampled_logits as sampled_logits
 from lightning_fed.functional.sampled_softmax import sampled_softmax_loss as sampled_softmax_loss
+from lightning_fed.functional.spreadout import spreadout_margin as spreadout_margin
+from lightning_fed.functional.spreadout import spreadout_top_k as spreadout_top_k
 from lightning_fed.functional.synthetic import synthetic as synthetic
 
 __all__ = [
@@ -82,6 +84,8 @@ __all__ = [
     "shannon_entropy",
     "shards",
     "softmax_entropy",
+    "spreadout_margin",
+    "spreadout_top_k",
     "synthetic",
     "update_prototypes",
 ]
