@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_fed.callbacks import Federation
+from lightning_fed.callbacks import ClassPrototypes, Federation
 from lightning_fed.cli import main
 from lightning_fed.compare import (
     CENTRAL,
@@ -373,6 +373,9 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ("own.yaml --methods central -- --trainer.partition null", 1, "Expected a `partition` of the training data"),
         ("own.yaml --methods central -- --trainer.local_epochs 1 --trainer.local_steps 4", 1, "with `local_epochs`"),
         ("own.yaml --methods fedper -- --trainer.personal ['head.*']", 1, "Expected `FedPer` without `personal`"),
+        ("own.yaml --methods fedmargin:lair=body", 2, "'lpm_before', 'clients_per_round'"),
+        ("own.yaml --methods fedmargin:passes=some", 2, "'fedmargin:passes=some' does not work: Expected `passes`"),
+        ("layer.yaml --methods fedavg,fedmargin:layer=head", 1, "Expected a recipe without `ClassPrototypes`, which"),
         ("preset.yaml --methods fedavg", 1, "Expected a recipe without a preset"),
         ("plain.yaml --methods fedavg", 1, "Expected `monitor`, because the recipe has no ModelCheckpoint with one"),
     ],
@@ -384,6 +387,7 @@ def test_a_mistake_gets_a_short_answer(arguments, status, message, tmp_path, cap
         "{class_path: lightning_fed.FedRep, init_args: {partition: {class_path: IID, init_args: {num_clients: 2}}}}"
     )
     (tmp_path / "preset.yaml").write_text(preset.replace("PRESET", fedrep))
+    (tmp_path / "layer.yaml").write_text(OWN + "    - class_path: ClassPrototypes\n")
     (tmp_path / "plain.yaml").write_text(re.sub(r"    - class_path: ModelCheckpoint\n.*\n", "", OWN))
     with pytest.raises(SystemExit) as stopped:
         compare(*arguments.split())
@@ -502,6 +506,31 @@ def test_values_of_options():
     options = Method.parse("fedmargin:proto_ema=1e-1:combine=lpm:size_weighting=true:min_clients=2").options
     assert options == {"proto_ema": 0.1, "combine": "lpm", "size_weighting": True, "min_clients": 2}
     assert Method.parse("fedper:head=[head.*,body.1.*]").federation(Federation()).personal == ("head.*", "body.1.*")
+
+
+def test_options_of_the_callbacks_that_a_method_brings(tmp_path):
+    """Each method has its own; other methods have none, and send no prototypes."""
+    methods = "fedavg,fedmargin,fedmargin:layer=body:passes=online,fedmargin:layer=body.0"
+    compare("own.yaml", "--methods", methods, "--out", "out")
+    first = {row["method"]: row for row in rows(tmp_path / "out" / "rounds.csv") if row["round"] == "1"}
+    assert list(first) == methods.split(",")
+    assert [bool(row["fed/lpm"]) for row in first.values()] == [False, True, True, True]
+    assert len({row["fed/lpm"] for row in first.values()}) == 4
+    fedavg, *others = (float(row["comm/up_bytes"]) for row in first.values())
+    assert fedavg < min(others)
+    recipe = Federation(local_epochs=2)
+    (callback,) = Method.parse("fedmargin:margin=relative:layer=body:min_count=3").federation(recipe).client_callbacks
+    assert isinstance(callback, ClassPrototypes)
+    assert (callback.margin, callback.layer, callback.min_count, callback.passes) == ("relative", "body", 3, "exact")
+    assert not recipe.client_callbacks
+
+
+def test_seeds_of_methods_are_those_of_their_runs(tmp_path):
+    plan = Plan(Path("own.yaml"), [Method.parse("fesem"), Method.parse("fesem:seed=7")], seeds=[0, 3])
+    for seed in plan.seeds:
+        recipe = plan.build(seed).trainer.federation
+        found = [method.federation(recipe).server.aggregator.seed for method in plan.methods]
+        assert found == [seed, 7]
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import lightning as L
 import yaml  # type: ignore[import-untyped]
 
 from lightning_fed.aggregators import AGGREGATORS
@@ -29,7 +30,8 @@ class Method:
     Args:
         label: As it was written: ``"fedprox:mu=0.1"``.
         name: Its name: ``"fedprox"``.
-        options: Its options, arguments of the aggregator or preset, or of ``Federation``.
+        options: Its options: arguments of the aggregator or preset, of the callbacks that it brings, or of
+            ``Federation``.
 
     """
 
@@ -71,6 +73,7 @@ class Method:
     def federation(self, recipe: Federation) -> Federation:
         """The recipe's federation with this method in it; for ``"central"`` the recipe's own.
 
+        An aggregator with a seed has that of the recipe's federation, unless an option says otherwise.
         FedRep divides the recipe's ``local_epochs``: all but ``body_epochs`` of them (1) train the head.
 
         Raises:
@@ -82,20 +85,46 @@ class Method:
     def _build(self, recipe: Federation | None = None) -> Federation:
         make: Callable[..., Any] = PRESETS.get(self.name) or AGGREGATORS[self.name]
         own = [name for name in inspect.signature(make).parameters if name != "options"]
-        general = [name for name in inspect.signature(Federation).parameters if name not in _COMMON]
-        unknown = [name for name in self.options if name not in (*own, *general)]
+        general = [name for name in inspect.signature(Federation).parameters if name not in (*_COMMON, *own)]
+        of_method, of_federation = self._options_of(own), self._options_of(general)
+        others = self._options_of([name for name in self.options if name not in (*own, *general)])
+        if recipe and "seed" in own:
+            of_method.setdefault("seed", recipe.schedule.seed)
+        with self._naming_it():
+            federation = self._federation(make, of_method, of_federation, recipe)
+        callbacks = [*federation.client_callbacks, *federation.server.aggregator.required_callbacks()]
+        theirs = [name for callback in callbacks for name in inspect.signature(type(callback)).parameters]
+        unknown = [name for name in others if name not in theirs]
         if unknown:
-            raise ValueError(f"Expected options of {self.name!r} to be of {[*own, *general]}, but got {unknown}.")
-        of_method = {name: value for name, value in self.options.items() if name in own}
-        changes = {name: value for name, value in self.options.items() if name not in own}
+            known = list(dict.fromkeys([*own, *theirs, *general]))
+            raise ValueError(f"Expected options of {self.name!r} to be of {known}, but got {unknown}.")
+        if others:
+            with self._naming_it():
+                federation.client_callbacks = [_with_options(callback, others) for callback in callbacks]
+        return federation
+
+    def _federation(
+        self,
+        make: Callable[..., Any],
+        of_method: dict[str, Any],
+        of_federation: dict[str, Any],
+        recipe: Federation | None,
+    ) -> Federation:
+        if self.name not in PRESETS:
+            return (recipe or Federation()).replace(aggregator=make(**of_method), **of_federation)
+        given = {**_given_arguments(recipe), **of_federation} if recipe else of_federation
+        if self.name == "fedrep" and recipe:
+            of_method |= _phases(of_method, given.pop("local_epochs", 1))
+        preset: Federation = make(**of_method, **given)
+        return preset
+
+    def _options_of(self, names: Sequence[str]) -> dict[str, Any]:
+        return {name: value for name, value in self.options.items() if name in names}
+
+    @contextmanager
+    def _naming_it(self) -> Iterator[None]:
         try:
-            if self.name not in PRESETS:
-                return (recipe or Federation()).replace(aggregator=make(**of_method), **changes)
-            given = {**_given_arguments(recipe), **changes} if recipe else changes
-            if self.name == "fedrep" and recipe:
-                of_method |= _phases(of_method, given.pop("local_epochs", 1))
-            preset: Federation = make(**of_method, **given)
-            return preset
+            yield
         except (TypeError, ValueError) as error:
             raise ValueError(f"The method {self.label!r} does not work: {error}") from error
 
@@ -103,6 +132,13 @@ class Method:
 def method_names() -> list[str]:
     """Names of all methods."""
     return [CENTRAL, *sorted({*AGGREGATORS, *PRESETS})]
+
+
+def _with_options(callback: L.Callback, options: Mapping[str, Any]) -> L.Callback:
+    """The callback once more, with those of the options that it has; its arguments are attributes of their names."""
+    names = inspect.signature(type(callback)).parameters
+    changes = {name: value for name, value in options.items() if name in names}
+    return type(callback)(**{name: getattr(callback, name) for name in names} | changes) if changes else callback
 
 
 def _given_arguments(recipe: Federation) -> dict[str, Any]:

@@ -217,6 +217,11 @@ def _check_method(method: Method, cli: FederatedCLI) -> None:
         entry_policies(cli.model, federation.personal, federation.frozen)
     except ValueError as error:
         raise MisconfigurationException(str(error)) from error
+    for brought in federation.client_callbacks:
+        if any(isinstance(callback, type(brought)) for callback in trainer.callbacks):
+            raise MisconfigurationException(
+                f"Expected a recipe without `{type(brought).__name__}`, which {method.label!r} brings with its options."
+            )
 
 
 def _metric(plan: Plan, trainer: Any) -> tuple[str, str]:
