@@ -36,7 +36,7 @@ from lightning_fed.data.federated import EvaluationData, FederatedDataModule, sp
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.data.rounds import RoundLoader
-from lightning_fed.functional.options import check_count
+from lightning_fed.functional.options import check_count, check_option
 from lightning_fed.messages import Client, State
 from lightning_fed.schedule import Cohort, Schedule
 from lightning_fed.server import Server
@@ -133,9 +133,9 @@ class Federation(L.Callback):
     ) -> None:
         given = locals()
         self.arguments = {name: given[name] for name in inspect.signature(Federation).parameters}
-        _check_choice("partial_work", partial_work, ("keep", "drop"))
-        _check_choice("batch_norm", batch_norm, ("average", "recalibrate", "personal", "frozen"))
-        _check_choice("optimizer_state", optimizer_state, ("reset", "keep"))
+        check_option("partial_work", partial_work, ("keep", "drop"))
+        check_option("batch_norm", batch_norm, ("average", "recalibrate", "personal", "frozen"))
+        check_option("optimizer_state", optimizer_state, ("reset", "keep"))
         if not (partition is None or isinstance(partition, Partition)):
             raise TypeError(f"Expected `partition` to be a Partition object such as `IID(10)`, but got {partition!r}.")
         self.server = Server(build_aggregator(aggregator), min_clients)
@@ -640,8 +640,3 @@ def default_seed() -> int:
 def _first(clients: Sequence[Client]) -> str:
     named = ", ".join(repr(client) for client in itertools.islice(clients, 5))
     return f"{named}, ..." if len(clients) > 5 else named
-
-
-def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"Expected `{name}` to be one of {list(allowed)}, but got {value!r}.")

@@ -1,15 +1,19 @@
-"""Federations of the literature that differ from federated averaging in what stays with the client."""
+"""Federations of the literature that differ from federated averaging in what clients hold and send."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_fed.aggregators import FedAvgM
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.head_then_body import HeadThenBody
+from lightning_fed.callbacks.sampled_softmax import SampledSoftmax
+from lightning_fed.callbacks.spreadout import SpreadOut, Variant
+from lightning_fed.functional.sampled_softmax import Objective
 from lightning_fed.modules.features import find_classifier
 from lightning_fed.state import Selector, live_entries
 
@@ -105,6 +109,88 @@ def FedBN(**options: Any) -> Federation:
     """
     _check_free("FedBN", "batch_norm", "which is 'personal' there", options)
     return Federation(batch_norm="personal", **options)
+
+
+def FedSS(
+    num_negatives: int,
+    objective: Objective = "fedss",
+    resample: Literal["round", "batch"] = "round",
+    server_momentum: float = 0.9,
+    **options: Any,
+) -> Federation:
+    """Sampled softmax: clients hold, train and send a few rows of a head with very many classes.
+
+    :class:`~lightning_fed.callbacks.SampledSoftmax` for a model whose last layer is a
+    :class:`~lightning_fed.modules.SampledSoftmaxHead`, and averaging with momentum on the server.
+
+    Args:
+        num_negatives: Classes that a client draws beside its own.
+        objective: The client's loss.
+        resample: Whether they are drawn once for a round or for every batch of it.
+        server_momentum: Momentum on the server (:class:`~lightning_fed.aggregators.FedAvgM`).
+        options: Further arguments of :class:`~lightning_fed.callbacks.Federation`.
+
+    Raises:
+        ValueError: If an option is unknown or out of its range, or ``aggregator`` is among the options: use the
+            callback with the aggregator instead.
+
+    Example:
+        >>> FedSS(num_negatives=40, clients_per_round=32).client_callbacks[0].num_negatives
+        40
+
+    References:
+        "Efficient image representation learning with federated sampled softmax", submission to ICLR 2022.
+
+    """
+    _check_free("FedSS", "aggregator", "which averages with `server_momentum`", options)
+    federation = Federation(FedAvgM(momentum=server_momentum), **options)
+    federation.client_callbacks.append(SampledSoftmax(num_negatives, objective, resample))
+    return federation
+
+
+def FedAwS(
+    strength: float = 10.0,
+    variant: Variant = "top_k",
+    k: int = 10,
+    margin: float = 0.9,
+    server_momentum: float = 0.0,
+    **options: Any,
+) -> Federation:
+    """Clients that know their own classes only, and a server that keeps the class vectors apart.
+
+    Clients train with the softmax among their own classes
+    (:class:`~lightning_fed.callbacks.SampledSoftmax` with ``objective="posonly"``), and the server takes a step of
+    :class:`~lightning_fed.callbacks.SpreadOut` after every round.
+
+    Args:
+        strength: Strength of the step.
+        variant: Whether the nearest classes are pushed away, or all that are nearer than a margin.
+        k: Number of nearest classes.
+        margin: The margin.
+        server_momentum: Momentum on the server, which the authors do not have; in the FedSS paper's comparison all
+            methods have 0.9.
+        options: Further arguments of :class:`~lightning_fed.callbacks.Federation`.
+
+    Raises:
+        ValueError: If an option is unknown or out of its range, or ``aggregator`` is among the options: use the
+            callbacks with the aggregator instead.
+
+    Example:
+        >>> FedAwS(strength=1.0).client_callbacks[1].strength
+        1.0
+
+    References:
+        Yu et al., "Federated Learning with Only Positive Labels", ICML 2020. Its clients have one class each and
+        another loss for it; the softmax among their own is how the FedSS paper uses it.
+
+    """
+    _check_free("FedAwS", "aggregator", "which averages with `server_momentum`", options)
+    federation = Federation(FedAvgM(momentum=server_momentum), **options)
+    federation.client_callbacks += [
+        SampledSoftmax(0, "posonly"),
+        SpreadOut(variant=variant, k=k, strength=strength, margin=margin),
+    ]
+    return federation
 
 
 def _selectors(head: Selector | Sequence[Selector]) -> Sequence[Selector]:

@@ -1,0 +1,326 @@
+"""FedSS on Omniglot: 964 classes of which each client has 20, against its ablations, FedAwS and the full softmax.
+
+Runs one (method, classes held, seed) after another, writes each to a JSON file, skips those that are done, and makes
+tables and pictures from what is there. Learning rates are tuned on validation drawers (``--tune``); the test drawers
+and the alphabets that nobody trains on are looked at when a run has ended, and nothing is chosen by them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from common import QUIET, Curve, load_json, machine, parser, prepare, save_json, table, version, write_section
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Subset
+
+from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed.aggregators.fedavgm import FedAvgM
+from lightning_fed.callbacks import SampledSoftmax
+from lightning_fed.callbacks.spreadout import SpreadOut
+from lightning_fed.data import LabelsPerClient
+from lightning_fed.data.omniglot import Omniglot
+from lightning_fed.metrics.retrieval import MeanAveragePrecisionAtR
+from lightning_fed.modules import SampledSoftmaxHead
+
+WIDTH, CLIENTS, OWN, COHORT, ROUNDS, BATCH = 64, 128, 20, 16, 400, 32
+HELD = (25, 30, 40, 60, 100)
+EXTRACTOR = 32
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the tables.
+
+    Args:
+        words: What it is.
+        objective: The client's loss; ``None`` for centralised training.
+        held: Classes that a client holds, for each run.
+        spread_out: Strength of FedAwS's step on the server; 0 for none.
+
+    """
+
+    words: str
+    objective: str | None
+    held: Sequence[int]
+    spread_out: float = 0.0
+
+
+METHODS = {
+    "fedss": Method("FedSS", "fedss", HELD),
+    "negonly": Method("NegOnly", "negonly", HELD),
+    "posonly": Method("PosOnly", "posonly", (OWN,)),
+    "fedaws": Method("FedAwS", "posonly", (OWN,), spread_out=10.0),
+    "full": Method("FullSoftmax (FedAvgM)", "full", (964,)),
+    "central": Method("centralised", None, (964,)),
+}
+
+
+class Embedder(L.LightningModule):
+    """Four convolutions with GroupNorm, an embedding of 64, cosine logits; it knows nothing of clients."""
+
+    def __init__(self, num_classes: int, lr: float, momentum: float) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for place in range(4):
+            layers += [
+                nn.Conv2d(EXTRACTOR if place else 1, EXTRACTOR, 3, stride=2, padding=1, bias=False),
+                nn.GroupNorm(4, EXTRACTOR),
+                nn.ReLU(),
+            ]
+        self.body = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * EXTRACTOR, WIDTH))
+        self.head = SampledSoftmaxHead(WIDTH, num_classes)
+        self.lr, self.momentum = lr, momentum
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(images))
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        images, labels = batch
+        self.log("val_top1", (self(images).argmax(1) == labels).float().mean(), batch_size=len(labels))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+
+
+class Clients(FederatedDataModule):
+    """Every client has images of 20 classes of its own; validation drawers are for the global model."""
+
+    def __init__(self, omniglot: Omniglot, seed: int) -> None:
+        frames = omniglot.train_dataset
+        parts = LabelsPerClient(CLIENTS, OWN, assignment="even").split(frames, seed)
+        super().__init__({client: Subset(frames, indices) for client, indices in parts.items()}, batch_size=BATCH)
+        self.own = {client: frames.targets[indices].unique().tolist() for client, indices in parts.items()}
+        self.validation = omniglot.val_dataset
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.validation, batch_size=482)
+
+
+@torch.no_grad()
+def evaluate(model: Embedder, omniglot: Omniglot) -> dict[str, float]:
+    """Top-1 on the test drawers, in training on the training ones, and MAP@10 on the alphabets nobody trains on."""
+    model.eval()
+    values = {}
+    for name, dataset in (("test_top1", omniglot.test_dataset), ("train_top1", omniglot.train_dataset)):
+        hits = [
+            (model.head.topk(model.body(images), 1)[1][:, 0] == labels).float()
+            for images, labels in DataLoader(dataset, batch_size=482)
+        ]
+        values[name] = float(torch.cat(hits).mean())
+    metric = MeanAveragePrecisionAtR(10)
+    for images, labels in DataLoader(omniglot.retrieval_dataset, batch_size=500):
+        metric.update(model.body(images), labels)
+    values["map_at_10"] = float(metric.compute())
+    return values
+
+
+def run(
+    name: str, held: int, seed: int, lr: float, omniglot: Omniglot, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Trains once; the curve, the final model's numbers, and what travelled."""
+    method, rounds = METHODS[name], 2 if arguments.quick else ROUNDS
+    L.seed_everything(seed, verbose=False)
+    data = Clients(omniglot, seed)
+    model = Embedder(omniglot.num_classes, lr, 0.9 if method.objective is None else 0.0)
+    every = max(1, rounds // 10)
+    curve = Curve(f"{name} {held} {seed} {lr}:")
+    options: dict[str, Any] = {**QUIET, "check_val_every_n_epoch": every, "callbacks": [curve]}
+    if method.objective is None:  # as many examples, in the same batches
+        epochs = max(1, round(rounds * COHORT / CLIENTS))
+        options["check_val_every_n_epoch"] = max(1, epochs // 10)
+        trainer = L.Trainer(max_epochs=epochs, **options)
+    else:
+        options["callbacks"].append(
+            SampledSoftmax(held - OWN, method.objective, classes=data.own)  # type: ignore[arg-type]
+        )
+        if method.spread_out:
+            options["callbacks"].append(SpreadOut(strength=arguments.spread_out or method.spread_out))
+        trainer = FederatedTrainer(
+            max_rounds=rounds, clients_per_round=COHORT, aggregator=FedAvgM(1.0, 0.9), seed=seed, **options
+        )
+    trainer.fit(model, datamodule=data)
+    parameters = sum(value.numel() for value in model.body.parameters())
+    return {
+        "method": name,
+        "held": held,
+        "seed": seed,
+        "lr": lr,
+        "rounds": curve.rounds,
+        "parameters": parameters,
+        "version": version(),
+        "machine": machine(arguments.threads),
+        **evaluate(model, omniglot),
+    }
+
+
+def result_path(arguments: argparse.Namespace, name: str, held: int, seed: int, lr: float) -> Path:
+    spread_out = f"_{arguments.spread_out:g}" if arguments.spread_out and METHODS[name].spread_out else ""
+    return Path(arguments.runs) / "fedss" / f"{name}{spread_out}_{held}_{lr:g}_{seed}.json"
+
+
+def train(arguments: argparse.Namespace, omniglot: Omniglot, rates: Sequence[float]) -> None:
+    for seed in arguments.seeds:
+        for name in arguments.methods:
+            for held in METHODS[name].held if not arguments.held else arguments.held:
+                for lr in rates:
+                    path = result_path(arguments, name, held, seed, lr)
+                    if not path.exists():
+                        save_json(path, run(name, held, seed, lr, omniglot, arguments))
+
+
+def collect(arguments: argparse.Namespace) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Results with the chosen learning rates, by method and classes held."""
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for name, method in METHODS.items():
+        lr = arguments.central_lr if method.objective is None else arguments.lr
+        for held in method.held:
+            paths = [result_path(arguments, name, held, seed, lr) for seed in arguments.seeds]
+            results = [load_json(path) for path in paths if path.exists()]
+            if results:
+                found[name, held] = results
+    return found
+
+
+def report(found: dict[tuple[str, int], list[dict[str, Any]]], arguments: argparse.Namespace) -> str:
+    """A row for every method and number of classes."""
+    first = next(iter(found.values()))[0]
+    body, rows = first["parameters"], []
+    for (name, held), results in found.items():
+        layer = WIDTH * held
+        scores = [spread([result[key] for result in results]) for key in ("test_top1", "map_at_10", "train_top1")]
+        is_central = METHODS[name].objective is None
+        rows.append(
+            [
+                METHODS[name].words,
+                f"{held}",
+                "" if is_central else f"{layer:,}",
+                "" if is_central else f"{100 * (body + layer) / (body + WIDTH * 964):.1f} %",
+                *scores,
+                f"{len(results)}",
+            ]
+        )
+    header = ["", "classes held", "of the layer", "of the model", "top-1", "MAP@10", "training top-1", "seeds"]
+    words = (
+        f"`python benchmarks/fedss.py --data DATA --out docs/results.md --figure docs/assets/fedss.png`. Omniglot's 964"
+        f" background classes: {CLIENTS} clients with {OWN} classes each and {14 * 964 // CLIENTS} images on average"
+        f" (14 drawers), {COHORT} in a round, {ROUNDS} rounds of one epoch, batches of {BATCH}, server momentum 0.9,"
+        f" client learning rate {arguments.lr:g} (centralised: {arguments.central_lr:g} with momentum 0.9, as many"
+        f" examples),"
+        f" four convolutions of {EXTRACTOR} channels with GroupNorm ({body:,} parameters), embedding of {WIDTH}, scale"
+        f" 20. Parameters that travel per client and direction: of the layer, and of the whole model as a share of the"
+        f" full softmax's. Top-1 over all 964 classes on 4 other drawers (3,856 images), MAP@10 among the 13,180 images"
+        f" of 659 characters that nobody trains on; %, mean ± standard deviation over seeds."
+        f" {machine(arguments.threads)}."
+    )
+    return f"{words}\n\n{table(header, rows)}"
+
+
+def spread(values: Sequence[float]) -> str:
+    std = f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{100 * statistics.fmean(values):.1f}{std}"
+
+
+def draw(found: dict[tuple[str, int], list[dict[str, Any]]], path: Path) -> None:
+    """Scores by what travels, and top-1 on the validation drawers by round."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.2), layout="constrained")
+    panels = figure.subplots(1, 3)
+    for number, name in enumerate(METHODS):
+        sizes = [held for method, held in found if method == name]
+        for axes, key in zip(panels, ("test_top1", "map_at_10"), strict=False):
+            scores = [[100 * result[key] for result in found[name, held]] for held in sizes]
+            means = [statistics.fmean(values) for values in scores]
+            errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in scores]
+            color = f"C{number}"
+            if name == "central" and means:
+                axes.axhline(means[0], color=color, linestyle=":", label=METHODS[name].words)
+            elif means:
+                sent = [WIDTH * held for held in sizes]
+                axes.errorbar(sent, means, errors, color=color, marker="o", capsize=3, label=METHODS[name].words)
+        if sizes and name != "central":
+            curves = [result["rounds"] for result in found[name, sizes[-1]]]
+            points = [
+                (place + 1, [curve[place].get("val_top1") for curve in curves]) for place in range(len(curves[0]))
+            ]
+            shown = [
+                (place, 100 * statistics.fmean(values), values)
+                for place, values in points
+                if all(value is not None for value in values)
+            ]
+            panels[2].plot(
+                [place for place, _, _ in shown],
+                [mean for _, mean, _ in shown],
+                color=f"C{number}",
+                label=f"{METHODS[name].words}, {sizes[-1]} held",
+            )
+    for axes, title in zip(panels, ("top-1 on other drawers, %", "MAP@10 of unseen characters, %"), strict=False):
+        axes.set(xlabel="parameters of the layer that travel per client", ylabel=title, xscale="log")
+    panels[2].set(xlabel="round", ylabel="top-1 on validation drawers, %")
+    for axes in panels:
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize="small")
+    panels[2].legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def tuned(arguments: argparse.Namespace) -> str:
+    """The last validation score of every run of the first seed, by learning rate."""
+    rows = []
+    for path in sorted((Path(arguments.runs) / "fedss").glob("*.json")):
+        result = load_json(path)
+        scores = [values["val_top1"] for values in result["rounds"] if "val_top1" in values]
+        rows.append([path.stem, f"{result['lr']:g}", f"{100 * scores[-1]:.1f}"])
+    return table(["run", "learning rate", "val_top1"], rows)
+
+
+def main() -> None:
+    made = parser(__doc__.splitlines()[0])
+    made.add_argument("--figure", type=Path, default=None, help="PNG file of the pictures")
+    made.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), help="methods")
+    made.add_argument("--held", type=int, nargs="+", default=[], help="classes held, instead of the method's")
+    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds")
+    made.add_argument("--lr", type=float, default=0.1, help="learning rate of the clients")
+    made.add_argument("--central-lr", type=float, default=0.1, help="learning rate of centralised training")
+    made.add_argument("--spread-out", type=float, default=0.0, help="strength of FedAwS's step; 0 for the script's")
+    made.add_argument("--tune", type=float, nargs="+", default=[], help="learning rates to try, and show")
+    made.add_argument("--report", action="store_true", help="only make the table of what is there")
+    arguments = made.parse_args()
+    prepare(arguments)
+    if arguments.quick:
+        arguments.seeds, arguments.methods, arguments.held = [0], ["fedss"], [25]
+    omniglot = Omniglot(arguments.data)
+    omniglot.setup("fit")
+    omniglot.setup("test")
+    if arguments.tune:
+        train(arguments, omniglot, arguments.tune)
+        print(tuned(arguments))
+        return
+    if not arguments.report:
+        for name in arguments.methods:
+            one = argparse.Namespace(**{**vars(arguments), "methods": [name]})
+            train(one, omniglot, [arguments.central_lr if METHODS[name].objective is None else arguments.lr])
+    found = collect(arguments)
+    write_section(arguments.out, "fedss", report(found, arguments))
+    if arguments.figure is not None:
+        draw(found, arguments.figure)
+
+
+if __name__ == "__main__":
+    main()
