@@ -594,6 +594,26 @@ def test_test_data_are_asked_for_afterwards(tmp_path):
     assert first["fedper"] != second["fedper"]
 
 
+def test_models_of_groups_on_the_test_data(tmp_path):
+    """All centres on all test data, weighted by their clients' examples."""
+    arguments = ("clients.yaml", "--methods", "fesem:num_centers=2", "--out", "out", "--test")
+    compare(*arguments, "--monitor", "fesem/val_acc")
+    (row,) = rows(tmp_path / "out" / "summary.csv")
+    (run,) = (tmp_path / "out" / "runs").iterdir()
+    rule = torch.load(run / "last.ckpt", weights_only=True)["callbacks"]["Federation"]["aggregator"]
+    for name, parts in (("fesem/val_acc", "val"), ("test", "test")):
+        clients = getattr(Synthetic(num_clients=4, seed=10), parts).values()
+        inputs, labels = (torch.cat([part.tensors[place] for part in clients]) for place in (0, 1))
+        expected = 0.0
+        for place, center in enumerate(rule["centers"]):
+            size = sum(n for n, at in zip(rule["num_samples"], rule["assignments"], strict=True) if at == place)
+            task = ClassificationTask("mlp", 10, 60, 1, model_kwargs={"hidden": [8]})
+            task.load_state_dict(center)
+            right = (task(inputs).argmax(1) == labels).float().mean()
+            expected += float(right) * size / sum(rule["num_samples"])
+        assert float(row[name]) == pytest.approx(expected)
+
+
 def test_results_that_are_there(tmp_path):
     Notes.place = [2, "on_train_batch_start", 1, 0]
     plan = Plan(Path("own.yaml"), [Method.parse(name) for name in ("fedavg", "fairavg")], out=tmp_path / "out")
