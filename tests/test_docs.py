@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fed import FederatedTrainer
+from lightning_fed.callbacks import CommunicationReport
 from lightning_fed.callbacks.round_log import RoundLog
 from tests import models
 
@@ -123,7 +124,8 @@ def test_logged_names_are_the_codes(federated_trainer):
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_no_page_names_a_value_that_is_not_logged(page):
     # The last are what clients send along: of examples/extend.py, and of ClassPrototypes.
-    known = logged_names(inspect.getdoc(RoundLog)) | {"fed/clipped", "fed/lpm"}
+    known = logged_names(inspect.getdoc(CommunicationReport))
+    known |= logged_names(inspect.getdoc(RoundLog)) | {"fed/clipped", "fed/lpm"}
     assert logged_names(page.read_text()) <= known
 
 

@@ -2,6 +2,9 @@
 
 from lightning_fed.callbacks.attention_map import AttentionMap as AttentionMap
 from lightning_fed.callbacks.center_evaluation import CenterEvaluation as CenterEvaluation
+from lightning_fed.callbacks.communication import CommunicationReport as CommunicationReport
+from lightning_fed.callbacks.communication import PartTraffic as PartTraffic
+from lightning_fed.callbacks.communication import Traffic as Traffic
 from lightning_fed.callbacks.federated_callback import FederatedCallback as FederatedCallback
 from lightning_fed.callbacks.federation import Federation as Federation
 from lightning_fed.callbacks.federation import find_federation as find_federation
@@ -25,6 +28,7 @@ __all__ = [
     "AttentionMap",
     "CenterEvaluation",
     "ClassPrototypes",
+    "CommunicationReport",
     "Confusion",
     "FedBN",
     "FedPer",
@@ -35,10 +39,12 @@ __all__ = [
     "GradientCorrection",
     "HeadThenBody",
     "OwnClassConfusion",
+    "PartTraffic",
     "PrototypePlots",
     "ProximalTerm",
     "SampledSoftmax",
     "SegmentationImages",
+    "Traffic",
     "SpreadOut",
     "find_federation",
     "segmentation_grid",

@@ -30,7 +30,7 @@ _MAX_LABELS = 50
 class Confusion(NamedTuple):
     """How often one of a client's classes was taken for which.
 
-    Args:
+    Attributes:
         classes: The client's own classes, increasing, shape ``(k,)``, int64.
         counts: Examples by class (rows) and by that of them with the largest logit (columns), shape ``(k, k)``, int64.
 

@@ -1,0 +1,268 @@
+"""What travels between the server and its clients, part by part of the model, against federated averaging."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+from torch import Tensor
+
+from lightning_fed.callbacks.federated_callback import FederatedCallback
+from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.functional.options import OptionError
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, tensor_bytes
+from lightning_fed.state import live_entries
+
+_EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
+
+
+class Traffic(NamedTuple):
+    """What one client was sent, and sent, in one round, of one part.
+
+    Attributes:
+        round: Index of the round, from 0.
+        client: The client's key.
+        part: Part of the model, or what else the messages held: ``"(extras)"`` of the method, or the ``"(request)"``
+            for rows of an entry.
+        down_numel: Numbers that went down (parameters and buffers).
+        down_bytes: Their bytes.
+        up_numel: Numbers that came up.
+        up_bytes: Their bytes.
+
+    """
+
+    round: int
+    client: Client
+    part: str
+    down_numel: int = 0
+    down_bytes: int = 0
+    up_numel: int = 0
+    up_bytes: int = 0
+
+
+class PartTraffic(NamedTuple):
+    """What travels of a part of the model, on average over clients and rounds.
+
+    Attributes:
+        part: Part of the model, as in :class:`Traffic`, or ``"(all)"``.
+        full_numel: Numbers in it: what federated averaging of the whole model sends, and gets back.
+        down_numel: Numbers sent to a client.
+        up_numel: Numbers in a client's answer, and in its request.
+        down_bytes: Bytes sent to a client.
+        up_bytes: Bytes in a client's answer, and in its request.
+        share: Bytes in both directions over those of federated averaging; ``None`` for what it does not send.
+
+    """
+
+    part: str
+    full_numel: int
+    down_numel: float
+    up_numel: float
+    down_bytes: float
+    up_bytes: float
+    share: float | None
+
+
+class CommunicationReport(FederatedCallback):
+    r"""Counts what travels, by part of the model, and compares it with federated averaging of the whole model.
+
+    Counted are the tensors of the messages themselves: a client's broadcast as it arrives, its answer as it leaves, the
+    rows that it asks for. For FedSS with :math:`\varphi` as all but the head and :math:`d` numbers per class that is
+    :math:`|\varphi| + d |S_k|` in each direction. Each time federated averaging would send all entries of the model,
+    personal and frozen ones too. What has no visit, BatchNorm's recalibration, is in ``comm/down_bytes`` and
+    ``comm/up_bytes`` alone, which :class:`Federation` logs.
+
+    Logged is, for every round, ``comm/down_share`` and ``comm/up_share``: the bytes over those of federated averaging.
+    After the fit (or in it) :meth:`table` has the means over clients and rounds for every part, :attr:`rows` and
+    :meth:`to_csv` have everything. A round that was broken off counts until it is trained again.
+
+    State: ``rows``, the fields of a :class:`Traffic` for every round, client and part.
+
+    Args:
+        parts: Prefixes of the entries' names whose entries are one part each (``["model.head"]``; of several that fit,
+            the longest); the others are the ``"(rest)"``. By default the parts are the modules in which the names
+            first differ.
+
+    Raises:
+        ValueError: In ``fit``, if no entry has one of the prefixes.
+        MisconfigurationException: In ``setup``, if the Trainer has no federation.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> report = CommunicationReport(parts=["model.head"])
+        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[report], logger=False)
+
+    References:
+        "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022,
+        figures 5, 8 and 10.
+
+    """
+
+    def __init__(self, parts: Sequence[str] = ()) -> None:
+        self.parts = tuple(parts)
+        self._prefixes: Sequence[str] = ()
+        self._full: dict[str, tuple[int, int]] = {}
+        self._visits: dict[tuple[int, Client], dict[str, Traffic]] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Makes sure that there is a federation."""
+        if stage == "fit":
+            find_federation(trainer)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Finds the parts, and moves to where messages are seen before other callbacks unpack them."""
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks.remove(self)  # in a loop over them, which goes on behind this place: nobody is passed over
+        callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
+        entries = live_entries(pl_module)
+        self._prefixes = self.parts or top_level_parts(list(entries))
+        self._full = {}
+        for part, tensors in self._by_part(entries).items():
+            self._full[part] = sum(tensor.numel() for tensor in tensors.values()), tensor_bytes(tensors)
+        missing = [prefix for prefix in self._prefixes if prefix not in self._full]
+        if missing:
+            raise OptionError(f"Expected `parts` to be prefixes of the entries' names, but none begins with {missing}.")
+
+    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Forgets what was counted of this round and later ones: it was broken off, or of another fit."""
+        self._visits = {key: traffic for key, traffic in self._visits.items() if key[0] < trainer.current_epoch}
+
+    def on_client_start(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Counts the client's request and the broadcast that answers it."""
+        parts = {**self._by_part(broadcast.state), _EXTRAS: broadcast.extras}
+        for part, tensors in parts.items():
+            self._add(trainer, client, part, tensors, "down")
+        self._add(trainer, client, _REQUEST, broadcast.rows, "up")
+
+    def on_update(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
+        """Counts the client's answer."""
+        for part, tensors in {**self._by_part(update.state), _EXTRAS: update.extras}.items():
+            self._add(trainer, update.client, part, tensors, "up")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Logs the round's shares."""
+        round = trainer.current_epoch
+        visits = [traffic for key, traffic in self._visits.items() if key[0] == round]
+        full = sum(size for _, size in self._full.values())
+        values = {}
+        for name, count, field in (("down", len(visits), "down_bytes"), ("up", _num_answers(visits), "up_bytes")):
+            if count and full:
+                values[f"comm/{name}_share"] = _total(visits, field) / (count * full)
+        if values:
+            find_federation(trainer).log_book.put(trainer, round, values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class's note."""
+        return {"rows": [list(row) for row in self.rows]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with the rounds so far."""
+        self._visits = {}
+        for row in (Traffic(*fields) for fields in state_dict["rows"]):
+            self._visits.setdefault((row.round, row.client), {})[row.part] = row
+
+    @property
+    def rows(self) -> list[Traffic]:
+        """Everything that was counted, in its order."""
+        return [row for traffic in self._visits.values() for row in traffic.values()]
+
+    def summary(self) -> list[PartTraffic]:
+        """Means over clients and rounds, for every part and for all of them.
+
+        Returns:
+            One entry for each part of the model, then requests and extras if there were any, then the sum. Nothing
+            before the first visit.
+
+        """
+        visits = list(self._visits.values())
+        if not visits:
+            return []
+        seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])
+        made = [self._summarize([part], part, visits) for part in seen]
+        return [*made, self._summarize(list(seen), _ALL, visits)]
+
+    def table(self) -> str:
+        """The means over clients and rounds (:meth:`summary`) as a Markdown table."""
+        header = ["part", "numbers", "down", "up", "bytes down", "bytes up", "share of FedAvg"]
+        lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
+        for row in self.summary():
+            numbers = " | ".join(f"{number:,.0f}" for number in row[1:-1])
+            share = "" if row.share is None else f"{row.share:.2%}"
+            lines.append(f"| {row.part} | {numbers} | {share} |")
+        return "\n".join(lines)
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Writes everything that was counted, with the fields of :class:`Traffic` as columns.
+
+        Args:
+            path: The file; it is written anew.
+
+        """
+        with Path(path).open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(Traffic._fields)
+            writer.writerows(self.rows)
+
+    def _by_part(self, state: Mapping[str, Tensor]) -> dict[str, State]:
+        parts: dict[str, State] = {}
+        for name, tensor in state.items():
+            fitting = [prefix for prefix in self._prefixes if f"{name}.".startswith(f"{prefix}.")]
+            parts.setdefault(max(fitting, key=len, default=_REST), {})[name] = tensor
+        return parts
+
+    def _add(self, trainer: L.Trainer, client: Client, part: str, tensors: Mapping[str, Tensor], way: str) -> None:
+        visit = self._visits.setdefault((trainer.current_epoch, client), {})
+        if not tensors:
+            return
+        row = visit.get(part, Traffic(trainer.current_epoch, client, part))
+        added = {
+            f"{way}_numel": sum(value.numel() for value in tensors.values()),
+            f"{way}_bytes": tensor_bytes(tensors),
+        }
+        visit[part] = row._replace(**{name: getattr(row, name) + count for name, count in added.items()})
+
+    def _summarize(self, parts: Sequence[str], name: str, visits: Sequence[Mapping[str, Traffic]]) -> PartTraffic:
+        own = [{part: row for part, row in traffic.items() if part in parts} for traffic in visits]
+        downs, ups = len(visits), _num_answers(visits)
+        full = [self._full.get(part, (0, 0)) for part in parts]
+        full_numel, full_bytes = (sum(sizes) for sizes in zip(*full, strict=True))
+        down_bytes, up_bytes = _total(own, "down_bytes"), _total(own, "up_bytes")
+        return PartTraffic(
+            name,
+            full_numel,
+            _total(own, "down_numel") / downs,
+            _total(own, "up_numel") / max(1, ups),
+            down_bytes / downs,
+            up_bytes / max(1, ups),
+            (down_bytes + up_bytes) / (full_bytes * (downs + ups)) if full_bytes else None,
+        )
+
+
+def top_level_parts(names: Sequence[str]) -> list[str]:
+    """Where names of entries first differ: the parts of a model.
+
+    Example:
+        >>> top_level_parts(["model.encoder.conv.weight", "model.encoder.conv.bias", "model.head.weight"])
+        ['model.encoder', 'model.head']
+
+    """
+    paths = [name.split(".") for name in names]
+    depth = 1
+    while len({tuple(path[:depth]) for path in paths}) == 1 and all(len(path) > depth for path in paths):
+        depth += 1
+    return list(dict.fromkeys(".".join(path[:depth]) for path in paths))
+
+
+def _num_answers(visits: Iterable[Mapping[str, Traffic]]) -> int:
+    """Visits of which an answer came."""
+    return sum(any(row.up_bytes for part, row in traffic.items() if part != _REQUEST) for traffic in visits)
+
+
+def _total(visits: Iterable[Mapping[str, Traffic]], field: str) -> int:
+    return sum(getattr(row, field) for traffic in visits for row in traffic.values())
