@@ -120,7 +120,7 @@ def test_by_name():
     assert type(build_aggregator("FairAvg")) is FairAvg
     rule = FedAvg()
     assert build_aggregator(rule) is rule
-    with pytest.raises(ValueError, match=r"one of .*'fairavg', 'fedatt', 'fedavg'.*, but got 'fedsgd'"):
+    with pytest.raises(ValueError, match=r"one of .*'fairavg', 'fedadagrad', 'fedadam'.*, but got 'fedsgd'"):
         build_aggregator("fedsgd")
     with pytest.raises(TypeError, match="a name or an Aggregator"):
         build_aggregator(3)
