@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +12,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_fed.modules.sampled_softmax import SampledSoftmaxHead
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CLASSIFIERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class FeatureLayer(NamedTuple):
@@ -71,7 +71,7 @@ def find_classifier(module: nn.Module) -> str | None:
     """Name of the layer that makes the logits.
 
     It is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, or else what ``get_classifier()`` returns (timm), or the
-    ``segmentation_head`` (``segmentation_models_pytorch``), or the last linear layer, or the last convolution.
+    ``segmentation_head`` (``segmentation_models_pytorch``), or the last layer that is linear or a convolution.
 
     Args:
         module: The model, or a module that holds it.
@@ -96,11 +96,8 @@ def find_classifier(module: nn.Module) -> str | None:
             return names[id(classifier)]
         if "segmentation_head" in dict(layer.named_children()):
             return f"{name}.segmentation_head".lstrip(".")
-    for kinds in (nn.Linear, _CONVOLUTIONS):
-        found = [name for name, layer in layers.items() if isinstance(layer, kinds)]
-        if found:
-            return found[-1]
-    return None
+    found = [name for name, layer in layers.items() if isinstance(layer, _CLASSIFIERS)]
+    return found[-1] if found else None
 
 
 def count_classes(module: nn.Module) -> int | None:
@@ -120,7 +117,7 @@ def count_classes(module: nn.Module) -> int | None:
     widths = [
         layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
         for _, layer in _layers(classifier)
-        if isinstance(layer, (nn.Linear, *_CONVOLUTIONS))
+        if isinstance(layer, _CLASSIFIERS)
     ]
     return max(2, widths[-1]) if widths else None
 
@@ -141,9 +138,16 @@ class FeatureTap:
         self.on_features: Callable[[Tensor], None] | None = None
         self._channels_last = channels_last
 
-    def read(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def read(self, module: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any], output: Any) -> None:
         """The forward hook."""
-        features = _last_map(inputs if self.layer.side == "input" else output).detach()
+        values = [*inputs, *named_inputs.values()] if self.layer.side == "input" else [output]
+        features = next((each for each in map(_last_map, values) if each is not None), None)
+        if features is None:
+            kinds = ", ".join(type(value).__name__ for value in values)
+            raise ValueError(
+                f"Expected a layer with tensors at its ends, but got {kinds or 'nothing'} as {self.layer}."
+            )
+        features = features.detach()
         self.features = features.movedim(-1, 1) if self._channels_last and features.ndim > 2 else features
         if self.on_features is not None:
             self.on_features(self.features)
@@ -158,8 +162,9 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
 
     Args:
         module: The model, or a module that holds it.
-        layer: Which end of which layer. Of several feature maps (an encoder's) the last is taken, of a dictionary the
-            entry ``"out"``. The ends of a linear layer have their channels last, all else in the second place.
+        layer: Which end of which layer. Of several inputs the first is taken, of several feature maps (an encoder's)
+            the last, of a dictionary the entry ``"out"``. The ends of a linear layer have their channels last, all else
+            in the second place.
 
     Raises:
         ValueError: If the model has no such layer.
@@ -185,7 +190,7 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
     tapped = layers[layer.path]
     tap = FeatureTap(layer, isinstance(tapped, nn.Linear | SampledSoftmaxHead))
     hook = torch.compiler.disable(tap.read)  # type: ignore[no-untyped-call]
-    handle = tapped.register_forward_hook(hook)
+    handle = tapped.register_forward_hook(hook, with_kwargs=True)
     try:
         yield tap
     finally:
@@ -206,13 +211,12 @@ def _layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
             yield from _layers(child, f"{prefix}.{name}".lstrip("."))
 
 
-def _last_map(value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
+def _last_map(value: Any) -> Tensor | None:
+    """The tensor, or the last of several; ``None`` if there is none."""
     if isinstance(value, Mapping):
-        return _last_map(value["out"] if "out" in value else list(value.values())[-1])
-    if isinstance(value, Sequence) and value:
+        value = [value["out"]] if "out" in value else list(value.values())
+    if isinstance(value, list | tuple) and value:
         # Some encoders return (maps, tokens).
         first = value[0]
-        return _last_map(first if isinstance(first, Sequence) else value[-1])
-    raise ValueError(f"Expected a layer with tensors at its ends, but got {type(value).__name__}.")
+        return _last_map(first if isinstance(first, list | tuple) else value[-1])
+    return value if isinstance(value, Tensor) else None

@@ -194,7 +194,7 @@ def test_sequences_have_their_channels_second():
     assert torch.equal(tapped(net, tokens, FeatureLayer("mix")), net.mix(net.embedding(tokens)).transpose(1, 2))
     line = nn.Sequential(nn.Conv1d(2, 6, 3), nn.ReLU(), nn.Conv1d(6, 4, 1))
     inputs = torch.randn(3, 2, 8)
-    assert torch.equal(tapped(line, inputs), line[:2](inputs).detach())  # no linear layer: the last convolution
+    assert torch.equal(tapped(line, inputs), line[:2](inputs).detach())
     assert (find_classifier(line), count_classes(line)) == ("2", 4)
 
 
@@ -204,6 +204,74 @@ def test_a_layer_by_its_name():
     assert torch.equal(tapped(net, inputs, FeatureLayer("4")), net[:5](inputs).detach())
     assert torch.equal(tapped(net, inputs, FeatureLayer("4", "input")), net[:4](inputs).detach())
     assert str(FeatureLayer("4", "input")) == "the input of '4'"
+
+
+class Weighing(nn.Module):
+    """A head of features and something else, called in its own way."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.body, self.call = nn.Linear(6, 8), call
+        self.head = Scaled()
+
+    def get_classifier(self):
+        return self.head
+
+    def forward(self, inputs):
+        features = torch.relu(self.body(inputs))
+        return self.call(self.head, features, 2 * torch.ones_like(features))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, CLASSES)
+
+    def forward(self, features, weights=1.0, mode=None):
+        return self.layer((features[-1] if isinstance(features, list) else features) * weights)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda head, features, weights: head(features, weights),
+        lambda head, features, weights: head(features=features, weights=weights),
+        lambda head, features, weights: head(features, mode="train", weights=weights),
+        lambda head, features, weights: head([weights, features], 1.0),
+    ],
+)
+def test_the_first_input_of_a_head_is_the_features(call):
+    """Given by place or by name, and the last where it is several maps."""
+    net, inputs = Weighing(call), torch.randn(4, 6)
+    assert find_feature_layer(net) == FeatureLayer("head", "input")
+    assert torch.equal(tapped(net, inputs), torch.relu(net.body(inputs)).detach())
+
+
+def test_a_layer_that_is_called_by_name():
+    net, inputs = nn.Linear(6, 8), torch.randn(4, 6)
+    with tap_features(net, FeatureLayer("", "input")) as tap:
+        net(input=inputs)
+    assert torch.equal(tap.features, inputs)
+
+
+class Excited(nn.Module):
+    """A fully convolutional network with squeeze and excitation, whose layers are linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2d(3, 8, 3, padding=1)
+        self.excite = nn.Sequential(nn.Linear(8, 2), nn.ReLU(), nn.Linear(2, 8))
+        self.head = nn.Conv2d(8, CLASSES, 1)
+
+    def forward(self, inputs):
+        maps = self.body(inputs)
+        return self.head(maps * torch.sigmoid(self.excite(maps.mean((2, 3))))[..., None, None])
+
+
+def test_a_linear_layer_before_the_last_convolution_is_not_mistaken():
+    net = Excited()
+    assert (find_classifier(net), count_classes(net)) == ("head", CLASSES)
+    assert tapped(net, torch.randn(2, 3, 8, 8)).shape == (2, 8, 8, 8)
 
 
 def test_features_are_handed_over_before_a_layer_changes_them():
