@@ -126,8 +126,7 @@ class OpenRound:
 
     def abandon(self) -> None:
         """Makes the module the global model that the round found."""
-        if self.visit is not None:
-            self._leave()
+        self._leave()
         self.local.load_global(self.before)
         self._optimizers.start_visit()
         self._server.abandon_round()
@@ -160,7 +159,8 @@ class OpenRound:
             self.local.keep(client, planned.visit.round, self._optimizers.end_visit(num_samples))
 
     def _leave(self) -> None:
-        assert self.visit is not None
+        if self.visit is None:  # the client's first batch failed, so that its visit never began
+            return
         for callback in self._callbacks:
             callback.on_visit_end(self._trainer, self._module, self.visit.visit.client)
         self.visit = None
