@@ -9,11 +9,11 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from lightning_fed.functional.options import check_count
+from lightning_fed.functional.options import BadUpdate, check_count
 from lightning_fed.functional.rows import find_bad_rows
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.state import find_fault, find_non_finite
@@ -43,7 +43,7 @@ class Aggregator(ABC):
 
     """
 
-    takes_rows: ClassVar[bool] = False
+    takes_rows: bool = False
 
     @abstractmethod
     def start_round(self, round: int, state: State) -> None:
@@ -55,7 +55,12 @@ class Aggregator(ABC):
 
     @abstractmethod
     def receive(self, update: ClientUpdate) -> None:
-        """Takes one client's update, already checked. Its tensors belong to the aggregator from now on."""
+        """Takes one client's update, already checked. Its tensors belong to the aggregator from now on.
+
+        Raises:
+            BadUpdate: If the rule cannot use it; nothing of it is kept, and the client is left out by name.
+
+        """
 
     @abstractmethod
     def merge(self, other: Aggregator) -> None:
@@ -215,7 +220,10 @@ class Server:
             fault = f"it reports {update.num_samples} examples"
         if fault is not None:
             return self.fail(update.client, fault)
-        self.aggregator.receive(update)
+        try:
+            self.aggregator.receive(update)
+        except BadUpdate as error:
+            return self.fail(update.client, str(error))
         self.report.received[update.client] = update.num_samples
         self.report.metrics[update.client] = update.metrics
         return True

@@ -5,6 +5,7 @@ import torch
 
 from lightning_fed import ClientUpdate
 from lightning_fed.aggregators import FedAvg, FeSEM
+from lightning_fed.functional.options import BadUpdate
 from lightning_fed.messages import Request
 from lightning_fed.server import RoundReport, Server
 from lightning_fed.state import norm
@@ -250,3 +251,22 @@ def test_a_rule_that_needs_whole_entries():
     server.start_round(0, {"table": torch.zeros(3, 1)})
     with pytest.raises(ValueError, match=r"some rows of \['table'\], but FeSEM needs whole entries"):
         server.send("a", request=Request("a", {"table": torch.tensor([0])}))
+
+
+def test_an_update_that_the_rule_cannot_use():
+    """It is the rule that knows what its extras should be; the client is left out, and the others go on."""
+
+    class Picky(FedAvg):
+        def receive(self, update):
+            if "votes" not in update.extras:
+                raise BadUpdate("it sent no votes")
+            super().receive(update)
+
+    server = Server(Picky())
+    server.start_round(0, state())
+    for client in ("a", "b"):
+        server.send(client)
+    assert not server.receive(answer("a", 5.0))
+    assert server.receive(answer("b", 2.0, votes=torch.ones(1)))
+    assert server.report.failed == {"a": "it sent no votes"}
+    assert server.finish_round()["w"].tolist() == [2.0, 2.0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
 
 from lightning_fed.functional.average import WeightedMean
 from lightning_fed.functional.options import check_option
@@ -25,7 +24,7 @@ class AveragingAggregator(Aggregator):
 
     """
 
-    takes_rows: ClassVar[bool] = True
+    takes_rows: bool = True
 
     def __init__(self, row_weighting: RowWeighting = "global") -> None:
         check_option("row_weighting", row_weighting, ("global", "per_row"))

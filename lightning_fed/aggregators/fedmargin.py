@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,7 +127,7 @@ class FedMargin(Aggregator):
 
     """
 
-    takes_rows: ClassVar[bool] = True
+    takes_rows: bool = True
 
     def __init__(
         self,

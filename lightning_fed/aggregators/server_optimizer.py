@@ -82,7 +82,7 @@ class ServerOptimizer(Aggregator):
             raise ValueError(
                 f"Expected `aggregator` to make one global model, but {type(self.inner).__name__} keeps several."
             )
-        self.takes_rows = self.inner.takes_rows  # type: ignore[misc]  # of the class elsewhere, here of the object
+        self.takes_rows = self.inner.takes_rows  # of the class elsewhere, here of the object
         self._memory: dict[str, dict[str, Any]] = {}
         self._try_step()
         self.start_round(-1, {})

@@ -14,9 +14,11 @@ from lightning_fed.callbacks.images import SegmentationImages as SegmentationIma
 from lightning_fed.callbacks.images import segmentation_grid as segmentation_grid
 from lightning_fed.callbacks.own_class_confusion import Confusion as Confusion
 from lightning_fed.callbacks.own_class_confusion import OwnClassConfusion as OwnClassConfusion
+from lightning_fed.callbacks.presets import FedAwS as FedAwS
 from lightning_fed.callbacks.presets import FedBN as FedBN
 from lightning_fed.callbacks.presets import FedPer as FedPer
 from lightning_fed.callbacks.presets import FedRep as FedRep
+from lightning_fed.callbacks.presets import FedSS as FedSS
 from lightning_fed.callbacks.progress import FederatedProgressBar as FederatedProgressBar
 from lightning_fed.callbacks.prototype_plots import PrototypePlots as PrototypePlots
 from lightning_fed.callbacks.prototypes import ClassPrototypes as ClassPrototypes
@@ -30,9 +32,11 @@ __all__ = [
     "ClassPrototypes",
     "CommunicationReport",
     "Confusion",
+    "FedAwS",
     "FedBN",
     "FedPer",
     "FedRep",
+    "FedSS",
     "FederatedCallback",
     "FederatedProgressBar",
     "Federation",
@@ -44,8 +48,8 @@ __all__ = [
     "ProximalTerm",
     "SampledSoftmax",
     "SegmentationImages",
-    "Traffic",
     "SpreadOut",
+    "Traffic",
     "find_federation",
     "segmentation_grid",
 ]
