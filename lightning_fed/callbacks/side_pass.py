@@ -131,11 +131,12 @@ def one_pass(population: Population, visit: Visit, aside: bool = False) -> Itera
         population: The clients' data.
         visit: The visit whose client's data are asked for.
         aside: Whether a visit is under way, whose batches go on afterwards. The pass is then over all the data where
-            their length is known; else over as many batches as a visit has, where visits count steps.
+            their length is known, also over what ``drop_last`` leaves out of training (but a loader of the client's own
+            gives what it gives); else over as many batches as a visit has, where visits count steps.
 
     """
     seed = derive_seed(visit.seed, 1)
-    per_epoch = population.batches_per_epoch(visit.client)
+    per_epoch = population.batches_per_epoch(visit.client, aside)
     again = Visit(visit.client, visit.round, seed, steps=None if aside and per_epoch else visit.steps)
     planned = PlannedVisit(again, population.num_samples(visit.client), again.num_batches(per_epoch or 1))
     seed_everything(seed)

@@ -54,7 +54,7 @@ class DatasetClients(Population):
         self.shuffle = shuffle
         self.drop_last = drop_last
         self._loader_options = loader_options or {}
-        self._sampler = _RoundSampler(self)
+        self._sampler = _RoundSampler(self, drop_last)
         self._loader = self._make_loader()
 
     @property
@@ -66,9 +66,9 @@ class DatasetClients(Population):
         """The client's local examples."""
         return self.source.num_samples(client)
 
-    def batches_per_epoch(self, client: Client) -> int:
+    def batches_per_epoch(self, client: Client, aside: bool = False) -> int:
         """Batches in one pass over the client's data."""
-        return len(cut_batches(self.num_samples(client), self.batch_size, self.drop_last))
+        return len(cut_batches(self.num_samples(client), self.batch_size, self.drop_last and not aside))
 
     def close(self) -> None:
         """Lets go of the loader, whose workers end with it."""
@@ -84,11 +84,11 @@ class DatasetClients(Population):
         )
 
     def stream(self, visits: Sequence[PlannedVisit], aside: bool = False) -> Iterator[StreamItem]:
-        """The batches of all visits in order; those aside are fetched in this process."""
+        """The batches of all visits in order; those aside are fetched in this process, without ``drop_last``."""
         loader = self._loader
         # Without workers and pinned memory a loader does no more than this `map`.
         is_plain = aside or (loader.num_workers == 0 and not loader.pin_memory)
-        sampler = _RoundSampler(self) if is_plain else self._sampler
+        sampler = _RoundSampler(self, self.drop_last and not aside) if is_plain else self._sampler
         sampler.visits = visits
         issued = sampler.issued = deque()
         batches = map(self.source.__getitems__, sampler) if is_plain else iter(loader)
@@ -249,8 +249,9 @@ def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> l
 class _RoundSampler:
     """Walks the examples of a round's visits; notes in ``issued`` whose every batch is."""
 
-    def __init__(self, population: DatasetClients) -> None:
+    def __init__(self, population: DatasetClients, drop_last: bool) -> None:
         self._population = population
+        self._drop_last = drop_last
         self.visits: Sequence[PlannedVisit] = ()
         self.issued: deque[int] = deque()
 
@@ -266,9 +267,7 @@ class _RoundSampler:
 
     def _endless(self, planned: PlannedVisit) -> Iterator[np.ndarray]:
         population = self._population
-        bounds: Collection[tuple[int, int]] = cut_batches(
-            planned.num_samples, population.batch_size, population.drop_last
-        )
+        bounds: Collection[tuple[int, int]] = cut_batches(planned.num_samples, population.batch_size, self._drop_last)
         epoch = 0
         while True:
             if population.shuffle:

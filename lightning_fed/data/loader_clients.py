@@ -49,8 +49,8 @@ class LoaderClients(Population):
             " clients by their examples: define `__len__` on the data set."
         )
 
-    def batches_per_epoch(self, client: Client) -> int | None:
-        """Length of the client's loader."""
+    def batches_per_epoch(self, client: Client, aside: bool = False) -> int | None:
+        """Length of the client's loader, which is passed over as it is."""
         loader = self.loaders[client]
         try:
             return len(loader)  # type: ignore[arg-type]

@@ -90,8 +90,14 @@ class Population(ABC):
         """The client's local examples."""
 
     @abstractmethod
-    def batches_per_epoch(self, client: Client) -> int | None:
-        """Batches in one pass over the client's data; ``None`` where it has no length."""
+    def batches_per_epoch(self, client: Client, aside: bool = False) -> int | None:
+        """Batches in one pass over the client's data; ``None`` where it has no length.
+
+        Args:
+            client: The client's key.
+            aside: Whether the pass is aside from training, which may leave out a trailing batch.
+
+        """
 
     @abstractmethod
     def stream(self, visits: Sequence[PlannedVisit], aside: bool = False) -> Iterator[StreamItem]:
@@ -101,7 +107,7 @@ class Population(ABC):
 
         Args:
             visits: The visits.
-            aside: Whether another stream is under way, which goes on afterwards.
+            aside: Whether another stream is under way, which goes on afterwards. Nothing is then left out.
 
         """
 

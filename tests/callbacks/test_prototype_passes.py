@@ -71,6 +71,16 @@ def test_what_comes_after_the_features_is_not_run(manual, federated_trainer):
         assert_close(unpacked(visit.extras)[0], measured(loaded(net(), visit.end)[:2], *clients[client])[0])
 
 
+def test_all_examples_are_measured(federated_trainer):
+    """Also those of a trailing batch that training leaves out."""
+    clients = models.vectors({"a": 46, "b": 15})
+    data = FederatedDataModule(models.as_datasets(clients), batch_size=8, drop_last=True)
+    visits = sent(federated_trainer, ClassPrototypes(), models.Module(models.mlp()), data)
+    for client, visit in visits.items():
+        assert_close(unpacked(visit.extras)[0], measured(loaded(models.mlp(), visit.end)[:2], *clients[client])[0])
+        assert sum(unpacked(visit.extras)[1].values()) == len(clients[client][0])
+
+
 # --- batches that are left out ----------------------------------------------------------------------------------------
 
 

@@ -100,6 +100,23 @@ def test_a_client_has_as_many_batches_as_are_cut(drop_last):
     assert {name: population.batches_per_epoch(name) for name in SIZES} == expected
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pass_aside_leaves_nothing_out(workers):
+    """Of a client that is too small to train too; the stream that is under way goes on as it was."""
+    visits = Visit("dan", 0, 11), Visit("ann", 0, 12)
+    expected = served(own(drop_last=True), *visits)
+    population = own(drop_last=True, loader_options={"num_workers": workers})
+    training = population.stream(plan(population, *visits))
+    first = next(training)
+    for client, size in SIZES.items():
+        visit = Visit(client, 0, 13)
+        count = visit.num_batches(population.batches_per_epoch(client, aside=True))
+        (*batches,) = population.stream([PlannedVisit(visit, size, count)], aside=True)
+        assert [item.batch[0].tolist() for item in batches] == by_hand(client, 13)
+    assert [(item.place, item.batch[0].tolist()) for item in (first, *training)] == expected
+    population.close()
+
+
 # --- whose examples, in which order -----------------------------------------------------------------------------------
 
 
