@@ -21,7 +21,7 @@ from lightning_fed.callbacks.batch_norm import batch_norm_layers
 from lightning_fed.callbacks.blame import client_fault
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.callbacks.proximal import gradient_scale
+from lightning_fed.callbacks.proximal import add_to_gradient, gradient_scale
 from lightning_fed.callbacks.side_pass import one_pass, run_step, side_pass, until_fault
 from lightning_fed.data.population import PlannedVisit, batch_length
 from lightning_fed.data.rounds import describe
@@ -139,7 +139,7 @@ class GradientCorrection(FederatedCallback):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter in self._corrections:
-                    parameter.grad.add_(self._corrections[parameter], alpha=scale)
+                    add_to_gradient(parameter.grad, self._corrections[parameter], scale)
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
@@ -227,7 +227,7 @@ def full_gradient(
                 continue
             found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
             gradients = {
-                name: torch.zeros_like(parameter) if value is None else value
+                name: torch.zeros_like(parameter) if value is None else value.to_dense()
                 for (name, parameter), value in zip(parameters.items(), found, strict=True)
             }
             size = batch_length(batch)

@@ -27,6 +27,8 @@ class ProximalTerm(FederatedCallback):
     **The loss that the module logs is** :math:`F_k(w)`, **without the term**: the callback sees gradients only, and
     ``train_loss`` stays comparable between methods.
 
+    A sparse gradient (of ``nn.Embedding(sparse=True)``) stays sparse: the term is 0 in rows that have not moved.
+
     Nothing is copied: the callback holds the tensors of the broadcast while the visit lasts.
 
     Args:
@@ -69,7 +71,7 @@ class ProximalTerm(FederatedCallback):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter in self._starts:
-                    parameter.grad.add_(parameter - self._starts[parameter], alpha=mu)
+                    add_to_gradient(parameter.grad, parameter - self._starts[parameter], mu)
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
@@ -84,6 +86,24 @@ class ProximalTerm(FederatedCallback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forgets it, where the fit ended inside a visit."""
         self._starts = {}
+
+
+def add_to_gradient(gradient: Tensor, term: Tensor, scale: float) -> None:
+    """Adds a multiple of a term to a gradient, in place; to a sparse one the rows in which the term is not 0.
+
+    Args:
+        gradient: The gradient, dense or sparse.
+        term: The term, dense, of its shape.
+        scale: Its factor.
+
+    Example:
+        >>> gradient = torch.sparse_coo_tensor([[1]], [[5.0, 5.0]], (3, 2))
+        >>> add_to_gradient(gradient, torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]), scale=2.0)
+        >>> gradient.to_dense().tolist()
+        [[0.0, 2.0], [5.0, 5.0], [0.0, 0.0]]
+
+    """
+    gradient.add_(term.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else term, alpha=scale)
 
 
 def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:

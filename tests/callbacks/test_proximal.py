@@ -1,5 +1,7 @@
 """The proximal term: on the numbers of its paper, against plain loops, and with everything that changes gradients."""
 
+import copy
+
 import lightning as L
 import pytest
 import torch
@@ -7,7 +9,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_fed.aggregators import FedAtt, FedProx
+from lightning_fed.aggregators import FedAtt, FedDANE, FedProx
 from lightning_fed.callbacks import FederatedCallback, ProximalTerm
 from tests import models
 from tests.recorders import Recorder, assert_same, state_of
@@ -70,6 +72,59 @@ def test_the_pull_is_towards_what_this_client_was_sent(federated_trainer):
     trainer = federated_trainer(max_rounds=1, local_steps=2, callbacks=[Shift(), ProximalTerm(1.0), recorder])
     trainer.fit(quadratic(), {"a": at(3.0), "b": at(3.0)})
     assert [visit.update["w"].item() for visit in recorder.visits] == pytest.approx([1.36, 2.18])
+
+
+class Words(nn.Module):
+    """Means of embeddings, whose gradients are sparse."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(50, 4, sparse=sparse), nn.Linear(4, 7)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens).mean(1))
+
+
+@pytest.mark.parametrize("aggregator", [FedProx(mu=2.0), FedDANE(mu=0.5)])
+def test_sparse_gradients(aggregator, federated_trainer):
+    """As dense ones; rows that no client has touched stay as they were."""
+    clients = {
+        name: torch.utils.data.TensorDataset(tokens, targets[:, -1])
+        for name, (tokens, targets) in models.sentences({"a": 30, "b": 41}).items()
+    }
+    states = []
+    for sparse in (False, True):
+        module = models.Module(Words(sparse))
+        trainer = federated_trainer(max_rounds=2, local_epochs=2, aggregator=copy.deepcopy(aggregator))
+        trainer.fit(module, clients)
+        states.append(state_of(module))
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value)
+    assert torch.equal(states[1]["net.embedding.weight"][7:], Words(True).embedding.weight[7:])
+
+
+def test_sparse_adam(federated_trainer):
+    """An optimizer that takes nothing but sparse gradients is given sparse ones."""
+
+    def adam(parameters):
+        return torch.optim.SparseAdam(list(parameters), lr=0.1)
+
+    class Table(models.Module):
+        def __init__(self):
+            super().__init__(nn.EmbeddingBag(50, 7, sparse=True), adam)
+
+    clients = {
+        name: torch.utils.data.TensorDataset(tokens, targets[:, -1])
+        for name, (tokens, targets) in models.sentences({"a": 30, "b": 41}).items()
+    }
+    norms = []
+    for mu in (0.0, 10.0):
+        recorder = Recorder()
+        trainer = federated_trainer(max_rounds=1, local_epochs=4, aggregator=FedProx(mu), callbacks=[recorder])
+        trainer.fit(Table(), clients)
+        norms.append(trainer.callback_metrics["fed/update_norm"].item())
+    assert 0 < norms[1] < norms[0]
 
 
 @pytest.mark.parametrize(
