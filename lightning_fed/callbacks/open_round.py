@@ -82,6 +82,8 @@ class OpenRound:
         request = Request(client)
         for callback in self._callbacks:
             callback.on_request(self._trainer, self._module, client, request)
+        if planned.fault is not None:  # a client that cannot even ask is sent nothing
+            return
         whole = sorted(request.rows.keys() - self.local.sliced.keys())
         if whole:
             raise MisconfigurationException(

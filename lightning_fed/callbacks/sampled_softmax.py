@@ -139,7 +139,7 @@ class SampledSoftmax(FederatedCallback):
         count = 0 if self.objective == "posonly" else self.num_negatives
         num_classes = self._head(module).num_classes
         drawn = [sample_negatives(own, num_classes, count, generator) for _ in range(draws)]
-        rows = torch.cat([own, *drawn]).unique()
+        rows = torch.unique(torch.cat([own, *drawn]))
         self._held = HeldClasses(rows, torch.isin(rows, own), self.objective, self.log_q, self.q_support)
         if self.resample == "batch":
             self._columns = [torch.searchsorted(rows, torch.cat([own, some]).sort().values) for some in drawn]
@@ -205,8 +205,9 @@ class SampledSoftmax(FederatedCallback):
             if self.classes is None:
                 labels = self._labels(trainer, client)
             else:
-                labels = self.classes(client) if callable(self.classes) else self.classes[client]
-            own = torch.as_tensor(labels, dtype=torch.int64).unique()
+                given = self.classes(client) if callable(self.classes) else self.classes[client]
+                labels = torch.as_tensor(given, dtype=torch.int64)
+            own = torch.unique(labels)
             if not len(own):
                 raise _DataError("it has no labels")
             self._own[client] = own
@@ -226,7 +227,7 @@ class SampledSoftmax(FederatedCallback):
                     break
                 except Exception as error:
                     raise _DataError(f"its data raised {describe(error)}") from error
-                labels = find_target(batch, self.target).unique().cpu()
+                labels = torch.unique(find_target(batch, self.target)).cpu()
                 found.append(labels[labels >= 0])
         return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
 

@@ -300,8 +300,12 @@ class Raising(Dataset):
 def test_data_that_raise_leave_the_client_out(federated_trainer):
     data = {**clients(), "bad": Raising()}
     module = models.Module(net(), plain_sgd)
-    trainer = federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)])
+    draws = Draws()
+    trainer = federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5), draws])
     trainer.fit(module, FederatedDataModule(data, batch_size=2))
+    assert [client for _, client in draws.rows] == list(clients())  # it is sent nothing
+    sent = [WIDTH * SIZE + WIDTH + WIDTH * len(rows) for rows in draws.rows.values()]
+    assert trainer.callback_metrics["comm/down_bytes"] == 4 * sum(sent)
     assert trainer.callback_metrics["fed/failed"] == 1
     assert trainer.callback_metrics["fed/clients"] == 4
     without = models.Module(net(), plain_sgd)
