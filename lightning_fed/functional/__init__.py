@@ -1,5 +1,6 @@
 """The papers' equations on tensors; nothing here knows Lightning or the rest of the package."""
 
+from lightning_fed.functional.alignment import align_neurons as align_neurons
 from lightning_fed.functional.attention import SoftmaxMean as SoftmaxMean
 from lightning_fed.functional.average import WeightedMean as WeightedMean
 from lightning_fed.functional.clustering import k_means as k_means
@@ -17,6 +18,8 @@ from lightning_fed.functional.margin import class_margins as class_margins
 from lightning_fed.functional.margin import combine_attention as combine_attention
 from lightning_fed.functional.margin import local_prototype_margin as local_prototype_margin
 from lightning_fed.functional.margin import margin_attention as margin_attention
+from lightning_fed.functional.matching import NeuronMatch as NeuronMatch
+from lightning_fed.functional.matching import match_neurons as match_neurons
 from lightning_fed.functional.partition import by_group as by_group
 from lightning_fed.functional.partition import dirichlet_per_class as dirichlet_per_class
 from lightning_fed.functional.partition import dirichlet_per_client as dirichlet_per_client
@@ -36,6 +39,7 @@ from lightning_fed.functional.prototypes import resize_labels as resize_labels
 from lightning_fed.functional.prototypes import update_prototypes as update_prototypes
 from lightning_fed.functional.retrieval import mean_average_precision_at_r as mean_average_precision_at_r
 from lightning_fed.functional.retrieval import relevant_neighbors as relevant_neighbors
+from lightning_fed.functional.rows import RowSums as RowSums
 from lightning_fed.functional.sampled_softmax import gradient_noise as gradient_noise
 from lightning_fed.functional.sampled_softmax import log_correction as log_correction
 from lightning_fed.functional.sampled_softmax import sample_negatives as sample_negatives
@@ -46,13 +50,16 @@ from lightning_fed.functional.spreadout import spreadout_top_k as spreadout_top_
 from lightning_fed.functional.synthetic import synthetic as synthetic
 
 __all__ = [
+    "NeuronMatch",
     "PrincipalAxes",
     "Prototypes",
+    "RowSums",
     "SoftmaxMean",
     "WeightedMean",
     "aggregate_mean_margin",
     "aggregate_prototype_margin",
     "aggregate_prototypes",
+    "align_neurons",
     "by_group",
     "class_margins",
     "class_prototypes",
@@ -69,6 +76,7 @@ __all__ = [
     "local_prototype_margin",
     "log_correction",
     "margin_attention",
+    "match_neurons",
     "maximum_mean_discrepancy",
     "mean_average_precision_at_r",
     "median_distance",

@@ -1,0 +1,175 @@
+"""Matching of neurons, written from the spec's equations in plain loops.
+
+Nothing here imports the package. A global neuron is the list of its members, pairs (client, neuron); its sum and its
+precision are added up anew whenever they are asked for.
+"""
+
+import math
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Section 2 (and 10.1): scores of one client against global neurons that it has no part in
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def sum_and_precision(members, clients, precision, prior_precision, prior_mean, d):
+    """A_id and P_id."""
+    total, weight = prior_mean[d] * prior_precision[d], prior_precision[d]
+    for client, neuron in members:
+        total += precision[client][d] * clients[client][neuron][d]
+        weight += precision[client][d]
+    return total, weight
+
+
+def existing_score(j, neuron, members, clients, precision, prior_precision, prior_mean, score):
+    value = 0.0
+    for d in range(len(prior_mean)):
+        a, p = sum_and_precision(members, clients, precision, prior_precision, prior_mean, d)
+        u = precision[j][d] * clients[j][neuron][d]
+        value += (a + u) ** 2 / (p + precision[j][d]) - a**2 / p
+        if score == "marginal":
+            value += math.log(p / (p + precision[j][d]))
+    n = len(members)
+    if score == "published":
+        n = min(n, 10)
+    return value + (1 if score == "published" else 2) * math.log(n / (len(clients) - n))
+
+
+def new_score(j, neuron, k, clients, precision, prior_precision, prior_mean, score, gamma):
+    value = -2 * math.log(k) + 2 * math.log(gamma / len(clients))
+    for d in range(len(prior_mean)):
+        m = prior_mean[d] * prior_precision[d]
+        u = precision[j][d] * clients[j][neuron][d]
+        value += (m + u) ** 2 / (prior_precision[d] + precision[j][d]) - m**2 / prior_precision[d]
+        if score == "marginal":
+            value += math.log(prior_precision[d] / (prior_precision[d] + precision[j][d]))
+    return value
+
+
+def score_table(j, globals_, clients, precision, prior_precision, prior_mean, score, gamma, max_width=None):
+    """All scores of client j: rows its neurons, columns the global neurons and then the new ones."""
+    size, width = len(clients[j]), len(globals_)
+    room = size
+    if score == "published":
+        room = max(min(size, max(700 - width, 1)), size - width)
+    if max_width is not None:
+        room = min(room, max_width - width)
+    shared = (clients, precision, prior_precision, prior_mean, score)
+    return np.array(
+        [
+            [existing_score(j, neuron, members, *shared) for members in globals_]
+            + [new_score(j, neuron, k + 1, *shared, gamma) for k in range(room)]
+            for neuron in range(size)
+        ]
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order of section 2, without a stop rule unless asked for
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def match_reference(
+    clients, generator, score, gamma, variance, prior_variance, prior_mean, passes, max_width=None, stop=False
+):
+    """Global neurons, each the list of its members in the order in which they joined."""
+    precision = [[1 / value for value in row] for row in variance]
+    prior_precision = [1 / value for value in prior_variance]
+    globals_ = []
+
+    def match(j):
+        width = len(globals_)
+        table = score_table(
+            j, globals_, clients, precision, prior_precision, prior_mean, score, gamma, max_width=max_width
+        )
+        for neuron, column in zip(*linear_sum_assignment(-table), strict=True):
+            if column < width:
+                globals_[column].append((j, int(neuron)))
+            else:
+                globals_.append([(j, int(neuron))])
+
+    def remove(j):
+        for members in globals_:
+            members[:] = [member for member in members if member[0] != j]
+        globals_[:] = [members for members in globals_ if members]
+
+    for j in sorted(range(len(clients)), key=lambda j: -len(clients[j])):
+        match(j)
+    for _ in range(passes):
+        before = {frozenset(members) for members in globals_}
+        for j in generator.permutation(len(clients)):
+            remove(int(j))
+            match(int(j))
+        if stop and before == {frozenset(members) for members in globals_}:
+            break
+    return globals_
+
+
+def estimate_reference(globals_, clients, variance, prior_variance, prior_mean):
+    """Theta of section 2: A / P."""
+    precision = [[1 / value for value in row] for row in variance]
+    prior_precision = [1 / value for value in prior_variance]
+    pairs = [
+        [sum_and_precision(members, clients, precision, prior_precision, prior_mean, d) for d in range(len(prior_mean))]
+        for members in globals_
+    ]
+    return np.array([[a / p for a, p in row] for row in pairs])
+
+
+def means_reference(globals_, clients):
+    return np.array([np.mean([clients[j][neuron] for j, neuron in members], axis=0) for members in globals_])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Section 10.1: variances from the data, one per block
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def variances_reference(globals_, clients, blocks):
+    """sigma^2 and sigma_0^2 of every block, for a prior mean of 0."""
+    count, width = sum(len(own) for own in clients), len(globals_)
+    means = means_reference(globals_, clients)
+    noise, prior, start = [], [], 0
+    for size in blocks:
+        within = squares = 0.0
+        for members, mean in zip(globals_, means, strict=True):
+            for d in range(start, start + size):
+                squares += mean[d] ** 2
+                for j, neuron in members:
+                    within += (clients[j][neuron][d] - mean[d]) ** 2
+        noise.append(within / ((count - width) * size))
+        prior.append(squares / (width * size) - noise[-1] * np.mean([1 / len(members) for members in globals_]))
+        start += size
+    return noise, prior
+
+
+def estimated_reference(clients, generator, gamma, blocks, passes):
+    """Matching with estimated variances: at most four times, until it stays as it is."""
+    values = np.concatenate(clients)
+    columns = np.split(values, np.cumsum(blocks)[:-1], axis=1)
+    noise = prior = [float(np.var(block)) / 2 for block in columns]
+    before = None
+    for _ in range(4):
+        spread = [np.repeat(numbers, blocks) for numbers in (noise, prior)]
+        globals_ = match_reference(
+            clients,
+            generator,
+            "marginal",
+            gamma,
+            [spread[0]] * len(clients),
+            spread[1],
+            [0.0] * values.shape[1],
+            passes,
+            stop=True,
+        )
+        now = {frozenset(members) for members in globals_}
+        if now == before:
+            break
+        before = now
+        used = noise, prior
+        noise, prior = variances_reference(globals_, clients, blocks)
+    else:
+        return globals_, *used
+    return globals_, noise, prior
