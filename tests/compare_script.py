@@ -15,6 +15,7 @@ import torch
 
 from lightning_fed import FederatedCallback, cli
 from lightning_fed.callbacks.federation import find_federation
+from tests.resume_script import Data
 
 # A model with BatchNorm, dropout and schedulers, on 60 examples; 3 of 6 clients in a round.
 OWN = """
@@ -59,6 +60,17 @@ class Interruption(Exception):
 
 def interrupt():
     raise Interruption
+
+
+class Attached(Data):
+    """Its data depend on the Trainer."""
+
+    def setup(self, stage):
+        assert self.trainer.world_size == 1
+
+    def train_dataloader(self):
+        assert self.trainer.world_size == 1
+        return super().train_dataloader()
 
 
 class Notes(FederatedCallback):

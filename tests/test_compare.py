@@ -211,6 +211,21 @@ def test_schedulers_of_central_count_rounds(epochs, share, tmp_path):
     assert len(result(tmp_path / "out", "central_0")["rounds"]) == 5
 
 
+@pytest.mark.parametrize("partitioned", [False, True])
+def test_data_that_ask_for_their_trainer(partitioned, tmp_path):
+    partition = "{class_path: IID, init_args: {num_clients: 6}}"
+    source = "tests.compare_script.Attached"
+    data = (
+        f"{{class_path: PartitionedData, init_args: {{source: {source}, partition: {partition}}}}}"
+        if partitioned
+        else source
+    )
+    recipe = re.sub(r"  partition.*\n", "" if partitioned else f"  partition: {partition}\n", OWN)
+    (tmp_path / "own.yaml").write_text(recipe.replace("tests.resume_script.Data", data))
+    compare("own.yaml", "--methods", "central,fedavg", "--out", "out")
+    assert len(result(tmp_path / "out", "central_0")["rounds"]) == 3
+
+
 @pytest.mark.parametrize("passes", [1 / 3, 2.5])
 def test_central_goes_on_in_the_middle_of_a_pass(passes, tmp_path):
     arguments = ("--", *WORK[passes], *ALIKE)

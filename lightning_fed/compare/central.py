@@ -51,8 +51,6 @@ def central_trainer(cli: FederatedCLI) -> L.Trainer:
     """
     federated: Any = cli.trainer
     federation: Federation = federated.federation
-    num_clients = _count_clients(cli, federation)
-    passes = Fraction(federation.schedule.local_epochs * federation.schedule.cohort_size(num_clients), num_clients)
     given = vars(cli.config_init.get("trainer"))
     fixed = ("max_epochs", "callbacks", "logger", "enable_progress_bar", "reload_dataloaders_every_n_epochs")
     known = [name for name in inspect.signature(L.Trainer).parameters if name in given and name not in fixed]
@@ -70,19 +68,23 @@ def central_trainer(cli: FederatedCLI) -> L.Trainer:
     )
     owner: Any = cli.datamodule or cli.model
     make_loader = owner.train_dataloader
-    owner.train_dataloader = cache(lambda: _Rounds(make_loader(), passes, trainer, federation.schedule.seed))
+
+    def make_rounds() -> _Rounds:
+        loader = make_loader()
+        return _Rounds(loader, _passes(loader, cli.datamodule, federation), trainer, federation.schedule.seed)
+
+    owner.train_dataloader = cache(make_rounds)
     return trainer
 
 
-def _count_clients(cli: FederatedCLI, federation: Federation) -> int:
-    if cli.datamodule is not None:
-        cli.datamodule.prepare_data()
-        cli.datamodule.setup("fit")
-    if isinstance(cli.datamodule, FederatedDataModule):
-        return len(cli.datamodule.population().clients)
-    assert federation.partition is not None  # the comparison has checked it
-    loader = (cli.datamodule or cli.model).train_dataloader()
-    return len(split_loader(loader, federation.partition, federation.schedule.seed).clients)
+def _passes(loader: Any, datamodule: Any, federation: Federation) -> Fraction:
+    """Passes over the pooled data that a round's clients make together."""
+    if isinstance(datamodule, FederatedDataModule):
+        num_clients = len(datamodule.population().clients)
+    else:
+        assert federation.partition is not None  # the comparison has checked it
+        num_clients = len(split_loader(loader, federation.partition, federation.schedule.seed).clients)
+    return Fraction(federation.schedule.local_epochs * federation.schedule.cohort_size(num_clients), num_clients)
 
 
 class _Rounds:
