@@ -55,7 +55,7 @@ class Method:
 
 METHODS = {
     "fedss": Method("FedSS", "fedss", HELD),
-    "negonly": Method("NegOnly", "negonly", HELD),
+    "negonly": Method("NegOnly", "negonly", (25, 60, 100)),
     "posonly": Method("PosOnly", "posonly", (OWN,)),
     "fedaws": Method("FedAwS", "posonly", (OWN,), spread_out=10.0),
     "full": Method("FullSoftmax (FedAvgM)", "full", (964,)),
@@ -173,22 +173,28 @@ def result_path(arguments: argparse.Namespace, name: str, held: int, seed: int, 
     return Path(arguments.runs) / "fedss" / f"{name}{spread_out}_{held}_{lr:g}_{seed}.json"
 
 
-def train(arguments: argparse.Namespace, omniglot: Omniglot, rates: Sequence[float]) -> None:
+def train(arguments: argparse.Namespace, omniglot: Omniglot) -> None:
+    """One seed after another, so that what is there is comparable at any time."""
     for seed in arguments.seeds:
         for name in arguments.methods:
-            for held in METHODS[name].held if not arguments.held else arguments.held:
-                for lr in rates:
+            for held in arguments.held or METHODS[name].held:
+                for lr in arguments.tune or [rate_of(name, arguments)]:
                     path = result_path(arguments, name, held, seed, lr)
                     if not path.exists():
                         save_json(path, run(name, held, seed, lr, omniglot, arguments))
+
+
+def rate_of(name: str, arguments: argparse.Namespace) -> float:
+    """The learning rate that was chosen for a method."""
+    return float(arguments.central_lr if METHODS[name].objective is None else arguments.lr)
 
 
 def collect(arguments: argparse.Namespace) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """Results with the chosen learning rates, by method and classes held."""
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for name, method in METHODS.items():
-        lr = arguments.central_lr if method.objective is None else arguments.lr
         for held in method.held:
+            lr = rate_of(name, arguments)
             paths = [result_path(arguments, name, held, seed, lr) for seed in arguments.seeds]
             results = [load_json(path) for path in paths if path.exists()]
             if results:
@@ -296,8 +302,8 @@ def main() -> None:
     made.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), help="methods")
     made.add_argument("--held", type=int, nargs="+", default=[], help="classes held, instead of the method's")
     made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds")
-    made.add_argument("--lr", type=float, default=0.1, help="learning rate of the clients")
-    made.add_argument("--central-lr", type=float, default=0.1, help="learning rate of centralised training")
+    made.add_argument("--lr", type=float, default=0.03, help="learning rate of the clients")
+    made.add_argument("--central-lr", type=float, default=0.05, help="learning rate of centralised training")
     made.add_argument("--spread-out", type=float, default=0.0, help="strength of FedAwS's step; 0 for the script's")
     made.add_argument("--tune", type=float, nargs="+", default=[], help="learning rates to try, and show")
     made.add_argument("--report", action="store_true", help="only make the table of what is there")
@@ -309,13 +315,11 @@ def main() -> None:
     omniglot.setup("fit")
     omniglot.setup("test")
     if arguments.tune:
-        train(arguments, omniglot, arguments.tune)
+        train(arguments, omniglot)
         print(tuned(arguments))
         return
     if not arguments.report:
-        for name in arguments.methods:
-            one = argparse.Namespace(**{**vars(arguments), "methods": [name]})
-            train(one, omniglot, [arguments.central_lr if METHODS[name].objective is None else arguments.lr])
+        train(arguments, omniglot)
     found = collect(arguments)
     write_section(arguments.out, "fedss", report(found, arguments))
     if arguments.figure is not None:
