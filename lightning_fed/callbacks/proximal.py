@@ -97,7 +97,7 @@ def add_to_gradient(gradient: Tensor, term: Tensor, scale: float) -> None:
         scale: Its factor.
 
     Example:
-        >>> gradient = torch.sparse_coo_tensor([[1]], [[5.0, 5.0]], (3, 2))
+        >>> gradient = torch.tensor([[0.0, 0.0], [5.0, 5.0], [0.0, 0.0]]).to_sparse(1)
         >>> add_to_gradient(gradient, torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]), scale=2.0)
         >>> gradient.to_dense().tolist()
         [[0.0, 2.0], [5.0, 5.0], [0.0, 0.0]]
