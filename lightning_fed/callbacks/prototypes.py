@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fed.aggregators.fedmargin import FedMargin
+from lightning_fed.aggregators.server_optimizer import averaging_rule
 from lightning_fed.callbacks.feature_sums import FeatureRules, WatchedSums, exact_sums
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import Federation, find_federation
@@ -259,7 +260,8 @@ class ClassPrototypes(FederatedCallback):
         """Whether prototypes are compared with those of earlier rounds."""
         if not is_federated(trainer):
             return False
-        return self.lpm_before == "last_local" or isinstance(find_federation(trainer).server.aggregator, FedMargin)
+        rule = averaging_rule(find_federation(trainer).server.aggregator)
+        return self.lpm_before == "last_local" or isinstance(rule, FedMargin)
 
     def _measure_client(
         self, trainer: L.Trainer, module: L.LightningModule, planned: PlannedVisit

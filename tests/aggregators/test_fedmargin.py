@@ -14,12 +14,14 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.aggregators import FairAvg, FedAvg, FedMargin, build_aggregator
+from lightning_fed.aggregators.server_optimizer import ServerOptimizer
 from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.data import ByGroup
 from lightning_fed.functional import Prototypes, local_prototype_margin
 from lightning_fed.functional.options import BadUpdate, OptionError
 from lightning_fed.functional.packing import lpm_name, pack_prototypes
 from lightning_fed.messages import ClientUpdate
+from lightning_fed.server import Server
 from tests import models, references_margin
 from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, state_of
 from tests.references import average_reference
@@ -475,6 +477,19 @@ def test_prototypes_that_cannot_be_used(name, known):
     assert rule.last == without.last
 
 
+def test_whose_prototypes_cannot_be_used_is_left_out_by_name():
+    """And the round goes on."""
+    server, state = Server(FedMargin()), {"w": torch.tensor(0.0)}
+    server.start_round(0, state)
+    for update in example():
+        server.send(update.client)
+        if update.client == "k2":
+            update.extras["prototypes:means"] = torch.ones(2, 3)
+        assert server.receive(update) == (update.client != "k2")
+    assert server.finish_round() is not None
+    assert server.report.failed == {"k2": "its prototypes have 3 features instead of 2"}
+
+
 def test_the_first_prototypes_may_have_any_features():
     """Also where clients without any class came before."""
     rule = FedMargin()
@@ -487,7 +502,7 @@ def test_the_first_prototypes_may_have_any_features():
     assert rule.prototypes.means.shape == (3, 2)
 
 
-@pytest.mark.parametrize("kind", ["fedmargin", "last_local"])
+@pytest.mark.parametrize("kind", ["fedmargin", "with momentum", "last_local"])
 def test_resuming_with_another_layer(kind, federated_trainer, tmp_path):
     """It is refused before anything trains, where prototypes of earlier rounds are compared with."""
 
@@ -495,7 +510,8 @@ def test_resuming_with_another_layer(kind, federated_trainer, tmp_path):
         own = ClassPrototypes(
             layer=layer, num_classes=3, lpm_before="last_local" if kind == "last_local" else "download"
         )
-        aggregator = "fedmargin" if kind == "fedmargin" else "fedavg"
+        rules = {"fedmargin": FedMargin(), "with momentum": ServerOptimizer("SGD", "fedmargin", lr=1.0, momentum=0.9)}
+        aggregator = rules.get(kind, FedAvg())
         trainer = federated_trainer(max_rounds=rounds, aggregator=aggregator, callbacks=[own, recorder])
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()), ckpt_path=path)
         return trainer
