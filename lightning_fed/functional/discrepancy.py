@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_fed.functional.distances import squared_distances
 from lightning_fed.functional.options import check_option
+from lightning_fed.functional.wide import wide_device
 
 Estimator = Literal["biased", "unbiased"]
 Bandwidth = Literal["median", "pooled"]
@@ -81,6 +82,7 @@ def maximum_mean_discrepancy(
     least = 1 if estimator == "biased" else 2
     _check_samples(features, reference, least)
     check_numbers(bandwidth, scales, chunk_size)
+    features, reference = (each.to(wide_device(each.device)) for each in (features, reference))
     sigma = _sigma(features, reference, bandwidth, chunk_size)
     factors = [-0.5 / (scale * sigma) ** 2 for scale in scales]
     shift = _mean(reference, chunk_size)
@@ -148,9 +150,13 @@ def classwise_maximum_mean_discrepancy(
             raise ValueError(
                 f"Expected `{name}` to be {len(samples)} classes, but got the shape {tuple(values.shape)}."
             )
+    device = wide_device(features.device)
+    features, reference, labels, reference_labels = (
+        each.to(device) for each in (features, reference, labels, reference_labels)
+    )
     sigma = _sigma(features, reference, bandwidth, chunk_size)
     least = 1 if estimator == "biased" else 2
-    result = torch.full((num_classes,), torch.nan, dtype=torch.float64, device=features.device)
+    result = torch.full((num_classes,), torch.nan, dtype=torch.float64, device=device)
     for index in range(num_classes):
         own, others = features[labels == index], reference[reference_labels == index]
         if min(len(own), len(others)) >= least:
@@ -190,6 +196,7 @@ def median_distance(samples: Tensor, *, chunk_size: int = 1024) -> float:
     """
     _check_samples(samples, samples, 2)
     check_numbers(1.0, (1.0,), chunk_size)
+    samples = samples.to(wide_device(samples.device))
     pairs = len(samples) * (len(samples) - 1) // 2
     shift = _mean(samples, chunk_size)
     middle = [(pairs - 1) // 2, pairs // 2]

@@ -109,7 +109,7 @@ class MaximumMeanDiscrepancy(Metric):
             reference_labels: Classes of the reference's samples, shape ``(n,)``; by default ``labels``.
 
         Raises:
-            ValueError: If shapes do not fit, or labels are missing.
+            ValueError: If shapes do not fit, labels are missing, or the metric's type does not tell the classes apart.
 
         """
         for name, values in (("features", features), ("reference", reference)):
@@ -117,6 +117,7 @@ class MaximumMeanDiscrepancy(Metric):
             if values.ndim != 2 or values.shape[1] != width:
                 raise ValueError(f"Expected `{name}` of shape (n, {width}), but got {tuple(values.shape)}.")
         if self.num_classes is not None:
+            self._check_type(self.num_classes)
             if labels is None:
                 raise ValueError("Expected `labels`, because `num_classes` is given, but got None.")
             reference_labels = labels if reference_labels is None else reference_labels
@@ -144,12 +145,22 @@ class MaximumMeanDiscrepancy(Metric):
             "chunk_size": self.chunk_size,
         }
         if self.num_classes is None:
-            return maximum_mean_discrepancy(features, reference, **options).to(self.dtype)
+            value = maximum_mean_discrepancy(features, reference, **options)
+            return value.to(self.dtype).to(self.device)
+        self._check_type(self.num_classes)  # again: it may have been set since
         labels, reference_labels = self._gathered("labels"), self._gathered("reference_labels")
         values = classwise_maximum_mean_discrepancy(
             features, reference, labels, reference_labels, self.num_classes, **options
         )
-        return values.nanmean().to(self.dtype)
+        return values.nanmean().to(self.dtype).to(self.device)
+
+    def _check_type(self, num_classes: int) -> None:
+        """Makes sure that whole numbers up to the last class are exact in the metric's type."""
+        if num_classes - 1 > 2 / torch.finfo(self.dtype).eps:
+            raise ValueError(
+                f"Expected a type that tells {num_classes} classes (`num_classes`) apart, but got {self.dtype}: labels"
+                " are kept in the metric's type."
+            )
 
     def _append(self, name: str, values: Tensor) -> None:
         getattr(self, name).append(values.detach().to(self.dtype).flatten())

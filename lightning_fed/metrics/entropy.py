@@ -6,16 +6,17 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_fed.functional.entropy import Activation, feature_entropy, softmax_entropy
 from lightning_fed.functional.options import check_option
 from lightning_fed.functional.prototypes import VoidLabel, resize_labels, void_label
+from lightning_fed.functional.wide import widen
+from lightning_fed.metrics.wide_states import WideStates
 
 Level = Literal["softmax", "feature"]
 
 
-class MeanEntropy(Metric):
+class MeanEntropy(WideStates):
     r"""Mean entropy over all pixels: of the class probabilities, or of the features.
 
     See :func:`~lightning_fed.functional.softmax_entropy` (low where a model is confident) and
@@ -45,6 +46,7 @@ class MeanEntropy(Metric):
     is_differentiable = False
     higher_is_better = None
     full_state_update = False
+    wide_states = ("total", "count")
 
     total: Tensor
     count: Tensor
@@ -93,9 +95,9 @@ class MeanEntropy(Metric):
             void = void_label(self.ignore_index, values.shape[1] if self.level == "softmax" else 1)
             if void is not None:
                 entropies = entropies[resize_labels(labels, entropies.shape[1:]) != void]
-        self.total = self.total + entropies.double().sum()
+        self.total = self.total + widen(entropies).sum()
         self.count = self.count + entropies.numel()
 
     def compute(self) -> Tensor:
         """The mean; NaN if there was no pixel."""
-        return (self.total / self.count).to(self.dtype)
+        return (self.total / self.count).to(self.dtype).to(self.device)

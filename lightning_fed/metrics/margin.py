@@ -7,14 +7,14 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_fed.functional.margin import MeanMarginKind, aggregate_mean_margin
 from lightning_fed.functional.options import check_option
 from lightning_fed.functional.prototypes import VoidLabel, class_places, class_prototypes, class_sums, void_label
+from lightning_fed.metrics.wide_states import WideStates
 
 
-class AggregateMeanMargin(Metric):
+class AggregateMeanMargin(WideStates):
     r"""AMM of the features that a model makes of labelled data: how far apart the means of the classes are.
 
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert p[c] - p[c'] \rVert
@@ -51,6 +51,7 @@ class AggregateMeanMargin(Metric):
     is_differentiable = False
     higher_is_better = True
     full_state_update = False
+    wide_states = ("sums", "counts")
 
     sums: Tensor
     counts: Tensor
@@ -112,4 +113,4 @@ class AggregateMeanMargin(Metric):
     def compute(self) -> Tensor:
         """The margin; NaN with fewer than two classes."""
         prototypes = class_prototypes(self.sums, self.counts, min_count=self.min_count, dtype=torch.float64)
-        return aggregate_mean_margin(prototypes, self.kind, normalize=self.normalize).to(self.dtype)
+        return aggregate_mean_margin(prototypes, self.kind, normalize=self.normalize).to(self.dtype).to(self.device)

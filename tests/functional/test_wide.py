@@ -3,12 +3,13 @@
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_fed import ClientUpdate
 from lightning_fed.aggregators import FairAvg, FedAtt, FedAvg, FedMargin, FeSEM
 from lightning_fed.callbacks.batch_norm import InputStatistics, batch_norm_layers, pool_statistics
 from lightning_fed.functional import class_prototypes, class_sums
+from lightning_fed.metrics import AggregateMeanMargin, MaximumMeanDiscrepancy, MeanEntropy
 
 MPS = torch.device("mps")
 CPU = torch.device("cpu")
@@ -38,10 +39,12 @@ class AppleDevice(TorchFunctionMode):
                 *(CPU if leaf == MPS and isinstance(leaf, torch.device) else leaf for leaf in args),
                 **{name: CPU if name == "device" and value == MPS else value for name, value in kwargs.items()},
             )
-        if not isinstance(result, torch.Tensor):
-            return result
-        assert not (is_apple and result.dtype in (torch.float64, torch.complex128)), f"{func} makes float64"
-        return result.as_subclass(Apple if is_apple else torch.Tensor)
+
+        def placed(value):
+            assert not (is_apple and value.dtype in (torch.float64, torch.complex128)), f"{func} makes float64"
+            return value.as_subclass(Apple if is_apple else torch.Tensor)
+
+        return tree_map_only(torch.Tensor, placed, result)
 
 
 @pytest.fixture
@@ -89,6 +92,29 @@ def test_statistics_of_batch_norm(apple):
     mean, variance = pool_statistics([statistics.as_extras()], "")
     assert mean.tolist() == [1.0, 2.0]
     assert variance.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["margin", "softmax", "feature", "discrepancy", "by class"])
+def test_metrics(name, apple):
+    """Sums are on the CPU; the result is where the metric is, and the same again after a reset."""
+    generator = torch.Generator().manual_seed(0)
+    features, labels = torch.rand(12, 3, generator=generator), torch.arange(12) % 3
+    make, inputs = {
+        "margin": (lambda: AggregateMeanMargin(3, 3), (features, labels)),
+        "softmax": (MeanEntropy, (features, labels)),
+        "feature": (lambda: MeanEntropy("feature", ignore_index=2), (features, labels)),
+        "discrepancy": (MaximumMeanDiscrepancy, (features, features + 1)),
+        "by class": (lambda: MaximumMeanDiscrepancy(num_classes=3), (features, features + 1, labels)),
+    }[name]
+    there, here = make().to("mps"), make()
+    assert there.device == MPS
+    here.update(*inputs)
+    for _ in range(2):
+        there.update(*(apple(each) for each in inputs))
+        value = there.compute()
+        assert value.device == MPS
+        assert value.to(CPU).item() == here.compute().item()
+        there.reset()
 
 
 def test_prototypes(apple):

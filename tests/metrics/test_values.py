@@ -179,6 +179,37 @@ def test_double_precision_on_request():
     assert metric.compute().dtype == torch.float64
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 2049), (torch.bfloat16, 257), (torch.float32, 5000)])
+def test_types_that_do_not_tell_all_classes_apart(dtype, most):
+    """Labels are kept in the metric's type: neighbours would become one class."""
+    ((x, y),) = pairs([6])
+    labels = torch.arange(most - 6, most)
+    metric = MaximumMeanDiscrepancy(num_classes=most, bandwidth=1.0).set_dtype(dtype)
+    metric.update(x, y, labels)
+    assert metric.labels[0].long().tolist() == labels.tolist()
+    if dtype == torch.float32:
+        metric.set_dtype(torch.float16)
+    else:
+        with pytest.raises(ValueError, match=rf"tells {most + 1} classes \(`num_classes`\) apart, but got {dtype}"):
+            MaximumMeanDiscrepancy(num_classes=most + 1).set_dtype(dtype).update(x, y, labels)
+        metric.num_classes += 1
+    with pytest.raises(ValueError, match="labels are kept in the metric's type"):
+        metric.compute()
+
+
+def test_sums_stay_wide():
+    """Whatever type the result is asked for."""
+    margin, entropy = AggregateMeanMargin(3, 2).set_dtype(torch.float16), MeanEntropy().set_dtype(torch.float16)
+    for _ in range(100):
+        margin.update(torch.tensor([[100.0, 0.0], [0.0, 0.0]]), torch.tensor([0, 1]))
+        entropy.update(torch.zeros(1000, 2))
+    assert margin.sums.dtype == entropy.total.dtype == torch.float64
+    assert margin.compute() == torch.tensor(50.0, dtype=torch.float16)
+    assert entropy.compute() == torch.tensor(math.log(2), dtype=torch.float16)
+    margin.reset()
+    assert margin.sums.dtype == torch.float64
+
+
 def test_what_the_discrepancy_refuses():
     with pytest.raises(ValueError, match=r"`estimator` to be one of \['biased', 'unbiased'\], but got 'linear'"):
         MaximumMeanDiscrepancy(estimator="linear")
