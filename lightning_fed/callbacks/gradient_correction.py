@@ -13,7 +13,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,7 +22,7 @@ from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.proximal import add_to_gradient, gradient_scale
 from lightning_fed.callbacks.side_pass import one_pass, run_step, side_pass, until_fault
-from lightning_fed.data.population import PlannedVisit, batch_length
+from lightning_fed.data.population import PlannedVisit, batch_length, own_random_numbers
 from lightning_fed.data.rounds import describe
 from lightning_fed.functional.average import WeightedMean
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
@@ -177,7 +176,7 @@ class GradientCorrection(FederatedCallback):
             if name in state and parameter.requires_grad
         }
         batches = until_fault(one_pass(population, visit, aside=True), faults)
-        with isolate_rng(), closing(batches):
+        with own_random_numbers(), closing(batches):
             try:
                 gradients = full_gradient(trainer, module, parameters, batches, is_reloaded)
             except Exception as error:

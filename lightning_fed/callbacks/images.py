@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fed.callbacks.pictures import GREY, Color, paint_numbers, report_others, tensorboards
+from lightning_fed.data.population import own_random_numbers
 from lightning_fed.functional.batches import TARGET_KEYS, Place, find_inputs, find_target
 from lightning_fed.functional.entropy import Activation, feature_entropy, softmax_entropy
 from lightning_fed.functional.options import check_option
@@ -300,7 +300,7 @@ def _predict(
     """Run the module on each image, and leave no trace."""
     seen = _Seen([], [], [[] for _ in maps])
     with ExitStack() as stack:
-        stack.enter_context(isolate_rng(include_cuda=module.device.type == "cuda"))
+        stack.enter_context(own_random_numbers())
         stack.enter_context(evaluating(module))
         entropies: list[Tensor] = []
         size: Sequence[int] = ()

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.callbacks.pictures import figure_pixels, has_matplotlib, paint_numbers, report_others, tensorboards
 from lightning_fed.callbacks.side_pass import one_pass, prepare_batch, side_pass
+from lightning_fed.data.population import own_random_numbers
 from lightning_fed.data.rounds import describe
 from lightning_fed.functional.batches import as_classes, find_inputs, find_target
 from lightning_fed.functional.options import OptionError
@@ -186,7 +186,7 @@ class OwnClassConfusion(L.Callback):
             except Exception as error:  # its data's: what fails in the module is raised there
                 faults.append(error)
 
-        with isolate_rng(include_cuda=torch.cuda.is_initialized()), side_pass(module):  # type: ignore[no-untyped-call]
+        with own_random_numbers(), side_pass(module):
             found = [torch.unique(self._labels(batch)).cpu() for batch in batches()]
             classes = torch.unique(torch.cat(found)) if found else torch.zeros(0, dtype=torch.int64)
             classes = classes[classes >= 0]

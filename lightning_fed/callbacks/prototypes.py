@@ -6,13 +6,12 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import ExitStack, closing
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fed.aggregators.fedmargin import FedMargin
@@ -22,7 +21,7 @@ from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.callbacks.side_pass import forward_step, one_pass, until_fault
 from lightning_fed.data.loader_clients import undisturbed
-from lightning_fed.data.population import PlannedVisit, seed_everything
+from lightning_fed.data.population import PlannedVisit, own_random_numbers, seed_everything
 from lightning_fed.data.rounds import describe
 from lightning_fed.functional.margin import ClassReduction, MarginKind, aggregate_mean_margin, local_prototype_margin
 from lightning_fed.functional.options import OptionError, check_option
@@ -269,7 +268,7 @@ class ClassPrototypes(FederatedCallback):
         """Prototypes of the client; ``None`` where its data fail, which does not cost it its update."""
         faults = list[Exception]()
         batches = until_fault(one_pass(find_federation(trainer).population, planned.visit, aside=True), faults)
-        with _own_random_numbers(), closing(batches):
+        with own_random_numbers(), closing(batches):
             prototypes = self._measure(trainer, module, batches)
         if faults:
             _log.warning("The prototypes of client %r are left out: %s.", planned.visit.client, describe(faults[0]))
@@ -332,7 +331,7 @@ class ClassPrototypes(FederatedCallback):
                 " passes='online'."
             )
         limit = trainer.num_training_batches
-        with _own_random_numbers(), undisturbed(loader, trainer.current_epoch):
+        with own_random_numbers(), undisturbed(loader, trainer.current_epoch):
             seed_everything(trainer.current_epoch)  # the same at both ends of the epoch
             batches = itertools.islice(loader, None if math.isinf(limit) else int(limit))
             return self._measure(trainer, module, batches)
@@ -358,11 +357,6 @@ class ClassPrototypes(FederatedCallback):
         for sums in (watched.first, watched.last):
             sums.gather(trainer)
         return watched.first.prototypes(), watched.last.prototypes()
-
-
-def _own_random_numbers() -> AbstractContextManager[None]:
-    """The global generators go on afterwards as if nothing had been; those of a GPU too, where one is in use."""
-    return isolate_rng(include_cuda=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def is_federated(trainer: L.Trainer) -> bool:

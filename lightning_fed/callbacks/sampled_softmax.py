@@ -13,13 +13,13 @@ from typing import Any, Literal, TypeAlias
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.side_pass import one_pass
+from lightning_fed.data.population import own_random_numbers
 from lightning_fed.data.rounds import describe
 from lightning_fed.functional.batches import find_target
 from lightning_fed.functional.options import check_count, check_option
@@ -218,7 +218,7 @@ class SampledSoftmax(FederatedCallback):
         planned = federation.current_visit
         assert planned is not None
         found = []
-        with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        with own_random_numbers():
             batches = one_pass(federation.population, planned.visit, aside=True)
             while True:
                 try:

@@ -6,6 +6,7 @@ import random
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -132,6 +133,37 @@ def seed_everything(seed: int) -> None:
         torch.xpu.manual_seed_all(seed)
     if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
+
+
+@contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """The global generators of :func:`seed_everything` go on afterwards as if nothing had been drawn from them.
+
+    Example:
+        >>> seed_everything(1)
+        >>> with own_random_numbers():
+        ...     inside = torch.rand(1)
+        >>> torch.equal(torch.rand(1), inside)
+        True
+
+    """
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's data sets may use it
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    xpu = torch.xpu.get_rng_state_all() if torch.xpu.is_initialized() else []  # type: ignore[no-untyped-call]
+    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+        if xpu:
+            torch.xpu.set_rng_state_all(xpu)
+        if mps is not None:
+            torch.mps.set_rng_state(mps)
 
 
 class LazyClients(Mapping[Client, Any]):

@@ -14,7 +14,13 @@ from torch.utils.data import TensorDataset
 from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
 from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.data.loader_clients import LoaderClients
-from lightning_fed.data.population import LazyClients, batch_length, client_keys, seed_everything
+from lightning_fed.data.population import (
+    LazyClients,
+    batch_length,
+    client_keys,
+    own_random_numbers,
+    seed_everything,
+)
 
 DATASET = TensorDataset(torch.zeros(4, 1))
 
@@ -89,6 +95,37 @@ def test_seeding_is_lightnings(seed):
     expected = draws()
     seed_everything(seed)
     assert draws() == expected
+
+
+def test_what_is_drawn_aside_leaves_no_trace():
+    """Also where it ends with an error."""
+    seed_everything(3)
+    expected = draws()
+    seed_everything(3)
+
+    def draw_aside():
+        with own_random_numbers():
+            seed_everything(7)
+            assert draws() != expected
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        draw_aside()
+    assert draws() == expected
+
+
+def test_generators_of_other_devices_are_put_aside(monkeypatch):
+    """Played: no machine of ours has them."""
+    states = {"mps": 1, "xpu": [2]}
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states["mps"])
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: states.update(mps=state))
+    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.xpu, "get_rng_state_all", lambda: states["xpu"])
+    monkeypatch.setattr(torch.xpu, "set_rng_state_all", lambda state: states.update(xpu=state))
+    with own_random_numbers():
+        states.update(mps=5, xpu=[6])
+    assert states == {"mps": 1, "xpu": [2]}
 
 
 def test_seeding_leaves_no_seed_for_others(monkeypatch):
