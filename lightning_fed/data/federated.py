@@ -193,10 +193,10 @@ class FederatedDataModule(EvaluationData):
     def train_dataloader(self) -> Iterable[Any]:
         """The data of all clients pooled, as a plain ``L.Trainer`` sees them."""
         keys = client_keys(self.clients)
-        datasets = [dataset_of(self.clients[key]) for key in keys]
-        if all(isinstance(self.clients[key], Dataset) for key in keys):
-            return self._loader(ConcatDataset(datasets), shuffle=self.shuffle)
-        return ChainedLoaders([self.clients[key] for key in keys])
+        clients = [self.clients[key] for key in keys]
+        if all(isinstance(client, Dataset) for client in clients):
+            return self._loader(ConcatDataset(clients), shuffle=self.shuffle)
+        return ChainedLoaders(clients)
 
     def evaluation_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
         """The loader of validation or test data that are given as a data set."""
@@ -278,11 +278,6 @@ def _check_kinds(clients: Any) -> None:
             "Expected the clients to be map-style data sets, or all of them loaders, but got"
             f" {' and '.join(sorted(kinds))}. Put each in a `DataLoader`."
         )
-
-
-def dataset_of(data: Any) -> Any:
-    """The data set behind a loader, or what was given."""
-    return getattr(data, "dataset", data)
 
 
 def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients:

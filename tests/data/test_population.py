@@ -9,7 +9,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
 from lightning_fed.data.federated import FederatedDataModule
@@ -189,3 +189,11 @@ def test_numpys_keys_become_pythons():
     keys = client_keys({np.int64(4): 1, np.int32(3): 2, np.str_("a"): 3})
     assert keys == [3, 4, "a"]
     assert [type(key) for key in keys[:2]] == [int, int]
+
+
+def test_pooled_clients_have_their_own_examples():
+    """Clients that are parts of one data set are pooled as these parts, not as the set again and again."""
+    whole = TensorDataset(torch.arange(10))
+    parts = {"a": Subset(whole, [0, 1]), "b": Subset(Subset(whole, [2, 5, 7, 9]), [1, 3]), "c": Subset(whole, [4])}
+    loader = FederatedDataModule(parts, batch_size=3).train_dataloader()
+    assert sorted(int(number) for (batch,) in loader for number in batch) == [0, 1, 4, 5, 9]
