@@ -12,6 +12,11 @@ from lightning_fed.functional.discrepancy import median_distance as median_dista
 from lightning_fed.functional.entropy import feature_entropy as feature_entropy
 from lightning_fed.functional.entropy import shannon_entropy as shannon_entropy
 from lightning_fed.functional.entropy import softmax_entropy as softmax_entropy
+from lightning_fed.functional.fusion import fuse_conv as fuse_conv
+from lightning_fed.functional.fusion import fuse_multi as fuse_multi
+from lightning_fed.functional.fusion import fuse_single as fuse_single
+from lightning_fed.functional.fusion import smooth_weight as smooth_weight
+from lightning_fed.functional.hashing import sample_hashes as sample_hashes
 from lightning_fed.functional.margin import aggregate_mean_margin as aggregate_mean_margin
 from lightning_fed.functional.margin import aggregate_prototype_margin as aggregate_prototype_margin
 from lightning_fed.functional.margin import class_margins as class_margins
@@ -69,6 +74,9 @@ __all__ = [
     "dirichlet_per_class",
     "dirichlet_per_client",
     "feature_entropy",
+    "fuse_conv",
+    "fuse_multi",
+    "fuse_single",
     "gradient_noise",
     "iid",
     "k_means",
@@ -86,11 +94,13 @@ __all__ = [
     "reference_prototypes",
     "relevant_neighbors",
     "resize_labels",
+    "sample_hashes",
     "sample_negatives",
     "sampled_logits",
     "sampled_softmax_loss",
     "shannon_entropy",
     "shards",
+    "smooth_weight",
     "softmax_entropy",
     "spreadout_margin",
     "spreadout_top_k",
