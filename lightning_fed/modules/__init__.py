@@ -1,11 +1,25 @@
 """Building blocks of models."""
 
 from lightning_fed.modules.extraction import extract_features as extract_features
+from lightning_fed.modules.extractors import Extractor as Extractor
+from lightning_fed.modules.extractors import find_extractor as find_extractor
 from lightning_fed.modules.features import FeatureLayer as FeatureLayer
 from lightning_fed.modules.features import count_classes as count_classes
 from lightning_fed.modules.features import find_classifier as find_classifier
 from lightning_fed.modules.features import find_feature_layer as find_feature_layer
 from lightning_fed.modules.features import tap_features as tap_features
+from lightning_fed.modules.fused import FusedExtractor as FusedExtractor
+from lightning_fed.modules.fused import FusionLayer as FusionLayer
+from lightning_fed.modules.fusing import find_fusion as find_fusion
+from lightning_fed.modules.fusing import fuse as fuse
+from lightning_fed.modules.fusing import plain_state as plain_state
+from lightning_fed.modules.fusing import unwrap as unwrap
+from lightning_fed.modules.fusion import ConvFusion as ConvFusion
+from lightning_fed.modules.fusion import FusionOperator as FusionOperator
+from lightning_fed.modules.fusion import MultiFusion as MultiFusion
+from lightning_fed.modules.fusion import NoFusion as NoFusion
+from lightning_fed.modules.fusion import SingleFusion as SingleFusion
+from lightning_fed.modules.fusion import build_operator as build_operator
 from lightning_fed.modules.group_norm import to_group_norm as to_group_norm
 from lightning_fed.modules.head_conversion import to_sampled_softmax as to_sampled_softmax
 from lightning_fed.modules.held_classes import HeldClasses as HeldClasses
@@ -13,15 +27,29 @@ from lightning_fed.modules.sampled_softmax import SampledSoftmaxHead as SampledS
 from lightning_fed.modules.sampled_softmax import find_sampled_softmax_head as find_sampled_softmax_head
 
 __all__ = [
+    "ConvFusion",
+    "Extractor",
     "FeatureLayer",
+    "FusedExtractor",
+    "FusionLayer",
+    "FusionOperator",
     "HeldClasses",
+    "MultiFusion",
+    "NoFusion",
     "SampledSoftmaxHead",
+    "SingleFusion",
+    "build_operator",
     "count_classes",
     "extract_features",
     "find_classifier",
+    "find_extractor",
     "find_feature_layer",
+    "find_fusion",
     "find_sampled_softmax_head",
+    "fuse",
+    "plain_state",
     "tap_features",
     "to_group_norm",
     "to_sampled_softmax",
+    "unwrap",
 ]
