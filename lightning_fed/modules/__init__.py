@@ -8,6 +8,7 @@ from lightning_fed.modules.features import count_classes as count_classes
 from lightning_fed.modules.features import find_classifier as find_classifier
 from lightning_fed.modules.features import find_feature_layer as find_feature_layer
 from lightning_fed.modules.features import tap_features as tap_features
+from lightning_fed.modules.frozen import FrozenExtractor as FrozenExtractor
 from lightning_fed.modules.fused import FusedExtractor as FusedExtractor
 from lightning_fed.modules.fused import FusionLayer as FusionLayer
 from lightning_fed.modules.fusing import find_fusion as find_fusion
@@ -30,6 +31,7 @@ __all__ = [
     "ConvFusion",
     "Extractor",
     "FeatureLayer",
+    "FrozenExtractor",
     "FusedExtractor",
     "FusionLayer",
     "FusionOperator",
