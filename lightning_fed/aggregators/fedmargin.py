@@ -27,7 +27,7 @@ from lightning_fed.functional.margin import (
     combine_attention,
     margin_attention,
 )
-from lightning_fed.functional.options import BadUpdate, OptionError
+from lightning_fed.functional.options import BadUpdate, OptionError, check_count
 from lightning_fed.functional.packing import find_bad_prototypes, lpm_name, pack_prototypes, unpack_prototypes
 from lightning_fed.functional.prototypes import (
     PrototypeMemory,
@@ -42,8 +42,6 @@ from lightning_fed.functional.wide import narrow, widen
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.server import Aggregator
 from lightning_fed.state import is_running_statistic
-
-_MAX_CLIENTS_BY_NAME = 20
 
 
 @dataclass
@@ -102,6 +100,7 @@ class FedMargin(Aggregator):
         server_lr: Step :math:`\eta` towards the weighted mean.
         amm: Margin among the aggregate prototypes, for the log: over all pairs, or to the nearest.
         amm_normalize: Whether to divide it by the prototypes' mean length.
+        clients_by_name: Most clients in a round that are logged by name.
 
     Attributes:
         prototypes: Aggregate prototypes over clients and rounds; ``None`` before the first.
@@ -113,7 +112,7 @@ class FedMargin(Aggregator):
 
     Note:
         Logged are ``fedmargin/amm``, ``fedmargin/attention_entropy`` (1 where all clients count alike) and, with at
-        most 20 clients in a round, ``fedmargin/lpm/<client>``, ``fedmargin/apm/<client>`` and
+        most ``clients_by_name`` clients in a round, ``fedmargin/lpm/<client>``, ``fedmargin/apm/<client>`` and
         ``fedmargin/attention/<client>``.
 
     Example:
@@ -145,6 +144,7 @@ class FedMargin(Aggregator):
         server_lr: float = 1.0,
         amm: MeanMarginKind = "pairs",
         amm_normalize: bool = False,
+        clients_by_name: int = 20,
     ) -> None:
         self.margin: MarginKind = margin
         self.class_reduction: ClassReduction = class_reduction
@@ -162,6 +162,7 @@ class FedMargin(Aggregator):
         self.server_lr = server_lr
         self.amm: MeanMarginKind = amm
         self.amm_normalize = amm_normalize
+        self.clients_by_name = check_count("clients_by_name", clients_by_name, lowest=0)
         self.prototypes: Prototypes | None = None
         self.last = MarginReport()
         self._round = -1
@@ -231,7 +232,7 @@ class FedMargin(Aggregator):
         if len(last.clients) > 1:
             entropy = -sum(weight * math.log(weight) for weight in last.attention if weight)
             values["fedmargin/attention_entropy"] = entropy / math.log(len(last.clients))
-        if len(last.clients) <= _MAX_CLIENTS_BY_NAME:
+        if len(last.clients) <= self.clients_by_name:
             for name in ("lpm", "apm", "attention"):
                 numbers = zip(last.clients, getattr(last, name), strict=True)
                 values |= {f"fedmargin/{name}/{client}": value for client, value in numbers}

@@ -25,6 +25,10 @@ from lightning_fed.functional.margin import local_prototype_margin as local_prot
 from lightning_fed.functional.margin import margin_attention as margin_attention
 from lightning_fed.functional.matching import NeuronMatch as NeuronMatch
 from lightning_fed.functional.matching import match_neurons as match_neurons
+from lightning_fed.functional.packing import find_bad_prototypes as find_bad_prototypes
+from lightning_fed.functional.packing import lpm_name as lpm_name
+from lightning_fed.functional.packing import pack_prototypes as pack_prototypes
+from lightning_fed.functional.packing import unpack_prototypes as unpack_prototypes
 from lightning_fed.functional.partition import by_group as by_group
 from lightning_fed.functional.partition import dirichlet_per_class as dirichlet_per_class
 from lightning_fed.functional.partition import dirichlet_per_client as dirichlet_per_client
@@ -74,6 +78,7 @@ __all__ = [
     "dirichlet_per_class",
     "dirichlet_per_client",
     "feature_entropy",
+    "find_bad_prototypes",
     "fuse_conv",
     "fuse_multi",
     "fuse_single",
@@ -83,11 +88,13 @@ __all__ = [
     "labels_per_client",
     "local_prototype_margin",
     "log_correction",
+    "lpm_name",
     "margin_attention",
     "match_neurons",
     "maximum_mean_discrepancy",
     "mean_average_precision_at_r",
     "median_distance",
+    "pack_prototypes",
     "pixel_permutation",
     "principal_axes",
     "quantity_skew",
@@ -105,5 +112,6 @@ __all__ = [
     "spreadout_margin",
     "spreadout_top_k",
     "synthetic",
+    "unpack_prototypes",
     "update_prototypes",
 ]

@@ -17,9 +17,8 @@ from lightning_fed.aggregators import FairAvg, FedAvg, FedMargin, build_aggregat
 from lightning_fed.aggregators.server_optimizer import ServerOptimizer
 from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.data import ByGroup
-from lightning_fed.functional import Prototypes, local_prototype_margin
+from lightning_fed.functional import Prototypes, local_prototype_margin, lpm_name, pack_prototypes
 from lightning_fed.functional.options import BadUpdate, OptionError
-from lightning_fed.functional.packing import lpm_name, pack_prototypes
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.server import Server
 from tests import models, references_margin
@@ -542,6 +541,7 @@ def test_resuming_with_another_layer(kind, federated_trainer, tmp_path):
         ({"apm_reference": "next"}, r"but got 'next'"),
         ({"amm": "far"}, r"but got 'far'"),
         ({"temperature": 0.0, "attention": "softmax"}, r"`temperature` .*, but got 0.0"),
+        ({"clients_by_name": -1}, "`clients_by_name` to be at least 0, but got -1"),
         ({"server_lr": 0.0}, "`server_lr` to be greater than 0 and finite, but got 0.0"),
         ({"server_lr": math.inf}, "`server_lr` to be greater than 0 and finite, but got inf"),
     ],
@@ -697,6 +697,14 @@ def test_many_clients_are_not_logged_by_name(federated_trainer):
         logged.append([name for name in trainer.callback_metrics if name.startswith("fedmargin/")])
     assert len(logged[0]) == 2 + 3 * 20
     assert sorted(logged[1]) == ["fedmargin/amm", "fedmargin/attention_entropy"]
+
+
+@pytest.mark.parametrize(("most", "named"), [(0, False), (2, False), (3, True), (100, True)])
+def test_how_many_clients_are_logged_by_name(most, named):
+    rule = FedMargin(clients_by_name=most)
+    aggregated(rule, example())
+    assert ("fedmargin/attention/k1" in rule.metrics()) == named
+    assert "fedmargin/amm" in rule.metrics()
 
 
 def test_a_round_that_comes_to_nothing_is_not_remembered(federated_trainer):
