@@ -5,6 +5,7 @@ from lightning_fed.callbacks.center_evaluation import CenterEvaluation as Center
 from lightning_fed.callbacks.communication import CommunicationReport as CommunicationReport
 from lightning_fed.callbacks.communication import PartTraffic as PartTraffic
 from lightning_fed.callbacks.communication import Traffic as Traffic
+from lightning_fed.callbacks.feature_fusion import FeatureFusion as FeatureFusion
 from lightning_fed.callbacks.federated_callback import FederatedCallback as FederatedCallback
 from lightning_fed.callbacks.federation import Federation as Federation
 from lightning_fed.callbacks.federation import find_federation as find_federation
@@ -16,6 +17,7 @@ from lightning_fed.callbacks.own_class_confusion import Confusion as Confusion
 from lightning_fed.callbacks.own_class_confusion import OwnClassConfusion as OwnClassConfusion
 from lightning_fed.callbacks.presets import FedAwS as FedAwS
 from lightning_fed.callbacks.presets import FedBN as FedBN
+from lightning_fed.callbacks.presets import FedFusion as FedFusion
 from lightning_fed.callbacks.presets import FedPer as FedPer
 from lightning_fed.callbacks.presets import FedRep as FedRep
 from lightning_fed.callbacks.presets import FedSS as FedSS
@@ -32,8 +34,10 @@ __all__ = [
     "ClassPrototypes",
     "CommunicationReport",
     "Confusion",
+    "FeatureFusion",
     "FedAwS",
     "FedBN",
+    "FedFusion",
     "FedPer",
     "FedRep",
     "FedSS",

@@ -9,12 +9,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_fed.aggregators import FedAvgM
+from lightning_fed.callbacks.feature_fusion import FeatureFusion
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.head_then_body import HeadThenBody
 from lightning_fed.callbacks.sampled_softmax import SampledSoftmax
 from lightning_fed.callbacks.spreadout import SpreadOut, Variant
 from lightning_fed.functional.sampled_softmax import Objective
 from lightning_fed.modules.features import find_classifier
+from lightning_fed.modules.fusion import OperatorName
 from lightning_fed.state import Selector, live_entries
 
 
@@ -109,6 +111,38 @@ def FedBN(**options: Any) -> Federation:
     """
     _check_free("FedBN", "batch_norm", "which is 'personal' there", options)
     return Federation(batch_norm="personal", **options)
+
+
+def FedFusion(
+    operator: OperatorName = "conv",
+    ema: float = 0.9,
+    eval_reference: Literal["previous", "current"] = "previous",
+    **options: Any,
+) -> Federation:
+    """Federated averaging of clients that fuse their features with those of the global model.
+
+    :class:`~lightning_fed.callbacks.FeatureFusion` at the end of the model's feature extractor, wherever that is.
+
+    Args:
+        operator: ``"conv"``, ``"multi"`` or ``"single"``.
+        ema: Share of the former weights in the new ones of "multi" and "single".
+        eval_reference: Whether the global model is evaluated with the features of the one before it, or with its own.
+        options: Further arguments of :class:`~lightning_fed.callbacks.Federation`, ``aggregator`` among them.
+
+    Raises:
+        ValueError: If an option is unknown or out of its range.
+
+    Example:
+        >>> FedFusion("multi", clients_per_round=10).client_callbacks[0].operator
+        'multi'
+
+    References:
+        Yao et al., "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019.
+
+    """
+    federation = Federation(**options)
+    federation.client_callbacks.append(FeatureFusion(operator=operator, ema=ema, eval_reference=eval_reference))
+    return federation
 
 
 def FedSS(

@@ -12,9 +12,14 @@ import lightning as L
 import yaml  # type: ignore[import-untyped]
 
 from lightning_fed.aggregators import AGGREGATORS
-from lightning_fed.callbacks import FedBN, Federation, FedPer, FedRep
+from lightning_fed.callbacks import FedBN, Federation, FedFusion, FedPer, FedRep
 
-PRESETS: dict[str, Callable[..., Federation]] = {"fedbn": FedBN, "fedper": FedPer, "fedrep": FedRep}
+PRESETS: dict[str, Callable[..., Federation]] = {
+    "fedbn": FedBN,
+    "fedfusion": FedFusion,
+    "fedper": FedPer,
+    "fedrep": FedRep,
+}
 """Methods that are presets of a federation, by name; all others are aggregators."""
 
 CENTRAL = "central"

@@ -30,9 +30,13 @@ class Extractor(NamedTuple):
     network: str
     layer: FeatureLayer
 
+    @property
+    def path(self) -> str:
+        """Name of the layer in the model."""
+        return ".".join(filter(None, (self.network, self.layer.path)))
+
     def __str__(self) -> str:
-        path = ".".join(filter(None, (self.network, self.layer.path)))
-        return f"the {self.layer.side} of {path!r}"
+        return f"the {self.layer.side} of {self.path!r}"
 
 
 def find_extractor(module: nn.Module, at: str | FeatureLayer = "auto", network: str = "auto") -> Extractor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fed.messages import State
 from lightning_fed.modules.extraction import evaluating
-from lightning_fed.modules.extractors import find_extractor
+from lightning_fed.modules.extractors import Extractor, find_extractor
 from lightning_fed.modules.features import FeatureLayer
 from lightning_fed.modules.fused import FusedExtractor, FusionLayer
 from lightning_fed.modules.fusion import ConvFusion, OperatorName
@@ -133,7 +133,7 @@ def unwrap(module: nn.Module) -> nn.Module:
         return _put(module, owner_name, owner.local if point is None else nn.Sequential(owner.local, point))
     delattr(owner, FUSION)
     if point is not None:
-        name = ".".join(filter(None, (names[id(fusion.network)], fusion.layer.path)))
+        name = Extractor(names[id(fusion.network)], fusion.layer).path
         layer = module.get_submodule(name)
         module = _put(
             module, name, nn.Sequential(*((point, layer) if fusion.layer.side == "input" else (layer, point)))

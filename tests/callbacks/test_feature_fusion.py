@@ -1,0 +1,722 @@
+"""FedFusion in a federation."""
+
+import copy
+from functools import partial
+
+import lightning as L
+import pytest
+import timm
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lightning_fed import FedBN, FederatedCallback, FederatedDataModule
+from lightning_fed.callbacks import FeatureFusion, Federation, FedFusion
+from lightning_fed.callbacks.batch_norm import recalibrate
+from lightning_fed.compare import Method
+from lightning_fed.modules import FusedExtractor, find_fusion, unwrap
+from lightning_fed.tasks import ClassificationTask, SegmentationTask
+from tests import models
+from tests.modules.test_fusion import Net
+from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
+from tests.references_fusion import FusedReference, fedfusion_reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+OPERATORS = ["conv", "multi", "single"]
+FEW = {"ann": 13, "bob": 8, "cid": 21}
+WEIGHT = "feature_fusion.operators.0.weight"
+
+
+class References(FederatedCallback):
+    """Notes the frozen extractor at the ends of visits, and what the network is fused with when it is looked at."""
+
+    def __init__(self):
+        self.after, self.outputs = [], []
+
+    def on_client_end(self, trainer, module, client, update):
+        self.after.append(find_fusion(module).frozen.state())
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
+        if not trainer.sanity_checking:
+            self.outputs.append(module(batch[0]).clone())
+
+
+def make(operator="conv", **options):
+    return FeatureFusion(operator=operator, **options)
+
+
+def fit(federated_trainer, callback, module=None, clients=None, val=None, rounds=2, callbacks=(), **options):
+    """A fit on small images; the module."""
+    module = models.Module(Net(), models.momentum) if module is None else module
+    clients = models.images(FEW) if clients is None else clients
+    trainer = federated_trainer(
+        max_rounds=rounds, callbacks=[*callbacks, *([] if callback is None else [callback])],
+        **{"batch_norm": "average", "seed": 3, **options},
+    )  # fmt: skip
+    trainer.fit(module, models.as_datasets(clients), val)
+    return module
+
+
+# --- the method -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("eval_reference", ["previous", "current"])
+def test_a_fit_against_a_plain_loop(operator, eval_reference, federated_trainer):
+    """Unequal clients, three of five in a round, BatchNorm, dropout and momentum, in double precision: the global
+    models, the frozen extractors, and what evaluation sees.
+    """
+    clients = {name: (images.double(), labels) for name, (images, labels) in models.images().items()}
+    probe = torch.randn(7, 1, 8, 8).double()
+    recorder, references = Recorder(), References()
+    module = models.Module(Net().double(), models.momentum)
+    callback = make(operator, eval_reference=eval_reference)
+    val = DataLoader(TensorDataset(probe, torch.zeros(7, dtype=torch.int64)), 7)
+    options = {"clients_per_round": 3, "local_epochs": 2, "rounds": 3}
+    fit(federated_trainer, callback, module, clients, val, callbacks=[recorder, references], **options)
+    net, prefix = Net().double(), "feature_fusion.operators.0."
+    start = {name[len(prefix) :]: v for name, v in recorder.visits[0].broadcast.items() if name.startswith(prefix)}
+    reference = FusedReference(operator, net.features, net.classifier, start)
+    history = fedfusion_reference(
+        reference, clients, lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]), models.momentum,
+        rounds=3, cohort_size=3, seed=3, epochs=2, probe=probe,
+    )  # fmt: skip
+    for round, (state, frozen, previous, current) in enumerate(history):
+        aggregate = recorder.validated[round]
+        for name, value in state.items():
+            ours = name.replace("operator.", prefix) if name.startswith("operator.") else f"net.{name}"
+            torch.testing.assert_close(aggregate[ours], value, rtol=1e-9, atol=1e-11)
+        for ours, theirs in zip(references.after[3 * round : 3 * round + 3], frozen, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+        expected = previous if eval_reference == "previous" else current
+        torch.testing.assert_close(references.outputs[round], expected, rtol=1e-9, atol=1e-11)
+    assert operator == "conv" or aggregate[WEIGHT].abs().max() > 0
+
+
+def test_no_operator_is_federated_averaging(either_trainer):
+    """BatchNorm recalibrated, dropout, Adam: bit for bit, and so is what validation says."""
+    results = []
+    for callbacks in ([], [make("none")]):
+        module, logger = models.Module(Net(), models.adam), MemoryLogger()
+        data = FederatedDataModule(models.as_datasets(models.images()), models.as_datasets(models.images(FEW)))
+        trainer = either_trainer(max_rounds=3, callbacks=callbacks, logger=logger, clients_per_round=3, local_epochs=2)
+        trainer.fit(module, datamodule=data)
+        lines = [{name: value for name, value in line.items() if "second" not in name} for _, line in logger.lines]
+        results.append((state_of(module), lines))
+    assert_same(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize(("operator", "numbers"), [("conv", 2 * 4 * 4 + 4), ("multi", 4), ("single", 1), ("none", 0)])
+def test_what_travels_grows_by_the_operator_alone(operator, numbers, federated_trainer):
+    recorders = []
+    for callback in (None, make(operator)):
+        recorders.append(Recorder())
+        fit(federated_trainer, callback, callbacks=[recorders[-1]], batch_norm="recalibrate")
+    for ours, plain in zip(recorders[1].visits, recorders[0].visits, strict=True):
+        for message in ("broadcast", "update"):
+            extra = getattr(ours, message).keys() - getattr(plain, message).keys()
+            assert sum(getattr(ours, message)[name].numel() for name in extra) == numbers
+            assert all(name.startswith("feature_fusion.") for name in extra)
+        assert ours.extras == plain.extras
+    (with_fusion, plain) = (recorder.logged for recorder in (recorders[1], recorders[0]))
+    for ours, theirs in zip(with_fusion, plain, strict=True):
+        # Three clients; recalibration sends the model down once more.
+        assert ours["comm/up_bytes"] - theirs["comm/up_bytes"] == 3 * 4 * numbers
+        assert ours["comm/down_bytes"] - theirs["comm/down_bytes"] == 2 * 3 * 4 * numbers
+
+
+class Looks(FederatedCallback):
+    """What is true of the frozen extractor in every batch."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def on_client_start(self, trainer, module, client, broadcast):
+        self.sent = {name: value.clone() for name, value in broadcast.state.items()}
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        frozen = find_fusion(module).frozen
+        for name, value in frozen.state().items():
+            assert torch.equal(value, self.sent[f"net.features.{name}"])
+        own = set(map(id, frozen.network.parameters()))
+        assert not own & set(map(id, module.parameters()))
+        assert not own & {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
+        assert not any(p.requires_grad or p.grad is not None for p in frozen.network.parameters())
+        assert not any(layer.training for layer in frozen.network.modules())
+        assert module.net.training
+        self.seen += 1
+
+
+def test_the_frozen_extractor_is_what_was_sent(federated_trainer):
+    looks = Looks()
+    module = fit(federated_trainer, make("conv"), callbacks=[looks], local_epochs=2, batch_norm="recalibrate")
+    assert looks.seen == 2 * 2 * 3
+    assert not torch.equal(looks.sent["net.features.0.weight"], module.net.features[0].weight)
+
+
+@pytest.mark.parametrize("operator", ["multi", "single"])
+@pytest.mark.parametrize("ema", [0.9, 0.5, 0.0])
+def test_weights_are_smoothed_before_evaluation_and_download(operator, ema, federated_trainer):
+    recorder = Recorder()
+    fit(federated_trainer, make(operator, ema=ema), callbacks=[recorder], rounds=4, local_epochs=2)
+    before = torch.zeros_like(recorder.visits[0].broadcast[WEIGHT])
+    for round in range(4):
+        visits = recorder.round(round)
+        assert all(torch.equal(visit.broadcast[WEIGHT], before) for visit in visits)
+        sizes = [visit.num_samples for visit in visits]
+        mean = sum(size * visit.update[WEIGHT] for size, visit in zip(sizes, visits, strict=True)) / sum(sizes)
+        after = recorder.validated[round][WEIGHT] if recorder.validated else recorder.aggregates[round][WEIGHT]
+        torch.testing.assert_close(after, (1 - ema) * mean + ema * before)
+        before = after
+    assert before.abs().max() > 0
+
+
+def test_convolutions_are_not_smoothed(federated_trainer):
+    aggregates = []
+    for ema in (0.9, 0.0):
+        recorder = Recorder()
+        torch.manual_seed(0)
+        fit(federated_trainer, make("conv", ema=ema), callbacks=[recorder])
+        aggregates.append(recorder.aggregates)
+    for ours, theirs in zip(*aggregates, strict=True):
+        assert_same(ours, theirs)
+
+
+def test_weights_stay_in_their_range(federated_trainer):
+    class Range(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            values.append(update.state[WEIGHT])
+
+    extremes = []
+    for clamp in (None, (-0.001, 0.002)):
+        values = []
+        fit(federated_trainer, make("multi", clamp=clamp, ema=0), callbacks=[Range()], local_epochs=4)
+        extremes.append((torch.stack(values).min().item(), torch.stack(values).max().item()))
+    assert extremes[0][0] < -0.001
+    assert extremes[0][1] > 0.002
+    assert extremes[1] == pytest.approx((-0.001, 0.002))
+
+
+# --- rounds that come to nothing, checkpoints -------------------------------------------------------------------------
+
+
+def probe_of(module, inputs=None):
+    inputs = torch.linspace(-1, 1, 5 * 64).reshape(5, 1, 8, 8) if inputs is None else inputs
+    with torch.no_grad():
+        return copy.deepcopy(module).eval()(inputs)
+
+
+def data(batch_size=8):
+    return FederatedDataModule(
+        models.as_datasets(models.images(FEW)), models.as_datasets(models.images({"ann": 9, "eve": 7})),
+        batch_size=batch_size,
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("eval_reference", ["previous", "current"])
+def test_a_checkpoint_is_evaluated_as_its_model_was(
+    operator, eval_reference, federated_trainer, plain_trainer, tmp_path
+):
+    """In a new process' objects, through both kinds of Trainer; and the fitted module itself, without the callback."""
+    logger, callback = MemoryLogger(), make(operator, eval_reference=eval_reference)
+    saved = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+    module = models.Module(Net(), models.momentum)
+    trainer = federated_trainer(
+        max_rounds=3, callbacks=[callback, saved], logger=logger, enable_checkpointing=True, seed=1
+    )
+    trainer.fit(module, datamodule=data())
+    losses = [value for _, value in logger.curve("val_loss")]
+    probes = [probe_of(module)]
+    for epoch, loss in enumerate(losses):
+        for make_trainer in (federated_trainer, plain_trainer):
+            fresh = models.Module(Net(), models.momentum)
+            again = make_trainer(callbacks=[make(operator, eval_reference=eval_reference)])
+            again.validate(fresh, datamodule=data(), ckpt_path=tmp_path / f"epoch={epoch}.ckpt", verbose=False)
+            assert again.callback_metrics["val_loss"].item() == loss
+    probes.append(probe_of(fresh))
+    plain_trainer().validate(module, datamodule=data(), verbose=False)
+    assert plain_trainer(callbacks=[make(operator, eval_reference=eval_reference)]).validate(
+        module, datamodule=data(), verbose=False
+    ) == [{"val_loss": losses[-1], "val_acc": pytest.approx(logger.curve("val_acc")[-1][1])}]
+    assert torch.equal(*probes)
+    state = torch.load(tmp_path / "epoch=2.ckpt", weights_only=True)["callbacks"]["FeatureFusion"]
+    assert state["reference"].keys() == (find_fusion(module).frozen.entries if eval_reference == "previous" else set())
+
+
+class Stop(L.Callback):
+    """Breaks a fit off."""
+
+    def __init__(self, hook, batch=-1, round=2):
+        setattr(self, hook, self.stop)
+        self.batch, self.round, self.count = batch, round, 0
+
+    def stop(self, trainer, module, *arguments):
+        if trainer.current_epoch == self.round and not getattr(trainer, "sanity_checking", False):
+            self.count += 1
+            if self.count > self.batch:
+                raise KeyError("broken off")
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(("hook", "batch"), [("on_train_batch_end", 3), ("on_validation_start", 0)])
+def test_a_fit_that_is_resumed_is_the_same(operator, hook, batch, federated_trainer, tmp_path):
+    """Broken off inside a visit, after it has been saved there, or after the aggregation; bit for bit."""
+
+    def run(folder, rounds=4, callbacks=(), ckpt_path=None):
+        torch.manual_seed(0)
+        module, logger = models.Module(Net(), models.momentum), MemoryLogger()
+        saved = ModelCheckpoint(folder, save_last=True, every_n_train_steps=1, save_top_k=0)
+        trainer = federated_trainer(
+            max_rounds=rounds, callbacks=[make(operator), saved, *callbacks], enable_checkpointing=True, local_epochs=2,
+            batch_norm="recalibrate", optimizer_state="keep", stragglers=0.4, logger=logger, seed=2,
+        )  # fmt: skip
+        trainer.fit(module, datamodule=data(), ckpt_path=ckpt_path)
+        return module, logger
+
+    whole, logger = run(tmp_path / "whole")
+    with pytest.raises(KeyError, match="broken off"):
+        run(tmp_path / "broken", callbacks=[Stop(hook, batch)])
+    torch.manual_seed(99)
+    resumed, again = run(tmp_path / "broken", ckpt_path=tmp_path / "broken" / "last.ckpt")
+    assert_same(state_of(whole), state_of(resumed))
+    assert_same(find_fusion(whole).frozen.state(), find_fusion(resumed).frozen.state())
+    assert again.curve("val_loss")[-2:] == logger.curve("val_loss")[-2:]
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "recalibration"])
+def test_a_round_that_is_broken_off_leaves_the_last_global_model(hook, federated_trainer, monkeypatch):
+    """In a visit, and after the aggregation, while statistics are measured: with the extractor that belongs to it."""
+    expected = fit(federated_trainer, make("conv", conv_init="local"), rounds=2, batch_norm="recalibrate")
+    module, measured = models.Module(Net(), models.momentum), []
+
+    def measure(*arguments):
+        measured.append(arguments)
+        if len(measured) == 3:
+            raise KeyError("broken off")
+        return recalibrate(*arguments)
+
+    if hook == "recalibration":
+        monkeypatch.setattr("lightning_fed.callbacks.federation.recalibrate", measure)
+    callbacks = [Stop(hook, 2)] if hook != "recalibration" else []
+    with pytest.raises(KeyError, match="broken off"):
+        fit(
+            federated_trainer, make("conv", conv_init="local"), module, rounds=4, callbacks=callbacks,
+            batch_norm="recalibrate",
+        )  # fmt: skip
+    assert_same(state_of(expected), state_of(module))
+    assert torch.equal(probe_of(expected), probe_of(module))
+
+
+def test_a_round_without_a_new_model_keeps_the_reference(federated_trainer):
+    class Spoil(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            if trainer.current_epoch == 2:
+                update.state[WEIGHT] = torch.full_like(update.state[WEIGHT], torch.nan)
+
+    results = []
+    for rounds, callbacks in ((2, []), (3, [Spoil()])):
+        torch.manual_seed(0)
+        module = fit(federated_trainer, make("multi"), rounds=rounds, callbacks=callbacks)
+        results.append((state_of(module), probe_of(module)))
+    assert_same(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_before_the_first_round_both_references_are_one(federated_trainer):
+    outputs = {}
+
+    class Sanity(L.Callback):
+        def on_validation_batch_end(self, trainer, module, *arguments):
+            if trainer.sanity_checking:
+                outputs.setdefault(name, module(arguments[1][0]).clone())
+
+    for name in ("previous", "current"):
+        torch.manual_seed(0)
+        trainer = federated_trainer(
+            max_rounds=1, callbacks=[make("conv", eval_reference=name), Sanity()], num_sanity_val_steps=2
+        )
+        trainer.fit(models.Module(Net()), datamodule=data())
+    assert torch.equal(outputs["previous"], outputs["current"])
+
+
+# --- together with others ---------------------------------------------------------------------------------------------
+
+TOGETHER = {
+    "fedmargin": {"aggregator": "fedmargin"},
+    "fedprox": {"aggregator": "fedprox"},
+    "fedavgm": {"aggregator": "fedavgm"},
+    "fedatt": {"aggregator": "fedatt"},
+    "fesem": {"aggregator": "fesem", "clients_per_round": 3},
+    "feddane": {"aggregator": "feddane"},
+    "head at home": {"personal": ["net.classifier.*"]},
+    "operator at home": {"personal": ["feature_fusion.*"]},
+    "operator frozen": {"frozen": ["feature_fusion.*"]},
+    "batch norm recalibrated": {"batch_norm": "recalibrate"},
+    "batch norm personal": {"batch_norm": "personal"},
+    "batch norm frozen": {"batch_norm": "frozen"},
+    "optimizer state kept": {"optimizer_state": "keep", "personal": ["net.classifier.*"]},
+    "stragglers and dropouts": {"stragglers": 0.5, "dropout": 0.2},
+    "mixed precision": {"precision": "bf16-mixed"},
+    "low precision": {"precision": "bf16-true"},
+    "accumulation": {"accumulate_grad_batches": 2, "local_steps": 4},
+}
+
+
+@pytest.mark.parametrize("options", TOGETHER.values(), ids=TOGETHER)
+@pytest.mark.parametrize("operator", ["conv", "multi"])
+@pytest.mark.filterwarnings("ignore:Adding .* is deprecated")
+def test_together_with_everything_else(options, operator, federated_trainer):
+    """The loss falls, the operator moves where it may, the frozen extractor is the client's start."""
+
+    class Start(FederatedCallback):
+        def on_client_start(self, trainer, module, client, broadcast):
+            self.start = state_of(module.net.features)
+
+        def on_client_end(self, trainer, module, client, update):
+            assert_same(find_fusion(module).frozen.state(), self.start)
+            count.append(client)
+
+    count = []
+    module, logger = models.Module(Net(), models.momentum), MemoryLogger()
+    trainer = federated_trainer(
+        max_rounds=4, callbacks=[Start(), make(operator)], logger=logger, seed=0,
+        **{"batch_norm": "average", **({"local_epochs": 2} if "local_steps" not in options else {}), **options},
+    )  # fmt: skip
+    clients = models.as_datasets(models.images({"ann": 48, "bob": 40, "cid": 64}))
+    trainer.fit(module, clients, models.as_datasets(models.images({"ann": 24, "cid": 8})))
+    losses = [value for _, value in logger.curve("train_loss")]
+    assert losses[-1] < 0.9 * losses[0]
+    assert len(count) >= 4
+    moved = find_fusion(module).operators["0"].weight.detach()
+    if operator == "multi" and not {"frozen", "personal"} & options.keys():
+        assert moved.any()
+    if options.get("personal") == ["feature_fusion.*"]:
+        assert operator == "conv" or not moved.any()  # the server's
+        kept = [trainer.federation.store.get(client)[WEIGHT] for client in ("ann", "bob")]
+        assert not torch.equal(*kept)
+
+
+def test_an_operator_at_home_adds_nothing_to_what_travels(federated_trainer):
+    recorders = [Recorder(), Recorder()]
+    fit(federated_trainer, None, callbacks=recorders[:1])
+    fit(federated_trainer, make("conv"), callbacks=recorders[1:], personal=["feature_fusion.*"])
+    assert recorders[0].up_bytes == recorders[1].up_bytes
+    assert recorders[0].down_bytes == recorders[1].down_bytes
+
+
+def test_the_preset_is_the_callback(federated_trainer):
+    results = []
+    for federation in (FedFusion("multi", ema=0.5, seed=1), Federation(seed=1)):
+        callbacks = [] if federation.client_callbacks else [make("multi", ema=0.5)]
+        trainer = federated_trainer(max_rounds=2, federation=federation, callbacks=callbacks)
+        module = models.Module(Net(), models.momentum)
+        trainer.fit(module, models.as_datasets(models.images(FEW)))
+        results.append(state_of(module))
+    assert_same(*results)
+    assert WEIGHT in results[0]
+
+
+def test_the_method_of_a_comparison():
+    recipe = Federation(local_epochs=3)
+    federation = Method.parse("fedfusion:operator=single:clients_per_round=5").federation(recipe)
+    (callback,) = federation.client_callbacks
+    assert (callback.operator, federation.arguments["clients_per_round"]) == ("single", 5)
+    assert federation.schedule.local_epochs == 3
+    federation = Method.parse("fedfusion:operator=conv:conv_init=local:cache_global_features=true").federation(recipe)
+    (callback,) = federation.client_callbacks
+    assert (callback.conv_init, callback.cache_global_features) == ("local", True)
+
+
+def test_prototypes_are_measured_with_the_reference_of_the_visit(federated_trainer):
+    class First(FederatedCallback):
+        def on_client_start(self, trainer, module, client, broadcast):
+            fusion = find_fusion(module)
+            assert fusion.is_referring
+            assert_same(fusion.frozen.state(), state_of(module.net.features))
+
+    for callbacks in ([First(), make("conv")], [make("conv"), First()]):
+        trainer = federated_trainer(max_rounds=2, aggregator="fedmargin", callbacks=callbacks, batch_norm="average")
+        trainer.fit(models.Module(Net()), models.as_datasets(models.images(FEW)))
+        assert [type(callback) for callback in trainer.callbacks[:2]] == [Federation, FeatureFusion]
+
+
+def test_personal_batch_norm_has_the_clients_own_statistics_in_both_extractors(federated_trainer):
+    frozen = {}
+
+    class Start(FederatedCallback):
+        def on_client_start(self, trainer, module, client, broadcast):
+            frozen.setdefault(client, []).append(find_fusion(module).frozen.state()["1.running_mean"])
+
+    module = models.Module(Net())
+    trainer = federated_trainer(max_rounds=2, federation=FedBN(seed=0), callbacks=[Start(), make("conv")])
+    trainer.fit(module, models.as_datasets(models.images(FEW)))
+    assert not torch.equal(frozen["ann"][1], frozen["bob"][1])
+    assert torch.equal(frozen["ann"][0], frozen["bob"][0])
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_deeplab_with_its_encoder_fused(federated_trainer, tmp_path):
+    task = SegmentationTask(
+        "DeepLabV3Plus", num_classes=3, encoder_name="mobilenet_v2", encoder_weights=None, lr=0.05,
+        model_kwargs={"decoder_channels": 16},
+    )  # fmt: skip
+    clients, logger = models.scenes({"ann": 8, "bob": 6}), MemoryLogger()
+    trainer = federated_trainer(
+        max_rounds=2, callbacks=[make("multi", ema=0)], logger=logger, local_epochs=2, batch_norm="recalibrate"
+    )
+    trainer.fit(task, FederatedDataModule(models.as_datasets(clients), models.as_datasets(clients), batch_size=4))
+    losses = [value for _, value in logger.curve("train_loss")]
+    assert losses[-1] < losses[0]
+    fusion = find_fusion(task)
+    assert list(fusion.operators) == ["1", "2", "3", "4", "5"]
+    assert fusion.operators["5"].weight.any()
+    assert fusion.operators["2"].weight.any()
+    assert not fusion.operators["1"].weight.any()  # DeepLabV3+ does not use this level
+    images = clients["ann"][0]
+    expected = copy.deepcopy(task).eval()
+    find_fusion(expected).release()
+    assert torch.equal(unwrap(task).eval()(images), expected(images))
+
+
+@pytest.mark.parametrize("name", ["resnet10t", "mobilenetv3_small_050"])
+def test_classifiers_of_timm(name, federated_trainer):
+    clients = {client: (images.repeat(1, 3, 4, 4), labels) for client, (images, labels) in models.images(FEW).items()}
+    task = ClassificationTask(timm.create_model(name, num_classes=3, drop_rate=0.1), num_classes=3, lr=0.05)
+    recorder, references = Recorder(), References()
+    fit(federated_trainer, make("single", ema=0), task, clients, callbacks=[recorder, references])
+    fusion = find_fusion(task)
+    assert fusion.operators["0"].weight.any()
+    for visit, frozen in zip(recorder.visits, references.after, strict=True):
+        assert_same(frozen, {name: visit.broadcast[f"model.{name}"] for name in frozen})
+    assert not any("classifier" in name or "fc." in name for name in frozen)
+
+
+def test_a_model_with_a_fused_extractor_of_its_own(federated_trainer):
+    net = Net()
+    net.features = FusedExtractor(net.features, "conv")
+    module = fit(federated_trainer, make("conv"), models.Module(net, models.momentum), rounds=1)
+    assert "net.features.feature_fusion.operators.0.weight" in module.state_dict()
+    assert find_fusion(module) is net.features.feature_fusion
+    twin = fit(federated_trainer, None, models.Module(Net(), models.momentum), rounds=1)
+    assert not torch.equal(net.features.local[0].weight, twin.net.features[0].weight)
+
+
+class Named(models.Module):
+    """A module that names what it trains."""
+
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer(self.net.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+def test_operators_train_whatever_the_optimizer_was_given(federated_trainer):
+    results = []
+    for kind in (models.Module, Named):
+        scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+        module = kind(Net(), models.adam, *([scheduler] if kind is models.Module else []))
+        torch.manual_seed(0)
+        results.append(state_of(fit(federated_trainer, make("conv"), module, rounds=3)))
+    assert_same(*results)
+    with pytest.raises(MisconfigurationException, match="to train the parameters of `feature_fusion`"):
+        fit(federated_trainer, make("conv"), Named(Net(), torch.optim.Adagrad))
+
+
+def test_a_net_that_is_compiled(federated_trainer):
+    results = []
+    for net in (Net(), torch.compile(Net(), backend="eager")):
+        torch.manual_seed(0)
+        recorder = Recorder()
+        fit(federated_trainer, make("conv"), models.Module(net), callbacks=[recorder], rounds=2)
+        results.append({name.replace("_orig_mod.", ""): value for name, value in recorder.aggregates[-1].items()})
+    torch.testing.assert_close(*results)
+
+
+# --- the module after the fit -----------------------------------------------------------------------------------------
+
+
+def test_fits_one_after_another(federated_trainer, plain_trainer, tmp_path):
+    """Fusion is put in once; another fit starts from the model's own extractor; what came out is of use."""
+    module = fit(federated_trainer, make("conv"))
+    fusion = find_fusion(module)
+    assert fusion.is_referring
+    seen = []
+
+    class See(L.Callback):
+        def on_train_start(self, trainer, module):
+            seen.append(find_fusion(module).is_referring)
+
+    again = fit(federated_trainer, make("conv"), module, callbacks=[See()])
+    assert find_fusion(again) is fusion
+    assert seen == [False]
+    callback = make("conv")
+    trainer = federated_trainer(max_rounds=1, callbacks=[callback, See()], seed=0)
+    trainer.fit(module, models.as_datasets(models.images(FEW)))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, models.as_datasets(models.images(FEW)))
+    assert seen[-2:] == [False, True]
+    images = models.images(FEW)["ann"][0]
+    outputs = plain_trainer().predict(module, DataLoader(images, 13))
+    assert torch.equal(outputs[0], module.eval()(images))
+    plain_trainer(max_epochs=1).fit(module.train(), DataLoader(TensorDataset(*models.images(FEW)["ann"]), 13))
+    assert len(module.net.features._forward_hooks) == 1  # noqa: SLF001 - nothing piles up
+
+
+def test_another_fusion_is_refused(federated_trainer):
+    module = fit(federated_trainer, make("multi"), rounds=1)
+    with pytest.raises(MisconfigurationException, match=r"but it has 'multi' at the output of 'net.features': take"):
+        fit(federated_trainer, make("conv"), module, rounds=1)
+    with pytest.raises(MisconfigurationException, match=r"with 'multi' at 'net.features.0', but it has"):
+        fit(federated_trainer, make("multi", at="net.features.0"), module, rounds=1)
+    fit(federated_trainer, make("multi", at="net.features"), module, rounds=1)
+    fit(federated_trainer, make("conv"), unwrap(module), rounds=1)
+
+
+class Late(models.Module):
+    """Builds its net when it is too late."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def configure_model(self):
+        self.net = Net()
+
+
+class Aside(models.Module):
+    """Does not run its net."""
+
+    def training_step(self, batch, batch_idx):
+        features = batch[0]
+        for layer in self.net.features:
+            features = layer(features)
+        return self.loss(self.net.classifier(features), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "error", "message"),
+    [
+        (Late, {}, ValueError, r"has none.*What is built in its `setup` comes too late"),
+        (lambda: Aside(Net()), {}, MisconfigurationException, "to run its Sequential up to .* but no batch did"),
+        (lambda: models.Module(Net()), {"at": "net.nothing"}, ValueError, "but got 'net.nothing': 'net' has"),
+        (lambda: models.Module(Net()), {"levels": [3]}, ValueError, "Expected `levels` to be some of"),
+    ],
+)
+def test_models_that_cannot_be_fused(module, options, error, message, federated_trainer):
+    with pytest.raises(error, match=message):
+        fit(federated_trainer, make("conv", **options), module())
+
+
+def test_a_fit_needs_a_federation(plain_trainer):
+    with pytest.raises(MisconfigurationException, match="has no `Federation`"):
+        plain_trainer(max_epochs=1, callbacks=[make()]).fit(models.Module(Net()), DataLoader(torch.zeros(2, 1, 8, 8)))
+    with pytest.raises(RuntimeError, match="The module is fused in `setup`"):
+        _ = make().fusion
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"operator": "sum"}, "Expected `operator` to be one of"),
+        ({"ema": 1.0}, r"Expected `ema` to be in \[0, 1\), but got 1.0"),
+        ({"eval_reference": "next"}, "Expected `eval_reference` to be one of"),
+        ({"conv_init": "zeros"}, "Expected `init` to be one of"),
+        ({"operator": "multi", "clamp": (1, 0)}, "Expected `clamp` to be a range"),
+    ],
+)
+def test_options_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        FeatureFusion(**options)
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+class Flipped(Dataset):
+    """Images that are shifted at random whenever they are asked for."""
+
+    def __init__(self, images, labels):
+        self.images, self.labels = images, labels
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, place):
+        return self.images[place] + 0.01 * torch.randn(()), self.labels[place]
+
+
+class Passes(FederatedCallback):
+    """Counts the images that the frozen extractor is asked for in every visit."""
+
+    def __init__(self):
+        self.counts = []
+
+    def on_client_start(self, trainer, module, client, broadcast):
+        self.counts.append(0)
+        if len(self.counts) == 1:
+            frozen = find_fusion(module).frozen.network
+            frozen.register_forward_pre_hook(self.count)
+
+    def count(self, network, args):
+        self.counts[-1] += len(args[0])
+
+
+@pytest.mark.parametrize("operator", ["conv", "multi"])
+def test_cached_features_give_the_same_fit(operator, federated_trainer):
+    results = []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        passes, recorder = Passes(), Recorder()
+        fit(
+            federated_trainer, make(operator, cache_global_features=cached), callbacks=[passes, recorder],
+            local_epochs=3,
+        )  # fmt: skip
+        results.append((passes.counts, recorder.aggregates[0]))
+    sizes = list(FEW.values())
+    assert results[0][0] == [3 * size for size in sizes] * 2
+    assert results[1][0] == sizes * 2
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
+
+
+def test_augmented_images_are_never_taken_for_others(federated_trainer):
+    """Nothing is found again: that is said once, no more is kept, and the fit is the one without the cache."""
+    results = []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        module = models.Module(Net(), models.momentum)
+        callback, passes = make("conv", cache_global_features=cached), Passes()
+        trainer = federated_trainer(
+            max_rounds=2, local_epochs=3, seed=1, callbacks=[callback, passes], batch_norm="average"
+        )
+        clients = {name: Flipped(*tensors) for name, tensors in models.images(FEW).items()}
+        if cached:
+            with pytest.warns(UserWarning, match="`cache_global_features` finds none of the inputs again") as caught:
+                trainer.fit(module, clients)
+            assert sum("cache_global_features" in str(warning.message) for warning in caught) == 1
+        else:
+            trainer.fit(module, clients)
+        results.append((state_of(module), passes.counts))
+    assert_same(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+def test_visits_of_one_epoch_keep_nothing(federated_trainer):
+    class See(FederatedCallback):
+        def on_client_start(self, trainer, module, client, broadcast):
+            seen.append(find_fusion(module).cache)
+
+        def on_visit_end(self, trainer, module, client):
+            assert find_fusion(module).cache is None
+
+    seen = []
+    fit(federated_trainer, make("conv", cache_global_features=True), callbacks=[See()])
+    assert seen == [None] * 6
+    fit(federated_trainer, make("conv", cache_global_features=True), callbacks=[See()], local_epochs=2)
+    assert None not in seen[6:]
+    assert len(set(map(id, seen[6:]))) == 6
