@@ -37,6 +37,10 @@ class SpreadOut(FederatedCallback):
     clients that know their own classes only: nothing in their loss keeps these from the others. It goes with any
     aggregator; a server's momentum does not see it.
 
+    The authors have class vectors of length 1. Here they have any length, and keep it: the regulariser sees directions
+    only, so that its step is at a right angle to a vector and makes it longer, and the longer a vector is, the less
+    training turns it.
+
     With ``"top_k"`` the classes of the round's clients are pushed from their nearest ones
     (:func:`~lightning_fed.functional.spreadout_top_k`): those of which a client held rows, or all of them where clients
     hold the whole layer. With ``"margin"`` all classes are kept from all others
@@ -50,6 +54,7 @@ class SpreadOut(FederatedCallback):
         lr: :math:`\eta`; ``None`` for the learning rate that the layer has in the clients' training in this round.
         comparison: Number of classes, drawn in every round, among which ``"top_k"`` looks for the nearest; ``None`` for
             all.
+        normalize: Whether the vectors that the step moves get the length back that they had before it.
         entry: Name of the layer's weight, one row per class; ``"auto"`` for that of the layer that makes the logits
             (:func:`~lightning_fed.modules.find_classifier`).
 
@@ -74,6 +79,7 @@ class SpreadOut(FederatedCallback):
         margin: float = 0.9,
         lr: float | None = None,
         comparison: int | None = None,
+        normalize: bool = True,
         entry: str = "auto",
     ) -> None:
         check_option("variant", variant, get_args(Variant))
@@ -88,6 +94,7 @@ class SpreadOut(FederatedCallback):
         self.margin = margin
         self.lr = lr
         self.comparison = None if comparison is None else check_count("comparison", comparison)
+        self.normalize = normalize
         self.entry = entry
         self._name, self._rate = "", 0.0
         self._rows: dict[Client, Tensor | None] = {}
@@ -119,7 +126,10 @@ class SpreadOut(FederatedCallback):
         with torch.enable_grad():
             weight = at_least_float32(old.detach()).flatten(1).clone().requires_grad_()
             (gradient,) = torch.autograd.grad(self._value(trainer, weight), weight)
-        new = weight.detach() - self.strength * self._rate * gradient
+        weight = weight.detach()
+        new = weight - self.strength * self._rate * gradient
+        if self.normalize:
+            new = _with_lengths_of(new, weight)
         state[self._name] = new.view_as(old).to(old.dtype)
 
     def _value(self, trainer: L.Trainer, weight: Tensor) -> Tensor:
@@ -140,6 +150,13 @@ class SpreadOut(FederatedCallback):
             rows = self._rows[client]
             held[slice(None) if rows is None else rows.cpu()] = True
         return held.nonzero()[:, 0]
+
+
+def _with_lengths_of(new: Tensor, old: Tensor) -> Tensor:
+    """Rows of ``new`` with the lengths of those of ``old``; to the last bit the same where nothing was changed."""
+    lengths = [torch.linalg.vector_norm(rows, dim=1, keepdim=True) for rows in (old, new)]
+    changed = (new != old).any(1, keepdim=True)
+    return torch.where(changed, new * (lengths[0] / lengths[1]), old)
 
 
 def _find_weight(module: nn.Module) -> str:

@@ -1,5 +1,7 @@
 """The server's spread-out step: on which layer, with which classes and learning rate, and that nothing else changes."""
 
+import math
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -29,6 +31,10 @@ def halving(optimizer):
 
 def per_step(optimizer):
     return {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step), "interval": "step"}
+
+
+def still(parameters):
+    return torch.optim.SGD(parameters, lr=0.0)
 
 
 class TwoRates(models.Module):
@@ -63,16 +69,24 @@ def fit(federated_trainer, module, clients, step, rounds=1, others=(), **options
     return before, after, trainer
 
 
-def stepped(weight, rate, function):
-    """The weight after a step against the gradient of a function of plain numbers."""
+def stepped(weight, rate, function, normalize=True):
+    """The weight after a step against the gradient of a function of plain numbers, with rows as long as before."""
     rows = weight.double().flatten(1).tolist()
-    gradient = torch.tensor(gradient_reference(function, rows), dtype=torch.float64)
-    return (weight.double() - rate * gradient.view(weight.shape)).to(weight.dtype)
+    steps = gradient_reference(function, rows)
+    new = [[value - rate * slope for value, slope in zip(*pair, strict=True)] for pair in zip(rows, steps, strict=True)]
+    if normalize:
+        scales = [math.hypot(*old) / math.hypot(*row) for old, row in zip(rows, new, strict=True)]
+        new = [[value * scale for value in row] for row, scale in zip(new, scales, strict=True)]
+    return torch.tensor(new, dtype=torch.float64).view(weight.shape).to(weight.dtype)
 
 
-def assert_stepped(before, after, rate, function, name=HEAD):
+def lengths(weight):
+    return torch.linalg.vector_norm(weight.double().flatten(1), dim=1)
+
+
+def assert_stepped(before, after, rate, function, name=HEAD, normalize=True):
     assert_same(*({entry: value for entry, value in state.items() if entry != name} for state in (before, after)))
-    assert torch.allclose(after[name], stepped(before[name], rate, function), atol=1e-5)
+    assert torch.allclose(after[name], stepped(before[name], rate, function, normalize), atol=1e-5)
     assert (after[name] - before[name]).abs().max() > 1e-3
     assert after[name].dtype == before[name].dtype
 
@@ -138,6 +152,48 @@ def test_the_servers_momentum_does_not_see_it(federated_trainer):
         states.append(state_of(module))
     assert_same(*memories)
     assert not torch.equal(states[0][HEAD], states[1][HEAD])
+
+
+# --- lengths ---------------------------------------------------------------------------------------------------------
+
+
+def test_lengths_stay_what_they_were(federated_trainer):
+    """Round after round, where the clients do not train: directions move, and rows without a gradient do not at all."""
+    module = models.Module(wide_head(), still)
+    start = state_of(module)[HEAD]
+    clients = {name: data for name, data in some_classes().items() if name in ("ann", "cid")}  # classes 0, 3 and 5
+    before, after, _ = fit(
+        federated_trainer, module, clients, SpreadOut(k=1, strength=2.0, lr=0.5), rounds=5,
+        others=[SampledSoftmax(0, "posonly")],
+    )  # fmt: skip
+    for old, new in zip(before.aggregates, after.aggregates, strict=True):
+        steps = gradient_reference(lambda rows: spreadout_top_k_reference(rows, [0, 3, 5], 1), old[HEAD].tolist())
+        moved = torch.tensor([any(row) for row in steps])
+        assert 3 <= moved.sum() < CLASSES
+        assert torch.equal(new[HEAD][~moved], old[HEAD][~moved])
+        assert (torch.cosine_similarity(new[HEAD], old[HEAD])[moved] < 0.999).all()
+    torch.testing.assert_close(lengths(module.net[2].weight), lengths(start), rtol=1e-6, atol=0)
+
+
+def test_lengths_that_are_free_grow(federated_trainer):
+    """Every step is at a right angle to the rows."""
+    before, after, _ = fit(
+        federated_trainer, models.Module(models.mlp()), models.vectors(), SpreadOut(k=1, strength=2.0, normalize=False)
+    )
+    (old,), (new,) = before.aggregates, after.aggregates
+    assert_stepped(old, new, 2.0 * 0.1, lambda rows: spreadout_top_k_reference(rows, range(3), 1), normalize=False)
+    assert (lengths(new[HEAD]) > lengths(old[HEAD])).all()
+
+
+@pytest.mark.parametrize("lr", [0.0, 0.1])
+def test_a_row_of_zeros_stays(lr, federated_trainer):
+    module = models.Module(models.mlp(), still)
+    with torch.no_grad():
+        module.net[2].weight[1] = 0
+    _, after, _ = fit(federated_trainer, module, models.vectors(), SpreadOut(lr=lr))
+    weight = after.aggregates[0][HEAD]
+    assert weight.isfinite().all()
+    assert not weight[1].any()
 
 
 # --- the classes ------------------------------------------------------------------------------------------------------
