@@ -187,15 +187,9 @@ class LocalOptimizers:
             rows: Parameters of which the client holds some rows only, and which.
 
         """
-        self._load(self._start)
+        self._load({**self._start, "buffers": self._sliced(self._start["buffers"], rows)} if rows else self._start)
         if kept:
             unpack_optimizers(self.optimizers, kept)
-        for parameter, held in rows:
-            for optimizer in self.optimizers:
-                buffers = optimizer.state.get(parameter, {})  # Adagrad's sums are there from the start
-                for name, value in buffers.items():
-                    if isinstance(value, Tensor) and value.ndim and value.shape[1:] == parameter.shape[1:]:
-                        buffers[name] = value[held.to(value.device)]
 
     def end_visit(self, num_samples: int) -> State:
         """Notes where this client left the schedulers; its packed optimizer state in ``"keep"`` mode."""
@@ -246,6 +240,26 @@ class LocalOptimizers:
         if buffers:
             state["buffers"] = [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
         return state
+
+    def _sliced(
+        self, buffers: Sequence[Mapping[Any, Any]], rows: Sequence[tuple[Tensor, Tensor]]
+    ) -> list[dict[Any, Any]]:
+        """The buffers with some rows of those of some parameters, as Adagrad's sums, which are there from the start."""
+        sliced = []
+        for optimizer, own in zip(self.optimizers, buffers, strict=True):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            copies = dict(own)
+            for place, parameter in enumerate(parameters):
+                held = next((held for other, held in rows if other is parameter), None)
+                if held is not None and place in own:
+                    copies[place] = {
+                        name: value[held.to(value.device)]
+                        if isinstance(value, Tensor) and value.ndim and value.shape[1:] == parameter.shape[1:]
+                        else value
+                        for name, value in own[place].items()
+                    }
+            sliced.append(copies)
+        return sliced
 
     def _load(self, state: Mapping[str, Any]) -> None:
         for optimizer, buffers, groups in zip(self.optimizers, state["buffers"], state["groups"], strict=True):

@@ -11,7 +11,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fed import FederatedTrainer, cli
-from lightning_fed.aggregators import AGGREGATORS, FairAvg, FedAvg, FedProx
+from lightning_fed.aggregators import AGGREGATORS, FairAvg, FedAvg, FedAvgM, FedProx
 from lightning_fed.callbacks import HeadThenBody
 from lightning_fed.cli import FederatedCLI, main
 from lightning_fed.data import (
@@ -21,6 +21,7 @@ from lightning_fed.data import (
     Dirichlet,
     FashionMNIST,
     LabelsPerClient,
+    Omniglot,
     PartitionedData,
     Shapes,
     Shards,
@@ -82,6 +83,7 @@ def test_there_is_a_recipe_for_every_job():
         "compare_femnist",
         "fashion_mnist_dirichlet",
         "femnist_writers",
+        "omniglot",
         "shapes_deeplab",
         "synthetic",
     ]
@@ -106,6 +108,7 @@ def where_data_are(recipe, folder):
         ("compare_femnist", ClassificationTask, FEMNIST, ByGroup(), 20, 10),
         ("fashion_mnist_dirichlet", ClassificationTask, FashionMNIST, Dirichlet(100, 0.1), 200, 10),
         ("femnist_writers", ClassificationTask, FEMNIST, ByGroup(), 300, 10),
+        ("omniglot", ClassificationTask, Omniglot, LabelsPerClient(128, 20, "even"), 300, 16),
         ("shapes_deeplab", SegmentationTask, Shapes, Dirichlet(12, 0.3), 6, 4),
         ("synthetic", ClassificationTask, Synthetic, None, 30, 10),
     ],
@@ -123,7 +126,7 @@ def test_a_recipe_builds_what_it_says(recipe, task, data, partition, rounds, cli
     assert built.trainer.max_epochs == rounds
     federation = built.trainer.federation
     assert repr(built.datamodule.partition if is_partitioned else federation.partition) == repr(partition)
-    assert type(federation.server.aggregator) is FedAvg
+    assert type(federation.server.aggregator) is (FedAvgM if recipe == "omniglot" else FedAvg)
     assert federation.schedule.clients_per_round == clients_per_round
     assert type(federation.schedule.clients_per_round) is type(clients_per_round)
     assert federation.schedule.seed == 0

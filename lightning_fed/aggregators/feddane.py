@@ -39,6 +39,8 @@ class FedDANE(AveragingAggregator):
 
     """
 
+    takes_rows: bool = False  # the gradients are of whole entries
+
     def __init__(self, mu: float = 0.0) -> None:
         super().__init__()
         if not 0 <= mu < float("inf"):

@@ -5,6 +5,10 @@ from __future__ import annotations
 from lightning_fed.data.population import PlannedVisit
 
 
+class ClientFault(Exception):  # noqa: N818 - it is the client's, and no error of the program
+    """What is wrong with a client that is left out for it, in words: raised by callbacks in ``on_client_batch``."""
+
+
 def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
     """Why a client is left out for an error in the module's step; ``None`` where the error is not the client's.
 

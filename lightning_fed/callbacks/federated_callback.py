@@ -62,7 +62,12 @@ class FederatedCallback(L.Callback):
         """Client side, after the module has loaded the message and before its first batch."""
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Client side, just before a training step: the batch for it. Lightning's hooks see the batch as it came."""
+        """Client side, just before a training step: the batch for it. Lightning's hooks see the batch as it came.
+
+        Raises:
+            ClientFault: (of :mod:`lightning_fed.callbacks.blame`) if the client is to be left out for its data.
+
+        """
         return batch
 
     def on_client_end(

@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fed.aggregators import Aggregator, build_aggregator
 from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, thaw_batch_norm, warn_of_averaging
-from lightning_fed.callbacks.blame import client_fault, note_on
+from lightning_fed.callbacks.blame import ClientFault, client_fault, note_on
 from lightning_fed.callbacks.client_evaluation import Stage, evaluate_clients
 from lightning_fed.callbacks.door import (
     IgnoredWarning,
@@ -541,7 +541,11 @@ class Federation(L.Callback):
             return self._skip()
         if visit is not None and args:
             assert self._round is not None
-            args = (self._round.prepare(args[0]), *args[1:])
+            try:
+                args = (self._round.prepare(args[0]), *args[1:])
+            except ClientFault as fault:
+                visit.fault = str(fault)
+                return self._skip()
         try:
             return self._hooks[3].original(*args, **kwargs)
         except Exception as error:

@@ -85,6 +85,10 @@ class GradientCorrection(FederatedCallback):
         federation = find_federation(trainer)
         server, population, round = federation.server, federation.population, trainer.current_epoch
         local = federation.local_model(module)
+        if local.sliced:
+            raise MisconfigurationException(
+                f"FedDANE's gradients are of whole entries, but clients hold some rows of {sorted(local.sliced)} only."
+            )
         state, mean = local.global_state(), WeightedMean()
         for client in federation.schedule.second_draw(round, population.clients):
             server.count_down(Broadcast(round, state))

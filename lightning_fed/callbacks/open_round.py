@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.data.population import PlannedVisit
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.server import Server
-from lightning_fed.state import Policy, tied_names
+from lightning_fed.state import Policy, find_fault, tied_names
 from lightning_fed.store import ClientStore
 from lightning_fed.visit import LocalModel, LocalOptimizers
+
+_log = logging.getLogger(__name__)
 
 
 class OpenRound:
@@ -122,9 +126,21 @@ class OpenRound:
         else:
             for callback in self._callbacks:
                 callback.on_aggregate(self._trainer, self._module, state)
+            if any(is_overridden("on_aggregate", callback, FederatedCallback) for callback in self._callbacks):
+                state = self._checked(state)
+                is_new = state is not self.before
         self.local.load_global(state)
         self._optimizers.end_round()
         return is_new
+
+    def _checked(self, state: State) -> State:
+        """What callbacks made of the aggregate; where that is no model, the global model as the round found it."""
+        fault = find_fault(state, self.before)
+        if fault is None:
+            return state
+        _log.error("The aggregate is not used after `on_aggregate`: %s.", fault)
+        self._server.abandon_round()
+        return self.before
 
     def abandon(self) -> None:
         """Makes the module the global model that the round found."""

@@ -95,6 +95,13 @@ def check_sliced(
             f"Clients hold other rows of {sliced} in every visit, to which the optimizer state that they kept does not"
             " belong: use optimizer_state='reset'."
         )
+    for name, layer in module.named_modules():
+        entry = f"{name}.weight".lstrip(".")
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and entry in sliced and layer.padding_idx is not None:
+            raise MisconfigurationException(
+                f"Clients hold some rows of {entry!r} only, and its padding_idx={layer.padding_idx} would be another"
+                " word in every visit: make the embedding without `padding_idx`."
+            )
     if batch_norm == "recalibrate" and batch_norm_statistics(module):
         raise MisconfigurationException(
             f"batch_norm='recalibrate' would send all of {sliced} to every client once more: convert the model with"

@@ -13,16 +13,18 @@ from typing import Any, Literal, TypeAlias
 import lightning as L
 import numpy as np
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_fed.callbacks.blame import ClientFault
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.side_pass import one_pass
 from lightning_fed.data.population import own_random_numbers
 from lightning_fed.data.rounds import describe
 from lightning_fed.functional.batches import find_target
-from lightning_fed.functional.options import check_count, check_option
+from lightning_fed.functional.options import OptionError, check_count, check_option
 from lightning_fed.functional.sampled_softmax import LogQ, Objective, QSupport, sample_negatives
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request
 from lightning_fed.modules.held_classes import HeldClasses
@@ -41,6 +43,8 @@ class SampledSoftmax(FederatedCallback):
     so that the server cannot tell one from the other. These rows come down, train, and go back; neither the client's
     model nor its optimizer ever has more. The aggregator averages them (its option ``row_weighting``).
 
+    A client whose batch has a label that is none of its classes, or none of the head's, is left out by name.
+
     In the visit the client's label space is :math:`S_k`. The module's ``training_step`` gets the batch with its labels
     as columns of the logits, and the head corrects the logits: ``F.cross_entropy(self(x), y)`` is the loss of FedSS, in
     a step that knows nothing of it. Lightning's own hooks get the batch as it came. Validation and prediction use all
@@ -56,19 +60,21 @@ class SampledSoftmax(FederatedCallback):
         resample: Whether classes are drawn once for a ``"round"``, or for every ``"batch"`` of it. The client then asks
             for all that it is going to need.
         head: Name of the head; ``"auto"`` finds the only one.
-        target: Where a batch has its labels: an index or key, or a function of the batch; by default the second
-            element, or ``batch["target"]``, ``["label"]``, ``["y"]`` or their plurals. Negative labels are none.
+        target: Where a batch has its labels: an index or key, or a function that returns one of the batch's tensors; by
+            default the second element, or ``batch["target"]``, ``["label"]``, ``["y"]`` or their plurals. Whole
+            numbers; negative ones are none, as in cross-entropy's ``ignore_index=-100``.
         classes: The clients' own classes, a mapping or a function of the client; ``None`` looks for the labels in a
             pass over a client's data, when it first takes part.
         log_q: Which logits are corrected, see :func:`~lightning_fed.functional.sampled_softmax_loss`.
         q_support: What the drawn classes count as drawn from, see there.
 
     Raises:
-        ValueError: If an option is unknown or out of its range; in ``fit``, if the head is not found, or a label is
-            none of its classes.
+        ValueError: If an option is unknown or out of its range; in ``fit``, if the head or the labels are not found,
+            labels are soft, or a loader of the client's own may leave examples out and ``classes`` are not given.
         MisconfigurationException: In ``setup``, if the Trainer has no federation; in ``fit``, if the federation's
             options do not go with clients that hold other rows in every round (``optimizer_state="keep"``, BatchNorm
-            with ``batch_norm="recalibrate"``, a rule that needs whole entries).
+            with ``batch_norm="recalibrate"``, a rule that needs whole entries), if the head's weight is shared, or the
+            head is in evaluation mode in training.
 
     Note:
         Logged is ``fed/held_classes``, the mean of :math:`|S_k|`.
@@ -116,6 +122,9 @@ class SampledSoftmax(FederatedCallback):
         """Forgets the clients of another fit."""
         if stage == "fit":
             find_federation(trainer)
+            callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            if sum(isinstance(callback, SampledSoftmax) for callback in callbacks) > 1:
+                raise MisconfigurationException("Expected one `SampledSoftmax` callback, but the Trainer has more.")
             self._own, self._name, self._held = {}, None, None
 
     def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
@@ -131,7 +140,7 @@ class SampledSoftmax(FederatedCallback):
         assert planned is not None
         try:
             own = self._own_classes(trainer, client)
-        except _DataError as error:
+        except ClientFault as error:
             planned.fault = str(error)  # it is left out by name
             return
         generator = np.random.default_rng([planned.visit.seed, _NEGATIVES])
@@ -162,10 +171,23 @@ class SampledSoftmax(FederatedCallback):
         if self._held is None:
             return batch
         self._hold(module)  # another callback may look at the model before this one
+        head = self._head(module)
+        if module.training and not head.training:
+            raise MisconfigurationException(
+                "The head is in evaluation mode while the module trains: its logits would not be those of the sampled"
+                " softmax. Leave the head out of what you put in evaluation mode."
+            )
         target = find_target(batch, self.target)
+        labels = self._classes_of(target)
+        unknown = torch.unique(labels[(labels >= 0) & ~torch.isin(labels, self._own[client].to(labels.device))])
+        if len(unknown):
+            raise ClientFault(
+                f"a batch has the labels {unknown.tolist()}, which a pass over its data did not show: give"
+                " `SampledSoftmax` the clients' `classes`"
+            )
         columns = self._columns[max(0, self._batch)] if self._columns else None
-        local = self._head(module).begin_batch(target, columns)
-        return apply_to_collection(batch, Tensor, lambda value: local if value is target else value)
+        local = head.begin_batch(labels, columns).to(target.dtype if target.is_floating_point() else torch.int64)
+        return _exchange(batch, target, local)
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
@@ -191,7 +213,14 @@ class SampledSoftmax(FederatedCallback):
 
     def _entries(self, module: L.LightningModule) -> list[str]:
         """Names of the head's parameters among the module's."""
-        own = {id(parameter) for parameter in self._head(module).parameters()}
+        head = self._head(module)
+        own = {id(parameter) for parameter in head.parameters()}
+        for name, layer in module.named_modules():
+            if layer is not head and any(id(each) in own for each in layer.parameters(recurse=False)):
+                raise MisconfigurationException(
+                    f"The head shares its weight with {name!r}, which would look up other rows than those it means:"
+                    " clients can hold a few classes only if the weight is the head's own."
+                )
         return [name for name, parameter in module.named_parameters() if id(parameter) in own]
 
     def _hold(self, module: L.LightningModule) -> None:
@@ -207,30 +236,68 @@ class SampledSoftmax(FederatedCallback):
             else:
                 given = self.classes(client) if callable(self.classes) else self.classes[client]
                 labels = torch.as_tensor(given, dtype=torch.int64)
-            own = torch.unique(labels)
-            if not len(own):
-                raise _DataError("it has no labels")
-            self._own[client] = own
-        return self._own[client]
+            self._own[client] = torch.unique(labels)
+        own, count = self._own[client], self._head(trainer.lightning_module).num_classes
+        if not len(own):
+            raise ClientFault("it has no labels")
+        if not 0 <= int(own[0]) <= int(own[-1]) < count:
+            raise ClientFault(f"it has labels from {int(own[0])} to {int(own[-1])}, and the head has {count} classes")
+        return own
 
     def _labels(self, trainer: L.Trainer, client: Client) -> Tensor:
         federation = find_federation(trainer)
-        planned = federation.current_visit
+        population, planned = federation.population, federation.current_visit
         assert planned is not None
+        if not population.gives_all(client):
+            raise OptionError(
+                f"The loader of client {client!r} may leave examples out of a pass (`drop_last`, or sampling with"
+                " replacement), so that its classes cannot be looked for: give `SampledSoftmax` the clients' `classes`."
+            )
         found = []
         with own_random_numbers():
-            batches = one_pass(federation.population, planned.visit, aside=True)
+            batches = one_pass(population, planned.visit, aside=True)
             while True:
                 try:
                     batch = next(batches)
                 except StopIteration:
                     break
                 except Exception as error:
-                    raise _DataError(f"its data raised {describe(error)}") from error
-                labels = torch.unique(find_target(batch, self.target)).cpu()
+                    raise ClientFault(f"its data raised {describe(error)}") from error
+                labels = torch.unique(self._classes_of(find_target(batch, self.target))).cpu()
                 found.append(labels[labels >= 0])
         return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
 
+    def _classes_of(self, target: Tensor) -> Tensor:
+        """Labels as whole numbers."""
+        if not target.is_floating_point():
+            return target
+        if target.ndim > 1 or not bool((target == target.round()).all()):
+            raise OptionError(
+                f"Expected labels to be class numbers, but got {target.dtype} of shape {tuple(target.shape)}: soft"
+                " labels have classes that a client does not hold. Say where the labels are with `target`."
+            )
+        return target.long()
 
-class _DataError(Exception):
-    """What is wrong with a client's data."""
+
+def _exchange(batch: Any, old: Tensor, new: Tensor) -> Any:
+    """The batch with one tensor for another.
+
+    Raises:
+        OptionError: If it is not in the batch.
+
+    """
+    places = 0
+
+    def exchange(value: Tensor) -> Tensor:
+        nonlocal places
+        places += value is old
+        return new if value is old else value
+
+    exchanged = apply_to_collection(batch, Tensor, exchange)
+    if not places:
+        raise OptionError(
+            "Expected `target` to give a tensor that is in the batch, in a list, dictionary or dataclass, so that its"
+            f" labels can be made columns of the logits, but in a {type(batch).__name__} it is not found: let it return"
+            " the tensor itself, and leave its shape to the `training_step`."
+        )
+    return exchanged

@@ -12,13 +12,15 @@ import lightning as L
 import yaml  # type: ignore[import-untyped]
 
 from lightning_fed.aggregators import AGGREGATORS
-from lightning_fed.callbacks import FedBN, Federation, FedFusion, FedPer, FedRep
+from lightning_fed.callbacks import FedAwS, FedBN, Federation, FedFusion, FedPer, FedRep, FedSS
 
 PRESETS: dict[str, Callable[..., Federation]] = {
+    "fedaws": FedAwS,
     "fedbn": FedBN,
     "fedfusion": FedFusion,
     "fedper": FedPer,
     "fedrep": FedRep,
+    "fedss": FedSS,
 }
 """Methods that are presets of a federation, by name; all others are aggregators."""
 

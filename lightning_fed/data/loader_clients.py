@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils.data import WeightedRandomSampler
 
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem, batch_length, client_keys
 from lightning_fed.messages import Client
@@ -56,6 +57,15 @@ class LoaderClients(Population):
             return len(loader)  # type: ignore[arg-type]
         except TypeError:  # a DataLoader over an IterableDataset has `__len__`, which raises
             return None
+
+    def gives_all(self, client: Client) -> bool:
+        """Whether a pass over the loader is known to leave no example out: not so if it may drop or draw them."""
+        loader = self.loaders[client]
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
+        drops = getattr(loader, "drop_last", False) or getattr(batch_sampler, "drop_last", False)
+        draws = getattr(sampler, "replacement", False) or isinstance(sampler, WeightedRandomSampler)
+        return not (drops or draws)
 
     def stream(self, visits: Sequence[PlannedVisit], aside: bool = False) -> Iterator[StreamItem]:
         """The batches of all visits in order."""

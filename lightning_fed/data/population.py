@@ -112,6 +112,10 @@ class Population(ABC):
 
         """
 
+    def gives_all(self, client: Client) -> bool:
+        """Whether one pass aside from training gives all of the client's examples."""
+        return True
+
     def close(self) -> None:  # noqa: B027 - optional
         """Ends worker processes; they start again when they are needed."""
 

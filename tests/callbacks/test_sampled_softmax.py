@@ -11,11 +11,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
 from lightning_fed import FederatedCallback, FederatedDataModule
 from lightning_fed.aggregators import FedAvg, FedMargin
-from lightning_fed.callbacks import ClassPrototypes, ProximalTerm, SampledSoftmax
+from lightning_fed.callbacks import ClassPrototypes, GradientCorrection, ProximalTerm, SampledSoftmax
 from lightning_fed.modules import SampledSoftmaxHead, to_group_norm
 from tests import models
 from tests.recorders import Recorder, assert_same, bytes_of, state_of
@@ -315,18 +315,140 @@ def test_data_that_raise_leave_the_client_out(federated_trainer):
     assert_same(state_of(module), state_of(without))
 
 
-def test_a_label_that_is_not_its_own_is_named(federated_trainer):
+def test_a_label_that_is_not_its_own_leaves_the_client_out(federated_trainer, caplog):
+    """The others' round is as without it."""
     data = clients()
-    callback = SampledSoftmax(5, classes=lambda client: [0, 1])
-    with pytest.raises(ValueError, match="Expected `target` to be among the client's own classes, but got") as caught:
-        federated_trainer(max_rounds=1, callbacks=[callback]).fit(models.Module(net(), plain_sgd), data)
-    assert "In round 0, in the visit of client 'c0'." in caught.value.__notes__
+
+    def known(client):
+        labels = data[client].tensors[1].unique().tolist()
+        return labels[1:] if client == "c2" else labels
+
+    module, without = models.Module(net(), plain_sgd), models.Module(net(), plain_sgd)
+    trainer = federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5, classes=known)])
+    trainer.fit(module, data)
+    assert trainer.callback_metrics["fed/failed"] == 1
+    missing = data["c2"].tensors[1].unique().tolist()[:1]
+    assert f"client 'c2' is left out: a batch has the labels {missing}" in caplog.text
+    federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)]).fit(
+        without, {client: dataset for client, dataset in data.items() if client != "c2"}
+    )
+    assert_same(state_of(module), state_of(without))
 
 
-def test_labels_beyond_the_head(federated_trainer):
-    data = {"a": TensorDataset(torch.randn(4, SIZE), torch.full((4,), CLASSES))}
-    with pytest.raises(ValueError, match=f"from 0 to {CLASSES - 1}"):
+@pytest.mark.parametrize("labels", [[], [CLASSES], [-100, 0, CLASSES + 3]])
+def test_labels_that_the_head_does_not_have(labels, federated_trainer, caplog):
+    data = {**clients(), "x": TensorDataset(torch.randn(6, SIZE), torch.tensor((labels or [-100]) * 6)[:6])}
+    trainer = federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)])
+    trainer.fit(models.Module(net(), plain_sgd), data)
+    assert trainer.callback_metrics["fed/failed"] == 1
+    assert ("'x' is left out: it has no labels" if not labels else f"and the head has {CLASSES} classes") in caplog.text
+
+
+def test_loaders_that_leave_examples_out(federated_trainer):
+    """What a pass over them shows is not all: their classes have to be given."""
+    data = clients()
+    loaders = {client: DataLoader(dataset, batch_size=5, drop_last=True) for client, dataset in data.items()}
+    with pytest.raises(ValueError, match="The loader of client 'c0' may leave examples out of a pass"):
+        federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)]).fit(models.Module(net(), plain_sgd), loaders)
+    drawn = {
+        client: DataLoader(dataset, sampler=WeightedRandomSampler(torch.ones(len(dataset)), 9), batch_size=4)
+        for client, dataset in data.items()
+    }
+    classes = {client: dataset.tensors[1].tolist() for client, dataset in data.items()}
+    for given in (loaders, drawn):
+        trainer = federated_trainer(max_rounds=3, callbacks=[SampledSoftmax(5, classes=classes)])
+        trainer.fit(models.Module(net(), plain_sgd), given)
+        assert trainer.callback_metrics["fed/failed"] == 0
+
+
+def test_clients_that_drop_a_last_batch_show_all_their_classes(federated_trainer):
+    data = {"a": TensorDataset(torch.randn(7, SIZE), torch.arange(7))}
+    callback = SampledSoftmax(3)
+    trainer = federated_trainer(max_rounds=6, callbacks=[callback])
+    trainer.fit(models.Module(net(), plain_sgd), FederatedDataModule(data, batch_size=3, drop_last=True))
+    assert trainer.callback_metrics["fed/held_classes"] == 10
+
+
+def test_labels_that_are_not_in_the_batch(federated_trainer):
+    """A function that makes a tensor of its own cannot say which is to be exchanged: nothing is trained wrongly."""
+    data = {
+        name: TensorDataset(inputs, labels[:, None])
+        for name, (inputs, labels) in ((name, dataset.tensors) for name, dataset in clients().items())
+    }
+    with pytest.raises(ValueError, match="Expected `target` to give a tensor that is in the batch"):
+        federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5, target=lambda batch: batch[1].squeeze(1))]).fit(
+            models.Module(net(), plain_sgd), data
+        )
+
+    class Squeezing(models.Module):
+        def training_step(self, batch, batch_idx):
+            return super().training_step([batch[0], batch[1].squeeze(1)], batch_idx)
+
+    column, row = Squeezing(net(), plain_sgd), models.Module(net(), plain_sgd)
+    federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)]).fit(column, data)
+    federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)]).fit(row, clients())
+    assert_same(state_of(column), state_of(row))
+
+
+def test_numbers_that_are_floats_are_labels(federated_trainer):
+    class Long(models.Module):
+        def training_step(self, batch, batch_idx):
+            assert batch[1].is_floating_point()
+            return super().training_step([batch[0], batch[1].long()], batch_idx)
+
+    floats, row = Long(net(), plain_sgd), models.Module(net(), plain_sgd)
+    data = {name: TensorDataset(dataset.tensors[0], dataset.tensors[1].float()) for name, dataset in clients().items()}
+    federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)]).fit(floats, data)
+    federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)]).fit(row, clients())
+    assert_same(state_of(floats), state_of(row))
+
+
+@pytest.mark.parametrize("soft", [torch.full((4,), 0.5), F.one_hot(torch.tensor([1, 2, 3, 1]), CLASSES).float()])
+def test_soft_labels(soft, federated_trainer):
+    data = {"a": TensorDataset(torch.randn(4, SIZE), soft)}
+    with pytest.raises(ValueError, match=r"Expected labels to be class numbers, but got torch\.float32 of shape"):
         federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)]).fit(models.Module(net(), plain_sgd), data)
+
+
+def test_a_weight_that_is_shared(federated_trainer):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(CLASSES, WIDTH)
+            self.head = SampledSoftmaxHead(WIDTH, CLASSES)
+            self.head.weight = self.words.weight
+
+        def forward(self, inputs):
+            return self.head(self.words(inputs))
+
+    data = {"a": TensorDataset(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4]))}
+    with pytest.raises(MisconfigurationException, match=r"shares its weight with 'net.words'"):
+        federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)]).fit(models.Module(Tied(), plain_sgd), data)
+
+
+def test_a_head_in_evaluation_mode(federated_trainer):
+    class Frozen(models.Module):
+        def on_train_epoch_start(self):
+            self.net.eval()
+
+    with pytest.raises(MisconfigurationException, match="The head is in evaluation mode while the module trains"):
+        federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5)]).fit(Frozen(net(), plain_sgd), clients())
+
+
+def test_two_of_them(federated_trainer):
+    with pytest.raises(MisconfigurationException, match="Expected one `SampledSoftmax`"):
+        federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5), SampledSoftmax(5)]).fit(
+            models.Module(net(), plain_sgd), clients()
+        )
+
+
+def test_rules_that_need_whole_entries(federated_trainer):
+    for options in ({"aggregator": "feddane"}, {"callbacks": [GradientCorrection()]}):
+        callbacks = [SampledSoftmax(5), *options.pop("callbacks", [])]
+        with pytest.raises(MisconfigurationException, match=r"whole entries"):
+            federated_trainer(max_rounds=1, callbacks=callbacks, **options).fit(
+                models.Module(net(), plain_sgd), clients()
+            )
 
 
 def test_resuming_inside_a_round(federated_trainer, tmp_path):

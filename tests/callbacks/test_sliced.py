@@ -110,9 +110,7 @@ def test_the_proximal_term_pulls_to_the_rows(federated_trainer):
     options = {"max_rounds": 3, "clients_per_round": 3, "local_epochs": 2}
     federated_trainer(aggregator=FedProx(mu=0.5), **options).fit(whole, texts())
     callbacks = [OwnWords(texts()), ProximalTerm(0.5)]
-    federated_trainer(aggregator=FedProx(mu=0.5), callbacks=callbacks, **options).fit(
-        rows, texts()
-    )
+    federated_trainer(aggregator=FedProx(mu=0.5), callbacks=callbacks, **options).fit(rows, texts())
     assert_same(state_of(rows), state_of(whole))
     plain = reader()
     federated_trainer(**options).fit(plain, texts())
@@ -122,9 +120,7 @@ def test_the_proximal_term_pulls_to_the_rows(federated_trainer):
 def test_rows_are_weighted_by_their_holders(federated_trainer):
     start, new = reader(), reader()
     recorder, data = Recorder(), texts()
-    federated_trainer(aggregator=FedAvg("per_row"), callbacks=[OwnWords(data), recorder], max_rounds=1).fit(
-        new, data
-    )
+    federated_trainer(aggregator=FedAvg("per_row"), callbacks=[OwnWords(data), recorder], max_rounds=1).fit(new, data)
     table = start.net.words.weight.detach().double().clone()
     for row in range(WORDS):
         held = [
@@ -249,9 +245,7 @@ def test_checkpoints_hold_the_whole_table(federated_trainer, tmp_path):
         assert torch.load(path)["state_dict"]["net.words.weight"].shape == (WORDS, WIDTH)
     for path in (paths[1], paths[len(paths) // 2]):
         resumed = reader(adagrad)
-        federated_trainer(callbacks=[OwnWords(data)], **options).fit(
-            resumed, data, ckpt_path=str(path)
-        )
+        federated_trainer(callbacks=[OwnWords(data)], **options).fit(resumed, data, ckpt_path=str(path))
         assert_same(state_of(resumed), state_of(whole))
 
 
@@ -327,7 +321,69 @@ def test_batch_norm_is_not_measured_with_all_rows(federated_trainer):
     again = copy.deepcopy(module)
     with pytest.raises(MisconfigurationException, match="to_group_norm"):
         federated_trainer(callbacks=[OwnWords(texts())], max_rounds=1).fit(module, texts())
-    federated_trainer(callbacks=[OwnWords(texts())], max_rounds=1, batch_norm="average").fit(
-        again, texts()
-    )
+    federated_trainer(callbacks=[OwnWords(texts())], max_rounds=1, batch_norm="average").fit(again, texts())
     assert int(again.net.head[0].num_batches_tracked) > 0
+
+
+def test_an_embedding_with_a_padding_word(federated_trainer):
+    """Its number would be another word's among the rows."""
+    module = reader()
+    module.net.words = nn.Embedding(WORDS, WIDTH, padding_idx=0)
+    with pytest.raises(MisconfigurationException, match="padding_idx=0 would be another word"):
+        federated_trainer(callbacks=[OwnWords(texts())], max_rounds=1).fit(module, texts())
+
+
+def test_an_aggregate_that_callbacks_have_spoiled(federated_trainer, caplog):
+    """It is not used, and the rounds go on from the last good one."""
+
+    class Spoil(FederatedCallback):
+        def __init__(self, how):
+            self.how = how
+
+        def on_aggregate(self, trainer, module, state):
+            if trainer.current_epoch == 1:
+                self.how(state)
+
+    good = reader()
+    federated_trainer(max_rounds=1).fit(good, texts())
+    for how, fault in (
+        (lambda state: state["net.words.weight"].fill_(float("nan")), "has NaN or infinite values"),
+        (lambda state: state.pop("net.head.bias"), "1 missing entries: 'net.head.bias'"),
+    ):
+        module = reader()
+        trainer = federated_trainer(max_rounds=2, callbacks=[Spoil(how)])
+        trainer.fit(module, texts())
+        assert fault in caplog.text
+        assert_same(state_of(module), state_of(good))
+
+
+@pytest.mark.parametrize("start", [1.0, 0.0])
+def test_optimizer_state_that_is_there_from_the_start_is_not_copied_as_a_whole(start, federated_trainer, monkeypatch):
+    """Adagrad's sums of the table: of each client's rows only, whatever their number."""
+    sizes, data = [], texts()
+    real = copy.deepcopy
+
+    def watching(value, memo=None):
+        if isinstance(value, dict):
+            for each in value.values():
+                sums = each.get("sum") if isinstance(each, dict) else None
+                if isinstance(sums, torch.Tensor) and sums.shape[-1] == WIDTH and sums.shape[0] != 3:
+                    sizes.append(len(sums))
+        return real(value, memo)
+
+    def made(parameters):
+        return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=start)
+
+    asking = OwnWords(data)
+
+    class Watch(FederatedCallback):
+        def on_request(self, trainer, module, client, request):
+            sizes.clear()
+            monkeypatch.setattr(copy, "deepcopy", watching)
+
+        def on_client_start(self, trainer, module, client, broadcast):
+            monkeypatch.setattr(copy, "deepcopy", real)
+            assert sizes
+            assert set(sizes) == {len(asking.rows[client])}
+
+    federated_trainer(callbacks=[asking, Watch()], max_rounds=1).fit(reader(made), data)
