@@ -104,7 +104,13 @@ def mlp(
 
 
 def mcmahan_cnn(
-    num_classes: int = 10, in_channels: int = 1, input_size: int = 28, *, dropout: float = 0.0
+    num_classes: int = 10,
+    in_channels: int = 1,
+    input_size: int = 28,
+    *,
+    dropout: float = 0.0,
+    channels: Sequence[int] = (32, 64),
+    hidden: int = 512,
 ) -> nn.Sequential:
     """McMahan et al.'s CNN: two 5x5 convolutions (32, 64), each with ReLU and 2x2 max-pooling, then 512 units.
 
@@ -115,26 +121,35 @@ def mcmahan_cnn(
         in_channels: Channels of the images.
         input_size: Side of the square images, in pixels, at least 4.
         dropout: Probability of dropout after the hidden layer. The paper has none; FedFusion's version has 0.2.
+        channels: Channels of the two convolutions.
+        hidden: Width of the hidden layer.
 
     Returns:
         Network of 1,663,370 parameters for 28x28 grey images and 10 classes.
 
     Raises:
-        ValueError: If the images are too small.
+        ValueError: If the images are too small, there are not two numbers of channels, or a width is below 1.
     """
+    first, second = _two_widths(channels, hidden)
     side = _at_least_one(input_size // 2 // 2, input_size, minimum=4)
     features = [
-        *(nn.Conv2d(in_channels, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(in_channels, first, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(first, second, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
     ]
-    classifier: list[nn.Module] = [nn.Flatten(), nn.Linear(64 * side**2, 512), nn.ReLU()]
+    classifier: list[nn.Module] = [nn.Flatten(), nn.Linear(second * side**2, hidden), nn.ReLU()]
     if dropout > 0:
         classifier.append(nn.Dropout(dropout))
-    return _network(features, [*classifier, nn.Linear(512, num_classes)])
+    return _network(features, [*classifier, nn.Linear(hidden, num_classes)])
 
 
 def fedfusion_cifar_cnn(
-    num_classes: int = 10, in_channels: int = 3, input_size: int = 32, *, dropout: float = 0.2
+    num_classes: int = 10,
+    in_channels: int = 3,
+    input_size: int = 32,
+    *,
+    dropout: float = 0.2,
+    channels: Sequence[int] = (64, 64),
+    hidden: Sequence[int] = (384, 192),
 ) -> nn.Sequential:
     """FedFusion's CNN for CIFAR-10: two 5x5 convolutions (64, 64) with overlapping pools, then 384 and 192 units.
 
@@ -146,20 +161,28 @@ def fedfusion_cifar_cnn(
         in_channels: Channels of the images.
         input_size: Side of the square images, in pixels.
         dropout: Probability of dropout after each hidden layer.
+        channels: Channels of the two convolutions.
+        hidden: Widths of the two hidden layers.
 
     Returns:
         Network of 1,756,426 parameters for 32x32 colour images and 10 classes.
+
+    Raises:
+        ValueError: If there are not two numbers of channels and two widths, or one is below 1.
     """
+    if len(hidden) != 2:
+        raise ValueError(f"Expected `hidden` to be two widths of at least 1, but got {list(hidden)}.")
+    first, second = _two_widths(channels, *hidden)
     side = (input_size + 3) // 4  # the padded pools halve and round up
     features = [
-        *(nn.Conv2d(in_channels, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)),
-        *(nn.Conv2d(64, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)),
+        *(nn.Conv2d(in_channels, first, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)),
+        *(nn.Conv2d(first, second, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)),
     ]
     classifier = [
         nn.Flatten(),
-        *(nn.Linear(64 * side**2, 384), nn.ReLU(), nn.Dropout(dropout)),
-        *(nn.Linear(384, 192), nn.ReLU(), nn.Dropout(dropout)),
-        nn.Linear(192, num_classes),
+        *(nn.Linear(second * side**2, hidden[0]), nn.ReLU(), nn.Dropout(dropout)),
+        *(nn.Linear(hidden[0], hidden[1]), nn.ReLU(), nn.Dropout(dropout)),
+        nn.Linear(hidden[1], num_classes),
     ]
     network = _network(features, classifier)
     for module in network.modules():
@@ -195,11 +218,7 @@ def lenet(
     Raises:
         ValueError: If the images are too small, there are not two numbers of channels, or a width is below 1.
     """
-    if len(channels) != 2 or min(channels) < 1:
-        raise ValueError(f"Expected `channels` to be two widths of at least 1, but got {list(channels)}.")
-    if hidden < 1:
-        raise ValueError(f"Expected `hidden` to be at least 1, but got {hidden}.")
-    first, second = channels
+    first, second = _two_widths(channels, hidden)
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
     features = [
         *(nn.Conv2d(in_channels, first, 5), nn.ReLU(), nn.MaxPool2d(2)),
@@ -256,6 +275,14 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
 def _network(features: Sequence[nn.Module], classifier: Sequence[nn.Module]) -> nn.Sequential:
     parts = {"features": nn.Sequential(*features), "classifier": nn.Sequential(*classifier)}
     return nn.Sequential(OrderedDict[str, nn.Module](parts))
+
+
+def _two_widths(channels: Sequence[int], *hidden: int) -> tuple[int, int]:
+    if len(channels) != 2 or min(channels) < 1:
+        raise ValueError(f"Expected `channels` to be two widths of at least 1, but got {list(channels)}.")
+    if min(hidden) < 1:
+        raise ValueError(f"Expected `hidden` to be at least 1, but got {min(hidden)}.")
+    return channels[0], channels[1]
 
 
 def _at_least_one(side: int, input_size: int, minimum: int) -> int:

@@ -113,6 +113,12 @@ def test_options_of_the_builders():
     shapes = [tuple(m.weight.shape[:2]) for m in narrow.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert shapes == [(10, 1), (20, 10), (128, 320), (62, 128)]
     assert narrow(torch.zeros(2, 1, 28, 28)).shape == (2, 62)
+    narrow = build_network("mcmahan_cnn", 10, channels=(8, 16), hidden=64)
+    shapes = [tuple(m.weight.shape[:2]) for m in narrow.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert shapes == [(8, 1), (16, 8), (64, 16 * 49), (10, 64)]
+    narrow = build_network("fedfusion_cifar_cnn", 10, 3, 32, channels=(12, 16), hidden=(32, 24))
+    shapes = [tuple(m.weight.shape[:2]) for m in narrow.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert shapes == [(12, 3), (16, 12), (32, 16 * 64), (24, 32), (10, 24)]
     with pytest.raises(TypeError, match="unexpected keyword argument 'depth'"):
         build_network("lenet", 10, depth=3)
 
@@ -167,8 +173,11 @@ def test_papers_networks_have_no_pretrained_weights():
         build_network("lenet", 10, pretrained=True)
     with pytest.raises(ValueError, match=r"`hidden` to hold widths of at least 1, but got \[0\]"):
         build_network("mlp", 10, hidden=(0,))
-    for channels in ((10,), (10, 0), (1, 2, 3)):
-        with pytest.raises(ValueError, match="`channels` to be two widths of at least 1, but got"):
-            build_network("lenet", 10, channels=channels)
-    with pytest.raises(ValueError, match="`hidden` to be at least 1, but got 0"):
-        build_network("lenet", 10, hidden=0)
+    for name in ("lenet", "mcmahan_cnn", "fedfusion_cifar_cnn"):
+        for channels in ((10,), (10, 0), (1, 2, 3)):
+            with pytest.raises(ValueError, match="`channels` to be two widths of at least 1, but got"):
+                build_network(name, 10, channels=channels)
+        with pytest.raises(ValueError, match="`hidden` to be at least 1, but got 0"):
+            build_network(name, 10, hidden=(4, 0) if name == "fedfusion_cifar_cnn" else 0)
+    with pytest.raises(ValueError, match=r"`hidden` to be two widths of at least 1, but got \[4\]"):
+        build_network("fedfusion_cifar_cnn", 10, hidden=(4,))
