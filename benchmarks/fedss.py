@@ -133,7 +133,7 @@ def run(
     name: str, held: int, seed: int, lr: float, omniglot: Omniglot, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Trains once; the curve, the final model's numbers, and what travelled."""
-    method, rounds = METHODS[name], 2 if arguments.quick else ROUNDS
+    method, rounds = METHODS[name], 2 if arguments.quick else arguments.rounds
     L.seed_everything(seed, verbose=False)
     data = Clients(omniglot, seed)
     model = Embedder(omniglot.num_classes, lr, 0.9 if method.objective is None else 0.0)
@@ -287,7 +287,7 @@ def draw(found: dict[tuple[str, int], list[dict[str, Any]]], path: Path) -> None
 
 
 def tuned(arguments: argparse.Namespace) -> str:
-    """The last validation score of every run of the first seed, by learning rate."""
+    """The last validation score of every run that is there, by learning rate."""
     rows = []
     for path in sorted((Path(arguments.runs) / "fedss").glob("*.json")):
         result = load_json(path)
@@ -305,6 +305,7 @@ def main() -> None:
     made.add_argument("--lr", type=float, default=0.03, help="learning rate of the clients")
     made.add_argument("--central-lr", type=float, default=0.05, help="learning rate of centralised training")
     made.add_argument("--spread-out", type=float, default=0.0, help="strength of FedAwS's step; 0 for the script's")
+    made.add_argument("--rounds", type=int, default=ROUNDS, help="rounds")
     made.add_argument("--tune", type=float, nargs="+", default=[], help="learning rates to try, and show")
     made.add_argument("--report", action="store_true", help="only make the table of what is there")
     arguments = made.parse_args()

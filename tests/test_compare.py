@@ -36,7 +36,8 @@ from lightning_fed.tasks import ClassificationTask
 from tests.compare_script import CLIENTS, OWN, Interruption, Notes
 
 ROOT = Path(__file__).resolve().parents[1]
-METHODS = [name for name in method_names() if name != CENTRAL]
+MANY_CLASSES = ("fedaws", "fedss")  # they need a head of their own
+METHODS = [name for name in method_names() if name not in (CENTRAL, *MANY_CLASSES)]
 
 # Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -753,3 +754,13 @@ def test_without_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_fed.compare.run.find_spec", lambda name: None)
     compare("own.yaml", "--methods", "fedavg", "--out", "out")
     assert not (tmp_path / "out" / "tensorboard").exists()
+
+
+def test_presets_for_very_many_classes():
+    federation = Method.parse("fedss:num_negatives=7:server_momentum=0.5").federation(Federation(local_epochs=3))
+    assert federation.client_callbacks[0].num_negatives == 7
+    assert federation.server.aggregator.optimizer_kwargs["momentum"] == 0.5
+    assert federation.schedule.local_epochs == 3
+    assert Method.parse("fedaws:strength=2.5").federation(Federation()).client_callbacks[1].strength == 2.5
+    with pytest.raises(ValueError, match=r"'fedss' does not work: .*'num_negatives'"):
+        Method.parse("fedss")
