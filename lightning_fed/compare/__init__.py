@@ -3,6 +3,8 @@
 from lightning_fed.compare.methods import CENTRAL as CENTRAL
 from lightning_fed.compare.methods import Method as Method
 from lightning_fed.compare.methods import method_names as method_names
+from lightning_fed.compare.newcomers import epochs_to_converge as epochs_to_converge
+from lightning_fed.compare.newcomers import train_newcomers as train_newcomers
 from lightning_fed.compare.plan import Plan as Plan
 from lightning_fed.compare.plan import Progress as Progress
 from lightning_fed.compare.plan import load_results as load_results
@@ -20,10 +22,12 @@ __all__ = [
     "Plan",
     "Progress",
     "draw",
+    "epochs_to_converge",
     "load_results",
     "markdown",
     "method_names",
     "run_comparison",
     "summarize",
+    "train_newcomers",
     "write_report",
 ]

@@ -1,0 +1,130 @@
+"""Clients that were never seen: how soon a global model serves them when they train it on their own data.
+
+Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
+figure 4. The paper counts the epochs until the accuracy converges; the criterion here is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import lightning as L
+
+from lightning_fed.data.population import seed_everything
+from lightning_fed.functional.options import check_count, check_option
+from lightning_fed.messages import Client
+from lightning_fed.modules.fusing import find_fusion
+from lightning_fed.schedule import client_key, derive_seed
+from lightning_fed.state import copy_state
+
+_QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+def train_newcomers(
+    module: L.LightningModule,
+    clients: Mapping[Client, tuple[Iterable[Any], Iterable[Any]]],
+    max_epochs: int = 50,
+    monitor: str = "val_acc",
+    seed: int = 0,
+    **trainer_options: Any,
+) -> dict[Client, list[float]]:
+    """Trains a copy of the global model on every client's own data, and evaluates it after each epoch.
+
+    Each client starts from the module as it is, and trains on a plain ``L.Trainer``; afterwards the module is as it
+    was. Where it fuses features (:class:`~lightning_fed.callbacks.FeatureFusion`), they are fused with those of the
+    module as it is, throughout.
+
+    Args:
+        module: The global model.
+        clients: Client to its training and validation loader.
+        max_epochs: Local epochs.
+        monitor: Name of the logged metric.
+        seed: Seed of the training.
+        trainer_options: Further arguments of ``L.Trainer``.
+
+    Returns:
+        Client to the metric before training and after each epoch, ``max_epochs + 1`` values.
+
+    Raises:
+        ValueError: If ``max_epochs`` is below 1, or the metric is not logged.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from lightning_fed.tasks import ClassificationTask
+        >>> loader = DataLoader(TensorDataset(torch.zeros(4, 1, 28, 28), torch.zeros(4, dtype=torch.int64)))
+        >>> task = ClassificationTask("mlp", num_classes=2, lr=1.0)
+        >>> curves = train_newcomers(task, {"ann": (loader, loader)}, max_epochs=2, accelerator="cpu")
+        >>> len(curves["ann"]), curves["ann"][-1]
+        (3, 1.0)
+
+    """
+    check_count("max_epochs", max_epochs)
+    start, fusion = copy_state(module.state_dict()), find_fusion(module)
+    former = fusion.frozen.state() if fusion is not None and fusion.is_referring else None
+    curves = {}
+    try:
+        for client, (train, val) in clients.items():
+            module.load_state_dict(start)
+            if fusion is not None:
+                fusion.refer()
+            seed_everything(derive_seed(seed, client_key(client)))
+            curve = _Curve(monitor)
+            trainer = L.Trainer(**{**_QUIET, **trainer_options, "max_epochs": max_epochs, "callbacks": [curve]})
+            trainer.validate(module, val, verbose=False)
+            trainer.fit(module, train, val)
+            curves[client] = curve.values
+    finally:
+        module.load_state_dict(start)
+        if fusion is not None:
+            fusion.release() if former is None else fusion.refer(former)
+    return curves
+
+
+def epochs_to_converge(values: Sequence[float], tolerance: float = 0.005, mode: Literal["max", "min"] = "max") -> int:
+    """The first epoch whose value is as good as the best, but for a tolerance.
+
+    Args:
+        values: The metric before training, and after each epoch.
+        tolerance: What may be missing: 0.005 is half a point of accuracy.
+        mode: Whether more is better or less.
+
+    Returns:
+        The number of the epoch; 0 if the model needs no training.
+
+    Raises:
+        ValueError: If there are no values.
+
+    Example:
+        >>> epochs_to_converge([0.2, 0.8, 0.9, 0.903, 0.89])
+        2
+
+    """
+    check_option("mode", mode, ("max", "min"))
+    if not values:
+        raise ValueError("Expected at least one value, but got none.")
+    scores = [value if mode == "max" else -value for value in values]
+    return next(epoch for epoch, score in enumerate(scores) if score >= max(scores) - tolerance)
+
+
+class _Curve(L.Callback):
+    """The metric after every validation."""
+
+    def __init__(self, monitor: str) -> None:
+        self.values: list[float] = []
+        self._monitor = monitor
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._monitor not in trainer.callback_metrics:
+            raise ValueError(
+                f"Expected `monitor` to be logged in validation, but {self._monitor!r} is not one of"
+                f" {sorted(trainer.callback_metrics)}."
+            )
+        self.values.append(float(trainer.callback_metrics[self._monitor]))
