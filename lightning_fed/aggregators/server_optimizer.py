@@ -6,7 +6,6 @@ Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar & McMahan, "Adaptive Fed
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fed.functional.chunks import chunk_steps
 from lightning_fed.functional.wide import narrow, widen
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.server import Aggregator
 from lightning_fed.state import is_running_statistic
+
+_ELEMENTS = 1 << 18  # that step at a time, in 2 MB for each of the copies that a step needs
 
 
 class ServerOptimizer(Aggregator):
@@ -51,7 +53,9 @@ class ServerOptimizer(Aggregator):
 
     Note:
         Its state, which is part of checkpoints, is what the optimizer remembers of every entry: with momentum 8 bytes
-        per parameter, with adaptive moments 16.
+        per parameter, with adaptive moments 16. A round makes it anew, and a new model; beside that a step needs little
+        memory, because large entries step some rows at a time, unless the optimizer looks at a whole entry at once, as
+        ``Adafactor`` does.
 
     Example:
         >>> rule = ServerOptimizer("SGD", lr=0.5, momentum=0.9)
@@ -157,34 +161,59 @@ class ServerOptimizer(Aggregator):
         self._memory = dict(state.get("entries", {}))
         self.inner.load_state_dict(state.get("inner", {}))
 
-    @torch.no_grad()
     def _step(
         self, old: Tensor, mean: Tensor, memory: dict[str, Any], held: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """New value of one entry, and what the optimizer remembers of it then; ``memory`` is left as it is."""
-        start = widen(old)
-        gradient = start - widen(mean)
+        if not self._is_elementwise or old.numel() <= _ELEMENTS:
+            return self._step_whole(old, mean, memory, held)
+        rows, _ = chunk_steps(len(old), old[0].numel(), 1, _ELEMENTS)
+        return self._step_in_pieces(old, mean, memory, held, rows)
+
+    def _step_in_pieces(
+        self, old: Tensor, mean: Tensor, memory: dict[str, Any], held: Tensor | None, rows: int
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The same, some rows at a time: beside the results nothing is as large as the entry."""
+        new, after = torch.empty_like(old), dict[str, Any]()
+        for start in range(0, len(old), rows):
+            part = slice(start, start + rows)
+            known = {name: value[part] if _is_like(value, old) else value for name, value in memory.items()}
+            here = None if held is None else held[part]
+            new[part], piece = self._step_whole(old[part], mean[part], known, here)
+            for name, value in piece.items():
+                if _is_like(value, old[part]):
+                    after.setdefault(name, value.new_empty(old.shape))[part] = value
+                else:
+                    after[name] = value
+        return new, after
+
+    @torch.no_grad()
+    def _step_whole(
+        self, old: Tensor, mean: Tensor, memory: dict[str, Any], held: Tensor | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        start, target = widen(old), widen(mean)
+        gradient = start - target
         parameter = start.clone().requires_grad_()
         parameter.grad = gradient.clone()
         optimizer = self.optimizer([parameter], **self.optimizer_kwargs)
-        before = optimizer.state_dict()
-        if memory:
-            before["state"] = {0: memory}
-        optimizer.load_state_dict(copy.deepcopy(before))
+        before = memory or optimizer.state_dict()["state"].get(0, {})
+        if before:
+            copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in before.items()}
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: copied}})
         optimizer.step()
         # From the mean on: where the step is that of averaging, what follows it is zero, whatever was rounded.
-        new = narrow(widen(mean) + (parameter.detach() - start + gradient), old)
+        new = narrow((parameter.detach() - start).add_(gradient).add_(target), old)
         after = optimizer.state_dict()["state"].get(0, {})
         if held is None:
             return new, after
-        memory = before["state"].get(0, {})
-        return _keep(held, new, old), {name: _keep(held, value, memory.get(name)) for name, value in after.items()}
+        return _keep(held, new, old), {name: _keep(held, value, before.get(name)) for name, value in after.items()}
 
     def _try_step(self) -> None:
-        """Makes one, so that what cannot work is refused here and not after a round."""
+        """Makes some, so that what cannot work is refused here and not after a round."""
         name = self.optimizer.__name__
         try:
-            value, _ = self._step(torch.tensor([1.0]), torch.tensor([0.0]), {})
+            value, _ = self._step_whole(torch.tensor([1.0]), torch.tensor([0.0]), {}, None)
+            self._is_elementwise = self._goes_by_element()
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"Expected `optimizer` to step by gradients alone, with the arguments {self.optimizer_kwargs}, but"
@@ -192,6 +221,20 @@ class ServerOptimizer(Aggregator):
             ) from error
         if not value.isfinite():
             raise ValueError(f"Expected arguments of {name} that are finite, but got {self.optimizer_kwargs}.")
+
+    def _goes_by_element(self) -> bool:
+        """Whether rows step alone as they do together: not so where a step looks at a whole entry, as Adafactor's."""
+        old, mean = torch.linspace(-3, 5, 12).pow(3).view(2, 3, 2)
+        together: tuple[Tensor, dict[str, Any]] = (old, {})
+        alone: tuple[Tensor, dict[str, Any]] = (old, {})
+        for _ in range(2):
+            together = self._step_whole(together[0], mean, together[1], None)
+            alone = self._step_in_pieces(alone[0], mean, alone[1], None, 1)
+        results = [{"": new, **memory} for new, memory in (together, alone)]
+        return results[0].keys() == results[1].keys() and all(
+            torch.equal(value, results[1][name]) if isinstance(value, Tensor) else value == results[1][name]
+            for name, value in results[0].items()
+        )
 
 
 def averaging_rule(aggregator: Aggregator) -> Aggregator:
@@ -212,6 +255,11 @@ def _find_optimizer(optimizer: type[Optimizer] | str) -> type[Optimizer]:
             f"Expected `optimizer` to be an optimizer's class or its name in torch.optim, but got {optimizer!r}."
         )
     return found
+
+
+def _is_like(value: Any, entry: Tensor) -> bool:
+    """Whether an optimizer remembers a number of every element here, and not one of the whole entry."""
+    return isinstance(value, Tensor) and value.shape == entry.shape
 
 
 def _keep(held: Tensor, new: Any, old: Any) -> Any:

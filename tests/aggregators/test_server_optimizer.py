@@ -24,9 +24,11 @@ from lightning_fed.aggregators import (
     FedYogi,
     FeSEM,
     ServerOptimizer,
+    server_optimizer,
 )
 from lightning_fed.callbacks import AttentionMap, ClassPrototypes, PrototypePlots, ProximalTerm
 from lightning_fed.compare.methods import Method
+from lightning_fed.functional.wide import widen
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.server import Server
 from tests import models
@@ -164,6 +166,71 @@ def test_against_a_plain_optimizer(optimizer, options):
         kept = torch.load(file, weights_only=True)
         precision = 1e-6 if optimizer == "NAdam" else 1e-12  # it keeps a product in float32, until it is loaded
         assert torch.allclose(state["weight"], parameter, rtol=precision, atol=1e-14), number
+
+
+# --- some rows at a time ----------------------------------------------------------------------------------------------
+
+
+def large_rounds(lazy, rounds=3):
+    """Rounds of an entry of 1000 rows; half of each round's updates hold some rows."""
+    generator = torch.Generator().manual_seed(0)
+    for number in range(rounds):
+        updates = []
+        for place in range(3):
+            rows = torch.randperm(1000, generator=generator)[:400].sort().values
+            value = torch.randn(1000, 7, generator=generator)
+            some = {"state": {"w": value[rows]}, "rows": {"w": rows}} if lazy else {"state": {"w": value}}
+            updates.append(ClientUpdate(place, place + 1, **some))
+        yield number, updates
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS)
+def test_rows_step_alone_as_they_do_together(optimizer, options, lazy, monkeypatch):
+    """To the last bit, and no copy is larger than what steps at a time; so are the memories."""
+    results, sizes = [], []
+    monkeypatch.setattr(server_optimizer, "widen", lambda value: sizes.append(value.numel()) or widen(value))
+    for elements in (10**6, 7 * 13 + 3):
+        monkeypatch.setattr(server_optimizer, "_ELEMENTS", elements)
+        rule = ServerOptimizer(optimizer, lazy_rows=lazy, **options)
+        state, seen = {"w": torch.linspace(-4, 4, 7000).view(1000, 7)}, {}
+        sizes.clear()
+        for number, updates in large_rounds(lazy):
+            state = one_round(rule, number, state, updates)
+            memory = rule.state_dict()["entries"]["w"]
+            seen |= {f"{name}, {number}": torch.as_tensor(value) for name, value in {**state, **memory}.items()}
+        assert max(sizes) == (7000 if elements > 7000 else 7 * 13)
+        results.append(seen)
+    assert_same(*results)
+
+
+class Whole(torch.optim.Optimizer):
+    """Steps of one length."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad / parameter.grad.norm())
+
+
+@pytest.mark.parametrize("optimizer", [Whole, "Adafactor"])
+def test_steps_that_look_at_a_whole_entry(optimizer, monkeypatch):
+    if isinstance(optimizer, str) and not hasattr(torch.optim, optimizer):
+        pytest.skip("an optimizer of later versions of PyTorch")
+    plain = net_state(0, torch.float64)["weight"].requires_grad_()
+    make = getattr(torch.optim, optimizer) if isinstance(optimizer, str) else optimizer
+    optimizing, state = make([plain]), net_state(0, torch.float64)
+    monkeypatch.setattr(server_optimizer, "_ELEMENTS", 6)
+    rule = ServerOptimizer(optimizer)
+    for number in range(3):
+        plain.grad = (
+            plain.detach() - one_round(FedAvg(), number, state, round_of(number, dtype=torch.float64))["weight"]
+        )
+        optimizing.step()
+        state = one_round(rule, number, state, round_of(number, dtype=torch.float64))
+        torch.testing.assert_close(state["weight"], plain.detach(), rtol=1e-12, atol=1e-14)
 
 
 def test_the_adaptive_optimizer_in_local_training():
