@@ -261,22 +261,22 @@ def draw(found: dict[tuple[str, int], list[dict[str, Any]]], path: Path) -> None
                 axes.errorbar(sent, means, errors, color=color, marker="o", capsize=3, label=METHODS[name].words)
         if sizes and name != "central":
             curves = [result["rounds"] for result in found[name, sizes[-1]]]
+            every = max(1, len(curves[0]) // 10)  # rounds between validations, which are logged until the next
             points = [
-                (place + 1, [curve[place].get("val_top1") for curve in curves]) for place in range(len(curves[0]))
-            ]
-            shown = [
-                (place, 100 * statistics.fmean(values), values)
-                for place, values in points
-                if all(value is not None for value in values)
+                (place, [curve[place - 1]["val_top1"] for curve in curves])
+                for place in range(every, len(curves[0]) + 1, every)
             ]
             panels[2].plot(
-                [place for place, _, _ in shown],
-                [mean for _, mean, _ in shown],
+                [place for place, _ in points],
+                [100 * statistics.fmean(values) for _, values in points],
+                marker=".",
                 color=f"C{number}",
                 label=f"{METHODS[name].words}, {sizes[-1]} held",
             )
     for axes, title in zip(panels, ("top-1 on other drawers, %", "MAP@10 of unseen characters, %"), strict=False):
         axes.set(xlabel="parameters of the layer that travel per client", ylabel=title, xscale="log")
+        axes.set_xticks([1280, 2560, 6400, 61696], ["1,280", "2,560", "6,400", "61,696"])
+        axes.set_xticks([], minor=True)
     panels[2].set(xlabel="round", ylabel="top-1 on validation drawers, %")
     for axes in panels:
         axes.grid(alpha=0.3)
