@@ -40,10 +40,13 @@ class Aggregator(ABC):
     Attributes:
         takes_rows: Whether the rule can do with updates of which some entries are a few rows only
             (:attr:`ClientUpdate.rows <lightning_fed.messages.ClientUpdate>`).
+        trainable: Names of the entries that the clients train, for rules that must tell them from others; a fit sets it
+            before every round. ``None`` where nobody has said so.
 
     """
 
     takes_rows: bool = False
+    trainable: frozenset[str] | None = None
 
     @abstractmethod
     def start_round(self, round: int, state: State) -> None:

@@ -54,6 +54,19 @@ def live_entries(module: nn.Module) -> State:
     return {name: value for name, value in state.items() if names[name] == name}
 
 
+def trainable_entries(module: nn.Module) -> frozenset[str]:
+    """Names of the entries that are parameters which require gradients: no buffers, and no frozen layers.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2))
+        >>> sorted(trainable_entries(net))
+        ['1.bias', '1.weight']
+
+    """
+    memory = {parameter.data_ptr() for parameter in module.parameters() if parameter.requires_grad}
+    return frozenset(name for name, value in live_entries(module).items() if value.data_ptr() in memory)
+
+
 def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
     """For every entry the first name of the same memory: its own, unless it is tied to an earlier one.
 

@@ -33,8 +33,10 @@ class ServerOptimizer(Aggregator):
     SGD with ``lr=1`` is the averaging rule itself, bit for bit. :class:`FedAvgM`, :class:`FedAdagrad`,
     :class:`FedAdam` and :class:`FedYogi` are ready-made, with their papers' definitions.
 
-    Floating-point entries take the step, in float64. Integer entries and running statistics of BatchNorm are what the
-    averaging rule makes of them: a step beyond the clients would give negative variances.
+    Entries that train take the step, in float64. Frozen layers and buffers are what the averaging rule makes of them: a
+    step beyond the clients would give negative running variances, and weight decay would shrink constants. Without a
+    fit, which knows the parameters (:attr:`~lightning_fed.aggregators.Aggregator.trainable`), all floating-point
+    entries but running statistics of BatchNorm, which are told by their names, count as trained.
 
     Args:
         optimizer: Class of the optimizer, or its name in ``torch.optim``. It must step by gradients alone, which
@@ -100,6 +102,7 @@ class ServerOptimizer(Aggregator):
         self._state = state
         self.held: dict[str, Tensor] = {}  # of entries that came in rows: whether a client held the row
         self.whole: set[str] = set()  # entries that came as a whole
+        self.inner.trainable = self.trainable
         self.inner.start_round(round, state)
 
     def broadcast(self, client: Client) -> Broadcast:
@@ -134,11 +137,14 @@ class ServerOptimizer(Aggregator):
         new = dict(self.inner.aggregate())
         memory: dict[str, dict[str, Any]] = {}
         for name, old in self._state.items():
-            if old.is_floating_point() and not is_running_statistic(name):
+            if old.is_floating_point() and self._trains(name):
                 held = None if name in self.whole else self.held.get(name)
                 new[name], memory[name] = self._step(old, new[name], self._memory.get(name, {}), held)
         self._memory = {name: value for name, value in memory.items() if value}
         return new
+
+    def _trains(self, name: str) -> bool:
+        return not is_running_statistic(name) if self.trainable is None else name in self.trainable
 
     def metrics(self) -> dict[str, float]:
         """Those of the averaging rule."""

@@ -16,7 +16,7 @@ from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.server import Server
-from lightning_fed.state import Policy, find_fault, tied_names
+from lightning_fed.state import Policy, find_fault, tied_names, trainable_entries
 from lightning_fed.store import ClientStore
 from lightning_fed.visit import LocalModel, LocalOptimizers
 
@@ -77,6 +77,7 @@ class OpenRound:
         self.before = self.local.global_state()
         self.visit: PlannedVisit | None = None
         self._broadcast: Broadcast
+        server.aggregator.trainable = trainable_entries(module)
         server.start_round(trainer.current_epoch, self.before)
 
     def start_visit(self, planned: PlannedVisit) -> None:

@@ -301,6 +301,33 @@ def test_what_is_no_parameter_is_averaged(name):
         assert torch.equal(value, average[entry]) == entry.startswith("norm."), entry
 
 
+class Frozen(models.Module):
+    """A body that does not train, and constants of the inputs."""
+
+    def __init__(self):
+        super().__init__(models.norm_mlp(), lambda parameters: torch.optim.SGD(list(parameters), lr=0.1))
+        self.net[0].requires_grad_(False)
+        self.register_buffer("constant", torch.tensor([0.485, 0.229]))
+
+
+@pytest.mark.parametrize("outer", [{}, {"aggregator": ServerOptimizer("SGD", lr=1.0, weight_decay=0.1)}])
+def test_what_does_not_train_is_averaged(outer, federated_trainer):
+    """Weight decay would shrink it; momentum and adaptive steps leave it alone only as long as all clients agree."""
+    rule, module, recorder = ServerOptimizer("AdamW", lr=0.1, weight_decay=0.1, **outer), Frozen(), Recorder()
+    start = state_of(module)
+    trainer = federated_trainer(max_rounds=2, aggregator=rule, batch_norm="average", callbacks=[recorder])
+    trainer.fit(module, models.as_datasets(models.vectors()))
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert set(rule.state_dict()["entries"]) == trained
+    end, still = state_of(module), {"net.0.weight", "net.0.bias", "constant"}
+    for name, value in start.items():
+        assert torch.equal(value, end[name]) == (name in still), name
+    updates = [ClientUpdate(visit.client, visit.num_samples, visit.update) for visit in recorder.round(1)]
+    means = one_round(FedAvg(), 1, recorder.aggregates[0], updates)
+    for name in means.keys() - trained:
+        assert torch.equal(means[name], recorder.aggregates[1][name]), name
+
+
 def test_the_pictures_of_fedmargin_find_it(federated_trainer, monkeypatch):
     """Behind the server's optimizer: its aggregate prototypes, which remember, and its attention."""
     drawn, attention, rule = [], AttentionMap(), FedMargin(proto_ema=0.5)
