@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_fed.aggregators import FedAvgM
+from lightning_fed.aggregators import FedAvg, FedAvgM
 from lightning_fed.callbacks.feature_fusion import FeatureFusion
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.head_then_body import HeadThenBody
-from lightning_fed.callbacks.sampled_softmax import SampledSoftmax
+from lightning_fed.callbacks.sampled_softmax import ClientClasses, SampledSoftmax
 from lightning_fed.callbacks.spreadout import SpreadOut, Variant
-from lightning_fed.functional.sampled_softmax import Objective
+from lightning_fed.functional.rows import RowWeighting
+from lightning_fed.functional.sampled_softmax import LogQ, Objective, QSupport
 from lightning_fed.modules.features import find_classifier
 from lightning_fed.modules.fusion import OperatorName
 from lightning_fed.state import Selector, live_entries
@@ -150,18 +151,36 @@ def FedSS(
     objective: Objective = "fedss",
     resample: Literal["round", "batch"] = "round",
     server_momentum: float = 0.9,
+    server_lr: float = 1.0,
+    lazy_rows: bool = False,
+    row_weighting: RowWeighting = "global",
+    head: str = "auto",
+    target: int | str | Callable[[Any], Tensor] | None = None,
+    classes: ClientClasses | None = None,
+    log_q: LogQ = "negatives",
+    q_support: QSupport = "complement",
     **options: Any,
 ) -> Federation:
     """Sampled softmax: clients hold, train and send a few rows of a head with very many classes.
 
     :class:`~lightning_fed.callbacks.SampledSoftmax` for a model whose last layer is a
-    :class:`~lightning_fed.modules.SampledSoftmaxHead`, and averaging with momentum on the server.
+    :class:`~lightning_fed.modules.SampledSoftmaxHead`, and averaging with momentum on the server
+    (:class:`~lightning_fed.aggregators.FedAvgM` of :class:`~lightning_fed.aggregators.FedAvg`).
 
     Args:
         num_negatives: Classes that a client draws beside its own.
         objective: The client's loss.
         resample: Whether they are drawn once for a round or for every batch of it.
-        server_momentum: Momentum on the server (:class:`~lightning_fed.aggregators.FedAvgM`).
+        server_momentum: Momentum on the server.
+        server_lr: Learning rate on the server.
+        lazy_rows: Whether rows that nobody held in a round are left alone; otherwise momentum still moves them.
+        row_weighting: Whose weights a row's changes are divided by: those of all clients of the round, or of the
+            clients that hold the row (``"per_row"``).
+        head: Name of the head; ``"auto"`` finds the only one.
+        target: Where a batch has its labels, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
+        classes: The clients' own classes; ``None`` looks for them in the data.
+        log_q: Which logits are corrected.
+        q_support: What the drawn classes count as drawn from.
         options: Further arguments of :class:`~lightning_fed.callbacks.Federation`.
 
     Raises:
@@ -177,8 +196,10 @@ def FedSS(
 
     """
     _check_free("FedSS", "aggregator", "which averages with `server_momentum`", options)
-    federation = Federation(FedAvgM(momentum=server_momentum), **options)
-    federation.client_callbacks.append(SampledSoftmax(num_negatives, objective, resample))
+    federation = Federation(_momentum(server_lr, server_momentum, lazy_rows, row_weighting), **options)
+    federation.client_callbacks.append(
+        SampledSoftmax(num_negatives, objective, resample, head, target, classes, log_q, q_support)
+    )
     return federation
 
 
@@ -188,6 +209,15 @@ def FedAwS(
     k: int = 10,
     margin: float = 0.9,
     server_momentum: float = 0.0,
+    server_lr: float = 1.0,
+    lazy_rows: bool = False,
+    row_weighting: RowWeighting = "global",
+    lr: float | None = None,
+    comparison: int | None = None,
+    normalize: bool = True,
+    head: str = "auto",
+    target: int | str | Callable[[Any], Tensor] | None = None,
+    classes: ClientClasses | None = None,
     **options: Any,
 ) -> Federation:
     """Clients that know their own classes only, and a server that keeps the class vectors apart.
@@ -203,6 +233,17 @@ def FedAwS(
         margin: The margin.
         server_momentum: Momentum on the server, which the authors do not have; in the FedSS paper's comparison all
             methods have 0.9.
+        server_lr: Learning rate on the server, of averaging.
+        lazy_rows: Whether rows that nobody held in a round are left alone by averaging; otherwise momentum still moves
+            them.
+        row_weighting: Whose weights a row's changes are divided by: those of all clients of the round, or of the
+            clients that hold the row (``"per_row"``).
+        lr: Learning rate of the step; ``None`` for the head's in the clients' training.
+        comparison: Number of classes, drawn in every round, among which the nearest are looked for; ``None`` for all.
+        normalize: Whether class vectors keep their lengths in the step.
+        head: Name of the head; ``"auto"`` finds the only one.
+        target: Where a batch has its labels, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
+        classes: The clients' own classes; ``None`` looks for them in the data.
         options: Further arguments of :class:`~lightning_fed.callbacks.Federation`.
 
     Raises:
@@ -219,12 +260,17 @@ def FedAwS(
 
     """
     _check_free("FedAwS", "aggregator", "which averages with `server_momentum`", options)
-    federation = Federation(FedAvgM(momentum=server_momentum), **options)
+    federation = Federation(_momentum(server_lr, server_momentum, lazy_rows, row_weighting), **options)
+    entry = "auto" if head == "auto" else f"{head}.weight"
     federation.client_callbacks += [
-        SampledSoftmax(0, "posonly"),
-        SpreadOut(variant=variant, k=k, strength=strength, margin=margin),
+        SampledSoftmax(0, "posonly", head=head, target=target, classes=classes),
+        SpreadOut(variant, k, strength, margin, lr, comparison, normalize, entry),
     ]
     return federation
+
+
+def _momentum(lr: float, momentum: float, lazy_rows: bool, row_weighting: RowWeighting) -> FedAvgM:
+    return FedAvgM(lr, momentum, aggregator=FedAvg(row_weighting), lazy_rows=lazy_rows)
 
 
 def _selectors(head: Selector | Sequence[Selector]) -> Sequence[Selector]:

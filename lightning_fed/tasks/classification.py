@@ -35,6 +35,7 @@ class ClassificationTask(Task):
         norm: ``"group"`` replaces every BatchNorm of the network by GroupNorm (see `to_group_norm`).
         head: ``"sampled_softmax"`` makes the network's last layer, which must be linear, one of which a client can hold
             a few classes (see `to_sampled_softmax` and `SampledSoftmax`): for very many classes.
+        head_kwargs: Its ``scale`` and ``normalize``, for ``head="sampled_softmax"``.
         class_weights: Weight of each class in the loss; not with ``head="sampled_softmax"``, where labels are columns.
         label_smoothing: Share of a target that is spread evenly over all classes, between 0 and 1.
         optimizer: Name of a class in `torch.optim`.
@@ -71,6 +72,7 @@ class ClassificationTask(Task):
         model_kwargs: dict[str, Any] | None = None,
         norm: Literal["batch", "group"] = "batch",
         head: Literal["linear", "sampled_softmax"] = "linear",
+        head_kwargs: dict[str, Any] | None = None,
         class_weights: list[float] | None = None,
         label_smoothing: float = 0.0,
         optimizer: str = "SGD",
@@ -102,6 +104,11 @@ class ClassificationTask(Task):
         check_choice("head", head, ("linear", "sampled_softmax"))
         if head == "sampled_softmax" and class_weights is not None:
             raise ValueError("Expected no `class_weights` with head='sampled_softmax', which makes labels columns.")
+        unknown = set(head_kwargs or ()) - ({"scale", "normalize"} if head == "sampled_softmax" else set())
+        if unknown:
+            raise ValueError(
+                f"Expected no `head_kwargs` with head={head!r} but those it has, but got {sorted(unknown)}."
+            )
         self.num_classes = num_classes
         self._in_channels = in_channels
         self._input_size = input_size
@@ -110,7 +117,7 @@ class ClassificationTask(Task):
         self._label_smoothing = label_smoothing
         self.configure_task(model, norm, class_weights, num_classes)
         if head == "sampled_softmax":
-            self.model = to_sampled_softmax(self.model)
+            self.model = to_sampled_softmax(self.model, **(head_kwargs or {}))
 
     def configure_network(self, name: str) -> nn.Module:
         """Return the network of that name (see `build_network`)."""

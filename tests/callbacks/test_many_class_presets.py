@@ -1,5 +1,8 @@
 """The presets for very many classes are what their parts make; FedAwS is positives and a step on the server."""
 
+import inspect
+from functools import partial
+
 import pytest
 import torch
 
@@ -22,6 +25,35 @@ def test_fedss_is_its_parts(federated_trainer):
         max_rounds=3, clients_per_round=2, aggregator=FedAvgM(1.0, 0.5), callbacks=[SampledSoftmax(5)]
     ).fit(parts, clients())
     assert_same(state_of(preset), state_of(parts))
+
+
+@pytest.mark.parametrize("preset", [partial(FedSS, num_negatives=5), FedAwS])
+def test_the_parts_arguments_are_the_presets(preset):
+    """All of them, under their names and with their defaults; what each gets is what was said."""
+    said = {
+        "objective": "negonly", "resample": "batch", "head": "logits", "target": "label", "classes": {"a": [1]},
+        "log_q": "none", "q_support": "all", "row_weighting": "per_row", "server_lr": 0.5, "server_momentum": 0.25,
+        "lazy_rows": True, "strength": 3.0, "variant": "margin", "k": 4, "margin": 0.7, "lr": 0.01, "comparison": 6,
+        "normalize": False,
+    }  # fmt: skip
+    takes = inspect.signature(preset).parameters
+    said = {name: value for name, value in said.items() if name in takes}
+    assert set(said) == set(takes) - {"num_negatives", "options"}
+    for options in ({}, said):
+        federation = preset(**options)
+        averaging = federation.server.aggregator
+        assert averaging.lazy_rows == options.get("lazy_rows", False)
+        assert averaging.inner.row_weighting == options.get("row_weighting", "global")
+        expected = {"lr": options.get("server_lr", 1.0), "momentum": options.get("server_momentum")}
+        assert expected["momentum"] in (None, averaging.optimizer_kwargs["momentum"])
+        assert expected["lr"] == averaging.optimizer_kwargs["lr"]
+        for part in federation.client_callbacks:
+            for name, parameter in inspect.signature(type(part)).parameters.items():
+                if name in takes and name != "num_negatives":
+                    assert getattr(part, name) == options.get(name, parameter.default), name
+                    assert takes[name].default == parameter.default
+    assert federation.client_callbacks[0].head == "logits"
+    assert getattr(federation.client_callbacks[-1], "entry", "logits.weight") == "logits.weight"
 
 
 def test_fedaws_spreads_the_rounds_classes(federated_trainer):

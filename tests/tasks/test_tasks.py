@@ -588,9 +588,21 @@ def test_a_head_of_very_many_classes():
     assert "val_acc" in trainer.callback_metrics
 
 
+def test_the_heads_own_arguments():
+    made = [
+        ClassificationTask("mcmahan_cnn", num_classes=50, head="sampled_softmax", head_kwargs=options)
+        for options in (None, {"scale": 5.0}, {"normalize": False})
+    ]
+    heads = [task.get_submodule(find_sampled_softmax_head(task)) for task in made]
+    assert [(head.scale, head.normalize) for head in heads] == [(20.0, True), (5.0, True), (20.0, False)]
+    assert made[1].hparams["head_kwargs"] == {"scale": 5.0}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"head_kwargs": {"scale": 5.0}}, r"no `head_kwargs` with head='linear' but those it has, but got \['scale'\]"),
+        ({"head": "sampled_softmax", "head_kwargs": {"bias": True}}, r"but those it has, but got \['bias'\]"),
         ({"head": "cosine"}, r"Expected `head` to be one of \['linear', 'sampled_softmax'\]"),
         ({"head": "sampled_softmax", "class_weights": [1.0] * 10}, "Expected no `class_weights`"),
     ],
