@@ -173,3 +173,19 @@ def estimated_reference(clients, generator, gamma, blocks, passes):
     else:
         return globals_, *used
     return globals_, noise, prior
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Section 13: the mean over the owners of a neuron
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def matched_layer_reference(layers, rows, columns, num_rows, num_columns, weights):
+    """Of matrices whose rows and columns have places in a wide one: sums of what there is, over the rows' owners."""
+    total, owned = np.zeros((num_rows, num_columns)), np.zeros(num_rows)
+    for layer, row_places, column_places, weight in zip(layers, rows, columns, weights, strict=True):
+        for row, row_place in enumerate(row_places):
+            owned[row_place] += weight
+            for column, column_place in enumerate(column_places):
+                total[row_place, column_place] += weight * layer[row, column]
+    return total / owned[:, None]

@@ -23,6 +23,7 @@ from lightning_fed.functional.margin import class_margins as class_margins
 from lightning_fed.functional.margin import combine_attention as combine_attention
 from lightning_fed.functional.margin import local_prototype_margin as local_prototype_margin
 from lightning_fed.functional.margin import margin_attention as margin_attention
+from lightning_fed.functional.matched_mean import matched_mean as matched_mean
 from lightning_fed.functional.matching import NeuronMatch as NeuronMatch
 from lightning_fed.functional.matching import match_neurons as match_neurons
 from lightning_fed.functional.packing import find_bad_prototypes as find_bad_prototypes
@@ -37,6 +38,13 @@ from lightning_fed.functional.partition import labels_per_client as labels_per_c
 from lightning_fed.functional.partition import pixel_permutation as pixel_permutation
 from lightning_fed.functional.partition import quantity_skew as quantity_skew
 from lightning_fed.functional.partition import shards as shards
+from lightning_fed.functional.permutation import GroupEntry as GroupEntry
+from lightning_fed.functional.permutation import PermutationGroup as PermutationGroup
+from lightning_fed.functional.permutation import grow_neurons as grow_neurons
+from lightning_fed.functional.permutation import neuron_features as neuron_features
+from lightning_fed.functional.permutation import permute_neurons as permute_neurons
+from lightning_fed.functional.permutation import resize_groups as resize_groups
+from lightning_fed.functional.permutation import slice_neurons as slice_neurons
 from lightning_fed.functional.projection import PrincipalAxes as PrincipalAxes
 from lightning_fed.functional.projection import principal_axes as principal_axes
 from lightning_fed.functional.prototypes import Prototypes as Prototypes
@@ -59,7 +67,9 @@ from lightning_fed.functional.spreadout import spreadout_top_k as spreadout_top_
 from lightning_fed.functional.synthetic import synthetic as synthetic
 
 __all__ = [
+    "GroupEntry",
     "NeuronMatch",
+    "PermutationGroup",
     "PrincipalAxes",
     "Prototypes",
     "RowSums",
@@ -83,6 +93,7 @@ __all__ = [
     "fuse_multi",
     "fuse_single",
     "gradient_noise",
+    "grow_neurons",
     "iid",
     "k_means",
     "labels_per_client",
@@ -91,15 +102,19 @@ __all__ = [
     "lpm_name",
     "margin_attention",
     "match_neurons",
+    "matched_mean",
     "maximum_mean_discrepancy",
     "mean_average_precision_at_r",
     "median_distance",
+    "neuron_features",
     "pack_prototypes",
+    "permute_neurons",
     "pixel_permutation",
     "principal_axes",
     "quantity_skew",
     "reference_prototypes",
     "relevant_neighbors",
+    "resize_groups",
     "resize_labels",
     "sample_hashes",
     "sample_negatives",
@@ -107,6 +122,7 @@ __all__ = [
     "sampled_softmax_loss",
     "shannon_entropy",
     "shards",
+    "slice_neurons",
     "smooth_weight",
     "softmax_entropy",
     "spreadout_margin",
