@@ -28,6 +28,7 @@ ROOMS = {
     "lightning_fed.compare": "compare.md",
     "lightning_fed.data": "data.md",
     "lightning_fed.functional": "functional.md",
+    "lightning_fed.matching": "matching.md",
     "lightning_fed.metrics": "metrics.md",
     "lightning_fed.modules": "modules.md",
     "lightning_fed.tasks": "tasks.md",

@@ -1,0 +1,154 @@
+"""Networks of one architecture merged at once: every group of neurons is matched, then all is averaged.
+
+- Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019: from the last
+  layer to the first.
+- Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020: from the first to the last; without the
+  training in between, which is what makes FedMA good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fed.functional.alignment import align_neurons
+from lightning_fed.functional.matched_mean import matched_mean
+from lightning_fed.functional.matching import match_neurons
+from lightning_fed.functional.options import check_option
+from lightning_fed.functional.permutation import (
+    Axis,
+    PermutationGroup,
+    Role,
+    grow_neurons,
+    neuron_features,
+    resize_groups,
+)
+from lightning_fed.matching.groups import PermutationGroups
+
+MatchOrder: TypeAlias = Literal["fedma", "pfnm"]
+
+_ROLES: dict[str, tuple[Role, ...]] = {"fedma": ("out", "vec"), "pfnm": ("out", "vec", "in")}
+
+
+class StateMatch(NamedTuple):
+    """Networks merged into one.
+
+    Attributes:
+        state: The merged state: the mean of every neuron over the networks that have it.
+        groups: The merged network's groups; :func:`~lightning_fed.matching.resize_module` gives a module its widths.
+        places: For every network and group the place of each of its neurons in the merged one, int64, shape
+            ``(neurons,)``.
+
+    """
+
+    state: dict[str, Tensor]
+    groups: PermutationGroups
+    places: list[dict[str, Tensor]]
+
+
+@torch.no_grad()
+def match_states(
+    states: Sequence[Mapping[str, Tensor]],
+    groups: PermutationGroups,
+    generator: np.random.Generator,
+    order: MatchOrder = "fedma",
+    *,
+    weights: Sequence[float] | None = None,
+    grow: bool = True,
+    max_growth: float | None = 1.25,
+    **options: Any,
+) -> StateMatch:
+    """Matches the neurons of several networks, group by group, and averages.
+
+    A group is matched by what its neurons have in common with neurons that are matched already, with inputs and with
+    outputs: going from the first group to the last by incoming weights, biases and normalisation (``"fedma"``), or from
+    the last to the first by outgoing weights and biases, and where the inputs are the network's own also by incoming
+    ones (``"pfnm"``). Groups that are not growable are only ordered, like the networks before them.
+
+    BatchNorm's running statistics are averaged like all else; those of a merged network have to be measured anew.
+
+    Args:
+        states: One state per network, with the same entries.
+        groups: Their groups.
+        generator: Draws the order of the networks.
+        order: ``"fedma"`` or ``"pfnm"``.
+        weights: Weight of each network in the average, greater than 0, such as its number of examples; by default
+            equal.
+        grow: Whether there may be more neurons than a network has; otherwise they are only ordered.
+        max_growth: Most neurons of a group, as a multiple of those of a network; ``None`` for no limit.
+        options: Passed to :func:`~lightning_fed.functional.match_neurons`, such as ``score``.
+
+    Returns:
+        The merged network.
+
+    Raises:
+        ValueError: If there is no network, ``order`` is unknown, ``max_growth`` is below 1, or as the functions that
+            this is made of.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+        >>> groups, state = PermutationGroups.of(net, torch.zeros(2, 2)), net.state_dict()
+        >>> other = groups.permute(state, {"0": torch.tensor([2, 0, 1])})
+        >>> merged = match_states([state, other], groups, np.random.default_rng(0))
+        >>> merged.places[1], torch.equal(merged.state["2.weight"], state["2.weight"])
+        ({'0': tensor([2, 0, 1])}, True)
+
+    """
+    check_option("order", order, get_args(MatchOrder))
+    if not states:
+        raise ValueError("Expected at least one of `states`, but got none.")
+    if max_growth is not None and not max_growth >= 1:
+        raise ValueError(f"Expected `max_growth` to be at least 1, but got {max_growth}.")
+    places = [[torch.arange(group.size) for group in groups] for _ in states]
+    sizes = [group.size for group in groups]
+    waiting = list(range(len(groups)))
+    if order == "pfnm":
+        waiting.reverse()
+    while waiting:
+        number = waiting.pop(0)
+        group = groups.groups[number]
+        chosen = _common(group, [groups.groups[other] for other in waiting], _ROLES[order])
+        wide = resize_groups(groups.groups, sizes)[number]
+        neurons, blocks = [], list[int]()
+        for state, own in zip(states, places, strict=True):
+            part = {name: state[name] for name, _ in chosen if name in state}
+            features = neuron_features(grow_neurons(part, groups.groups, own, sizes), wide, _ROLES["pfnm"])
+            parts = [value for axis, value in features.items() if axis in chosen]
+            blocks = [value.shape[1] for value in parts]
+            neurons.append(torch.cat(parts, 1) if parts else torch.zeros(group.size, 0))
+        if not blocks:
+            continue
+        if grow and group.is_growable:
+            limit = None if max_growth is None else int(group.size * max_growth)
+            match = match_neurons(neurons, generator, **{"blocks": blocks, "max_width": limit, **options})
+            sizes[number], found = len(match.owners), match.assignments
+        else:
+            found = _ordered(neurons, group.blocks)
+        for own, place in zip(places, found, strict=True):
+            own[number] = place.cpu()
+    state = matched_mean(states, groups.groups, places, sizes, [1.0] * len(states) if weights is None else weights)
+    resized = groups.resized(dict(zip(groups.names, sizes, strict=True)))
+    named = [dict(zip(groups.names, own, strict=True)) for own in places]
+    return StateMatch(groups.tie(state), resized, named)
+
+
+def _common(group: PermutationGroup, waiting: Sequence[PermutationGroup], roles: Sequence[Role]) -> set[Axis]:
+    """What neurons of different networks can be compared by: no other axis has neurons that wait to be matched."""
+    others = {axis for other in waiting for axis in other.entries}
+    by_role = {axis for axis, entry in group.entries.items() if entry.role in (*roles, "both")}
+    known = {(name, axis) for name, axis in by_role if not any(other == name and dim != axis for other, dim in others)}
+    return known or by_role
+
+
+def _ordered(neurons: Sequence[Tensor], blocks: int) -> list[Tensor]:
+    """The place of each neuron, in the order in which they are nearest to the mean of the networks before."""
+    mean, places = torch.zeros_like(neurons[0]), []
+    for count, own in enumerate(neurons):
+        order = align_neurons(mean, own, blocks) if count else torch.arange(len(own), device=own.device)
+        mean = mean + (own[order] - mean) / (count + 1)
+        places.append(torch.argsort(order))
+    return places

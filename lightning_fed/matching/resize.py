@@ -1,0 +1,114 @@
+"""A module whose layers get other widths, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Change(NamedTuple):
+    """An attribute of a layer that was given another value."""
+
+    layer: nn.Module
+    name: str
+    before: Any
+
+
+@torch.no_grad()
+def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Gives a module's entries the values of a state, also where they have other widths.
+
+    The `Parameter` objects stay the same, so that optimizers that hold them, tied weights and hooks go on working; what
+    an optimizer remembers of one that got another shape fits no longer, and its gradient is dropped. Layers' own
+    numbers (``out_channels``, ``num_features``, ``hidden_size``, the groups of depthwise convolutions) follow.
+
+    The state alone says what the widths are: that of a checkpoint makes a module as wide as it was.
+
+    Args:
+        module: The module, changed in place.
+        state: Values of any of its entries, with as many axes as they have. Types and devices are the module's.
+
+    Raises:
+        ValueError: If there is no such entry, or it has another number of axes. Nothing is changed then.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> wide = {"0.weight": torch.ones(5, 2), "0.bias": torch.zeros(5), "2.weight": torch.ones(1, 5)}
+        >>> resize_module(net, wide)
+        >>> net[0].out_features, net(torch.ones(4, 2)).shape
+        (5, torch.Size([4, 1]))
+
+    """
+    tensors = named_tensors(module)
+    for name, value in state.items():
+        if name not in tensors:
+            raise ValueError(f"Expected entries of the module, but got {name!r}.")
+        if value.ndim != tensors[name].ndim:
+            raise ValueError(
+                f"Expected {name!r} to have {tensors[name].ndim} axes, but got the shape {tuple(value.shape)}."
+            )
+    for name, value in state.items():
+        own = tensors[name]
+        if own.shape == value.shape:
+            own.copy_(value)
+        else:
+            own.grad = None
+            own.data = value.detach().to(own, copy=True)
+    fit_layers(module)
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The entries of a module's state themselves, tied ones under every name."""
+    tensors = dict[str, Tensor](module.named_parameters(remove_duplicate=False))
+    tensors.update(module.named_buffers(remove_duplicate=False))
+    return {name: tensors[name] for name in module.state_dict(keep_vars=True) if name in tensors}
+
+
+def fit_layers(module: nn.Module) -> list[Change]:
+    """Makes the numbers that layers keep those of their tensors; which have changed."""
+    changes = []
+    for layer in module.modules():
+        for name, value in _numbers(layer).items():
+            before = getattr(layer, name)
+            if before != value:
+                changes.append(Change(layer, name, before))
+                setattr(layer, name, value)
+        if isinstance(layer, nn.RNNBase):
+            layer.flatten_parameters()  # for cuDNN
+    return changes
+
+
+def _numbers(layer: nn.Module) -> dict[str, Any]:
+    """What a layer says of its tensors' shapes, as they are."""
+    if isinstance(layer, nn.modules.conv._ConvNd):  # noqa: SLF001  the base class of all convolutions
+        first, second = layer.weight.shape[:2]
+        if layer.transposed:
+            groups = first if layer.groups == layer.in_channels > 1 and second == 1 else layer.groups
+            return {"in_channels": first, "out_channels": second * groups, "groups": groups}
+        is_depthwise = layer.groups == layer.in_channels > 1
+        groups = first // (layer.out_channels // layer.groups) if is_depthwise else layer.groups
+        return {"in_channels": second * groups, "out_channels": first, "groups": groups}
+    if isinstance(layer, nn.Linear):
+        return {"in_features": layer.weight.shape[1], "out_features": layer.weight.shape[0]}
+    if isinstance(layer, nn.modules.batchnorm._NormBase):  # noqa: SLF001  batch and instance normalisation
+        vector = layer.weight if layer.weight is not None else layer.running_mean
+        return {} if vector is None else {"num_features": len(vector)}
+    if isinstance(layer, nn.LayerNorm):
+        return {} if layer.weight is None else {"normalized_shape": tuple(layer.weight.shape)}
+    if isinstance(layer, nn.Embedding):
+        return {"num_embeddings": layer.weight.shape[0], "embedding_dim": layer.weight.shape[1]}
+    if isinstance(layer, nn.PReLU):
+        return {"num_parameters": len(layer.weight)}
+    if isinstance(layer, nn.RNNBase):
+        gates = {"LSTM": 4, "GRU": 3}.get(layer.mode, 1)
+        numbers = {
+            "hidden_size": layer.get_parameter("weight_hh_l0").shape[0] // gates,
+            "input_size": layer.get_parameter("weight_ih_l0").shape[1],
+        }
+        return numbers | ({"proj_size": layer.get_parameter("weight_hr_l0").shape[0]} if layer.proj_size else {})
+    if isinstance(layer, nn.RNNCellBase):
+        return {"hidden_size": layer.weight_hh.shape[1], "input_size": layer.weight_ih.shape[1]}
+    return {}

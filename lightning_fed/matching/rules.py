@@ -1,0 +1,160 @@
+"""What happens to atoms in operations without weights: one rule per kind of operation."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from lightning_fed.matching.atoms import NEUTRAL, PINNED, ParameterView, Shadow
+from lightning_fed.matching.tracer import Call, Rule, Tracer
+
+_CONSTANTS = "full full_like new_full new_ones new_zeros ones ones_like scalar_tensor zeros zeros_like"
+
+_SAME = "_to_copy alias clone contiguous detach lift_fresh lift_fresh_copy to type_as"
+
+_MOVES = """_reshape_alias _unsafe_view adjoint channel_shuffle chunk diagonal expand expand_as flatten flip hstack
+im2col mT movedim narrow native_channel_shuffle numpy_T permute pixel_shuffle pixel_unshuffle repeat
+repeat_interleave reshape reshape_as roll rot90 select slice split split_with_sizes squeeze stack swapaxes t
+tensor_split tile transpose unbind unflatten unfold unsqueeze view view_as"""
+
+# Besides all that has the tag.
+_POINTWISE = """alpha_dropout celu dropout elu feature_alpha_dropout feature_dropout gelu hardsigmoid hardswish hardtanh
+leaky_relu logsigmoid mish native_dropout pointwise relu relu6 rsub selu silu softplus softsign threshold where"""
+
+_POOLS = """_adaptive_avg_pool2d _adaptive_avg_pool3d _upsample_bicubic2d_aa _upsample_bilinear2d_aa
+_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d adaptive_avg_pool1d adaptive_avg_pool2d
+adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d
+max_pool1d max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices reflection_pad1d reflection_pad2d
+reflection_pad3d replication_pad1d replication_pad2d replication_pad3d upsample_bicubic2d upsample_bilinear2d
+upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d"""
+
+_REDUCTIONS = "amax amin linalg_vector_norm logsumexp max mean min norm prod std std_mean sum var var_mean"
+
+_SOFTMAXES = "_log_softmax _softmax log_softmax softmax"
+
+_AXIS_ORDERS = ("mT", "numpy_T", "permute", "swapaxes", "t", "transpose")
+
+
+def constant(tracer: Tracer, call: Call) -> Any:
+    """A tensor of one value."""
+    return Shadow.filled(tracer.constant_atom, call.shape)
+
+
+def same(tracer: Tracer, call: Call) -> Any:
+    """Another type, memory or name."""
+    return call.args[0]
+
+
+def pointwise(tracer: Tracer, call: Call) -> Any:
+    """Element by element."""
+    return call.results(tracer.pointwise(call.tensors, call.shape))
+
+
+def pool(tracer: Tracer, call: Call) -> Any:
+    """Over the last dimensions (space), channel by channel."""
+    shadow = tracer.shadow(call.tensors[0])
+    number = re.search(r"(\d)d", call.name)
+    assert number is not None
+    rank = len(shadow.shape)
+    atoms = tracer.joined(shadow, range(rank - int(number[1]), rank)).atoms
+    return call.results(*[None if shape is None else Shadow(atoms, shape) for shape in call.shapes])
+
+
+def reduction(tracer: Tracer, call: Call) -> Any:
+    """Over some dimensions, or all; the larger or smaller of two is pointwise."""
+    if len(call.tensors) > 1:
+        return pointwise(tracer, call)
+    shadow = tracer.shadow(call.tensors[0])
+    rank = len(shadow.shape)
+    dim = call.arguments.get("dim")
+    dims = {one % rank for one in ([dim] if isinstance(dim, int) else dim or range(rank))}
+    atoms = tracer.reduced(shadow, dims).atoms
+    if len(call.shape) < rank:
+        atoms = atoms.reshape([length for place, length in enumerate(atoms.shape) if place not in dims])
+    return call.results(*[None if shape is None else Shadow(atoms, shape) for shape in call.shapes])
+
+
+def softmax(tracer: Tracer, call: Call) -> Any:
+    """Over one dimension, in which every element stays where it is."""
+    shadow = tracer.shadow(call.tensors[0])
+    dim = call.arguments["dim"] % len(shadow.shape)
+    if dim in shadow.varying:
+        tracer.keep_within(shadow, shadow.varying - {dim})
+    return shadow
+
+
+def move(tracer: Tracer, call: Call) -> Any:
+    """Elements change places, come twice or are left out: the operation itself does that to the atoms."""
+    if any(isinstance(value, torch.dtype) for value in call.args):  # other elements made of the same bytes
+        return tracer.unknown_result(call)
+    first = call.args[0]
+    if isinstance(first, ParameterView) and call.name in _AXIS_ORDERS:
+        numbered = torch.empty(range(1, len(first.axes) + 1), device="meta")
+        moved = call.target(numbered, *call.args[1:], **call.kwargs)
+        return ParameterView(first.name, first.lengths, tuple(first.axes[number - 1] for number in moved.shape))
+
+    def atoms_of(value: Any) -> Any:  # in float64, which every operation takes
+        return tracer.shadow(value).expanded().double() if isinstance(value, Shadow | ParameterView) else value
+
+    before = torch.unique(torch.cat([tracer.shadow(value).atoms.reshape(-1) for value in call.tensors]))
+    moved = call.target(*tree_map(atoms_of, call.args), **tree_map(atoms_of, call.kwargs))
+    results = [Shadow.of(value.long()) for value in (moved if call.has_many else [moved])]
+    for result in results:
+        _keep_apart(tracer, before, result)
+    return call.results(*results)
+
+
+def concatenation(tracer: Tracer, call: Call) -> Any:
+    """Several tensors, one after the other."""
+    shadows = [tracer.shadow(value) for value in call.tensors]
+    is_neutral = [bool((shadow.atoms == NEUTRAL).all()) for shadow in shadows]
+    if sum(is_neutral) > 1:  # maybe constants of different values
+        pairs = zip(shadows, is_neutral, strict=True)
+        shadows = [Shadow.filled(PINNED, shadow.shape) if neutral else shadow for shadow, neutral in pairs]
+    rank = len(call.shape)
+    shadows = [shadow for shadow in shadows if len(shadow.shape) == rank]  # without an old form of nothing: shape (0,)
+    dim = call.arguments["dim"] % rank
+    lengths = [max(shadow.atoms.shape[place] for shadow in shadows) for place in range(rank)]
+    parts = [shadow.atoms.expand([*lengths[:dim], shadow.shape[dim], *lengths[dim + 1 :]]) for shadow in shadows]
+    return Shadow(Shadow.of(torch.cat(parts, dim)).atoms, call.shape)
+
+
+def padding(tracer: Tracer, call: Call) -> Any:
+    """A border: one value, or what is inside again."""
+    shadow = tracer.shadow(call.tensors[0])
+    amounts = call.arguments["pad"]
+    padded = {len(shadow.shape) - 1 - place // 2 for place, amount in enumerate(amounts) if amount}
+    if not padded & shadow.varying:  # a channel's border is its own
+        return Shadow(shadow.atoms, call.shape)
+    if call.arguments.get("mode", "constant") != "constant":
+        return move(tracer, call)
+    result = Shadow.of(F.pad(shadow.expanded(), list(amounts), value=NEUTRAL))
+    _keep_apart(tracer, shadow.atoms.reshape(-1), result)
+    return result
+
+
+def _keep_apart(tracer: Tracer, before: Tensor, result: Shadow) -> None:
+    """What is on different sides of a slice does not change places."""
+    if not bool(torch.isin(before, result.atoms).all()):
+        tracer.atoms.mark(result.atoms, "apart")
+
+
+_KINDS: list[tuple[str, Rule]] = [
+    (_CONSTANTS, constant),
+    (_SAME, same),
+    (_POINTWISE, pointwise),
+    (_POOLS, pool),
+    (_REDUCTIONS, reduction),
+    (_SOFTMAXES, softmax),
+    (_MOVES, move),
+    ("cat concat", concatenation),
+    ("pad constant_pad_nd", padding),
+]
+
+RULES: dict[str, Rule] = {name: rule for names, rule in _KINDS for name in names.split()}
+"""The rules by the names of operations."""

@@ -1,0 +1,142 @@
+"""Whole networks merged at once: permuted copies are found again, private neurons kept, PFNM by hand."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_fed.functional import match_neurons
+from lightning_fed.matching import PermutationGroups, match_states, resize_module
+from tests.matching.networks import Characters, LeNet, build, group_norm, images, outputs, resnet18, tokens
+
+CASES = {
+    "LeNet": lambda: (LeNet(), images(28, 1)),
+    "LSTM": lambda: (Characters(hidden=12), tokens()),
+    "LSTM, 2 layers": lambda: (Characters(hidden=12, layers=2), tokens()),
+}
+
+
+def permuted(module, groups, count):
+    """Copies of a network, each in an order of its own."""
+    state, copies = module.state_dict(), []
+    for _ in range(count):
+        orders = {}
+        for group in groups:
+            width = group.size // group.blocks
+            blocks = torch.randperm(group.blocks).tolist()
+            orders[group.name] = torch.cat([block * width + torch.randperm(width) for block in blocks])
+        copies.append(groups.permute(state, orders))
+    return copies
+
+
+@pytest.mark.parametrize("order", ["fedma", "pfnm"])
+@pytest.mark.parametrize("name", CASES)
+def test_permuted_copies_are_one_network(name, order):
+    module, example = build(CASES[name])
+    groups = PermutationGroups.of(module, example)
+    states = permuted(module, groups, 3)
+    merged = match_states(states, groups, np.random.default_rng(0), order)
+    assert merged.groups.sizes == groups.sizes
+    for state, places in zip(states, merged.places, strict=True):
+        back = merged.groups.permute(merged.state, places)  # neuron i is at places[i]
+        assert all(torch.equal(back[name], value) for name, value in state.items())
+    before = outputs(module, example)
+    module.load_state_dict(merged.state)
+    torch.testing.assert_close(outputs(module, example), before, rtol=1e-9, atol=1e-12)
+
+
+def test_permuted_copies_of_residual_networks_are_only_ordered():
+    """A stage of blocks is one group, with the groups of its GroupNorms as blocks; nothing can grow."""
+    module, example = build(lambda: (resnet18(norm_layer=group_norm(8), weights=None), images(32)))
+    groups = PermutationGroups.of(module, example)
+    assert not any(group.is_growable for group in groups)
+    merged = match_states(permuted(module, groups, 2), groups, np.random.default_rng(0))
+    before = outputs(module, example)
+    module.load_state_dict(merged.state)
+    assert float((outputs(module, example) - before).abs().max()) < 1e-6 * float(before.abs().max())
+
+
+def test_private_neurons_are_kept():
+    """Two networks that share some neurons: the merged one has all of them, and computes with weights that sum up."""
+    torch.manual_seed(0)
+    shared, own = torch.randn(30, 40), [torch.randn(10, 40) for _ in range(2)]
+    states = []
+    for private in own:
+        order = torch.randperm(40)
+        rows = torch.cat([shared, private])[order]
+        states.append({"0.weight": rows, "0.bias": torch.zeros(40), "2.weight": torch.randn(3, 40)[:, order]})
+    net = nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 3, bias=False))
+    groups = PermutationGroups.of(net, torch.randn(2, 40))
+    merged = match_states(states, groups, np.random.default_rng(0))
+    assert merged.groups.sizes == {"0": 50}
+    assert merged.state["0.weight"].shape == (50, 40)
+    for state, places in zip(states, merged.places, strict=True):
+        assert torch.equal(merged.state["0.weight"][places["0"]], state["0.weight"])
+    resize_module(net, merged.state)
+    limited = match_states(states, groups, np.random.default_rng(0), max_growth=1.1)
+    assert limited.groups.sizes == {"0": 44}
+    assert match_states(states, groups, np.random.default_rng(0), grow=False).groups.sizes == {"0": 40}
+
+
+def test_pfnm_of_one_hidden_layer_by_hand():
+    """A neuron is its incoming weights, its bias and its outgoing weights, matched once."""
+    states = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 4))
+        states.append({name: 3 * value for name, value in net.state_dict().items()})
+    groups = PermutationGroups.of(net, torch.randn(2, 5))
+    options = {"score": "published", "gamma": 1.0, "max_growth": None}
+    merged = match_states(states, groups, np.random.default_rng(4), "pfnm", **options)
+    neurons = [torch.cat([state["0.weight"], state["0.bias"][:, None], state["2.weight"].T], 1) for state in states]
+    match = match_neurons(neurons, np.random.default_rng(4), "published", gamma=1.0)
+    assert len(match.owners) > 9
+    assert all(torch.equal(own["0"], place) for own, place in zip(merged.places, match.assignments, strict=True))
+    torch.testing.assert_close(merged.state["0.weight"], match.means[:, :5])
+    torch.testing.assert_close(merged.state["0.bias"], match.means[:, 5])
+    columns = match.means[:, 6:] * match.owners[:, None] / 3  # who does not have a neuron does not read it
+    torch.testing.assert_close(merged.state["2.weight"], columns.T)
+
+
+def test_pfnm_goes_from_the_last_layer_to_the_first():
+    """By hand: the second layer by its outgoing weights and bias, then the first by all that it has."""
+    states = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 4))
+        states.append({name: 2 * value for name, value in net.state_dict().items()})
+    groups = PermutationGroups.of(net, torch.randn(2, 5))
+    options = {"score": "published", "gamma": 0.5}
+    merged = match_states(states, groups, np.random.default_rng(1), "pfnm", max_growth=None, **options)
+    generator = np.random.default_rng(1)
+    second = match_neurons(
+        [torch.cat([state["2.bias"][:, None], state["4.weight"].T], 1) for state in states], generator, **options
+    )
+    first = []
+    for state, places in zip(states, second.assignments, strict=True):
+        read = torch.zeros(len(second.owners), 6).index_copy_(0, places, state["2.weight"])
+        first.append(torch.cat([state["0.weight"], state["0.bias"][:, None], read.T], 1))
+    first = match_neurons(first, generator, **options)
+    for own, one, two in zip(merged.places, first.assignments, second.assignments, strict=True):
+        assert torch.equal(own["0"], one)
+        assert torch.equal(own["2"], two)
+
+
+def test_one_network_is_returned():
+    module, example = build(CASES["LeNet"])
+    groups = PermutationGroups.of(module, example)
+    merged = match_states([module.state_dict()], groups, np.random.default_rng(0), weights=[7])
+    assert all(torch.equal(merged.state[name], value) for name, value in module.state_dict().items())
+
+
+def test_refusals():
+    module, example = build(CASES["LSTM"])
+    groups, state = PermutationGroups.of(module, example), module.state_dict()
+    for change, words in (
+        ({"states": []}, "at least one of `states`"),
+        ({"order": "last"}, "`order` to be one of"),
+        ({"max_growth": 0.5}, "`max_growth` to be at least 1, but got 0.5"),
+        ({"weights": [1, 2]}, "of the same clients"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            match_states(**{"states": [state], "groups": groups, "generator": np.random.default_rng(0), **change})
