@@ -348,7 +348,9 @@ class ClassPrototypes(FederatedCallback):
         if self._watched is not None:
             self._watched.take(features)
 
-    def _stop_watching(self, trainer: L.Trainer, module: L.LightningModule) -> tuple[Prototypes | None, Prototypes | None]:
+    def _stop_watching(
+        self, trainer: L.Trainer, module: L.LightningModule
+    ) -> tuple[Prototypes | None, Prototypes | None]:
         """The prototypes before and after; none where the start was not seen."""
         watched, self._watched = self._watched, None
         if watched is None:
