@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.functional.options import OptionError
+from lightning_fed.functional.options import OptionError, check_count
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, tensor_bytes
 from lightning_fed.state import live_entries
 
@@ -25,7 +25,7 @@ class Traffic(NamedTuple):
 
     Attributes:
         round: Index of the round, from 0.
-        client: The client's key.
+        client: The client's key; ``"(all)"`` for the sum over the clients of a round that is long over.
         part: Part of the model, or what else the messages held: ``"(extras)"`` of the method, or the ``"(request)"``
             for rows of an entry.
         down_numel: Numbers that went down (parameters and buffers).
@@ -78,17 +78,20 @@ class CommunicationReport(FederatedCallback):
 
     Logged is, for every round, ``comm/down_share`` and ``comm/up_share``: the bytes over those of federated averaging.
     After the fit (or in it) :meth:`table` has the means over clients and rounds for every part, :attr:`rows` and
-    :meth:`to_csv` have everything. A round that was broken off counts until it is trained again.
+    :meth:`to_csv` have the single rounds. A round that was broken off counts until it is trained again.
 
-    State: ``rows``, the fields of a :class:`Traffic` for every round, client and part.
+    State: ``rows``, the fields of a :class:`Traffic` for every round, client and part, and ``visits``, the number of
+    visits and of answers of the rounds that are long over.
 
     Args:
         parts: Prefixes of the entries' names whose entries are one part each (``["model.head"]``; of several that fit,
             the longest); the others are the ``"(rest)"``. By default the parts are the modules in which the names
             first differ.
+        client_rounds: Number of rounds, the last ones, of which every client's numbers are kept; of earlier ones the
+            sums over the clients, so that long fits have small checkpoints.
 
     Raises:
-        ValueError: In ``fit``, if no entry has one of the prefixes.
+        ValueError: If ``client_rounds`` is below 0; in ``fit``, if no entry has one of the prefixes.
         MisconfigurationException: In ``setup``, if the Trainer has no federation.
 
     Example:
@@ -102,11 +105,14 @@ class CommunicationReport(FederatedCallback):
 
     """
 
-    def __init__(self, parts: Sequence[str] = ()) -> None:
+    def __init__(self, parts: Sequence[str] = (), client_rounds: int = 100) -> None:
         self.parts = tuple(parts)
+        self.client_rounds = check_count("client_rounds", client_rounds, lowest=0)
         self._prefixes: Sequence[str] = ()
         self._full: dict[str, tuple[int, int]] = {}
         self._visits: dict[tuple[int, Client], dict[str, Traffic]] = {}
+        self._sums: dict[int, dict[str, Traffic]] = {}  # of rounds that are long over
+        self._counts: dict[int, tuple[int, int]] = {}  # their numbers of visits and answers
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Makes sure that there is a federation."""
@@ -129,7 +135,12 @@ class CommunicationReport(FederatedCallback):
 
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Forgets what was counted of this round and later ones: it was broken off, or of another fit."""
-        self._visits = {key: traffic for key, traffic in self._visits.items() if key[0] < trainer.current_epoch}
+        now = trainer.current_epoch
+        self._visits = {key: traffic for key, traffic in self._visits.items() if key[0] < now}
+        self._sums = {round: traffic for round, traffic in self._sums.items() if round < now}
+        self._counts = {round: counts for round, counts in self._counts.items() if round < now}
+        for round in sorted({round for round, _ in self._visits if round < now - self.client_rounds}):
+            self._sum_up(round)
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
@@ -159,18 +170,25 @@ class CommunicationReport(FederatedCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """See the class's note."""
-        return {"rows": [list(row) for row in self.rows]}
+        return {
+            "rows": [list(row) for row in self.rows],
+            "visits": {round: list(counts) for round, counts in self._counts.items()},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with the rounds so far."""
-        self._visits = {}
+        self._visits, self._sums = {}, {}
+        self._counts = {round: (visits, answers) for round, (visits, answers) in state_dict["visits"].items()}
         for row in (Traffic(*fields) for fields in state_dict["rows"]):
-            self._visits.setdefault((row.round, row.client), {})[row.part] = row
+            if row.round in self._counts:
+                self._sums.setdefault(row.round, {})[row.part] = row
+            else:
+                self._visits.setdefault((row.round, row.client), {})[row.part] = row
 
     @property
     def rows(self) -> list[Traffic]:
         """Everything that was counted, in its order."""
-        return [row for traffic in self._visits.values() for row in traffic.values()]
+        return [row for traffic in self._traffic() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
         """Means over clients and rounds, for every part and for all of them.
@@ -180,12 +198,11 @@ class CommunicationReport(FederatedCallback):
             before the first visit.
 
         """
-        visits = list(self._visits.values())
-        if not visits:
+        if not self._traffic():
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])
-        made = [self._summarize([part], part, visits) for part in seen]
-        return [*made, self._summarize(list(seen), _ALL, visits)]
+        made = [self._summarize([part], part) for part in seen]
+        return [*made, self._summarize(list(seen), _ALL)]
 
     def table(self) -> str:
         """The means over clients and rounds (:meth:`summary`) as a Markdown table."""
@@ -209,6 +226,19 @@ class CommunicationReport(FederatedCallback):
             writer.writerow(Traffic._fields)
             writer.writerows(self.rows)
 
+    def _traffic(self) -> list[dict[str, Traffic]]:
+        return [*self._sums.values(), *self._visits.values()]
+
+    def _sum_up(self, round: int) -> None:
+        """Leaves the sums over the clients of a round."""
+        visits = [self._visits.pop(key) for key in list(self._visits) if key[0] == round]
+        self._counts[round] = len(visits), _num_answers(visits)
+        sums = self._sums[round] = {}
+        for row in (row for traffic in visits for row in traffic.values()):
+            before = sums.get(row.part, Traffic(round, _ALL, row.part))
+            numbers = [ours + theirs for ours, theirs in zip(before[3:], row[3:], strict=True)]
+            sums[row.part] = Traffic(round, _ALL, row.part, *numbers)
+
     def _by_part(self, state: Mapping[str, Tensor]) -> dict[str, State]:
         parts: dict[str, State] = {}
         for name, tensor in state.items():
@@ -227,9 +257,10 @@ class CommunicationReport(FederatedCallback):
         }
         visit[part] = row._replace(**{name: getattr(row, name) + count for name, count in added.items()})
 
-    def _summarize(self, parts: Sequence[str], name: str, visits: Sequence[Mapping[str, Traffic]]) -> PartTraffic:
-        own = [{part: row for part, row in traffic.items() if part in parts} for traffic in visits]
-        downs, ups = len(visits), _num_answers(visits)
+    def _summarize(self, parts: Sequence[str], name: str) -> PartTraffic:
+        own = [{part: row for part, row in traffic.items() if part in parts} for traffic in self._traffic()]
+        downs = sum(visits for visits, _ in self._counts.values()) + len(self._visits)
+        ups = sum(answers for _, answers in self._counts.values()) + _num_answers(self._visits.values())
         full = [self._full.get(part, (0, 0)) for part in parts]
         full_numel, full_bytes = (sum(sizes) for sizes in zip(*full, strict=True))
         down_bytes, up_bytes = _total(own, "down_bytes"), _total(own, "up_bytes")

@@ -296,6 +296,53 @@ def test_a_resumed_run_counts_as_the_uninterrupted_one(tmp_path):
     assert len({row.client for row in whole.rows if row.round == 0}) == 2
 
 
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_rounds_that_are_long_over_are_sums(keep, tmp_path):
+    """The means do not change, also where a client never answers; a resumed run has the same."""
+
+    class Silent(models.Module):
+        def training_step(self, batch, batch_idx):
+            if len(batch[0]) == 1:
+                raise ValueError("Expected more than 1 value per channel when training, got input size torch.Size([1])")
+            return super().training_step(batch, batch_idx)
+
+    def run(keep, folder="whole", stop=(), ckpt_path=None):
+        report = CommunicationReport(client_rounds=keep)
+        options = {"enable_checkpointing": True, "ckpt_path": ckpt_path, "sizes": {"ann": 16, "bob": 1, "cid": 20}}
+        checkpoint = ModelCheckpoint(tmp_path / folder, save_last=True, save_on_train_epoch_end=True)
+        try:
+            federate([report, checkpoint, *stop], 5, Silent(models.mlp()), clients_per_round=2, **options)
+        except Stop:
+            assert stop
+        return report
+
+    whole, folded = run(100), run(keep)
+    assert folded.summary() == whole.summary()
+    answers = {(row.round, row.client): row.up_numel > 0 for row in whole.rows}
+    assert set(answers.values()) == {True, False}
+    long_over = range(max(0, 4 - keep))
+    assert [row for row in folded.rows if row.round not in long_over] == [
+        row for row in whole.rows if row.round not in long_over
+    ]
+    for round in long_over:
+        of_round = [row for row in whole.rows if row.round == round]
+        assert [row for row in folded.rows if row.round == round] == [
+            Traffic(
+                round,
+                "(all)",
+                part,
+                *(sum(row[place] for row in of_round if row.part == part) for place in range(3, 7)),
+            )
+            for part in ("net.0", "net.2")
+        ]
+    run(keep, "parts", [StopAt(3, 1)])
+    again = run(keep, "parts", ckpt_path=tmp_path / "parts" / "last.ckpt")
+    assert again.rows == folded.rows
+    assert again.summary() == folded.summary()
+    with pytest.raises(ValueError, match="`client_rounds` to be at least 0, but got -1"):
+        CommunicationReport(client_rounds=-1)
+
+
 def test_a_round_that_is_trained_again_counts_once(tmp_path):
     """A checkpoint inside a round has part of it."""
     report = CommunicationReport()
