@@ -23,8 +23,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import FederatedDataModule, FederatedTrainer, Federation
-from lightning_fed.callbacks import ClassPrototypes
+from lightning_fed.callbacks import ClassPrototypes, SampledSoftmax
 from lightning_fed.data import Dirichlet
+from lightning_fed.modules import SampledSoftmaxHead
 
 SIZES = (9, 14, 6, 21, 11)
 ROUNDS = 4
@@ -69,6 +70,12 @@ RUNS = {
     "server-moments": {
         "federation": {"aggregator": "fedadam", "clients_per_round": 3, "batch_norm": "average", "dropout": 0.2},
     },
+    # What a client draws and holds, and rows that momentum moves.
+    "sampled-classes": {
+        "model": {"batch_norm": False, "num_classes": 9},
+        "sampled": {"num_negatives": 3, "resample": "batch"},
+        "federation": {"aggregator": "fedavgm", "clients_per_round": 3, "local_epochs": 2, "dropout": 0.2},
+    },
     "partition": {"door": "partition", "federation": {"clients_per_round": 2, "local_epochs": 2}},
     "federated-trainer": {
         "door": "trainer",
@@ -89,14 +96,14 @@ class Interruption(Exception):
 class Net(L.LightningModule):
     """Dropout, BatchNorm unless told otherwise, and a head that can stay at home."""
 
-    def __init__(self, optimizer="sgd", batch_norm=True, schedulers=False):
+    def __init__(self, optimizer="sgd", batch_norm=True, schedulers=False, num_classes=None):
         super().__init__()
         self.optimizer = optimizer
         self.schedulers = schedulers
         self.automatic_optimization = optimizer != "two"
         norm = nn.BatchNorm1d(6) if batch_norm else nn.LayerNorm(6)
         self.body = nn.Sequential(nn.Linear(4, 6), norm, nn.ReLU(), nn.Dropout(0.3))
-        self.head = nn.Linear(6, 3)
+        self.head = nn.Linear(6, 3) if num_classes is None else SampledSoftmaxHead(6, num_classes)
 
     def loss(self, batch):
         return nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
@@ -226,6 +233,7 @@ def prepare(run, folder, version, callbacks=(), **trainer_options):
     torch.manual_seed(0)
     module = Net(**options.get("model", {}))
     prototypes = [ClassPrototypes(**options["prototypes"])] if "prototypes" in options else []
+    sampled = [SampledSoftmax(**options["sampled"])] if "sampled" in options else []
     # Both doors: `L.Trainer` with the callback, and `FederatedTrainer`.
     callback = Federation(**federation)
     through_trainer = options.get("door") == "trainer"
@@ -233,6 +241,7 @@ def prepare(run, folder, version, callbacks=(), **trainer_options):
         callbacks=[
             *([] if through_trainer else [callback]),
             *prototypes,
+            *sampled,
             *callbacks,
             ModelCheckpoint(os.path.join(folder, "checkpoints"), save_last=True, **options.get("checkpoint", {})),
         ],
