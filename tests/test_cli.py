@@ -15,7 +15,10 @@ from lightning_fed.aggregators import AGGREGATORS, FairAvg, FedAvg, FedAvgM, Fed
 from lightning_fed.callbacks import HeadThenBody
 from lightning_fed.cli import FederatedCLI, main
 from lightning_fed.data import (
+    CIFAR10,
     FEMNIST,
+    IID,
+    MNIST,
     ByGroup,
     CamVid,
     Dirichlet,
@@ -23,6 +26,7 @@ from lightning_fed.data import (
     LabelsPerClient,
     Omniglot,
     PartitionedData,
+    PermutedPixels,
     Shapes,
     Shards,
     Synthetic,
@@ -79,8 +83,11 @@ def test_there_is_a_recipe_for_every_job():
         "camvid_deeplab_dirichlet",
         "camvid_deeplab_sequence",
         "compare_camvid",
+        "compare_cifar10_classes",
+        "compare_cifar10_iid",
         "compare_fashion_mnist",
         "compare_femnist",
+        "compare_permuted_mnist",
         "fashion_mnist_dirichlet",
         "femnist_writers",
         "omniglot",
@@ -94,7 +101,7 @@ def where_data_are(recipe, folder):
     name = recipe.stem
     if name in ("shapes_deeplab", "synthetic"):
         return []
-    is_nested = name in ("compare_fashion_mnist", "compare_femnist")
+    is_nested = name.startswith("compare_") and name != "compare_camvid"
     return ["--data.source.data_dir" if is_nested else "--data.data_dir", str(folder)]
 
 
@@ -104,8 +111,11 @@ def where_data_are(recipe, folder):
         ("camvid_deeplab_dirichlet", SegmentationTask, CamVid, Dirichlet(12, 0.1, min_size=4, background=None), 100, 4),
         ("camvid_deeplab_sequence", SegmentationTask, CamVid, ByGroup(), 60, 1.0),
         ("compare_camvid", SegmentationTask, CamVid, Dirichlet(8, 0.1, "per_client", background=None), 10, 4),
+        ("compare_cifar10_classes", ClassificationTask, CIFAR10, LabelsPerClient(5, 2, "even"), 25, 1.0),
+        ("compare_cifar10_iid", ClassificationTask, CIFAR10, IID(5), 25, 1.0),
         ("compare_fashion_mnist", ClassificationTask, FashionMNIST, LabelsPerClient(50, 2), 25, 10),
         ("compare_femnist", ClassificationTask, FEMNIST, ByGroup(), 20, 10),
+        ("compare_permuted_mnist", ClassificationTask, MNIST, PermutedPixels(3), 45, 1.0),
         ("fashion_mnist_dirichlet", ClassificationTask, FashionMNIST, Dirichlet(100, 0.1), 200, 10),
         ("femnist_writers", ClassificationTask, FEMNIST, ByGroup(), 300, 10),
         ("omniglot", ClassificationTask, Omniglot, LabelsPerClient(128, 20, "even"), 300, 16),

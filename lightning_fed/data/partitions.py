@@ -385,7 +385,9 @@ class QuantitySkew(Partition):
 class PermutedPixels(Partition):
     """User-specific skew of the inputs: an IID split, and each client sees the pixels in an order of its own.
 
-    Training data are permuted, validation data are left as they are: :meth:`transform` gives what to do to a client's.
+    Training data are permuted. Validation data of a datamodule are left as they are, and tell nothing of clients that
+    see other images: :class:`~lightning_fed.data.PartitionedData` keeps some of every client's own back, permuted as
+    these are. :meth:`transform` gives what to do to a client's.
 
     Args:
         num_clients: Number of clients, at least 1.

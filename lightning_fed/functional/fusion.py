@@ -121,8 +121,9 @@ def fuse_conv(
             f" {tuple(weight.shape)}."
         )
     both = torch.cat([reference.to(local.dtype), local], axis)
-    fused = F.linear(both.movedim(axis, -1), weight, bias).movedim(-1, axis)
-    return fused.contiguous() if local.is_contiguous() else fused
+    if axis == 1 and local.ndim == 4:
+        return F.conv2d(both, weight[:, :, None, None], bias)  # whose gradients have the layout of the maps
+    return F.linear(both.movedim(axis, -1), weight, bias).movedim(-1, axis)
 
 
 @torch.no_grad()
