@@ -1,7 +1,8 @@
 """What a visit with few classes of very many costs: seconds on the client and on the server, memory, bytes.
 
 The same clients train a small network whose head has more and more classes, of which each client holds the same number
-every time. Numbers of classes alternate within a repetition, and ratios are taken within it.
+every time, and a server averages without and with momentum. Numbers of classes and rules alternate within a repetition,
+and ratios are taken within it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -26,6 +28,8 @@ from lightning_fed.modules import SampledSoftmaxHead
 
 WIDTH, OWN, SAMPLES, CLIENTS, BATCH = 64, 100, 200, 5, 20
 COUNTS = (10_000, 100_000, 1_000_000)
+RULES = ("fedavg", "fedavgm")
+CASES = [(rule, count) for rule in RULES for count in COUNTS]
 
 
 class Classifier(L.LightningModule):
@@ -48,7 +52,7 @@ class Classifier(L.LightningModule):
 
 
 class Clock(FederatedCallback):
-    """Seconds of the visits, from loaded to answered, and of whole rounds; without the first round."""
+    """Seconds of the visits, from the request to the answer, and of whole rounds: the first callback."""
 
     def __init__(self) -> None:
         self.visits: list[float] = []
@@ -58,8 +62,10 @@ class Clock(FederatedCallback):
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.rounds.append(time.process_time())
 
-    def on_client_start(self, trainer: Any, module: Any, client: Any, broadcast: Any) -> None:
+    def on_request(self, trainer: Any, module: Any, client: Any, request: Any) -> None:
         self._begin = time.process_time()
+
+    def on_client_start(self, trainer: Any, module: Any, client: Any, broadcast: Any) -> None:
         self.bytes = broadcast.nbytes
 
     def on_client_end(self, trainer: Any, module: Any, client: Any, update: Any) -> None:
@@ -76,7 +82,7 @@ def clients(num_classes: int) -> dict[int, TensorDataset]:
     return data
 
 
-def fit(num_classes: int, held: int, rounds: int) -> dict[str, float]:
+def fit(rule: str, num_classes: int, held: int, rounds: int) -> dict[str, float]:
     """Process seconds of a client's visit and of what else a round has, and bytes down per client."""
     torch.manual_seed(0)
     module, clock = Classifier(num_classes), Clock()
@@ -84,7 +90,7 @@ def fit(num_classes: int, held: int, rounds: int) -> dict[str, float]:
     own = {client: dataset.tensors[1].unique() for client, dataset in data.items()}
     negatives = held - len(own[0])
     callbacks = [clock, SampledSoftmax(negatives, classes={client: rows.tolist() for client, rows in own.items()})]
-    trainer = FederatedTrainer(max_rounds=rounds + 1, callbacks=callbacks, seed=0, **QUIET)
+    trainer = FederatedTrainer(max_rounds=rounds + 1, aggregator=rule, callbacks=callbacks, seed=0, **QUIET)
     trainer.fit(module, datamodule=FederatedDataModule(data, batch_size=BATCH))
     visits = sum(clock.visits[CLIENTS:])
     whole = time.process_time() - clock.rounds[1]
@@ -95,10 +101,14 @@ def fit(num_classes: int, held: int, rounds: int) -> dict[str, float]:
     }
 
 
-def peak(num_classes: int, held: int) -> float:
+def peak(rule: str, num_classes: int, held: int) -> float:
     """Peak memory of a process that trains two rounds, in MB."""
-    code = f"import sampled_softmax_cost as own; own.prepare_alone(); own.fit({num_classes}, {held}, 1); own.say()"
-    return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    call = f"own.fit({rule!r}, {num_classes}, {held}, 1)"
+    code = f"import sampled_softmax_cost as own; own.prepare_alone(); {call}; own.say()"
+    here = Path(__file__).parent
+    return float(
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=here).stdout
+    )
 
 
 def prepare_alone() -> None:
@@ -112,39 +122,38 @@ def say() -> None:
 
 
 def measure(held: int, rounds: int, repetitions: int) -> dict[str, Any]:
-    results: dict[int, list[dict[str, float]]] = {count: [] for count in COUNTS}
+    results: list[list[dict[str, float]]] = [[] for _ in CASES]
     for repetition in range(repetitions + 1):
-        for count in COUNTS[repetition % 3 :] + COUNTS[: repetition % 3]:
+        for place in np.roll(np.arange(len(CASES)), -repetition):
             gc.collect()
-            result = fit(count, held, rounds)
+            result = fit(*CASES[place], held, rounds)
             if repetition:
-                results[count].append(result)
+                results[place].append(result)
         print(f"{held} held, repetition {repetition}/{repetitions}", flush=True)
-    memory = {count: peak(count, held) for count in COUNTS}
+    memory = [peak(*case, held) for case in CASES]
     return {"runs": results, "memory": memory, "held": held, "rounds": rounds, "version": version()}
 
 
 def report(results: dict[str, Any], threads: int) -> str:
-    runs = {int(count): values for count, values in results["runs"].items()}
     held, extractor = results["held"], sum(value.numel() for value in Classifier(10).body.parameters())
     rows = []
-    for count, values in runs.items():
-        pairs = zip(values, runs[COUNTS[0]], strict=True)
+    for (rule, count), values, memory in zip(CASES, results["runs"], results["memory"], strict=True):
+        pairs = zip(values, results["runs"][CASES.index((rule, COUNTS[0]))], strict=True)
         ratio = np.quantile([one["client"] / base["client"] for one, base in pairs], [0.5, 0.25, 0.75])
         client, server = (np.median([value[name] for value in values]) for name in ("client", "server"))
         rows.append(
             [
-                f"{count:,}",
+                f"`{rule}`, {count:,}",
                 f"{1000 * client:.1f}",
                 f"{ratio[0]:.2f} ({ratio[1]:.2f} - {ratio[2]:.2f})",
                 f"{1000 * server:.0f}",
                 f"{values[0]['bytes'] / 1e6:.3f}",
                 f"{4 * (extractor + WIDTH * count) / 1e6:.1f}",
-                f"{results['memory'][str(count)]:.0f}",
+                f"{memory:.0f}",
             ]
         )
     header = [
-        "classes",
+        "rule, classes",
         "ms / visit, client",
         f"/ {COUNTS[0]:,} classes",
         "ms / round, the rest",
@@ -155,10 +164,12 @@ def report(results: dict[str, Any], threads: int) -> str:
     words = (
         f"`python benchmarks/sampled_softmax_cost.py --out docs/performance.md`. {machine(threads)}. {CLIENTS} clients"
         f" of {SAMPLES} random 28 x 28 images, batches of {BATCH}; embeddings of {WIDTH}; every client holds {held:,}"
-        " classes. Process seconds: *client* from the broadcast loaded to the update made, *the rest* is the server"
-        " (slicing, averaging, looking for NaN) and Lightning's round. Ratios are medians over repetitions, with"
-        " quartiles. Client and server share the process, whose memory is the head's, a new one, and what the rows of a"
-        " round take."
+        " classes. Process seconds: *client* from drawing the classes it asks for to the update made, with the rows"
+        " looked up for it and loaded; *the rest* is the server (averaging, with `fedavgm` momentum's step on the whole"
+        " head, looking for NaN) and Lightning's round. Ratios are medians over"
+        f" {len(results['runs'][0])} repetitions of {results['rounds']} rounds, with quartiles. Client and server share"
+        " the process, whose memory is the head's, a new one, what the rows of a round take and, with momentum, its 8"
+        " bytes per parameter before and after the round."
     )
     return f"{words}\n\n{table(header, rows)}"
 
@@ -166,8 +177,8 @@ def report(results: dict[str, Any], threads: int) -> str:
 def main() -> None:
     made = parser(__doc__.splitlines()[0], data=False)
     made.add_argument("--held", type=int, default=1000, help="classes that a client holds")
-    made.add_argument("--rounds", type=int, default=10, help="rounds of a fit")
-    made.add_argument("--repetitions", type=int, default=5, help="fits of each number of classes")
+    made.add_argument("--rounds", type=int, default=4, help="rounds of a fit")
+    made.add_argument("--repetitions", type=int, default=4, help="fits of each rule and number of classes")
     arguments = made.parse_args()
     prepare(arguments)
     if arguments.quick:
