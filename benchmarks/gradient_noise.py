@@ -24,7 +24,7 @@ from lightning_fed.data.omniglot import Omniglot
 from lightning_fed.functional import gradient_noise, sample_negatives, sampled_softmax_loss
 
 CLASSES, BATCH, COHORT = 964, 32, 16
-SIZES = (5, 10, 20, 50, 100, 200, 500, 900)
+SIZES = (0, 5, 10, 20, 50, 100, 200, 500, 900)
 
 
 def gradients(model: Embedder, features: Tensor, loss: Tensor) -> list[Tensor]:
@@ -108,7 +108,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 float(np.mean([each[place] for each in results["noise"][when][str(size)]])) for size in SIZES
             ]
             axes.plot(SIZES, means, style, marker="o", color=f"C{place}", label=f"{part}, {when}")
-    axes.set(xscale="log", yscale="log", xlabel="negatives per client", ylabel="gradient noise (L2)")
+    axes.set_xscale("symlog", linthresh=5)  # none is among the numbers
+    axes.set(yscale="log", xlabel="negatives per client", ylabel="gradient noise (L2)")
     axes.grid(alpha=0.3)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
