@@ -156,6 +156,39 @@ def test_numbers_that_do_not_come_from_neurons_pin_what_reads_them():
     assert ("scale.weight", 0) not in groups["counts"].entries
 
 
+def test_what_reads_constants_stays():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 8), nn.Linear(12, 3)
+
+        def forward(self, inputs):
+            hidden = self.first(inputs)
+            return self.second(torch.cat([hidden.new_zeros(len(hidden), 4), hidden], 1))
+
+    groups = PermutationGroups.of(*build(lambda: (Net(), torch.randn(3, 5))))
+    assert groups.sizes == {"first": 8}
+    assert groups["first"].entries["second.weight", 1].positions[:, 0].tolist() == list(range(4, 12))
+
+
+def test_group_norms_of_different_groups_leave_the_finer_ones():
+    """Four blocks of two, in two groups of four: blocks cannot change places as wholes, within a block they can."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
+            self.coarse, self.fine = nn.GroupNorm(2, 8), nn.GroupNorm(4, 8)
+
+        def forward(self, inputs):
+            hidden = self.first(inputs)
+            return self.second(self.coarse(hidden) + self.fine(hidden))
+
+    groups = PermutationGroups.of(*build(lambda: (Net(), torch.randn(3, 5))))
+    assert groups.sizes == {f"first[{start}]": 2 for start in (0, 2, 4, 6)}
+    assert {(group.blocks, group.is_growable) for group in groups} == {(1, False)}
+
+
 def test_slices_tell_neurons_apart():
     class Net(nn.Module):
         def __init__(self):
