@@ -49,10 +49,10 @@ class SpreadOut(FederatedCallback):
     Args:
         variant: Which of the two.
         k: Number of nearest classes, for ``"top_k"``; the authors have 10, and 100 where there are very many.
-        strength: :math:`\lambda`; the authors report 10 to 100 as robust, and 1 as too weak. Tune it: a step turns vectors
-            by an angle that grows with ``strength * lr * k`` over their squared length. With ``lr=0.03``, ``k=10`` and
-            964 vectors as a new head has them (of 64 numbers, length 0.57), 10 turned those of a round by 67 degrees,
-            which undoes training and spreads out nothing; 0.1 spread out best, with 3 degrees.
+        strength: :math:`\lambda`; the authors report 10 to 100 as robust, and 1 as too weak. Tune it: a step turns
+            vectors by an angle that grows with ``strength * lr * k`` over their squared length. With ``lr=0.03``,
+            ``k=10`` and 964 vectors as a new head has them (of 64 numbers, length 0.57), 10 turned those of a round by
+            67 degrees, which undoes training and spreads out nothing; 0.1 spread out best, by 3 degrees a round.
         margin: :math:`\nu`, for ``"margin"``.
         lr: :math:`\eta`; ``None`` for the learning rate that the layer has in the clients' training in this round.
         comparison: Number of classes, drawn in every round, among which ``"top_k"`` looks for the nearest; ``None`` for
