@@ -168,7 +168,7 @@ def test_frozen_features_are_those_of_the_network():
         for part in list(net.eval())[:last]:
             expected = part(expected)
         assert torch.equal(extractor(inputs), expected)
-        assert not extractor(inputs).requires_grad
+        assert not extractor(inputs.clone().requires_grad_()).requires_grad
 
 
 class Attentive(nn.Module):
