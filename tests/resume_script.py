@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import FederatedDataModule, FederatedTrainer, Federation
-from lightning_fed.callbacks import ClassPrototypes, SampledSoftmax
+from lightning_fed.callbacks import ClassPrototypes, FeatureFusion, SampledSoftmax
 from lightning_fed.data import Dirichlet
 from lightning_fed.modules import SampledSoftmaxHead
 
@@ -75,6 +75,11 @@ RUNS = {
         "model": {"batch_norm": False, "num_classes": 9},
         "sampled": {"num_negatives": 3, "resample": "batch"},
         "federation": {"aggregator": "fedavgm", "clients_per_round": 3, "local_epochs": 2, "dropout": 0.2},
+    },
+    # The extractor that the global model is evaluated with, and weights that the server smooths.
+    "fused-features": {
+        "fusion": {"operator": "multi", "cache_global_features": True},
+        "federation": {"clients_per_round": 3, "local_epochs": 2, "personal": ["head.*"], "dropout": 0.2},
     },
     "partition": {"door": "partition", "federation": {"clients_per_round": 2, "local_epochs": 2}},
     "federated-trainer": {
@@ -234,6 +239,7 @@ def prepare(run, folder, version, callbacks=(), **trainer_options):
     module = Net(**options.get("model", {}))
     prototypes = [ClassPrototypes(**options["prototypes"])] if "prototypes" in options else []
     sampled = [SampledSoftmax(**options["sampled"])] if "sampled" in options else []
+    fusion = [FeatureFusion(**options["fusion"])] if "fusion" in options else []
     # Both doors: `L.Trainer` with the callback, and `FederatedTrainer`.
     callback = Federation(**federation)
     through_trainer = options.get("door") == "trainer"
@@ -242,6 +248,7 @@ def prepare(run, folder, version, callbacks=(), **trainer_options):
             *([] if through_trainer else [callback]),
             *prototypes,
             *sampled,
+            *fusion,
             *callbacks,
             ModelCheckpoint(os.path.join(folder, "checkpoints"), save_last=True, **options.get("checkpoint", {})),
         ],

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_fed import FedBN, FederatedCallback, FederatedDataModule
-from lightning_fed.callbacks import FeatureFusion, Federation, FedFusion
+from lightning_fed.callbacks import FeatureFusion, Federation, FedFusion, SampledSoftmax
 from lightning_fed.callbacks.batch_norm import recalibrate
 from lightning_fed.compare import Method
 from lightning_fed.modules import FusedExtractor, find_fusion, unwrap
@@ -400,6 +400,21 @@ def test_together_with_everything_else(options, operator, federated_trainer):
         assert operator == "conv" or not moved.any()  # the server's
         kept = [trainer.federation.store.get(client)[WEIGHT] for client in ("ann", "bob")]
         assert not torch.equal(*kept)
+
+
+def test_together_with_few_classes_of_many(federated_trainer):
+    """Clients hold some rows of the head, which is behind the features: the frozen extractor has none of it."""
+    task = ClassificationTask(
+        timm.create_model("resnet10t", num_classes=40), num_classes=40, norm="group", head="sampled_softmax", lr=0.05
+    )
+    clients = {
+        client: (images.repeat(1, 3, 4, 4), 7 * labels) for client, (images, labels) in models.images(FEW).items()
+    }
+    references = References()
+    callbacks = [SampledSoftmax(5), references]
+    fit(federated_trainer, make("single", ema=0), task, clients, callbacks=callbacks, local_epochs=2)
+    assert find_fusion(task).operators["0"].weight.any()
+    assert not any(name.startswith("fc.") for name in references.after[0])
 
 
 def test_an_operator_at_home_adds_nothing_to_what_travels(federated_trainer):
