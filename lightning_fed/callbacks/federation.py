@@ -543,8 +543,8 @@ class Federation(L.Callback):
             assert self._round is not None
             try:
                 args = (self._round.prepare(args[0]), *args[1:])
-            except ClientFault as fault:
-                visit.fault = str(fault)
+            except ClientFault as error:
+                visit.fault = str(error)
                 return self._skip()
         try:
             return self._hooks[3].original(*args, **kwargs)
