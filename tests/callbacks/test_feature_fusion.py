@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -16,6 +17,7 @@ from lightning_fed import FedBN, FederatedCallback, FederatedDataModule
 from lightning_fed.callbacks import FeatureFusion, Federation, FedFusion, SampledSoftmax
 from lightning_fed.callbacks.batch_norm import recalibrate
 from lightning_fed.compare import Method
+from lightning_fed.data import IID, CamVid
 from lightning_fed.modules import FusedExtractor, find_fusion, unwrap
 from lightning_fed.tasks import ClassificationTask, SegmentationTask
 from tests import models
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 OPERATORS = ["conv", "multi", "single"]
 FEW = {"ann": 13, "bob": 8, "cid": 21}
 WEIGHT = "feature_fusion.operators.0.weight"
+DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
 
 class References(FederatedCallback):
@@ -499,6 +502,25 @@ def test_deeplab_with_its_encoder_fused(federated_trainer, tmp_path):
     expected = copy.deepcopy(task).eval()
     find_fusion(expected).release()
     assert torch.equal(unwrap(task).eval()(images), expected(images))
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"no data at {DATA}")
+def test_deeplab_on_camvid(federated_trainer):
+    data = CamVid(DATA, image_size=(32, 32), train_size=16, val_size=4, batch_size=4)
+    task = SegmentationTask(
+        "DeepLabV3Plus", num_classes=11, ignore_index=255, encoder_name="mobilenet_v2", encoder_weights=None, lr=0.1,
+        model_kwargs={"decoder_channels": 16},
+    )  # fmt: skip
+    recorder = Recorder()
+    trainer = federated_trainer(
+        max_rounds=1, partition=IID(2), callbacks=[make("conv", levels=[2, -1], conv_init="local"), recorder]
+    )
+    trainer.fit(task, datamodule=data)
+    assert list(find_fusion(task).operators) == ["2", "5"]
+    start, end = recorder.visits[0].broadcast, recorder.aggregates[0]
+    moved = [name for name in end if name.startswith("feature_fusion.") and not torch.equal(start[name], end[name])]
+    assert len(moved) == 4
+    assert torch.isfinite(trainer.callback_metrics["val_loss"])
 
 
 @pytest.mark.parametrize("name", ["resnet10t", "mobilenetv3_small_050"])
