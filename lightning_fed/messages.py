@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 Client: TypeAlias = str | int
@@ -34,6 +35,27 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(value.numel() * value.element_size() for value in tensors.values())
 
 
+def distinct(tensors: Mapping[str, Tensor]) -> State:
+    """Without those that are equal to an earlier one, which need not travel again.
+
+    Example:
+        >>> import torch
+        >>> rows = torch.tensor([3, 8])
+        >>> list(distinct({"head.weight": rows, "head.bias": rows.clone(), "words.weight": torch.tensor([0])}))
+        ['head.weight', 'words.weight']
+
+    """
+    found: State = {}
+    for name, value in tensors.items():
+        if not any(value is other or _is_equal(value, other) for other in found.values()):
+            found[name] = value
+    return found
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+
+
 @dataclass
 class Request:
     """What a client asks for before its visit, where it does not want all of an entry.
@@ -41,7 +63,8 @@ class Request:
     Args:
         client: The client's key.
         rows: For an entry of the model the rows that the client wants: int64, shape (rows,), strictly increasing, so
-            that their order says nothing about the client.
+            that their order says nothing about the client. Rows that are the same for several entries, as a head's
+            weight and bias, are one list on the wire.
 
     """
 
@@ -50,8 +73,8 @@ class Request:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors in the message."""
-        return tensor_bytes(self.rows)
+        """Bytes of all tensors in the message, of equal ones once."""
+        return tensor_bytes(distinct(self.rows))
 
 
 @dataclass

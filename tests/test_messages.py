@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_fed.messages import Broadcast, ClientUpdate, tensor_bytes
+from lightning_fed.messages import Broadcast, ClientUpdate, Request, tensor_bytes
 
 SIZES = {
     torch.float64: 8,
@@ -39,6 +39,15 @@ def test_messages_count_state_and_extras():
     assert update.nbytes == 64  # plain numbers are for the log
     del update.extras["prototypes"]
     assert update.nbytes == 16
+
+
+def test_rows_of_several_entries_are_asked_for_once():
+    rows = torch.tensor([2, 5, 7])
+    assert Request("a", {"weight": rows, "bias": rows}).nbytes == 24
+    assert Request("a", {"weight": rows, "bias": rows.clone()}).nbytes == 24
+    assert Request("a", {"weight": rows, "words": torch.tensor([2, 5]), "bias": rows}).nbytes == 40
+    assert Request("a", {"weight": rows, "words": rows + 1}).nbytes == 48
+    assert Request("a").nbytes == 0
 
 
 def test_extras_are_not_shared():

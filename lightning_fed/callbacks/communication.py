@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.functional.options import OptionError, check_count
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, tensor_bytes
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, distinct, tensor_bytes
 from lightning_fed.state import live_entries
 
 _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
@@ -149,7 +149,7 @@ class CommunicationReport(FederatedCallback):
         parts = {**self._by_part(broadcast.state), _EXTRAS: broadcast.extras}
         for part, tensors in parts.items():
             self._add(trainer, client, part, tensors, "down")
-        self._add(trainer, client, _REQUEST, broadcast.rows, "up")
+        self._add(trainer, client, _REQUEST, distinct(broadcast.rows), "up")
 
     def on_update(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
         """Counts the client's answer."""

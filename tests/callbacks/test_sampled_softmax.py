@@ -154,7 +154,7 @@ def test_the_bytes_are_those_of_the_held_classes(bias, federated_trainer):
     for visit, count in zip(recorder.visits, held, strict=True):
         assert bytes_of(visit.broadcast) == bytes_of(visit.update) == 4 * (extractor + (WIDTH + bias) * count)
     assert trainer.callback_metrics["comm/down_bytes"] == sum(bytes_of(visit.broadcast) for visit in recorder.visits)
-    asked = 8 * (1 + bias) * sum(held)
+    asked = 8 * sum(held)  # one list for weight and bias
     assert trainer.callback_metrics["comm/up_bytes"] == trainer.callback_metrics["comm/down_bytes"] + asked
     assert trainer.callback_metrics["fed/held_classes"] == sum(held) / len(held)
 
