@@ -190,8 +190,8 @@ def report(results: dict[str, Any], threads: int) -> str:
     words = (
         f"`python benchmarks/matching.py --out docs/performance.md`. {machine(threads)}. The published score, all"
         f" variances 1, gamma 7, random weights, at most {results['passes']} passes. Process seconds of a whole"
-        " matching; the loops' for the same assignments, from the time of some of their rows (without what is the same for"
-        " all of them, which the programs compute every time) and of the solver."
+        " matching; the loops' for the same assignments, from the time of some of their rows (without what is the same"
+        " for all of them, which the programs compute every time) and of the solver."
         " *Marginal* is the marginal score with estimated variances, on clients that share three of four neurons."
     )
     models = [

@@ -21,13 +21,11 @@ class _Neuron(NamedTuple):
     Attributes:
         positions: Its positions on every axis where it has some, in increasing order.
         blocks: Groups of group normalisations that it is in.
-        is_counted: Whether it is reduced together with others.
 
     """
 
     positions: dict[Axis, list[int]]
     blocks: frozenset[Mark]
-    is_counted: bool
 
 
 def find_groups(tracer: Tracer) -> list[PermutationGroup]:
@@ -45,17 +43,16 @@ def find_groups(tracer: Tracer) -> list[PermutationGroup]:
             if root not in (NEUTRAL, PINNED):
                 positions[root].setdefault(axis, []).append(position)
 
-    families: dict[object, list[_Neuron]] = defaultdict(list)
+    families: dict[tuple[frozenset[tuple[Axis, int]], frozenset[Mark]], list[_Neuron]] = defaultdict(list)
     for root, own in positions.items():
         apart = frozenset(mark for mark in marks.get(root, ()) if mark[0] != "block")
         within = marks.get(root, frozenset()) - apart
-        is_counted = any(kind != "apart" for kind, _ in marks.get(root, ()))
         shape = frozenset((axis, len(places)) for axis, places in own.items())
-        families[shape, apart].append(_Neuron(own, within, is_counted))
+        families[shape, apart].append(_Neuron(own, within))
 
     order = {axis: place for place, axis in enumerate(axes)}
     groups: list[tuple[tuple[int, int], Axis, PermutationGroup]] = []
-    for family in families.values():
+    for (_, apart), family in families.items():
         made = [axis for axis in family[0].positions if "out" in tracer.roles.get(axis, ())]
         lead = min(made or family[0].positions, key=order.__getitem__)
         family.sort(key=lambda neuron: neuron.positions[lead])
@@ -69,9 +66,9 @@ def find_groups(tracer: Tracer) -> list[PermutationGroup]:
                     )
                     for axis in sorted(neurons[0].positions, key=order.__getitem__)
                 }
-                is_growable = not neurons[0].is_counted and all(
-                    find_runs(entry.positions) is not None for entry in entries.values()
-                )
+                # What is sliced or reduced knows how many neurons there are.
+                is_free = not apart and not neurons[0].blocks
+                is_growable = is_free and all(find_runs(entry.positions) is not None for entry in entries.values())
                 group = PermutationGroup("", len(neurons), entries, blocks, is_growable)
                 groups.append(((order[lead], neurons[0].positions[lead][0]), lead, group))
     groups.sort(key=lambda one: one[0])
