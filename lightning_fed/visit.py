@@ -105,18 +105,19 @@ class LocalModel:
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
         """Writes entries into the module, or puts them in the place of its own where they are sliced."""
+        for name, owner in self.sliced.items():
+            rows = state.get(name, owner)
+            if rows.shape[1:] != owner.shape[1:] or rows.dtype != owner.dtype:
+                raise ValueError(
+                    f"The state cannot be loaded: the rows of entry {name!r} are {rows.dtype} of shape"
+                    f" {tuple(rows.shape[1:])} instead of {owner.dtype} of shape {tuple(owner.shape[1:])}."
+                )
         load_entries(
             {name: value for name, value in self.entries.items() if name not in self.sliced},
             {name: value for name, value in state.items() if name not in self.sliced},
         )
         for name, owner in self.sliced.items():
-            value = state.get(name, owner)
-            if value.shape[1:] != owner.shape[1:] or value.dtype != owner.dtype:
-                raise ValueError(
-                    f"The state cannot be loaded: the rows of entry {name!r} are {value.dtype} of shape"
-                    f" {tuple(value.shape[1:])} instead of {owner.dtype} of shape {tuple(owner.shape[1:])}."
-                )
-            _exchange(owner, value.detach())
+            _exchange(owner, state.get(name, owner).detach())
             self.entries[name] = owner.detach()
         load_entries(self._other_buffers, self._other_values)
 

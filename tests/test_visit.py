@@ -435,3 +435,16 @@ def test_buffers_that_are_not_saved_start_anew():
     module.cache.fill_(5.0)
     local.load_global(local.global_state())
     assert module.cache.tolist() == [0.0, 0.0]
+
+
+def test_rows_that_do_not_fit_leave_the_module_as_it_was():
+    """Nothing is written: neither the entries that fit nor the rows."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
+    policies = dict.fromkeys(net.state_dict(), "shared") | {"1.weight": "sliced"}
+    local = LocalModel(net, policies, MemoryStore())
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    for rows in (torch.zeros(2, 3), torch.zeros(2, 2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"the rows of entry '1\.weight' are"):
+            local.load_client("a", {**local.global_state(), "0.bias": torch.ones(2), "1.weight": rows})
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())

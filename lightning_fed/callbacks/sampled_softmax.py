@@ -27,7 +27,7 @@ from lightning_fed.functional.batches import find_target
 from lightning_fed.functional.options import OptionError, check_count, check_option
 from lightning_fed.functional.sampled_softmax import LogQ, Objective, QSupport, sample_negatives
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request
-from lightning_fed.modules.held_classes import HeldClasses
+from lightning_fed.modules.held_classes import ForeignLabelError, HeldClasses
 from lightning_fed.modules.sampled_softmax import SampledSoftmaxHead, find_sampled_softmax_head
 
 ClientClasses: TypeAlias = Mapping[Client, Sequence[int]] | Callable[[Client], Sequence[int]]
@@ -179,14 +179,15 @@ class SampledSoftmax(FederatedCallback):
             )
         target = find_target(batch, self.target)
         labels = self._classes_of(target)
-        unknown = torch.unique(labels[(labels >= 0) & ~torch.isin(labels, self._own[client].to(labels.device))])
-        if len(unknown):
-            raise ClientFault(
-                f"a batch has the labels {unknown.tolist()}, which a pass over its data did not show: give"
-                " `SampledSoftmax` the clients' `classes`"
-            )
         columns = self._columns[max(0, self._batch)] if self._columns else None
-        local = head.begin_batch(labels, columns).to(target.dtype if target.is_floating_point() else torch.int64)
+        try:
+            local = head.begin_batch(labels, columns)
+        except ForeignLabelError as error:
+            raise ClientFault(
+                f"its classes are not all known: {error} Give `SampledSoftmax` the clients' `classes`"
+            ) from error
+        if target.is_floating_point():
+            local = local.to(target.dtype)
         return _exchange(batch, target, local)
 
     def on_client_end(

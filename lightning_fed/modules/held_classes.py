@@ -12,6 +12,10 @@ from lightning_fed.functional.options import check_option
 from lightning_fed.functional.sampled_softmax import LogQ, Objective, QSupport, log_correction
 
 
+class ForeignLabelError(ValueError):
+    """A label that is none of the client's own classes."""
+
+
 @dataclass(frozen=True, eq=False)
 class HeldClasses:
     """The classes that a client holds, and what its loss makes of them.
@@ -117,7 +121,8 @@ class HeldClasses:
             The positions, int64, on the device of the labels; negative labels as they are.
 
         Raises:
-            ValueError: If a label is none of the client's own classes.
+            ForeignLabelError: If a label is none of the client's own classes.
+            ValueError: If labels are no whole numbers.
 
         """
         if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
@@ -128,7 +133,9 @@ class HeldClasses:
         is_own = (classes[columns] == labels) & is_positive[columns]
         wrong = torch.unique(labels[(labels >= 0) & ~is_own])
         if len(wrong):
-            raise ValueError(f"Expected `target` to be among the client's own classes, but got {wrong.tolist()}.")
+            raise ForeignLabelError(
+                f"Expected `target` to be among the client's own classes, but got {wrong.tolist()}."
+            )
         return torch.where(labels >= 0, columns, labels)
 
 
