@@ -178,22 +178,34 @@ class Schedule:
         """Number of clients that do all their work, of a cohort of ``size``."""
         return round_half_up(size * (1 - self.stragglers))
 
-    def cohort(self, round: int, clients: Sequence[Client]) -> Cohort:
+    def cohort(
+        self, round: int, clients: Sequence[Client], drawn: int | None = None, local_epochs: int | None = None
+    ) -> Cohort:
         """The cohort of a round.
 
         Args:
             round: Index of the round, from 0.
             clients: All clients, in a fixed order; only the drawn positions are looked up.
+            drawn: Index of the round whose clients are visited again; ``None`` for clients of the round's own.
+            local_epochs: Passes over a client's data in this round; ``None`` for as many as in all.
+
+        Raises:
+            ValueError: If ``local_epochs`` is given where the work is counted in steps.
 
         """
-        chosen = self._draw(_COHORT, round, clients)
+        if local_epochs is not None and self.local_steps is not None:
+            raise OptionError(
+                f"Expected no `local_steps` where a method has epochs of its own, but got {self.local_steps}."
+            )
+        epochs = self.local_epochs if local_epochs is None else local_epochs
+        chosen = self._draw(_COHORT, round if drawn is None else drawn, clients)
         straggling = self._stragglers(round, len(chosen))
         visits, dropped = [], []
         for place, client in enumerate(chosen):
             if self.dropout and self._drops_out(round, client):
                 dropped.append(client)
             else:
-                visits.append(self._visit(round, client, place in straggling))
+                visits.append(self._visit(round, client, place in straggling, epochs))
         return Cohort(tuple(visits), tuple(dropped))
 
     def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
@@ -226,10 +238,10 @@ class Schedule:
     def _drops_out(self, round: int, client: Client) -> bool:
         return bool(self._generator(_DROPOUT, round, client_key(client)).random() < self.dropout)
 
-    def _visit(self, round: int, client: Client, is_straggler: bool) -> Visit:
+    def _visit(self, round: int, client: Client, is_straggler: bool, epochs: int) -> Visit:
         key = client_key(client)
         seed = derive_seed(self.seed, round, _VISIT, key)
-        epochs, steps, portion = self.local_epochs, self.local_steps, None
+        steps, portion = self.local_steps, None
         if is_straggler:
             draw = self._generator(_STRAGGLERS, round, key)
             if steps is not None:

@@ -38,6 +38,7 @@ class Aggregator(ABC):
         {'w': tensor([2.2500])}
 
     Attributes:
+        resizes: Whether the shapes of entries may change, from client to client and from round to round.
         takes_rows: Whether the rule can do with updates of which some entries are a few rows only
             (:attr:`ClientUpdate.rows <lightning_fed.messages.ClientUpdate>`).
         trainable: Names of the entries that the clients train, for rules that must tell them from others; a fit sets it
@@ -45,6 +46,7 @@ class Aggregator(ABC):
 
     """
 
+    resizes: bool = False
     takes_rows: bool = False
     trainable: frozenset[str] | None = None
 
@@ -55,6 +57,10 @@ class Aggregator(ABC):
     @abstractmethod
     def broadcast(self, client: Client) -> Broadcast:
         """What ``client`` is sent. The tensors are only read by the caller."""
+
+    def expected(self, broadcast: Broadcast) -> State:
+        """What the answer to a message must look like: names, shapes and dtypes; values do not matter."""
+        return broadcast.state
 
     @abstractmethod
     def receive(self, update: ClientUpdate) -> None:
@@ -71,7 +77,14 @@ class Aggregator(ABC):
 
     @abstractmethod
     def aggregate(self) -> State:
-        """The new global values of the shared entries, from all updates of the round (at least one)."""
+        """The new global values of the shared entries, from all updates of the round (at least one).
+
+        Where the round brings no new model yet, the very dictionary that :meth:`start_round` got.
+        """
+
+    def plan(self, round: int) -> RoundPlan:
+        """What the rule asks of a round, before its cohort is drawn."""
+        return RoundPlan()
 
     def required_callbacks(self) -> Sequence[Any]:
         """Client-side callbacks without which the method does not work; the trainer adds those that are missing."""
@@ -98,6 +111,22 @@ class Aggregator(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional, as `state_dict` is
         """Restores what :meth:`state_dict` returned."""
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """What a rule that takes several rounds for one model asks of a round.
+
+    Args:
+        drawn: Index of the round whose cohort is visited again; ``None`` for a cohort of the round's own.
+        local_epochs: Passes over a client's data in the round's visits; ``None`` for the federation's.
+        present: The clients of that cohort that the rule can still use; ``None`` for all.
+
+    """
+
+    drawn: int | None = None
+    local_epochs: int | None = None
+    present: frozenset[Client] | None = None
 
 
 @dataclass
@@ -195,9 +224,8 @@ class Server:
         if shape is not None:
             shape(broadcast)
         self.count_down(broadcast)
-        self._expected[client] = {
-            name: torch.empty_like(value, device="meta") for name, value in broadcast.state.items()
-        }
+        expected = self.aggregator.expected(broadcast)
+        self._expected[client] = {name: torch.empty_like(value, device="meta") for name, value in expected.items()}
         return broadcast
 
     def receive(self, update: ClientUpdate, unpack: Callable[[ClientUpdate], None] | None = None) -> bool:

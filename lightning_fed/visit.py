@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.resize import resize_module
 from lightning_fed.state import Policy, copy_state, live_entries, load_entries, norm
 from lightning_fed.store import ClientStore
 
@@ -34,13 +35,17 @@ class LocalModel:
         module: The module that trains.
         policies: The policy of every entry, of :func:`lightning_fed.state.entry_policies`.
         store: Where clients keep their personal entries.
+        resizes: Whether entries may come with other shapes, which the module's then take.
 
     Attributes:
-        memory: What callbacks keep for the client between its visits: empty before its first.
+        memory: What callbacks keep for the client between its visits, after :meth:`recall`: empty before its first.
 
     """
 
-    def __init__(self, module: nn.Module, policies: Mapping[str, Policy], store: ClientStore) -> None:
+    def __init__(
+        self, module: nn.Module, policies: Mapping[str, Policy], store: ClientStore, resizes: bool = False
+    ) -> None:
+        self._module = module if resizes else None
         self.entries = live_entries(module)
         self.store = store
         self.parameters = [
@@ -86,6 +91,10 @@ class LocalModel:
         personal = {name: value for name, value in kept.items() if not name.startswith((_OPTIMIZER, _MEMORY))}
         own = {name: state[name].clone() for name in self.sliced if name in state} if trains else {}
         self._load({**state, **own, **self.home, **personal})
+
+    def recall(self, client: Client) -> None:
+        """Makes ``memory`` the client's, before its message is read."""
+        kept = self.store.get(client) or {}
         self.memory = {name[len(_MEMORY) :]: kept[name] for name in kept if name.startswith(_MEMORY)}
 
     def keep(self, client: Client, round: int, optimizer_state: Mapping[str, Tensor]) -> None:
@@ -112,6 +121,9 @@ class LocalModel:
                     f"The state cannot be loaded: the rows of entry {name!r} are {rows.dtype} of shape"
                     f" {tuple(rows.shape[1:])} instead of {owner.dtype} of shape {tuple(owner.shape[1:])}."
                 )
+        if self._module is not None:  # whose tensors may be others by now
+            resize_module(self._module, {name: value for name, value in state.items() if name not in self.sliced})
+            self.entries = live_entries(self._module)
         load_entries(
             {name: value for name, value in self.entries.items() if name not in self.sliced},
             {name: value for name, value in state.items() if name not in self.sliced},

@@ -6,6 +6,8 @@ from lightning_fed.aggregators.fedatt import FedAtt as FedAtt
 from lightning_fed.aggregators.fedavg import FedAvg as FedAvg
 from lightning_fed.aggregators.fedavgm import FedAvgM as FedAvgM
 from lightning_fed.aggregators.feddane import FedDANE as FedDANE
+from lightning_fed.aggregators.fedma import PFNM as PFNM
+from lightning_fed.aggregators.fedma import FedMA as FedMA
 from lightning_fed.aggregators.fedmargin import FedMargin as FedMargin
 from lightning_fed.aggregators.fedmargin import MarginReport as MarginReport
 from lightning_fed.aggregators.fedopt import AdaptiveOptimizer as AdaptiveOptimizer
@@ -21,6 +23,7 @@ from lightning_fed.server import Aggregator as Aggregator
 
 __all__ = [
     "AGGREGATORS",
+    "PFNM",
     "AdaptiveOptimizer",
     "Aggregator",
     "AveragingAggregator",
@@ -32,6 +35,7 @@ __all__ = [
     "FedAvg",
     "FedAvgM",
     "FedDANE",
+    "FedMA",
     "FedMargin",
     "FedProx",
     "FedYogi",

@@ -7,6 +7,7 @@ from lightning_fed.aggregators.fedatt import FedAtt
 from lightning_fed.aggregators.fedavg import FedAvg
 from lightning_fed.aggregators.fedavgm import FedAvgM
 from lightning_fed.aggregators.feddane import FedDANE
+from lightning_fed.aggregators.fedma import PFNM, FedMA
 from lightning_fed.aggregators.fedmargin import FedMargin
 from lightning_fed.aggregators.fedopt import FedAdagrad, FedAdam, FedYogi
 from lightning_fed.aggregators.fedprox import FedProx
@@ -21,10 +22,12 @@ AGGREGATORS: dict[str, type[Aggregator]] = {
     "fedavg": FedAvg,
     "fedavgm": FedAvgM,
     "feddane": FedDANE,
+    "fedma": FedMA,
     "fedmargin": FedMargin,
     "fedprox": FedProx,
     "fedyogi": FedYogi,
     "fesem": FeSEM,
+    "pfnm": PFNM,
 }
 """The rules that ``aggregator="name"`` can mean."""
 

@@ -23,8 +23,8 @@ from lightning_fed.callbacks.side_pass import forward_step, one_pass, run_step, 
 from lightning_fed.data.population import Population
 from lightning_fed.data.rounds import describe
 from lightning_fed.functional.wide import widen
-from lightning_fed.messages import Broadcast, ClientUpdate, State
-from lightning_fed.schedule import Cohort
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.schedule import Cohort, Visit
 from lightning_fed.server import Server
 from lightning_fed.state import BatchNorm, find_non_finite
 from lightning_fed.visit import LocalModel
@@ -166,21 +166,59 @@ def recalibrate(
         cohort: The round's clients.
 
     """
-    step = forward_step(module)
     layers = {
         name: layer for name, layer in batch_norm_layers(module).items() if layer.training
     }  # not the user's frozen
-    if step is None or not layers:
+    if forward_step(module) is None or not layers:
         return
     state = local.global_state()
-    reports: list[tuple[State | None, State]] = []  # the client's own model, if it has one, and what it measured
-    for visit in cohort.visits:
-        if visit.client not in server.report.received:
-            continue
+
+    def load(visit: Visit) -> None:
         own = server.aggregator.model_of(visit.client)
         start = state if own is None else own
         server.count_down(Broadcast(visit.round, start))
         local.load_client(visit.client, start)
+
+    visits = [visit for visit in cohort.visits if visit.client in server.report.received]
+    measured = measure_statistics(trainer, module, server, population, visits, layers, load)
+    local.load_global(state)
+    reports = [(server.aggregator.model_of(client), report) for client, report in measured]
+    of_global = [report for own, report in reports if own is None] or [report for _, report in reports]
+    _write_statistics(local.entries, local.shared, of_global, layers)
+    for model in {id(own): own for own, _ in reports if own is not None}.values():
+        _write_statistics(model, local.shared, [report for own, report in reports if own is model], layers)
+
+
+def measure_statistics(
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    server: Server,
+    population: Population,
+    visits: Iterable[Visit],
+    layers: Mapping[str, nn.BatchNorm2d],
+    load: Callable[[Visit], None],
+) -> list[tuple[Client, State]]:
+    """What goes into BatchNorm layers when clients run their data once through a model, as each reports it.
+
+    Args:
+        trainer: The Trainer.
+        module: The module; it is left with the last client's model.
+        server: Counts the reports.
+        population: The clients' data.
+        visits: The clients, whose updates were used in the round.
+        layers: The layers by name. They normalise with each batch's own statistics.
+        load: Makes the module the model to measure, as a client has it.
+
+    Returns:
+        Client and :meth:`InputStatistics.as_extras`, without clients that cannot measure: the log names them.
+
+    """
+    step = forward_step(module)
+    reports: list[tuple[Client, State]] = []
+    if step is None:
+        return reports
+    for visit in visits:
+        load(visit)
         statistics = InputStatistics(layers)
         try:
             with side_pass(module, is_reloaded=True), statistics.watching():
@@ -195,14 +233,10 @@ def recalibrate(
         server.count_up(update)
         fault = find_non_finite(update.extras)
         if fault is None:
-            reports.append((own, update.extras))
+            reports.append((visit.client, update.extras))
         else:
             _log.warning("Client %r's BatchNorm statistics are left out: %s.", visit.client, fault)
-    local.load_global(state)
-    of_global = [report for own, report in reports if own is None] or [report for _, report in reports]
-    _write_statistics(local.entries, local.shared, of_global, layers)
-    for model in {id(own): own for own, _ in reports if own is not None}.values():
-        _write_statistics(model, local.shared, [report for own, report in reports if own is model], layers)
+    return reports
 
 
 @torch.no_grad()

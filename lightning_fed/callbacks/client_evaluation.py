@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from torchmetrics import Metric, MetricCollection
 from lightning_fed.callbacks.side_pass import find_metrics, run_step, side_pass
 from lightning_fed.data.population import batch_length
 from lightning_fed.messages import Client
+
+_log = logging.getLogger(__name__)
 
 Stage = Literal["validation", "test"]
 
@@ -144,6 +147,33 @@ def evaluate_clients(
                 results.values.setdefault(name, {})[client] = value
                 results.higher_is_better[name] = directions.get(name, is_score(name))
     return results
+
+
+def name_strangers(clients: Iterable[Client], known: Sequence[Client], has_personal: bool) -> None:
+    """Says whose data are evaluated that do not train: those of new clients, or of misspelt ones.
+
+    Args:
+        clients: Clients that are evaluated.
+        known: Clients that train.
+        has_personal: Whether clients have entries of their own, which strangers lack.
+
+    """
+    keys = known if isinstance(known, range) else set(known)
+    strangers = [client for client in clients if client not in keys]
+    if strangers:
+        _log.log(
+            logging.WARNING if has_personal else logging.INFO,
+            "%d clients are evaluated that do not train (%s), with %s. Those that train are %s.",
+            len(strangers),
+            _first(strangers),
+            "the initial values of the personal entries" if has_personal else "the global model",
+            _first(known),
+        )
+
+
+def _first(clients: Sequence[Client]) -> str:
+    named = ", ".join(repr(client) for client in itertools.islice(clients, 5))
+    return f"{named}, ..." if len(clients) > 5 else named
 
 
 def _limited(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:

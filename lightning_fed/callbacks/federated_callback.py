@@ -14,9 +14,9 @@ class FederatedCallback(L.Callback):
     """An ordinary Lightning callback with more hooks, called by :class:`~lightning_fed.callbacks.Federation`.
 
     Before the first visit :meth:`on_round_start`; in the order of a visit :meth:`on_request`, :meth:`on_broadcast`,
-    :meth:`on_client_start`, the client's batches (with Lightning's own hooks, and :meth:`on_client_batch` just before
-    each training step), :meth:`on_client_end`, :meth:`on_update`, :meth:`on_visit_end`; after the last visit
-    :meth:`on_aggregate`. A hook may change the message it is given: what is true of the message after the hook is what
+    :meth:`on_receive`, :meth:`on_client_start`, the client's batches (with Lightning's own hooks, and
+    :meth:`on_client_batch` just before each training step), :meth:`on_client_end`, :meth:`on_update`,
+    :meth:`on_visit_end`; after the last visit :meth:`on_aggregate`. A hook may change the message it is given: what is true of the message after the hook is what
     travels.
 
     Example:
@@ -54,6 +54,16 @@ class FederatedCallback(L.Callback):
         """Server side, before the message is sent: replace entries to change what this client is sent.
 
         The tensors are shared by all clients' messages: put a new one in their place, do not write into them.
+        """
+
+    def on_receive(self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast) -> None:
+        """Client side, on receipt, before the module loads the message: may unpack what :meth:`on_broadcast` packed.
+
+        Afterwards ``broadcast.state`` must hold all shared entries. The client's memory can be asked for already.
+
+        Raises:
+            ClientFault: (of :mod:`lightning_fed.callbacks.blame`) if the client cannot do with the message.
+
         """
 
     def on_client_start(

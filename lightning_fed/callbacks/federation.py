@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,21 +16,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fed.aggregators import Aggregator, build_aggregator
-from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, thaw_batch_norm, warn_of_averaging
-from lightning_fed.callbacks.blame import ClientFault, client_fault, note_on
-from lightning_fed.callbacks.client_evaluation import Stage, evaluate_clients
-from lightning_fed.callbacks.door import (
-    IgnoredWarning,
-    TakenHook,
-    check_min_clients,
-    check_schedulers,
-    check_trainer,
-    find_loader_owner,
-)
-from lightning_fed.callbacks.open_round import OpenRound, federated_callbacks
+from lightning_fed.callbacks.batch_norm import thaw_batch_norm
+from lightning_fed.callbacks.blame import note_on
+from lightning_fed.callbacks.client_evaluation import Stage, evaluate_clients, name_strangers
+from lightning_fed.callbacks.door import TakenHook, check_min_clients, check_schedulers, check_trainer, find_loader_owner
+from lightning_fed.callbacks.open_round import federated_callbacks
 from lightning_fed.callbacks.policies import check_sliced, decide_policies, freeze_parameters
 from lightning_fed.callbacks.round_log import RoundLog
-from lightning_fed.callbacks.round_progress import RoundProgress
+from lightning_fed.callbacks.round_loop import BatchNormMode, RoundLoop
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_loader
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
@@ -45,8 +37,6 @@ from lightning_fed.store import ClientStore, FolderStore, MemoryStore
 from lightning_fed.visit import LocalModel
 
 _log = logging.getLogger(__name__)
-
-BatchNormMode = Literal["average", "recalibrate", "personal", "frozen"]
 
 
 class Federation(L.Callback):
@@ -158,22 +148,15 @@ class Federation(L.Callback):
         self._seed = seed
         self._is_fit, self._is_lost = True, False  # `_is_lost`: what the clients had is not there any more
         self._hooks: list[TakenHook] = []
-        self._ignored: list[IgnoredWarning] = []
         self._frozen_parameters: list[torch.nn.Parameter] = []
         self._reset()
 
     def _reset(self) -> None:
-        self.log_book = RoundLog()
-        self.rounds = 0
-        self._progress = RoundProgress()
-        self._has_warned = False
+        self._loop = RoundLoop(
+            self.server, self.schedule, self.store, self.batch_norm, self.optimizer_state, self.partial_work
+        )
         self._has_named_strangers = False
         self._population: Population | None = None
-        self._policies: dict[str, Policy] = {}
-        self._loader: RoundLoader | None = None
-        self._served: RoundLoader | None = None  # the loader whose round is over
-        self._cohort: Cohort
-        self._round: OpenRound | None = None
 
     # What the outside may ask
 
@@ -190,9 +173,24 @@ class Federation(L.Callback):
         return made
 
     @property
+    def rounds(self) -> int:
+        """Number of rounds that are over, also those of which nothing came."""
+        return self._loop.rounds
+
+    @property
+    def log_book(self) -> RoundLog:
+        """Where a round's numbers are logged."""
+        return self._loop.log_book
+
+    @property
     def current_visit(self) -> PlannedVisit | None:
         """The visit that is under way; ``None`` between visits."""
-        return None if self._round is None else self._round.visit
+        return self._loop.visit
+
+    @property
+    def cohort(self) -> Cohort:
+        """The clients of the round that is under way, or was last."""
+        return self._loop.cohort
 
     @property
     def current_client(self) -> Client | None:
@@ -209,9 +207,9 @@ class Federation(L.Callback):
             RuntimeError: Between visits.
 
         """
-        if self._round is None or self._round.visit is None:
+        if self._loop.open is None or self._loop.visit is None:
             raise RuntimeError("No client is training: its memory can be asked for during its visit.")
-        return self._round.local.memory
+        return self._loop.open.local.memory
 
     @property
     def population(self) -> Population:
@@ -242,14 +240,14 @@ class Federation(L.Callback):
             ValueError: If there is no such client.
 
         """
-        if self._population is None and self._policies:  # validation alone does not ask who the clients are
+        if self._population is None and self._loop.policies:  # validation alone does not ask who the clients are
             has_personal = bool(self.local_model(self._trainer.lightning_module).personal)
             is_known = not has_personal or self.store.get(client) is not None
         else:
             is_known = client in self.population.clients
         if not is_known:
             raise ValueError(f"Expected one of the federation's clients, but got {client!r}.")
-        if self._round is not None:
+        if self._loop.open is not None:
             raise RuntimeError("A client's own model can be asked for between rounds and after the fit.")
         module = self._trainer.lightning_module
         local = self.local_model(module)
@@ -262,7 +260,7 @@ class Federation(L.Callback):
 
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:
         """The module as one client after another sees it; to be asked for while it is the global model."""
-        return LocalModel(pl_module, self._policies, self.store)
+        return LocalModel(pl_module, self._loop.policies, self.store, self.server.aggregator.resizes)
 
     @property
     def state_key(self) -> str:
@@ -284,8 +282,9 @@ class Federation(L.Callback):
         self._give_back()
         book, rounds = self.log_book, self.rounds
         self._reset()
+        self._loop.trainer = trainer
         if rounds and getattr(self, "_trainer", None) is trainer and trainer.current_epoch == rounds:
-            self.log_book, self.rounds = book, rounds  # the same Trainer goes on: its `max_epochs` was raised
+            self._loop.log_book, self._loop.rounds = book, rounds  # the same Trainer goes on: its `max_epochs` was raised
             self.store.restore(rounds, self.store.checkpoint(rounds))
         else:
             self.server.aggregator.load_state_dict(copy.deepcopy(self._fresh_aggregator))
@@ -302,13 +301,13 @@ class Federation(L.Callback):
                 f" brings them, but got {'both' if self.partition is not None else 'neither'}."
             )
         # A visit that fails is padded with `None` batches: on purpose, and the log says why.
-        self._ignored.append(IgnoredWarning("train_dataloader yielded None"))
+        self._loop.ignore("train_dataloader yielded None")
         self._trainer = trainer
         owner = find_loader_owner(trainer, pl_module)
         self._previous_reload = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         self._hooks = [
-            TakenHook(owner, "train_dataloader", self._train_dataloader),
+            TakenHook(owner, "train_dataloader", self._plan),
             TakenHook(pl_module, "on_save_checkpoint", self._on_save_checkpoint),
             TakenHook(pl_module, "on_train_batch_end", self._module_on_train_batch_end),
             TakenHook(pl_module, "training_step", self._training_step),
@@ -317,9 +316,9 @@ class Federation(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what travels, before anything trains."""
         check_schedulers(trainer)
-        self._policies = self._decide_policies(trainer, pl_module)
-        check_sliced(pl_module, self._policies, self.server.aggregator, self.batch_norm, self.optimizer_state)
-        self._frozen_parameters = freeze_parameters(pl_module, self._policies)
+        self._loop.policies = self._decide_policies(trainer, pl_module)
+        check_sliced(pl_module, self._loop.policies, self.server.aggregator, self.batch_norm, self.optimizer_state)
+        self._frozen_parameters = freeze_parameters(pl_module, self._loop.policies)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Makes sure that the Trainer's loader is ours."""
@@ -340,19 +339,16 @@ class Federation(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Starts the visit if this is its first batch."""
-        planned = None if self._loader is None else self._loader.current
-        if planned is not None and (self._round is None or self._round.visit is not planned):
-            self._open().start_visit(planned)
+        self._loop.start_batch()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives up a round that is cut short: a Trainer that is told to stop validates at once."""
         if trainer.state.fn == TrainerFn.VALIDATING:
-            self._policies = self._decide_policies(trainer, pl_module)
+            self._loop.policies = self._decide_policies(trainer, pl_module)
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        self._progress.validate()
-        if self._round is not None:
-            self._cut_short()
+        self._loop.progress.validate()
+        self._loop.cut_short()
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives the validation metrics the round as their x-axis."""
@@ -369,7 +365,7 @@ class Federation(L.Callback):
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what is the clients' own."""
-        self._policies = self._decide_policies(trainer, pl_module)
+        self._loop.policies = self._decide_policies(trainer, pl_module)
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the clients."""
@@ -379,24 +375,23 @@ class Federation(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives up a round that was cut short by the module."""
-        if self._round is not None:
-            self._cut_short()
-        self._progress.end_epoch()
-        self.rounds = trainer.current_epoch + 1  # also where nothing came of the round
+        self._loop.cut_short()
+        self._loop.progress.end_epoch()
+        self._loop.rounds = trainer.current_epoch + 1  # also where nothing came of the round
         self.log_book.put_axis(pl_module, self.rounds - 1)  # also where the fit was resumed after the round's batches
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, also where the fit ended inside a round."""
-        self._abandon()
+        self._loop.abandon()
         if self.batch_norm == "frozen":
             thaw_batch_norm(pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leaves the last complete global model in the module, and says whose visit it was."""
-        planned = None if self._round is None else self._round.visit
+        planned = self._loop.visit
         if planned is not None:
             exception.add_note(note_on(exception, planned))
-        self._abandon()
+        self._loop.abandon()
         if self.batch_norm == "frozen":
             thaw_batch_norm(pl_module)
         self._give_back()  # Lightning does not call `teardown` after an exception
@@ -407,7 +402,7 @@ class Federation(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Takes back the batches of a round that is not complete: it is trained again from its start."""
-        self._progress.patch(checkpoint)
+        self._loop.progress.patch(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         """See the class's note."""
@@ -415,13 +410,13 @@ class Federation(L.Callback):
             "rounds": self.rounds,
             "seed": self.schedule.seed,
             "totals": self.log_book.state_dict(),
-            "aggregator": self.server.aggregator.state_dict() if self._round is None else self.server.state_before,
+            "aggregator": self.server.aggregator.state_dict() if self._loop.open is None else self.server.state_before,
             "store": self.store.checkpoint(self.rounds),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on after the checkpoint's last complete round."""
-        self.rounds = state_dict["rounds"]
+        self._loop.rounds = state_dict["rounds"]
         if state_dict["seed"] != self.schedule.seed:
             _log.warning(
                 "The checkpoint's rounds were drawn with seed %d; from now on they are drawn with seed %d.",
@@ -458,112 +453,26 @@ class Federation(L.Callback):
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(pl_module)}
         return decide_policies(pl_module, self.personal, self.frozen, self.batch_norm, sliced)
 
-    def _train_dataloader(self) -> RoundLoader:
-        trainer = self._trainer
-        round = trainer.current_epoch
-        population = self.find_population()
-        cohort = served = self.schedule.cohort(round, population.clients)
-        if self.partial_work == "drop":
-            served = Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
-        loader = RoundLoader(population, served, trainer.limit_train_batches)
-        loader.on_start = lambda: self._start(loader, cohort)
-        return loader
-
-    def _start(self, loader: RoundLoader, cohort: Cohort) -> None:
-        """The round begins with its first batch, if it is Lightning that asks for it: the hook is anybody's to call."""
-        if self._trainer.train_dataloader is loader:
-            self._loader, self._cohort = loader, cohort
-            self._open()
-
-    def _open(self) -> OpenRound:
-        if self._round is None:
-            assert self._loader is not None
-            trainer, pl_module = self._trainer, self._trainer.lightning_module
-            self._progress.start_round(trainer)
-            self._round = OpenRound(trainer, pl_module, self.server, self._policies, self.store, self.optimizer_state)
-            for client, reason in self._loader.failed.items():
-                self.server.fail(client, reason)
-            if self.batch_norm == "frozen":
-                freeze_batch_norm(pl_module)
-            visits = self._loader.visits
-            if self.batch_norm == "average" and visits and not self._has_warned:
-                warn_of_averaging(pl_module, self._round.local, min(planned.num_batches for planned in visits))
-                self._has_warned = True
-            for callback in federated_callbacks(trainer):
-                callback.on_round_start(trainer, pl_module)
-        return self._round
-
-    def _close(self, round: OpenRound, pl_module: L.LightningModule) -> None:
-        is_new = round.close()
-        if is_new and self.batch_norm == "recalibrate":
-            recalibrate(self._trainer, pl_module, self.server, round.local, self.population, self._cohort)
-        after, parameters = round.local.entries, round.local.parameters
-        report, measured = self.server.report, self.server.aggregator.metrics() if is_new else {}
-        self.log_book.end_round(self._trainer, report, self._cohort, round.before, after, parameters, measured)
-        self._round, self._served = None, self._loader
-        self._progress.end_round()
-        self.rounds = self.server.report.round + 1
-
-    def _abandon(self) -> None:
-        """Goes back to the global model at the start of the round, if one is open."""
-        if self._round is not None:
-            self._round.abandon()
-            self._round = None
-
-    def _cut_short(self) -> None:
-        _log.warning("Round %d was cut short: the global model stays as it was.", self.server.report.round)
-        self._abandon()
+    def _plan(self) -> RoundLoader:
+        self._loop.population = self.find_population()
+        return self._loop.plan()
 
     def _module_on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """The module's own hook; then the end of the visit if this was its last batch, and of the round.
 
         It is the last hook of a batch: what callbacks and the module do after a batch is part of the visit.
         """
-        if self._has_trained(batch):
+        if self._loop.has_trained(batch):
             self._hooks[2].original(outputs, batch, batch_idx)
-        loader = self._loader
-        if loader is None or loader.batches_left or loader is self._served:
-            return
-        round = self._open()
-        if loader.current is not None:
-            round.end_visit(loader.current)
-        if loader.current is None or loader.current is loader.visits[-1]:
-            self._close(round, self._trainer.lightning_module)
-
-    def _has_trained(self, batch: Any) -> bool:
-        planned = None if self._loader is None else self._loader.current
-        return batch is not None and (planned is None or planned.fault is None)
+        self._loop.end_batch()
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own step; where it fails by the client's fault, the client is left out and the round goes on."""
-        visit = self.current_visit
-        if visit is not None and visit.fault is not None:  # it failed before its first batch
-            return self._skip()
-        if visit is not None and args:
-            assert self._round is not None
-            try:
-                args = (self._round.prepare(args[0]), *args[1:])
-            except ClientFault as error:
-                visit.fault = str(error)
-                return self._skip()
-        try:
-            return self._hooks[3].original(*args, **kwargs)
-        except Exception as error:
-            planned = None if self._round is None else self._round.visit
-            fault = None if planned is None else client_fault(error, planned)
-            # With manual optimization a step that broke off may have left anything undone.
-            if planned is None or fault is None or not self._trainer.lightning_module.automatic_optimization:
-                raise
-            planned.fault = fault
-            return self._skip()
-
-    def _skip(self) -> None:
-        self._ignored.append(IgnoredWarning("`training_step` returned `None`"))  # on purpose, likewise
+        return self._loop.step(self._hooks[3].original, *args, **kwargs)
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A checkpoint inside a round holds the last complete global model, and the round is trained again."""
-        if self._round is not None:
-            self._round.patch(checkpoint)
+        if self._loop.open is not None:
+            self._loop.open.patch(checkpoint)
         self._hooks[1].original(checkpoint)
 
     def _evaluate(
@@ -573,7 +482,9 @@ class Federation(L.Callback):
             return
         with torch.inference_mode(False):  # what is made in that mode cannot be trained
             local = self.local_model(pl_module)
-            self._name_strangers(clients, bool(local.personal))
+            if self._population is not None and not self._has_named_strangers:
+                name_strangers(clients, self._population.clients, bool(local.personal))
+                self._has_named_strangers = True
             state = local.global_state()
 
             def load(client: Client) -> None:
@@ -585,24 +496,6 @@ class Federation(L.Callback):
                 local.load_global(state)
         self.log_book.put_clients(trainer, trainer.current_epoch, results)
 
-    def _name_strangers(self, clients: Collection[Client], has_personal: bool) -> None:
-        """Says once whose data are evaluated that do not train: those of new clients, or of misspelt ones."""
-        if self._population is None or self._has_named_strangers:
-            return
-        self._has_named_strangers = True
-        known = self._population.clients
-        keys = known if isinstance(known, range) else set(known)
-        strangers = [client for client in clients if client not in keys]
-        if strangers:
-            _log.log(
-                logging.WARNING if has_personal else logging.INFO,
-                "%d clients are evaluated that do not train (%s), with %s. Those that train are %s.",
-                len(strangers),
-                _first(strangers),
-                "the initial values of the personal entries" if has_personal else "the global model",
-                _first(known),
-            )
-
     def _state_of(self, client: Client, state: State) -> State:
         """Shared entries of the model that serves a client, which with most rules is the global one's ``state``."""
         own = self.server.aggregator.model_of(client)
@@ -611,11 +504,10 @@ class Federation(L.Callback):
     def _give_back(self) -> None:
         for hook in self._hooks:
             hook.give_back()
-        for warning in self._ignored:
-            warning.give_back()
+        self._loop.give_back()
         if self._hooks:
             self._trainer.reload_dataloaders_every_n_epochs = self._previous_reload  # type: ignore[attr-defined]
-        self._hooks, self._ignored = [], []
+        self._hooks = []
         for parameter in self._frozen_parameters:
             parameter.requires_grad_(True)
         self._frozen_parameters = []
@@ -639,8 +531,3 @@ def find_federation(trainer: L.Trainer) -> Federation:
 def default_seed() -> int:
     """The seed of ``lightning.seed_everything`` if it was called, else 0."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-
-
-def _first(clients: Sequence[Client]) -> str:
-    named = ", ".join(repr(client) for client in itertools.islice(clients, 5))
-    return f"{named}, ..." if len(clients) > 5 else named

@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_fed.callbacks.blame import ClientFault
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
@@ -38,6 +39,7 @@ class OpenRound:
         local: The module's entries.
         before: The global model's shared entries as the round found them.
         visit: The visit that is under way, until its answer is sent; ``None`` between visits.
+        is_new: Whether there is a new global model.
 
     """
 
@@ -54,7 +56,7 @@ class OpenRound:
         self._module = module
         self._server = server
         self._callbacks = federated_callbacks(trainer)
-        self.local = LocalModel(module, policies, store)
+        self.local = LocalModel(module, policies, store, server.aggregator.resizes)
         # With manual optimization Lightning leaves the stepping, and so the interval, to the user.
         is_manual = not module.automatic_optimization
         configs = trainer.lr_scheduler_configs
@@ -76,6 +78,7 @@ class OpenRound:
         )
         self.before = self.local.global_state()
         self.visit: PlannedVisit | None = None
+        self.is_new = False
         self._broadcast: Broadcast
         server.aggregator.trainable = trainable_entries(module)
         server.start_round(trainer.current_epoch, self.before)
@@ -95,6 +98,13 @@ class OpenRound:
                 f"A callback asks for rows of {whole}, which travel as a whole: name them in its `sliced_entries`."
             )
         self._broadcast = self._server.send(client, self._shape, request)
+        self.local.recall(client)
+        try:
+            for callback in self._callbacks:
+                callback.on_receive(self._trainer, self._module, client, self._broadcast)
+        except ClientFault as error:
+            planned.fault = str(error)
+            return
         self.local.load_client(client, self._broadcast.state)
         keeps = self._optimizers.mode == "keep"
         held = [(self.local.sliced[name], rows) for name, rows in request.rows.items()]
@@ -119,29 +129,24 @@ class OpenRound:
         return batch
 
     def close(self) -> bool:
-        """Aggregates and makes the module the new global model: after the last visit. Whether there is a new one."""
+        """Aggregates and makes the module the global model: after the last visit. Whether anything came of the round."""
         state = self._server.finish_round()
-        is_new = state is not None
-        if state is None:
-            state = self.before
-        else:
+        has_come = state is not None
+        if state is not None:
+            form = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
             for callback in self._callbacks:
                 callback.on_aggregate(self._trainer, self._module, state)
             if any(is_overridden("on_aggregate", callback, FederatedCallback) for callback in self._callbacks):
-                state = self._checked(state)
-                is_new = state is not self.before
-        self.local.load_global(state)
+                fault = find_fault(state, form)
+                if fault is not None:
+                    _log.error("The aggregate is not used after `on_aggregate`: %s.", fault)
+                    self._server.abandon_round()
+                    has_come = False
+        after = state if state is not None and has_come else self.before
+        self.is_new = after is not self.before
+        self.local.load_global(after)
         self._optimizers.end_round()
-        return is_new
-
-    def _checked(self, state: State) -> State:
-        """What callbacks made of the aggregate; where that is no model, the global model as the round found it."""
-        fault = find_fault(state, self.before)
-        if fault is None:
-            return state
-        _log.error("The aggregate is not used after `on_aggregate`: %s.", fault)
-        self._server.abandon_round()
-        return self.before
+        return has_come
 
     def abandon(self) -> None:
         """Makes the module the global model that the round found."""
@@ -172,7 +177,7 @@ class OpenRound:
         for callback in self._callbacks:
             callback.on_client_end(self._trainer, self._module, client, update)
         distance = self.local.distance(update, self._broadcast)
-        if distance is not None:
+        if distance is not None and not self._server.aggregator.resizes:  # models of other shapes have no distance
             update.metrics["update_norm"] = distance
         if self._server.receive(update, self._unpack):
             self.local.keep(client, planned.visit.round, self._optimizers.end_visit(num_samples))

@@ -3,6 +3,6 @@
 from lightning_fed.matching.groups import PermutationGroups as PermutationGroups
 from lightning_fed.matching.one_shot import StateMatch as StateMatch
 from lightning_fed.matching.one_shot import match_states as match_states
-from lightning_fed.matching.resize import resize_module as resize_module
+from lightning_fed.resize import resize_module as resize_module
 
 __all__ = ["PermutationGroups", "StateMatch", "match_states", "resize_module"]

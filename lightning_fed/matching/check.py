@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fed.functional.permutation import PermutationGroup, grow_neurons, permute_neurons
 from lightning_fed.functional.wide import wide_device
-from lightning_fed.matching.resize import fit_layers, named_tensors
+from lightning_fed.resize import fit_layers, named_tensors
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the largest output
 

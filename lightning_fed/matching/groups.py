@@ -31,9 +31,9 @@ from lightning_fed.functional.permutation import (
 from lightning_fed.matching.check import Trial, on_loan
 from lightning_fed.matching.grouping import find_groups
 from lightning_fed.matching.layers import LAYERS
-from lightning_fed.matching.resize import named_tensors
 from lightning_fed.matching.rules import RULES
 from lightning_fed.matching.tracer import Tracer
+from lightning_fed.resize import named_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,12 +45,14 @@ class PermutationGroups:
 
     Attributes:
         groups: The groups.
+        order: Names of the module's entries in the order in which it runs them, as far as it does.
         tied: Names of entries that are tied to an earlier one, and that one's.
         unknown: Operations that nothing is known about, by how often there are: what they touch does not move.
 
     """
 
     groups: tuple[PermutationGroup, ...]
+    order: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     unknown: Mapping[str, int] = field(default_factory=dict)
 
@@ -130,7 +132,14 @@ class PermutationGroups:
                     found.append(group)
             groups = _tried(module, args, kwargs, found)
         tied = {name: other for name, other in names.items() if name != other}
-        return cls(tuple(groups), tied, {} if tracer is None else dict(tracer.unknown))
+        if tracer is None:
+            return cls(tuple(groups), tied=tied)
+        return cls(
+            tuple(groups),
+            tuple(dict.fromkeys([*(name for name, _ in tracer.axes), *tracer.elements])),
+            tied,
+            dict(tracer.unknown),
+        )
 
     def __len__(self) -> int:
         return len(self.groups)

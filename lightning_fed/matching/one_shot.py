@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -39,15 +40,17 @@ class StateMatch(NamedTuple):
 
     Attributes:
         state: The merged state: the mean of every neuron over the networks that have it.
-        groups: The merged network's groups; :func:`~lightning_fed.matching.resize_module` gives a module its widths.
+        groups: The merged network's groups; :func:`~lightning_fed.resize_module` gives a module its widths.
         places: For every network and group the place of each of its neurons in the merged one, int64, shape
             ``(neurons,)``.
+        seconds: Time that each group took to match.
 
     """
 
     state: dict[str, Tensor]
     groups: PermutationGroups
     places: list[dict[str, Tensor]]
+    seconds: dict[str, float]
 
 
 @torch.no_grad()
@@ -105,11 +108,11 @@ def match_states(
         raise ValueError(f"Expected `max_growth` to be at least 1, but got {max_growth}.")
     places = [[torch.arange(group.size) for group in groups] for _ in states]
     sizes = [group.size for group in groups]
-    waiting = list(range(len(groups)))
+    waiting, seconds = list(range(len(groups))), dict.fromkeys(groups.names, 0.0)
     if order == "pfnm":
         waiting.reverse()
     while waiting:
-        number = waiting.pop(0)
+        number, start = waiting.pop(0), time.perf_counter()
         group = groups.groups[number]
         chosen = _common(group, [groups.groups[other] for other in waiting], _ROLES[order])
         wide = resize_groups(groups.groups, sizes)[number]
@@ -130,10 +133,11 @@ def match_states(
             found = _ordered(neurons, group.blocks)
         for own, place in zip(places, found, strict=True):
             own[number] = place.cpu()
+        seconds[group.name] = time.perf_counter() - start
     state = matched_mean(states, groups.groups, places, sizes, [1.0] * len(states) if weights is None else weights)
     resized = groups.resized(dict(zip(groups.names, sizes, strict=True)))
     named = [dict(zip(groups.names, own, strict=True)) for own in places]
-    return StateMatch(groups.tie(state), resized, named)
+    return StateMatch(groups.tie(state), resized, named, seconds)
 
 
 def _common(group: PermutationGroup, waiting: Sequence[PermutationGroup], roles: Sequence[Role]) -> set[Axis]:

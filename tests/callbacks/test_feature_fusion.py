@@ -305,7 +305,7 @@ def test_a_round_that_is_broken_off_leaves_the_last_global_model(hook, federated
         return recalibrate(*arguments)
 
     if hook == "recalibration":
-        monkeypatch.setattr("lightning_fed.callbacks.federation.recalibrate", measure)
+        monkeypatch.setattr("lightning_fed.callbacks.round_loop.recalibrate", measure)
     callbacks = [Stop(hook, 2)] if hook != "recalibration" else []
     with pytest.raises(KeyError, match="broken off"):
         fit(

@@ -60,6 +60,27 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     fit_layers(module)
 
 
+def fit_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Gives a module's layers the widths of a state, where they differ. Names that it does not have are left alone.
+
+    Args:
+        module: The module, changed in place.
+        state: A state as ``module.state_dict()`` has it.
+
+    Raises:
+        ValueError: If an entry has another number of axes.
+
+    """
+    own = named_tensors(module)
+    other = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and name in own and own[name].shape != value.shape
+    }
+    if other:
+        resize_module(module, other)
+
+
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The entries of a module's state themselves, tied ones under every name."""
     tensors = dict[str, Tensor](module.named_parameters(remove_duplicate=False))

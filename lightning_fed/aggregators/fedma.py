@@ -1,0 +1,473 @@
+r"""Federated matched averaging: layer after layer, neurons are matched before they are averaged.
+
+- Wang, Yurochkin, Sun, Papailiopoulos & Khazaeni, "Federated Learning with Matched Averaging" (FedMA), ICLR 2020,
+  Algorithm 1.
+- Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fed.functional.class_mean import class_mean
+from lightning_fed.functional.matched_mean import matched_mean
+from lightning_fed.functional.matching import MatchScore
+from lightning_fed.functional.options import BadUpdate, check_count, check_option
+from lightning_fed.functional.permutation import PermutationGroup, grow_neurons
+from lightning_fed.matching.groups import PermutationGroups
+from lightning_fed.matching.one_shot import MatchOrder, match_states
+from lightning_fed.matching.stages import Stage, StageChoice
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.schedule import client_key
+from lightning_fed.server import Aggregator, RoundPlan
+from lightning_fed.state import find_non_finite
+
+_log = logging.getLogger(__name__)
+
+MatchMode: TypeAlias = Literal["grow", "permute", "none"]
+
+STEP, NEEDS, COUNTS = "fedma:step", "fedma:needs", "fedma:counts"
+PLACES, WIDTH = "fedma:places:", "fedma:width:"
+
+
+@dataclass(frozen=True)
+class MatchingPass:
+    """How far a pass through the layers has come.
+
+    Attributes:
+        origin: Index of the round in which it began.
+        round: Index of the round in which it came that far.
+        stage: Number of stages that are settled.
+        places: For every client that is still in it, the places of its neurons in the settled groups.
+        sizes: Numbers of neurons of the settled groups.
+        owners: Number of clients that have each of these neurons.
+        settled: Values of the settled entries.
+
+    """
+
+    origin: int
+    round: int
+    stage: int = 0
+    places: dict[Client, dict[str, Tensor]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    owners: dict[str, Tensor] = field(default_factory=dict)
+    settled: State = field(default_factory=dict)
+
+
+class FedMA(Aggregator):
+    r"""Matched averaging, layer by layer, with training in between; one exchange is one round.
+
+    A pass through a network of :math:`N` stages has :math:`N` rounds, all with the same clients. In the first they
+    train the whole model, and send the first stage only (in a chain: its first layer). The server finds out which of
+    the clients' neurons are one neuron, and averages these. In the next round every client receives that stage and the
+    places of its own neurons in it, gives the inputs of the following layers that order, keeps what is settled as it is
+    and trains the rest; and so on. The output layer is averaged by the clients' shares of every class. After the last
+    round there is a new global model: until then the Trainer validates the one before. It is a wider one if clients had
+    neurons that others had not. In the next pass clients start from their own neurons of the global model, at the
+    widths that they had.
+
+    What belongs to a neuron is found in any network (:class:`~lightning_fed.matching.PermutationGroups`), and so are
+    the stages (:func:`~lightning_fed.matching.find_stages`): all blocks whose sums tie their channels are one. The
+    module's layers get other widths in place; :func:`~lightning_fed.matching.load_matched` loads a checkpoint of a
+    wider model. A client that fails or drops out is left out for the rest of the pass. If too few answer, a new pass
+    begins.
+
+    BatchNorm's statistics of a settled stage are measured by the clients (``batch_norm="recalibrate"``), and used as
+    they are while later layers train; those of the complete model are measured once more.
+
+    The client's side is a callback, which is added to the Trainer if it has none:
+    :class:`~lightning_fed.callbacks.LayerwiseTraining`. Its options can be given here or there.
+
+    Args:
+        mode: ``"grow"``, as in the paper: neurons that others do not have are added; ``"permute"``: every neuron has
+            one partner in every other client, and widths stay; ``"none"``: layers are averaged as they are, which is
+            freezing and training without matching. Groups that cannot grow are permuted with ``"grow"``.
+        stages: ``"auto"``; ``"one"`` for all layers in one exchange, without training in between; or patterns of entry
+            names for each stage.
+        retrain_epochs: Local epochs after the first round of a pass; ``None`` for as many as in that.
+        last_epochs: Local epochs before the last stage is averaged; ``None`` for ``retrain_epochs``. The authors have
+            three times as many.
+        last_layer: Whether output layers are averaged by the clients' shares of every class, for which they send their
+            numbers of examples (or pixels) per class, or by their numbers of examples (``"size"``), as are models
+            without classes. Class counts say something of the clients' labels.
+        start: Whether all clients start from the same model (``"shared"``: the module as it is), or each from random
+            numbers of its own (``"independent"``), as the authors do, for which nothing is sent.
+        order: In what order the groups of one stage are matched, and by what: as in FedMA, or as in PFNM.
+        score: Score of a match, see :func:`~lightning_fed.functional.match_neurons`.
+        gamma: :math:`\gamma`; the larger, the more neurons are added.
+        passes: Most passes over the clients in the matching of a group.
+        max_width: Most neurons of a group, as a multiple of those of a client; ``None`` for no limit.
+        seed: Seed of the order in which clients are matched.
+
+    Attributes:
+        client_widths: Numbers of neurons of a client's groups.
+        received: The round's updates.
+
+    Raises:
+        ValueError: If an option is unknown or out of its range.
+
+    Example:
+        >>> rule = FedMA("permute", retrain_epochs=5)
+        >>> rule.resizes, [type(callback).__name__ for callback in rule.required_callbacks()]
+        (True, ['LayerwiseTraining'])
+
+    References:
+        Wang et al., ICLR 2020, https://arxiv.org/abs/2002.06440; the scores are in
+        :mod:`lightning_fed.functional.matching`.
+
+    """
+
+    resizes: bool = True
+
+    def __init__(
+        self,
+        mode: MatchMode = "grow",
+        stages: StageChoice = "auto",
+        retrain_epochs: int | None = None,
+        last_epochs: int | None = None,
+        last_layer: Literal["class", "size"] = "class",
+        start: Literal["shared", "independent"] = "shared",
+        order: MatchOrder = "fedma",
+        score: MatchScore = "marginal",
+        gamma: float | None = None,
+        passes: int = 5,
+        max_width: float | None = 1.25,
+        seed: int = 0,
+    ) -> None:
+        check_option("mode", mode, get_args(MatchMode))
+        check_option("last_layer", last_layer, ("class", "size"))
+        check_option("start", start, ("shared", "independent"))
+        check_option("order", order, get_args(MatchOrder))
+        check_option("score", score, get_args(MatchScore))
+        if gamma is not None and not 0 < gamma < float("inf"):
+            raise ValueError(f"Expected `gamma` to be greater than 0 and finite, but got {gamma}.")
+        if max_width is not None and not max_width >= 1:
+            raise ValueError(f"Expected `max_width` to be at least 1, but got {max_width}.")
+        self.mode: MatchMode = mode
+        self.stages: StageChoice = stages
+        self.retrain_epochs = None if retrain_epochs is None else check_count("retrain_epochs", retrain_epochs)
+        self.last_epochs = None if last_epochs is None else check_count("last_epochs", last_epochs)
+        self.last_layer = last_layer
+        self.start = start
+        self.order: MatchOrder = order
+        self.score: MatchScore = score
+        self.gamma = gamma
+        self.passes = check_count("passes", passes, 0)
+        self.max_width = max_width
+        self.seed = seed
+        self.client_widths: dict[str, int] = {}
+        self._groups = PermutationGroups(())
+        self._stages: list[Stage] = []
+        self._form: State = {}
+        self._current: MatchingPass | None = None  # the one under way
+        self._last: MatchingPass | None = None  # the last complete one
+        self._round = -1
+        self._state: State = {}
+        self.received: dict[Client, ClientUpdate] = {}
+        self._metrics: dict[str, float] = {}
+
+    def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], form: Mapping[str, Tensor]) -> None:
+        """Makes the network known, before the first round of a fit.
+
+        Args:
+            groups: Its groups, of a client's widths.
+            stages: Its stages.
+            form: Its entries of a client's widths; values do not matter.
+
+        """
+        self._groups, self._stages, self.client_widths = groups, list(stages), groups.sizes
+        self._form = {name: torch.empty_like(value, device="meta") for name, value in form.items()}
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Numbers of neurons of the global model's groups; empty before there is one."""
+        return {} if self._last is None else dict(self._last.sizes)
+
+    @property
+    def unfinished(self) -> tuple[Stage, MatchingPass] | None:
+        """The stage that was settled last, and the pass, if that goes on."""
+        return None if self._current is None else (self._stages[self._current.stage - 1], self._current)
+
+    def plan(self, round: int) -> RoundPlan:
+        """The clients of the pass that is under way, and their epochs."""
+        current = self._pass(round)
+        if not current.stage:
+            return RoundPlan()
+        epochs = self.retrain_epochs
+        if current.stage == len(self._stages) - 1 and self.last_epochs is not None:
+            epochs = self.last_epochs
+        return RoundPlan(current.origin, epochs, frozenset(current.places))
+
+    def start_round(self, round: int, state: State) -> None:
+        """Goes on with the pass that is under way, or begins one from ``state``.
+
+        Raises:
+            RuntimeError: If the network is not known.
+
+        """
+        if not self._stages:
+            raise RuntimeError("The network is not known: `LayerwiseTraining` says it in a fit, or else `prepare`.")
+        if self._current is not None and not self._pass(round).stage:
+            _log.warning("Round %d: nothing came of the round before, so that a new pass begins.", round)
+        self._round, self._state, self.received, self._metrics = round, state, {}, {}
+
+    def broadcast(self, client: Client) -> Broadcast:
+        """What the client does not have yet: the stage that was settled last, or the model to start a pass from."""
+        current = self._pass(self._round)
+        extras = {STEP: torch.tensor([current.origin, current.stage])}
+        if current.stage:
+            extras[NEEDS] = torch.tensor([current.origin, current.stage - 1])
+            stage = self._stages[current.stage - 1]
+            for name in stage.groups:
+                extras[PLACES + name] = current.places[client][name]
+                extras[WIDTH + name] = torch.tensor(current.sizes[name])
+            return Broadcast(self._round, {name: current.settled[name] for name in stage.entries}, extras)
+        last = self._last
+        if last is None:
+            return Broadcast(self._round, {} if self.start == "independent" else dict(self._state), extras)
+        wide = self._groups.resized(last.sizes)
+        if client in last.places:  # it has all but what came after its last exchange
+            extras[NEEDS] = torch.tensor([last.origin, len(self._stages) - 1])
+            known = {name for stage in self._stages[:-1] for name in stage.entries}
+            new = {
+                name: value
+                for name, value in self._state.items()
+                if name not in known or not torch.equal(value, last.settled[name].to(value.device))
+            }
+            return Broadcast(self._round, wide.slice(new, last.places[client]), extras)
+        kept = {  # the neurons that most clients have
+            group.name: torch.argsort(last.owners[group.name], descending=True, stable=True)[: group.size].sort().values
+            for group in self._groups
+        }
+        return Broadcast(self._round, wide.slice(self._state, kept), extras)
+
+    def expected(self, broadcast: Broadcast) -> State:
+        """The entries of the stage that is to be settled, with the client's neurons and the settled inputs."""
+        current = self._pass(self._round)
+        form = self._grown(current)
+        return {name: form[name] for name in self._stages[current.stage].entries}
+
+    def receive(self, update: ClientUpdate) -> None:
+        """Keeps the client's stage.
+
+        Raises:
+            BadUpdate: If it has counts of classes that cannot be.
+
+        """
+        counts = update.extras.get(COUNTS)
+        if counts is not None and (counts.ndim != 1 or bool((counts < 0).any())):
+            raise BadUpdate("its class counts are not one number of at least 0 for each class")
+        self.received[update.client] = update
+
+    def merge(self, other: Aggregator) -> None:
+        """Joins the updates of another aggregator of the same kind.
+
+        Raises:
+            TypeError: If ``other`` is of another kind.
+
+        """
+        if not isinstance(other, FedMA):
+            raise TypeError(f"Expected `other` to be a FedMA, but got {type(other).__name__}.")
+        self.received |= other.received
+
+    def aggregate(self) -> State:
+        """Settles a stage; the new model if it was the last one."""
+        current = self._pass(self._round)
+        stage = self._stages[current.stage]
+        clients = sorted(self.received, key=client_key)
+        updates = [self.received[client] for client in clients]
+        groups = self._groups.resized(current.sizes)
+        own = [group for group in groups if group.name in stage.groups]
+        settled, places, sizes = self._match(groups, own, updates)
+        if current.stage == len(self._stages) - 1:
+            self._average_outputs(settled, updates, own, places, sizes)
+        fault = find_non_finite(settled)
+        if fault is not None:
+            _log.error("Round %d: the stage is not used: %s.", self._round, fault)
+            return self._state
+        owners = {
+            group.name: torch.bincount(torch.cat([own[group.name] for own in places]), minlength=sizes[group.name])
+            for group in own
+        }
+        lost = sorted(map(str, current.places.keys() - self.received.keys()))
+        if lost:
+            _log.warning("Round %d: left out for the rest of the pass: %s.", self._round, ", ".join(lost))
+        done = replace(
+            current,
+            round=self._round,
+            stage=current.stage + 1,
+            places={
+                client: {**current.places.get(client, {}), **found}
+                for client, found in zip(clients, places, strict=True)
+            },
+            sizes={**current.sizes, **sizes},
+            owners={**current.owners, **owners},
+            settled={**current.settled, **settled},
+        )
+        for group in own:
+            shared = owners[group.name] > 1
+            share = float(owners[group.name][shared].sum() / owners[group.name].sum())
+            self._metrics |= {f"fedma/{group.name}/width": sizes[group.name], f"fedma/{group.name}/matched": share}
+        self._metrics["fedma/stage"] = current.stage
+        if done.stage < len(self._stages):
+            self._current = done
+            return self._state
+        self._current, self._last = None, done
+        return {name: done.settled[name] for name in self._state}
+
+    def put_statistics(self, statistics: Mapping[str, Tensor]) -> None:
+        """Replaces running statistics of settled entries by measured ones."""
+        if self._current is not None:
+            self._current = replace(self._current, settled={**self._current.settled, **statistics})
+
+    def metrics(self) -> dict[str, float]:
+        """The stage, and for each of its groups its width, the share of neurons that others have too, and the time."""
+        return dict(self._metrics)
+
+    def required_callbacks(self) -> Sequence[Any]:
+        """The client's side."""
+        from lightning_fed.callbacks.layerwise import LayerwiseTraining  # a room above this one
+
+        return [LayerwiseTraining()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The pass that is under way, and the last complete one."""
+        passes = {name: dict(vars(own)) for name, own in (("current", self._current), ("last", self._last)) if own}
+        return {**passes, "client_widths": dict(self.client_widths)} if passes else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores both."""
+        self._current = MatchingPass(**state["current"]) if "current" in state else None
+        self._last = MatchingPass(**state["last"]) if "last" in state else None
+        self.client_widths = state.get("client_widths", {})
+
+    def _pass(self, round: int) -> MatchingPass:
+        """The pass that a round belongs to; a new one where nothing came of the round before."""
+        current = self._current
+        return current if current is not None and round <= current.round + 1 else MatchingPass(round, round)
+
+    def _grown(self, current: MatchingPass) -> State:
+        """A client's entries in the pass; values do not matter."""
+        shapes = {name: list(value.shape) for name, value in self._form.items()}
+        for group in self._groups.resized(current.sizes):
+            for (name, axis), entry in group.entries.items():
+                if name in shapes:
+                    shapes[name][axis] = entry.length
+        return {name: self._form[name].new_empty(shape) for name, shape in shapes.items()}
+
+    def _match(
+        self, groups: PermutationGroups, own: Sequence[PermutationGroup], updates: Sequence[ClientUpdate]
+    ) -> tuple[State, list[dict[str, Tensor]], dict[str, int]]:
+        """The mean of the stage, the places of the clients' neurons in it, and how many there are."""
+        states = [update.state for update in updates]
+        weights = [float(update.num_samples) for update in updates]
+        if self.mode == "none" or not own:
+            places = [{group.name: torch.arange(group.size) for group in own} for _ in updates]
+            return matched_mean(states, (), [[] for _ in updates], [], weights), places, _sizes(own)
+        match = match_states(
+            states,
+            replace(groups, groups=tuple(own)),
+            np.random.default_rng([self.seed, self._round]),
+            self.order,
+            weights=weights,
+            grow=self.mode == "grow",
+            max_growth=self.max_width,
+            score=self.score,
+            gamma=self.gamma,
+            passes=self.passes,
+        )
+        self._metrics |= {f"fedma/{name}/seconds": seconds for name, seconds in match.seconds.items()}
+        return match.state, match.places, match.groups.sizes
+
+    def _average_outputs(
+        self,
+        settled: State,
+        updates: Sequence[ClientUpdate],
+        own: Sequence[PermutationGroup],
+        places: Sequence[Mapping[str, Tensor]],
+        sizes: Mapping[str, int],
+    ) -> None:
+        """Averages the rows of output layers by the clients' shares of their classes."""
+        if self.last_layer != "class" or not all(COUNTS in update.extras for update in updates):
+            return
+        counts = [update.extras[COUNTS] for update in updates]
+        for name in self.outputs():
+            if len(self._form[name]) == len(counts[0]):
+                layers = [
+                    grow_neurons({name: update.state[name]}, own, list(found.values()), list(sizes.values()))[name]
+                    for update, found in zip(updates, places, strict=True)
+                ]
+                settled[name] = class_mean(layers, counts, [float(update.num_samples) for update in updates])
+
+    def outputs(self) -> list[str]:
+        """Entries of output layers: those of the last stage that come after all that makes neurons."""
+        order = {name: place for place, name in enumerate(self._groups.order)}
+        made = [name for group in self._groups for (name, _), entry in group.entries.items() if entry.role != "in"]
+        last = max((order.get(name, -1) for name in made), default=-1)
+        return [
+            name
+            for name in self._stages[-1].entries
+            if order.get(name, len(order)) > last and name not in made
+            if self._form[name].ndim and self._form[name].is_floating_point()
+        ]
+
+
+def _sizes(groups: Sequence[PermutationGroup]) -> dict[str, int]:
+    return {group.name: group.size for group in groups}
+
+
+class PFNM(FedMA):
+    """Probabilistic federated neural matching: all layers are matched at once, without training in between.
+
+    From the last layer to the first, with the published score; see :class:`FedMA` for what happens around it. The
+    published algorithm is for fully connected networks and has one round.
+
+    Args:
+        last_layer: How output layers are averaged.
+        start: Whether clients start from the same model or from random numbers of their own, as the authors' do.
+        score: Score of a match.
+        gamma: The larger, the more neurons are added.
+        passes: Most passes over the clients in the matching of a group.
+        max_width: Most neurons of a group, as a multiple of those of a client; ``None`` for no limit.
+        seed: Seed of the order in which clients are matched.
+
+    Raises:
+        ValueError: If an option is unknown or out of its range.
+
+    Example:
+        >>> PFNM(gamma=1.0).stages
+        'one'
+
+    References:
+        Yurochkin et al., ICML 2019, https://arxiv.org/abs/1905.12022.
+
+    """
+
+    def __init__(
+        self,
+        last_layer: Literal["class", "size"] = "class",
+        start: Literal["shared", "independent"] = "shared",
+        score: MatchScore = "published",
+        gamma: float | None = None,
+        passes: int = 5,
+        max_width: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            stages="one",
+            last_layer=last_layer,
+            start=start,
+            order="pfnm",
+            score=score,
+            gamma=gamma,
+            passes=passes,
+            max_width=max_width,
+            seed=seed,
+        )

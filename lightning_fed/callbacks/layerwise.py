@@ -1,0 +1,328 @@
+"""FedMA on the client's side: what is settled stays, the rest takes its order and trains on.
+
+Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lightning_fed.aggregators.fedma import COUNTS, NEEDS, PLACES, STEP, WIDTH, FedMA
+from lightning_fed.callbacks.batch_norm import batch_norm_layers, measure_statistics, pool_statistics
+from lightning_fed.callbacks.blame import ClientFault
+from lightning_fed.callbacks.door import TakenHook
+from lightning_fed.callbacks.federated_callback import FederatedCallback
+from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.data.population import PlannedVisit
+from lightning_fed.functional.batches import Place, find_inputs, find_target
+from lightning_fed.functional.permutation import PermutationGroup
+from lightning_fed.matching.groups import PermutationGroups
+from lightning_fed.matching.stages import find_stages
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.modules.fresh import fresh_state
+from lightning_fed.resize import fit_widths
+from lightning_fed.schedule import Visit, client_key, derive_seed
+from lightning_fed.state import BatchNorm
+
+_MODEL = "fedma:model:"
+
+
+class LayerwiseTraining(FederatedCallback):
+    """The client's side of :class:`~lightning_fed.aggregators.FedMA`, which adds it to the Trainer.
+
+    Before the first round it finds the module's groups of neurons and the stages, and names them in the log. A client
+    keeps its own model between the rounds of a pass: with many clients or large models, give the federation a folder as
+    ``store``. What is settled does not train (``requires_grad`` is off, BatchNorm in evaluation mode).
+
+    Args:
+        example_input: What the module's ``forward`` is called with to follow its neurons, see
+            :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default the module's
+            ``example_input_array``, or else the inputs of two of a client's examples.
+        pin: Patterns of entry names whose neurons stay where they are. Those of entries that do not travel do anyway.
+        extra_groups: Groups of neurons that are not found by themselves.
+        target: Where a batch has its labels: index, key or function; ``None`` for the usual places.
+        inputs: Where a batch has its inputs, likewise.
+
+    Raises:
+        MisconfigurationException: In ``fit``, if the federation's rule is not FedMA, clients keep their optimizer state
+            or hold rows of entries, or an optimizer has state before its first step (Adagrad).
+        ValueError: In ``fit``, if stages or patterns do not fit the module, or clients are to start from random numbers
+            and a layer cannot draw its own.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> from lightning_fed.aggregators import FedMA
+        >>> trainer = FederatedTrainer(
+        ...     max_rounds=4, aggregator=FedMA(), callbacks=[LayerwiseTraining(pin=["embedding.*"])], logger=False
+        ... )
+
+    """
+
+    def __init__(
+        self,
+        example_input: Any = None,
+        pin: Sequence[str] = (),
+        extra_groups: Sequence[PermutationGroup] = (),
+        target: Place = None,
+        inputs: Place = None,
+    ) -> None:
+        self.example_input = example_input
+        self.pin = pin
+        self.extra_groups = extra_groups
+        self.target = target
+        self.inputs = inputs
+        self.groups = PermutationGroups(())
+        self._hook: TakenHook | None = None
+        self._stages: list[frozenset[str]] = []  # entries
+        self._settled_parameters: list[nn.Parameter] = []
+        self._settled_layers: list[nn.Module] = []
+        self._counts: Tensor | None = None
+        self._batches_left = 0
+        self._has_warned = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Lets a checkpoint of a wider model load."""
+        self._give_back()
+
+        def resize(checkpoint: dict[str, Any]) -> None:
+            fit_widths(pl_module, checkpoint["state_dict"])
+            assert self._hook is not None
+            self._hook.original(checkpoint)
+
+        self._hook = TakenHook(pl_module, "on_load_checkpoint", resize)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Gives back what ``setup`` took."""
+        self._give_back()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Gives back what ``setup`` took."""
+        self._release()
+        self._give_back()
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Finds the groups of neurons and the stages."""
+        federation = find_federation(trainer)
+        rule = _rule(federation)
+        local = federation.local_model(pl_module)
+        if federation.optimizer_state == "keep":
+            raise MisconfigurationException(
+                "FedMA cannot go on with a client's optimizer state, which is of other neurons after each stage: use"
+                " optimizer_state='reset'."
+            )
+        if any(optimizer.state for optimizer in trainer.optimizers):
+            raise MisconfigurationException(
+                "FedMA cannot train with an optimizer that has state before its first step (Adagrad): layers change"
+                " their widths. Use another one."
+            )
+        if local.sliced:
+            raise MisconfigurationException(f"FedMA needs whole entries, but clients hold rows of {list(local.sliced)}.")
+        pin = [*self.pin, *local.home]
+        found = PermutationGroups.of(pl_module, self._example(federation, pl_module), pin=pin, extra_groups=self.extra_groups)
+        shared = {name: local.entries[name] for name in local.shared}
+        if rule.widths:  # the fit was resumed: groups and entries of a client's widths
+            wide = found
+            found = wide.resized(rule.client_widths)
+            shared = wide.slice(shared, {name: torch.arange(size) for name, size in rule.client_widths.items()})
+        self.groups = found
+        stages = find_stages(found, local.shared, rule.stages)
+        self._stages = [frozenset(stage.entries) for stage in stages]
+        rule.prepare(found, stages, shared)
+        if rule.start == "independent":
+            fresh_state(pl_module, 0)  # says whether it can
+        if not len(found) and rule.mode != "none":
+            rank_zero_warn("FedMA has found no neurons that can change places: layers are averaged as they are.")
+        rank_zero_info(
+            f"FedMA: {len(found)} groups with {sum(found.sizes.values())} neurons in {len(stages)} stages, one round each:"
+            f" {'; '.join(', '.join(stage.groups) or stage.entries[0].rpartition('.')[0] for stage in stages)}."
+        )
+
+    def on_receive(self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast) -> None:
+        """Makes the client's model of what it has and what it is sent."""
+        federation = find_federation(trainer)
+        memory = federation.client_memory
+        broadcast.state = self._assemble(federation, module, client, broadcast, memory)
+
+    def on_client_start(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Keeps what is settled from training."""
+        federation = find_federation(trainer)
+        stage = int(broadcast.extras[STEP][1])
+        self._hold(module, stage)
+        rule = _rule(federation)
+        self._counts, self._batches_left = None, 0
+        if rule.last_layer == "class" and stage == len(self._stages) - 1:
+            rows = {len(module.get_parameter(name)) for name in rule.outputs()}
+            if len(rows) == 1 and max(rows) > 1:
+                self._counts = torch.zeros(rows.pop(), dtype=torch.int64)
+                batches = federation.population.batches_per_epoch(client)
+                planned = federation.current_visit
+                assert planned is not None
+                self._batches_left = batches or planned.num_batches
+
+    def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
+        """Counts the client's classes, in one epoch of the last stage."""
+        if self._counts is not None and self._batches_left:
+            self._batches_left -= 1
+            try:
+                labels = find_target(batch, self.target)
+            except ValueError as error:
+                labels = torch.zeros(0)
+                reason = str(error)
+            else:
+                reason = f"the labels are {labels.dtype}"
+            if labels.is_floating_point() or labels.is_complex():
+                self._counts = None
+                if not self._has_warned:
+                    rank_zero_warn(f"FedMA averages the output layer by numbers of examples, because {reason}.")
+                    self._has_warned = True
+                return batch
+            known = labels[(labels >= 0) & (labels < len(self._counts))]  # not those that are ignored
+            self._counts += torch.bincount(known.flatten().long().cpu(), minlength=len(self._counts))
+        return batch
+
+    def on_client_end(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
+    ) -> None:
+        """Keeps the client's model, and sends the stage that is to be settled."""
+        memory = find_federation(trainer).client_memory
+        stage = int(memory[STEP][1])
+        memory |= {_MODEL + name: value for name, value in update.state.items()}
+        update.state = {name: value for name, value in update.state.items() if name in self._stages[stage]}
+        if self._counts is not None:
+            update.extras[COUNTS] = self._counts
+
+    def on_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
+        """Lets everything train again."""
+        self._release()
+
+    def on_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
+        """Has BatchNorm's statistics of the stage measured, if the pass goes on."""
+        federation = find_federation(trainer)
+        rule = _rule(federation)
+        if rule.unfinished is None or federation.batch_norm != "recalibrate":
+            return
+        stage, current = rule.unfinished
+        found = batch_norm_layers(module)
+        layers = {name: layer for name, layer in found.items() if f"{name}.running_mean" in stage.entries}
+        if not layers:
+            return
+        local = federation.local_model(module)
+        server = federation.server
+
+        def load(visit: Visit) -> None:
+            message = rule.broadcast(visit.client)
+            server.count_down(message)
+            local.recall(visit.client)
+            whole = self._assemble(federation, module, visit.client, message, dict(local.memory))
+            local.load_client(visit.client, whole)
+
+        visits = [visit for visit in federation.cohort.visits if visit.client in current.places]
+        reports = measure_statistics(trainer, module, server, federation.population, visits, layers, load)
+        measured: State = {}
+        for name in layers:
+            pooled = pool_statistics([report for _, report in reports], name)
+            if pooled is not None:
+                for kind, value in zip(("running_mean", "running_var"), pooled, strict=True):
+                    entry = f"{name}.{kind}"
+                    measured[entry] = value.to(current.settled[entry])
+        rule.put_statistics(measured)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _assemble(
+        self,
+        federation: Federation,
+        module: L.LightningModule,
+        client: Client,
+        broadcast: Broadcast,
+        memory: State,
+    ) -> State:
+        """The client's model at the start of a visit; what it has to remember is put into its memory."""
+        sent, stage = broadcast.extras, int(broadcast.extras[STEP][1])
+        if NEEDS in sent and (STEP not in memory or not torch.equal(memory[STEP].cpu(), sent[NEEDS].cpu())):
+            raise ClientFault("it does not have its model of the stage before any more")
+        own = {name[len(_MODEL) :]: value for name, value in memory.items() if name.startswith(_MODEL)}
+        widths, places = _widths(memory), _named(memory, PLACES)
+        memory[STEP] = sent[STEP]
+        if stage:
+            memory |= {name: value for name, value in sent.items() if name.startswith((PLACES, WIDTH))}
+            return self.groups.resized(widths).grow(own, _widths(sent), _named(sent, PLACES)) | broadcast.state
+        for name in (*map(WIDTH.__add__, widths), *map(PLACES.__add__, places)):
+            del memory[name]
+        if NEEDS in sent:  # a new pass, from the client's own neurons of the global model
+            return self.groups.resized(widths).slice(own, places) | broadcast.state
+        if not broadcast.state:
+            seed = derive_seed(federation.schedule.seed, client_key(client))
+            return {name: value for name, value in fresh_state(module, seed).items() if name in self._all_entries}
+        return broadcast.state
+
+    @property
+    def _all_entries(self) -> frozenset[str]:
+        return frozenset[str]().union(*self._stages)
+
+    def _hold(self, module: nn.Module, stage: int) -> None:
+        """Keeps the parameters and statistics of settled stages as they are."""
+        settled = frozenset[str]().union(*self._stages[:stage])
+        for name, parameter in module.named_parameters():
+            if name in settled and parameter.requires_grad:
+                parameter.requires_grad_(False)
+                self._settled_parameters.append(parameter)
+        for name, layer in module.named_modules():
+            if isinstance(layer, BatchNorm) and layer.training and f"{name}.running_mean" in settled:
+                layer.eval()
+                self._settled_layers.append(layer)
+
+    def _release(self) -> None:
+        for parameter in self._settled_parameters:
+            parameter.requires_grad_(True)
+        for layer in self._settled_layers:
+            layer.train()
+        self._settled_parameters, self._settled_layers = [], []
+
+    def _example(self, federation: Federation, module: L.LightningModule) -> Any:
+        """What the module is called with."""
+        example = self.example_input if self.example_input is not None else module.example_input_array
+        if example is None:
+            population = federation.find_population()
+            client = population.clients[0]
+            visit = PlannedVisit(Visit(client, 0, 0, steps=1), population.num_samples(client), 1)
+            batch = next((item.batch for item in population.stream([visit], True) if item.batch is not None), None)
+            if batch is None:
+                raise MisconfigurationException(
+                    f"FedMA finds no batch of client {client!r} to call the module with: give `LayerwiseTraining` an"
+                    " `example_input`."
+                )
+            example = find_inputs(batch, self.inputs)[:2]
+        return tree_map(lambda value: value.to(module.device) if isinstance(value, Tensor) else value, example)
+
+    def _give_back(self) -> None:
+        if self._hook is not None:
+            self._hook.give_back()
+            self._hook = None
+
+
+def _rule(federation: Federation) -> FedMA:
+    rule = federation.server.aggregator
+    if not isinstance(rule, FedMA):
+        raise MisconfigurationException(
+            f"`LayerwiseTraining` goes with the rule FedMA, but the federation's is {type(rule).__name__}."
+        )
+    return rule
+
+
+def _widths(values: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: int(width) for name, width in _named(values, WIDTH).items()}
+
+
+def _named(values: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: value for name, value in values.items() if name.startswith(prefix)}

@@ -1,0 +1,202 @@
+"""The rounds of a fit, one after another: planned, opened with their first batch, closed after their last."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import lightning as L
+
+from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, warn_of_averaging
+from lightning_fed.callbacks.blame import ClientFault, client_fault
+from lightning_fed.callbacks.door import IgnoredWarning
+from lightning_fed.callbacks.open_round import OpenRound, federated_callbacks
+from lightning_fed.callbacks.round_log import RoundLog
+from lightning_fed.callbacks.round_progress import RoundProgress
+from lightning_fed.data.population import PlannedVisit, Population
+from lightning_fed.data.rounds import RoundLoader
+from lightning_fed.schedule import Cohort, Schedule
+from lightning_fed.server import Server
+from lightning_fed.state import Policy
+from lightning_fed.store import ClientStore
+
+_log = logging.getLogger(__name__)
+
+BatchNormMode = Literal["average", "recalibrate", "personal", "frozen"]
+
+
+class RoundLoop:
+    """What :class:`~lightning_fed.callbacks.Federation` does between Lightning's hooks.
+
+    Args:
+        server: The server half.
+        schedule: Who takes part.
+        store: Where clients keep what is theirs.
+        batch_norm: What becomes of BatchNorm's running statistics.
+        optimizer_state: Whether clients start with fresh optimizer state or with their own.
+        partial_work: Whether the work of stragglers is used.
+
+    Attributes:
+        trainer: The Trainer; a fit sets it before anything else.
+        population: All clients; a fit sets it before the first round.
+        cohort: The clients of the round that is under way, or was last.
+        policies: The policy of every entry of the module; likewise.
+        log_book: What is logged.
+        progress: What checkpoints say of Lightning's progress.
+        rounds: Number of rounds that are over.
+        open: The round that is under way; ``None`` between rounds.
+
+    """
+
+    trainer: L.Trainer
+    population: Population
+    cohort: Cohort
+
+    def __init__(
+        self,
+        server: Server,
+        schedule: Schedule,
+        store: ClientStore,
+        batch_norm: BatchNormMode,
+        optimizer_state: Literal["reset", "keep"],
+        partial_work: Literal["keep", "drop"],
+    ) -> None:
+        self.server, self.schedule, self.store = server, schedule, store
+        self.batch_norm, self.optimizer_state, self.partial_work = batch_norm, optimizer_state, partial_work
+        self.policies: Mapping[str, Policy] = {}
+        self.log_book = RoundLog()
+        self.progress = RoundProgress()
+        self.rounds = 0
+        self.open: OpenRound | None = None
+        self._has_warned = False
+        self._loader: RoundLoader | None = None
+        self._served: RoundLoader | None = None  # the loader whose round is over
+        self._ignored: list[IgnoredWarning] = []
+
+    @property
+    def visit(self) -> PlannedVisit | None:
+        """The visit that is under way; ``None`` between visits."""
+        return None if self.open is None else self.open.visit
+
+    def plan(self) -> RoundLoader:
+        """The loader of the next round, which opens it when Lightning asks for its first batch."""
+        round = self.trainer.current_epoch
+        asked = self.server.aggregator.plan(round)
+        cohort = self.schedule.cohort(round, self.population.clients, asked.drawn, asked.local_epochs)
+        if asked.present is not None:
+            visits = tuple(visit for visit in cohort.visits if visit.client in asked.present)
+            absent = [visit.client for visit in cohort.visits if visit.client not in asked.present]
+            cohort = Cohort(visits, (*cohort.dropped, *absent))
+        served = cohort
+        if self.partial_work == "drop":
+            served = Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
+        loader = RoundLoader(self.population, served, self.trainer.limit_train_batches)
+        loader.on_start = lambda: self._start(loader, cohort)
+        return loader
+
+    def start_batch(self) -> None:
+        """Starts the visit if this is its first batch."""
+        planned = None if self._loader is None else self._loader.current
+        if planned is not None and (self.open is None or self.open.visit is not planned):
+            self._opened().start_visit(planned)
+
+    def step(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The module's own step; where it fails by the client's fault, the client is left out and the round goes on."""
+        visit = self.visit
+        if visit is not None and visit.fault is not None:  # it failed before its first batch
+            return self._skip()
+        if visit is not None and args:
+            assert self.open is not None
+            try:
+                args = (self.open.prepare(args[0]), *args[1:])
+            except ClientFault as error:
+                visit.fault = str(error)
+                return self._skip()
+        try:
+            return training_step(*args, **kwargs)
+        except Exception as error:
+            planned = self.visit
+            fault = None if planned is None else client_fault(error, planned)
+            # With manual optimization a step that broke off may have left anything undone.
+            if planned is None or fault is None or not self.trainer.lightning_module.automatic_optimization:
+                raise
+            planned.fault = fault
+            return self._skip()
+
+    def has_trained(self, batch: Any) -> bool:
+        """Whether a batch was trained on."""
+        planned = None if self._loader is None else self._loader.current
+        return batch is not None and (planned is None or planned.fault is None)
+
+    def end_batch(self) -> None:
+        """Ends the visit if this was its last batch, and the round if it was the last visit."""
+        loader = self._loader
+        if loader is None or loader.batches_left or loader is self._served:
+            return
+        round = self._opened()
+        if loader.current is not None:
+            round.end_visit(loader.current)
+        if loader.current is None or loader.current is loader.visits[-1]:
+            self._close(round)
+
+    def abandon(self) -> None:
+        """Goes back to the global model at the start of the round, if one is open."""
+        if self.open is not None:
+            self.open.abandon()
+            self.open = None
+
+    def cut_short(self) -> None:
+        """Gives up the round that is open, if there is one, and says so."""
+        if self.open is not None:
+            _log.warning("Round %d was cut short: the global model stays as it was.", self.server.report.round)
+            self.abandon()
+
+    def give_back(self) -> None:
+        """Lets warnings be seen again."""
+        for warning in self._ignored:
+            warning.give_back()
+        self._ignored = []
+
+    def ignore(self, text: str) -> None:
+        """Keeps a warning of Lightning's from being seen while the fit lasts: what it warns of is on purpose."""
+        self._ignored.append(IgnoredWarning(text))
+
+    def _start(self, loader: RoundLoader, cohort: Cohort) -> None:
+        """The round begins with its first batch, if it is Lightning that asks for it: the hook is anybody's to call."""
+        if self.trainer.train_dataloader is loader:
+            self._loader, self.cohort = loader, cohort
+            self._opened()
+
+    def _opened(self) -> OpenRound:
+        if self.open is None:
+            assert self._loader is not None
+            trainer, module = self.trainer, self.trainer.lightning_module
+            self.progress.start_round(trainer)
+            self.open = OpenRound(trainer, module, self.server, self.policies, self.store, self.optimizer_state)
+            for client, reason in self._loader.failed.items():
+                self.server.fail(client, reason)
+            if self.batch_norm == "frozen":
+                freeze_batch_norm(module)
+            visits = self._loader.visits
+            if self.batch_norm == "average" and visits and not self._has_warned:
+                warn_of_averaging(module, self.open.local, min(planned.num_batches for planned in visits))
+                self._has_warned = True
+            for callback in federated_callbacks(trainer):
+                callback.on_round_start(trainer, module)
+        return self.open
+
+    def _close(self, round: OpenRound) -> None:
+        has_come = round.close()
+        if round.is_new and self.batch_norm == "recalibrate":
+            module = self.trainer.lightning_module
+            recalibrate(self.trainer, module, self.server, round.local, self.population, self.cohort)
+        after, parameters = round.local.entries, round.local.parameters
+        report, measured = self.server.report, self.server.aggregator.metrics() if has_come else {}
+        self.log_book.end_round(self.trainer, report, self.cohort, round.before, after, parameters, measured)
+        self.open, self._served = None, self._loader
+        self.progress.end_round()
+        self.rounds = report.round + 1
+
+    def _skip(self) -> None:
+        self.ignore("`training_step` returned `None`")

@@ -1,0 +1,137 @@
+"""The stages of layer-wise matching: which layers are matched in one exchange, and then stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
+
+from lightning_fed.functional.options import OptionError
+from lightning_fed.matching.groups import PermutationGroups
+
+StageChoice: TypeAlias = Literal["auto", "one"] | Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers that are matched in one exchange.
+
+    Attributes:
+        groups: Names of the groups of neurons that they make.
+        entries: Names of their entries.
+
+    """
+
+    groups: tuple[str, ...]
+    entries: tuple[str, ...]
+
+
+def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageChoice = "auto") -> list[Stage]:
+    """Cuts a network into stages, first to last.
+
+    A stage has all layers that make the neurons of one group: one layer of a chain, as in the paper, and all blocks of
+    a residual stage, whose sums tie their channels. Layers whose outputs cannot change places go with what comes after
+    them; those that come after everything else, as the output layer, are the last stage.
+
+    Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1, has a stage per layer.
+
+    Args:
+        groups: The network's groups.
+        names: Names of the entries that are exchanged, tied ones under their first name.
+        choice: ``"auto"``; ``"one"`` for all layers in one exchange; or patterns of entry names for each stage, of
+            which the first that matches counts.
+
+    Returns:
+        The stages, with every entry in one of them.
+
+    Raises:
+        ValueError: If an entry is in none of the stages that are given, one has none, or the neurons of a group are
+            made in several stages or read before they are made.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> found = PermutationGroups.of(net, torch.zeros(2, 2))
+        >>> [stage.groups for stage in find_stages(found, list(net.state_dict()))]
+        [('0',), ('2',), ()]
+
+    """
+    if isinstance(choice, str) and choice not in ("auto", "one"):
+        raise OptionError(f"Expected `stages` to be 'auto', 'one' or patterns for each stage, but got {choice!r}.")
+    known = set(names)
+    ordered = [*(name for name in groups.order if name in known), *names]
+    layers = {layer: place for place, layer in enumerate(dict.fromkeys(map(_layer, ordered)))}
+    if choice == "one":
+        stage_of = dict.fromkeys(layers, 0)
+    elif choice == "auto":
+        stage_of = _cut(groups, known, layers)
+    else:
+        return _given(groups, names, choice)
+    stages = [
+        (
+            [group.name for group in groups if stage_of[_layer(_made(groups, group.name, known)[-1])] == number],
+            [name for name in names if stage_of[_layer(name)] == number],
+        )
+        for number in range(max(stage_of.values(), default=0) + 1)
+    ]
+    return [Stage(tuple(own), tuple(entries)) for own, entries in stages]
+
+
+def _layer(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _made(groups: PermutationGroups, name: str, known: set[str]) -> list[str]:
+    """Entries that make the neurons of a group."""
+    made = [entry for (entry, _), part in groups[name].entries.items() if part.role != "in" and entry in known]
+    return made or [entry for entry, _ in groups[name].entries if entry in known]
+
+
+def _cut(groups: PermutationGroups, known: set[str], layers: dict[str, int]) -> dict[str, int]:
+    """The stage of every layer."""
+    spans = []
+    for group in groups:
+        makers = [layers[_layer(name)] for name in _made(groups, group.name, known)]
+        first = min(layers[_layer(name)] for name, _ in group.entries if name in known)
+        spans.append((first, max(makers)))
+    starts = [0, *(place for place in range(1, len(layers)) if not any(a < place <= b for a, b in spans))]
+    ends = [start - 1 for start in starts[1:]] + [len(layers) - 1]
+    stage_of, stage = dict[str, int](), 0
+    names = list(layers)
+    for start, end in zip(starts, ends, strict=True):
+        stage_of |= {names[place]: stage for place in range(start, end + 1)}
+        if any(start <= a and b <= end for a, b in spans):  # else it goes with what comes after it
+            stage += 1
+    return stage_of
+
+
+def _given(groups: PermutationGroups, names: Sequence[str], patterns: Sequence[Sequence[str]]) -> list[Stage]:
+    stage_of = {}
+    for name in names:
+        found = [number for number, own in enumerate(patterns) if any(fnmatchcase(name, one) for one in own)]
+        if not found:
+            raise OptionError(f"Expected `stages` to have patterns for every entry, but {name!r} matches none.")
+        stage_of[name] = found[0]
+    group_of: dict[str, int] = {}
+    for group in groups:
+        makers = {stage_of[name] for name in _made(groups, group.name, set(names))}
+        readers = {stage_of[name] for name, _ in group.entries if name in stage_of}
+        if len(makers) > 1 or min(readers) < min(makers):
+            raise OptionError(
+                f"Expected the layers that make the neurons of {group.name!r} to be in one of `stages`, and those that"
+                f" read them not before it, but they are in {sorted(readers | makers)}."
+            )
+        group_of[group.name] = makers.pop()
+    stages = [
+        Stage(
+            tuple(group for group, stage in group_of.items() if stage == number),
+            tuple(name for name, stage in stage_of.items() if stage == number),
+        )
+        for number in range(len(patterns))
+    ]
+    for number, stage in enumerate(stages):
+        if not stage.entries:
+            raise OptionError(f"Expected every one of `stages` to have entries, but {patterns[number]!r} has none.")
+    return stages
