@@ -89,8 +89,8 @@ class FedMA(Aggregator):
         mode: ``"grow"``, as in the paper: neurons that others do not have are added; ``"permute"``: every neuron has
             one partner in every other client, and widths stay; ``"none"``: layers are averaged as they are, which is
             freezing and training without matching. Groups that cannot grow are permuted with ``"grow"``.
-        stages: ``"auto"``; ``"one"`` for all layers in one exchange, without training in between; or patterns of entry
-            names for each stage.
+        stages: ``"auto"``; the most that there are to be (1 for all layers in one exchange, without training in
+            between); or patterns of entry names for each stage.
         retrain_epochs: Local epochs after the first round of a pass; ``None`` for as many as in that.
         last_epochs: Local epochs before the last stage is averaged; ``None`` for ``retrain_epochs``. The authors have
             three times as many.
@@ -443,7 +443,7 @@ class PFNM(FedMA):
 
     Example:
         >>> PFNM(gamma=1.0).stages
-        'one'
+        1
 
     References:
         Yurochkin et al., ICML 2019, https://arxiv.org/abs/1905.12022.
@@ -461,7 +461,7 @@ class PFNM(FedMA):
         seed: int = 0,
     ) -> None:
         super().__init__(
-            stages="one",
+            stages=1,
             last_layer=last_layer,
             start=start,
             order="pfnm",

@@ -3,6 +3,7 @@
 from lightning_fed.functional.alignment import align_neurons as align_neurons
 from lightning_fed.functional.attention import SoftmaxMean as SoftmaxMean
 from lightning_fed.functional.average import WeightedMean as WeightedMean
+from lightning_fed.functional.class_mean import class_mean as class_mean
 from lightning_fed.functional.clustering import k_means as k_means
 from lightning_fed.functional.discrepancy import (
     classwise_maximum_mean_discrepancy as classwise_maximum_mean_discrepancy,
@@ -81,6 +82,7 @@ __all__ = [
     "align_neurons",
     "by_group",
     "class_margins",
+    "class_mean",
     "class_prototypes",
     "class_sums",
     "classwise_maximum_mean_discrepancy",

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from lightning_fed.functional.options import OptionError
 from lightning_fed.matching.groups import PermutationGroups
 
-StageChoice: TypeAlias = Literal["auto", "one"] | Sequence[Sequence[str]]
+StageChoice: TypeAlias = Literal["auto"] | int | Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
     """Cuts a network into stages, first to last.
 
     A stage has all layers that make the neurons of one group: one layer of a chain, as in the paper, and all blocks of
-    a residual stage, whose sums tie their channels. Layers whose outputs cannot change places go with what comes after
+    a residual network whose sums tie their channels. Layers whose outputs cannot change places go with what comes after
     them; those that come after everything else, as the output layer, are the last stage.
 
     Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1, has a stage per layer.
@@ -39,15 +39,15 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
     Args:
         groups: The network's groups.
         names: Names of the entries that are exchanged, tied ones under their first name.
-        choice: ``"auto"``; ``"one"`` for all layers in one exchange; or patterns of entry names for each stage, of
-            which the first that matches counts.
+        choice: ``"auto"``; the most stages that there are to be, for which neighbours with few neurons become one, the
+            output layer last; or patterns of entry names for each stage, of which the first that matches counts.
 
     Returns:
         The stages, with every entry in one of them.
 
     Raises:
-        ValueError: If an entry is in none of the stages that are given, one has none, or the neurons of a group are
-            made in several stages or read before they are made.
+        ValueError: If there is to be no stage, an entry is in none of those that are given, one has none, or the
+            neurons of a group are made in several stages or read before they are made.
 
     Example:
         >>> import torch
@@ -58,25 +58,30 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
         [('0',), ('2',), ()]
 
     """
-    if isinstance(choice, str) and choice not in ("auto", "one"):
-        raise OptionError(f"Expected `stages` to be 'auto', 'one' or patterns for each stage, but got {choice!r}.")
+    if choice != "auto" and (isinstance(choice, str) or (isinstance(choice, int) and choice < 1)):
+        raise OptionError(
+            f"Expected `stages` to be 'auto', a number of at least 1 or patterns for each stage, but got {choice!r}."
+        )
+    if not isinstance(choice, str | int):
+        return _given(groups, names, choice)
     known = set(names)
     ordered = [*(name for name in groups.order if name in known), *names]
     layers = {layer: place for place, layer in enumerate(dict.fromkeys(map(_layer, ordered)))}
-    if choice == "one":
-        stage_of = dict.fromkeys(layers, 0)
-    elif choice == "auto":
-        stage_of = _cut(groups, known, layers)
-    else:
-        return _given(groups, names, choice)
+    stage_of = _cut(groups, known, layers)
     stages = [
-        (
-            [group.name for group in groups if stage_of[_layer(_made(groups, group.name, known)[-1])] == number],
-            [name for name in names if stage_of[_layer(name)] == number],
+        Stage(
+            tuple(group.name for group in groups if stage_of[_layer(_made(groups, group.name, known)[-1])] == number),
+            tuple(name for name in names if stage_of[_layer(name)] == number),
         )
         for number in range(max(stage_of.values(), default=0) + 1)
     ]
-    return [Stage(tuple(own), tuple(entries)) for own, entries in stages]
+    while isinstance(choice, int) and len(stages) > choice:
+        sizes = [sum(groups[name].size for name in stage.groups) for stage in stages]
+        places = range(max(1, len(stages) - 2))  # the last stage stays by itself as long as it can
+        place = min(places, key=lambda place: sizes[place] + sizes[place + 1])
+        first, second = stages[place : place + 2]
+        stages[place : place + 2] = [Stage(first.groups + second.groups, first.entries + second.entries)]
+    return stages
 
 
 def _layer(name: str) -> str:

@@ -1,0 +1,134 @@
+"""Stages: cut where no neurons are shared, every entry in one of them, given ones checked."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fed.matching import PermutationGroups
+from lightning_fed.matching.stages import find_stages
+from tests.matching import networks
+
+
+def stages_of(net, example, choice="auto"):
+    groups = PermutationGroups.of(net, example)
+    return groups, find_stages(groups, list(net.state_dict()), choice)
+
+
+def first_layers(stages):
+    return [stage.entries[0].rpartition(".")[0] for stage in stages]
+
+
+def check(net, groups, stages):
+    """Every entry is in one stage, and reads only neurons that are made by then."""
+    names = [name for stage in stages for name in stage.entries]
+    assert sorted(names) == sorted(net.state_dict())
+    assert sorted(name for stage in stages for name in stage.groups) == sorted(groups.names)
+    settled, stage_of = set(), {name: number for number, stage in enumerate(stages) for name in stage.entries}
+    for number, stage in enumerate(stages):
+        settled |= set(stage.groups)
+        for group in groups:
+            read = any(stage_of[name] == number for name, _ in group.entries)
+            assert not read or group.name in settled
+            made = any(stage_of[name] == number for (name, _), entry in group.entries.items() if entry.role != "in")
+            assert not made or group.name in stage.groups
+
+
+def test_a_chain_has_a_stage_for_each_layer():
+    net = networks.vgg9()
+    groups, stages = stages_of(net, networks.images(32))
+    check(net, groups, stages)
+    assert len(stages) == 9
+    assert [len(stage.groups) for stage in stages] == [1] * 8 + [0]
+    assert all(len(stage.entries) == 2 for stage in stages)
+
+
+def test_a_residual_network_has_a_stage_for_each_width():
+    """The stem's channels are those of the first blocks; what is inside a block goes with it."""
+    net = networks.resnet18()
+    groups, stages = stages_of(net, networks.images(64))
+    check(net, groups, stages)
+    inside = [f"layer{place}.0.conv{conv}" for place in (2, 3, 4) for conv in (1, 2)]
+    assert first_layers(stages) == ["conv1", *inside, "fc"]
+    assert [len(stage.groups) for stage in stages] == [3, 1, 2, 1, 2, 1, 2, 0]
+    assert "layer1.1.bn2.running_var" in stages[0].entries
+    assert "layer2.1.conv1.weight" in stages[2].entries  # between layers whose channels are one
+
+
+def test_a_segmentation_network():
+    """With 21 groups 13 stages, or as few as asked for: neighbours become one, the output layer last."""
+    net = networks.segmenter("DeepLabV3Plus")
+    head = {"segmentation_head.0.weight", "segmentation_head.0.bias"}
+    groups = PermutationGroups.of(net, networks.images(64))
+    for count, choice in ((13, "auto"), (13, 20), (7, 7), (2, 2), (1, 1)):
+        stages = find_stages(groups, list(net.state_dict()), choice)
+        check(net, groups, stages)
+        assert len(stages) == count
+        assert (set(stages[-1].entries) == head) == (count > 1)
+    sizes = [sum(groups[name].size for name in s.groups) for s in find_stages(groups, list(net.state_dict()), 7)]
+    assert max(sizes[:-1]) < 0.6 * sum(sizes)
+
+
+def test_a_recurrent_network():
+    net = networks.Characters()
+    groups, stages = stages_of(net, networks.tokens())
+    check(net, groups, stages)
+    assert len(stages) == 3
+
+
+class Crossed(nn.Module):
+    """Registered in another order than it runs, with a layer whose outputs cannot move in the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.middle, self.first = nn.Linear(6, 2), nn.Linear(5, 3), nn.Linear(4, 5)
+        self.late = nn.Linear(3, 6)
+
+    def forward(self, inputs):
+        hidden = self.middle(self.first(inputs).relu())
+        return self.last(self.late(hidden.cumsum(1)).relu())
+
+
+def test_stages_go_by_the_order_in_which_layers_run():
+    net = Crossed()
+    groups, stages = stages_of(net, torch.randn(2, 4))
+    check(net, groups, stages)
+    assert groups.names == ["first", "late"]
+    assert [sorted({name.split(".")[0] for name in stage.entries}) for stage in stages] == [
+        ["first"],
+        ["late", "middle"],  # what cannot move goes with what comes after it
+        ["last"],
+    ]
+
+
+def test_one_stage_and_no_groups():
+    net = networks.LeNet()
+    groups, stages = stages_of(net, networks.images(28, 1), 1)
+    check(net, groups, stages)
+    assert len(stages) == 1
+    bare = nn.Sequential(nn.Linear(2, 2))
+    assert [stage.groups for stage in stages_of(bare, torch.zeros(2, 2))[1]] == [()]
+
+
+def test_given_stages():
+    net = networks.resnet18()
+    groups, stages = stages_of(
+        net, networks.images(64), [["conv1.*", "bn1.*", "layer1.*", "layer2.*"], ["layer*"], ["*"]]
+    )
+    check(net, groups, stages)
+    assert [len(stage.groups) for stage in stages] == [6, 6, 0]
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (0, "'auto', a number"),
+        ("all", "'auto', a number"),
+        ([["conv1.*"], ["bn1.*"]], "'layer1.0.conv1.weight' matches none"),
+        ([["conv1.*"], ["*"]], r"neurons of 'conv1' .* but they are in \[0, 1\]"),
+        ([["fc.*"], ["*"]], "neurons of"),
+        ([["*"], ["fc.*"]], r"\['fc.\*'\] has none"),
+    ],
+)
+def test_stages_that_do_not_fit(choice, message):
+    with pytest.raises(ValueError, match=message):
+        stages_of(networks.resnet18(), networks.images(64), choice)
