@@ -4,8 +4,8 @@ Runs one (method, classes held, seed) after another, writes each to a JSON file,
 tables and pictures from what is there. Learning rates were tuned on validation drawers with seed 0 (``--tune``, from
 0.01, 0.03, 0.1): 0.03 was best for FullSoftmax, PosOnly and NegOnly with 60 classes, and level with 0.01 for FedSS with
 60; centralised, 0.05 of 0.02, 0.05. The strength of FedAwS's step was tuned likewise, in 200 rounds (``--spread-out``,
-from 0.003, 0.01, 0.03, 0.1, 0.3, 1: 17.7, 17.7, 17.1, 14.2, 9.9, 6.2 % on validation drawers). The test drawers and the alphabets that nobody trains on are looked at when a run
-has ended, and nothing is chosen by them.
+from 0.003, 0.01, 0.03, 0.1, 0.3, 1: 17.7, 17.7, 17.1, 14.2, 9.9, 6.2 % on validation drawers). The test drawers and
+the alphabets that nobody trains on are looked at when a run has ended, and nothing is chosen by them.
 """
 
 from __future__ import annotations

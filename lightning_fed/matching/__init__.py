@@ -3,6 +3,8 @@
 from lightning_fed.matching.groups import PermutationGroups as PermutationGroups
 from lightning_fed.matching.one_shot import StateMatch as StateMatch
 from lightning_fed.matching.one_shot import match_states as match_states
+from lightning_fed.matching.stages import Stage as Stage
+from lightning_fed.matching.stages import find_stages as find_stages
 from lightning_fed.resize import resize_module as resize_module
 
-__all__ = ["PermutationGroups", "StateMatch", "match_states", "resize_module"]
+__all__ = ["PermutationGroups", "Stage", "StateMatch", "find_stages", "match_states", "resize_module"]

@@ -40,7 +40,7 @@ class StateMatch(NamedTuple):
 
     Attributes:
         state: The merged state: the mean of every neuron over the networks that have it.
-        groups: The merged network's groups; :func:`~lightning_fed.resize_module` gives a module its widths.
+        groups: The merged network's groups; :func:`~lightning_fed.matching.resize_module` gives a module its widths.
         places: For every network and group the place of each of its neurons in the merged one, int64, shape
             ``(neurons,)``.
         seconds: Time that each group took to match.

@@ -17,8 +17,7 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.aggregators import PFNM, FedAvg, FedMA
 from lightning_fed.callbacks import FederatedCallback, LayerwiseTraining
 from lightning_fed.functional import class_mean
-from lightning_fed.matching import PermutationGroups, match_states
-from lightning_fed.matching.stages import Stage, find_stages
+from lightning_fed.matching import PermutationGroups, Stage, find_stages, match_states
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.schedule import client_key
 from tests import models

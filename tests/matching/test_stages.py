@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fed.matching import PermutationGroups
-from lightning_fed.matching.stages import find_stages
+from lightning_fed.matching import PermutationGroups, find_stages
 from tests.matching import networks
 
 
