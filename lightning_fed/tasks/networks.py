@@ -227,7 +227,7 @@ def lenet(
     return _network(features, [nn.Flatten(), nn.Linear(second * side**2, hidden), nn.Linear(hidden, num_classes)])
 
 
-def vgg9(num_classes: int = 10, in_channels: int = 3, input_size: int = 32) -> nn.Sequential:
+def vgg9(num_classes: int = 10, in_channels: int = 3, input_size: int = 32, *, width: float = 1.0) -> nn.Sequential:
     """FedMA's VGG-9: 3x3 convolutions 32, 64, pool, 128, 128, pool, 256, 256, pool, then 512 and 512 units.
 
     No normalisation layers; dropout of whole channels (0.05) after the second pool, dropout (0.1) before the first
@@ -237,27 +237,31 @@ def vgg9(num_classes: int = 10, in_channels: int = 3, input_size: int = 32) -> n
         num_classes: Number of classes.
         in_channels: Channels of the images.
         input_size: Side of the square images, in pixels, at least 8.
+        width: Share of the channels and units, for a narrower network.
 
     Returns:
         Network of 3,491,530 parameters for 32x32 colour images and 10 classes.
 
     Raises:
-        ValueError: If the images are too small.
+        ValueError: If the images are too small, or a layer would have no channel.
     """
     side = _at_least_one(input_size // 2 // 2 // 2, input_size, minimum=8)
+    a, b, c, d, hidden = (int(width * channels) for channels in (32, 64, 128, 256, 512))
+    if not a >= 1:
+        raise ValueError(f"Expected `width` to leave at least one of 32 channels, but got {width}.")
     features = [
-        *(nn.Conv2d(in_channels, 32, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(64, 128, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(128, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout2d(0.05)),
-        *(nn.Conv2d(128, 256, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(in_channels, a, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(b, c, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(c, c, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout2d(0.05)),
+        *(nn.Conv2d(c, d, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(d, d, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
     ]
     classifier = [
         *(nn.Flatten(), nn.Dropout(0.1)),
-        *(nn.Linear(256 * side**2, 512), nn.ReLU()),
-        *(nn.Linear(512, 512), nn.ReLU(), nn.Dropout(0.1)),
-        nn.Linear(512, num_classes),
+        *(nn.Linear(d * side**2, hidden), nn.ReLU()),
+        *(nn.Linear(hidden, hidden), nn.ReLU(), nn.Dropout(0.1)),
+        nn.Linear(hidden, num_classes),
     ]
     return _network(features, classifier)
 

@@ -113,6 +113,10 @@ def test_options_of_the_builders():
     shapes = [tuple(m.weight.shape[:2]) for m in narrow.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert shapes == [(10, 1), (20, 10), (128, 320), (62, 128)]
     assert narrow(torch.zeros(2, 1, 28, 28)).shape == (2, 62)
+    narrow = build_network("vgg9", 10, 3, 32, width=0.25)
+    shapes = [tuple(m.weight.shape[:2]) for m in narrow.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    convolutions = [(8, 3), (16, 8), (32, 16), (32, 32), (64, 32), (64, 64)]
+    assert shapes == [*convolutions, (128, 1024), (128, 128), (10, 128)]
     narrow = build_network("mcmahan_cnn", 10, channels=(8, 16), hidden=64)
     shapes = [tuple(m.weight.shape[:2]) for m in narrow.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert shapes == [(8, 1), (16, 8), (64, 16 * 49), (10, 64)]
@@ -161,6 +165,11 @@ def test_any_timm_model_by_name():
 def test_refusals(arguments, message):
     with pytest.raises(ValueError, match=message):
         build_network(*arguments)
+
+
+def test_no_layer_without_channels():
+    with pytest.raises(ValueError, match=r"`width` to leave at least one of 32 channels, but got 0\.01"):
+        build_network("vgg9", 10, 3, 32, width=0.01)
 
 
 def test_the_smallest_sizes_named_in_the_refusals_work():
