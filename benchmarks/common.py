@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -97,6 +98,14 @@ def save_json(path: Path, value: Any) -> None:
 def load_json(path: Path) -> Any:
     """What :func:`save_json` wrote; ``None`` if there is no such file."""
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and standard deviation in words; nothing of nothing."""
+    if not values:
+        return ""
+    std = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{std}"
 
 
 def version() -> str:

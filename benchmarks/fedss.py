@@ -19,7 +19,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from common import QUIET, Curve, load_json, machine, parser, prepare, save_json, table, version, write_section
+from common import QUIET, Curve, load_json, machine, parser, prepare, save_json, spread, table, version, write_section
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
@@ -211,7 +211,9 @@ def report(found: dict[tuple[str, int], list[dict[str, Any]]], arguments: argpar
     body, rows = first["parameters"], []
     for (name, held), results in found.items():
         layer = WIDTH * held
-        scores = [spread([result[key] for result in results]) for key in ("test_top1", "map_at_10", "train_top1")]
+        scores = [
+            spread([100 * result[key] for result in results], 1) for key in ("test_top1", "map_at_10", "train_top1")
+        ]
         is_central = METHODS[name].objective is None
         rows.append(
             [
@@ -237,11 +239,6 @@ def report(found: dict[tuple[str, int], list[dict[str, Any]]], arguments: argpar
         f" {machine(arguments.threads)}."
     )
     return f"{words}\n\n{table(header, rows)}"
-
-
-def spread(values: Sequence[float]) -> str:
-    std = f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{100 * statistics.fmean(values):.1f}{std}"
 
 
 def draw(found: dict[tuple[str, int], list[dict[str, Any]]], path: Path) -> None:

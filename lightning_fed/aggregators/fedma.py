@@ -320,6 +320,8 @@ class FedMA(Aggregator):
             self._current = done
             return self._state
         self._current, self._last = None, done
+        of_client = sum(value.numel() for value in self._form.values())
+        self._metrics["fedma/growth"] = sum(value.numel() for value in done.settled.values()) / of_client
         return {name: done.settled[name] for name in self._state}
 
     def put_statistics(self, statistics: Mapping[str, Tensor]) -> None:
@@ -328,7 +330,10 @@ class FedMA(Aggregator):
             self._current = replace(self._current, settled={**self._current.settled, **statistics})
 
     def metrics(self) -> dict[str, float]:
-        """The stage, and for each of its groups its width, the share of neurons that others have too, and the time."""
+        """The stage, and for each of its groups its width, the share of neurons that others have too, and the time.
+
+        At the end of a pass also ``fedma/growth``, the global model's numbers over a client's.
+        """
         return dict(self._metrics)
 
     def required_callbacks(self) -> Sequence[Any]:

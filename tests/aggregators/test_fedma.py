@@ -98,6 +98,9 @@ def test_a_pass_is_that_of_the_reference(either_trainer, mode, last):
     found = layers_of(module.net)
     assert [len(bias) for _, bias in found] == [len(bias) for _, bias in expected]
     assert (len(found[0][1]) > 7) == (mode == "grow")
+    sizes = [sum(part.numel() for layer in layers for part in layer) for layers in (found, layers_of(mlp()))]
+    assert float(trainer.callback_metrics["fedma/growth"]) == sizes[0] / sizes[1]
+    assert float(trainer.callback_metrics["fedma/net.0/width"]) == len(found[0][1])
     for (weight, bias), (weight_, bias_) in zip(found, expected, strict=True):
         torch.testing.assert_close(weight, weight_, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(bias, bias_, rtol=1e-4, atol=1e-6)

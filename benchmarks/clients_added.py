@@ -1,0 +1,82 @@
+"""Clients that come one group after another: what the global model gains from each (FedMA's paper, Figure 6).
+
+16 clients of CIFAR-10, each with its own Dirichlet mix of the classes, come in four groups. After each has come, all
+clients that are there train for one pass of FedMA, or as many rounds of another rule.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from common import QUIET, Curve, load_json, machine, parser, prepare, save_json, spread, table, write_section
+from torch.utils.data import Subset
+
+from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed.aggregators import FedAvg, FedMA
+from lightning_fed.data import Dirichlet
+from lightning_fed.data.cifar10 import CIFAR10
+from lightning_fed.tasks.classification import ClassificationTask
+
+IMAGES, VALIDATION, CLIENTS, GROUP, ROUNDS, BATCH, LR = 8000, 2000, 16, 4, 9, 32, 0.02
+RULES = {
+    "FedMA": lambda: FedMA(),
+    "FedMA, independent starts": lambda: FedMA(start="independent"),
+    "freezing and training without matching": lambda: FedMA("none"),
+    "FedAvg": lambda: FedAvg(),
+}
+
+
+def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    source = CIFAR10(arguments.data, train_size=IMAGES, val_size=VALIDATION, batch_size=500)
+    source.setup("fit")
+    frames = source.train_dataset
+    parts = list(Dirichlet(CLIENTS, alpha=0.5).split(frames, seed).items())
+    L.seed_everything(seed, verbose=False)
+    task = ClassificationTask("vgg9", 10, 3, 32, model_kwargs={"width": 0.25}, lr=LR, momentum=0.9)
+    curve = Curve(f"{name} {seed}:")
+    trainer = FederatedTrainer(max_rounds=1, aggregator=RULES[name](), seed=seed, callbacks=[curve], **QUIET)
+    scores = []
+    for step in range(1, 2 if arguments.quick else CLIENTS // GROUP + 1):
+        trainer.fit_loop.max_epochs = step * ROUNDS  # the same Trainer goes on, with more clients
+        there = {client: Subset(frames, indices) for client, indices in parts[: step * GROUP]}
+        trainer.fit(task, FederatedDataModule(there, batch_size=BATCH), source.val_dataloader())
+        scores.append(curve.rounds[-1]["val_acc"])
+    return {"name": name, "seed": seed, "scores": scores, "machine": machine(arguments.threads)}
+
+
+def main() -> None:
+    made = parser(__doc__.splitlines()[0])
+    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds")
+    made.add_argument("--report", action="store_true", help="only make the table of what is there")
+    arguments = made.parse_args()
+    prepare(arguments)
+    results: dict[str, list[dict[str, Any]]] = {}
+    for seed in arguments.seeds[:1] if arguments.quick else arguments.seeds:
+        for name in RULES:
+            path = Path(arguments.runs) / "clients_added" / f"{name.replace(',', '').replace(' ', '_')}_{seed}.json"
+            if not path.exists() and not arguments.report:
+                save_json(path, run(name, seed, arguments))
+            if path.exists():
+                results.setdefault(name, []).append(load_json(path))
+    if not results:
+        return
+    steps = max(len(each["scores"]) for found in results.values() for each in found)
+    rows = [
+        [name, *(spread([100 * each["scores"][step] for each in found], 1) for step in range(steps)), f"{len(found)}"]
+        for name, found in results.items()
+    ]
+    words = (
+        f"`python benchmarks/clients_added.py --data DATA --out docs/results.md`. CIFAR-10, {IMAGES:,} images over"
+        f" {CLIENTS} clients (Dirichlet 0.5 per class), a quarter of VGG-9's channels. Clients come {GROUP} at a time;"
+        f" after each all that are there train for {ROUNDS} rounds of one epoch, one pass of FedMA. Accuracy in % on"
+        f" {VALIDATION:,} other images, mean ± standard deviation over seeds. {machine(arguments.threads)}."
+    )
+    header = ["", *(f"{(step + 1) * GROUP} clients" for step in range(steps)), "seeds"]
+    write_section(arguments.out, "clients-added", f"{words}\n\n{table(header, rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""FedMA against federated averaging, FedProx, PFNM and its own ablations, against rounds and against what travels.
+
+Trains what is not trained yet, through `lightning_fed.compare`, and makes the tables and pictures of what is there.
+Learning rates were tuned with FedAvg on validation data (seed 0); all methods have the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import machine, parser, prepare, spread, table, write_section
+
+from lightning_fed.compare import CENTRAL, Method, Plan, load_results, run_comparison
+
+ROOT = Path(__file__).parents[1]
+METHODS = (
+    "central",
+    "fedavg",
+    "fedprox:mu=0.01",
+    "pfnm",
+    "pfnm:start=independent",
+    "fedma",
+    "fedma:start=independent",
+    "fedma:mode=permute",
+    "fedma:mode=none",
+    "fedma:score=published",
+)
+
+
+@dataclass(frozen=True)
+class Study:
+    """One data set.
+
+    Args:
+        recipe: Its recipe, in ``recipes/``.
+        words: The setting, as the report says it.
+        data: The recipe's option for the folder of the data.
+        methods: The methods.
+        monitor: What is compared.
+
+    """
+
+    recipe: str
+    words: str
+    data: str
+    methods: Sequence[str] = METHODS
+    monitor: str = "val_acc"
+
+
+STUDIES = {
+    "mnist": Study(
+        "compare_fedma_mnist.yaml",
+        "MNIST (4,000 images) with a narrow LeNet (10, 20 channels, 100 units): 8 clients, Dirichlet 0.5 per class,"
+        " 3 local epochs; five passes through four layers",
+        "--data.data_dir",
+    ),
+    "cifar10": Study(
+        "compare_fedma_cifar10.yaml",
+        "CIFAR-10 (8,000 images) with a quarter of VGG-9's channels: 16 clients, Dirichlet 0.5 per class, 1 epoch;"
+        " three passes through nine layers",
+        "--data.data_dir",
+    ),
+    "camvid": Study(
+        "compare_camvid.yaml",
+        "CamVid at 96x64 (184 frames) with a narrow DeepLabV3+ (mobilenet_v2): 8 clients of equal sizes, 4 in a round,"
+        " Dirichlet 0.1, 2 local epochs; two passes through five stages",
+        "--data.data_dir",
+        ("fedavg", "fedma:stages=5", "fedma:stages=5:mode=permute", "fedma:stages=5:mode=none"),
+        "val_miou",
+    ),
+}
+
+
+def make_plan(name: str, arguments: argparse.Namespace) -> Plan:
+    study = STUDIES[name]
+    return Plan(
+        recipe=ROOT / "recipes" / study.recipe,
+        methods=[Method.parse(text) for text in study.methods if not arguments.methods or text in arguments.methods],
+        seeds=arguments.seeds,
+        stragglers=[0.0],
+        out=arguments.runs / "fedma" / name,
+        monitor=study.monitor,
+        overrides=[study.data, str(arguments.data), *(["--trainer.max_rounds", "1"] if arguments.quick else [])],
+    )
+
+
+def megabytes(values: Mapping[str, float]) -> float:
+    return (values.get("comm/total_up_bytes", 0.0) + values.get("comm/total_down_bytes", 0.0)) / 1e6
+
+
+def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> str:
+    """A row for each method: the score at the end, and with as many bytes as the thriftiest method sends."""
+    study = STUDIES[name]
+    federated = [run for run in runs if run["method"] != CENTRAL]
+    budget = min((megabytes(run["rounds"][-1]) for run in federated), default=0.0)
+    rows = []
+    for method in dict.fromkeys(run["method"] for run in runs):
+        own = [run for run in runs if run["method"] == method]
+        is_central = method == CENTRAL
+        within = [
+            [values[study.monitor] for values in run["rounds"] if megabytes(values) <= budget * 1.001] for run in own
+        ]
+        growth = [
+            max((values["fedma/growth"] for values in run["rounds"] if "fedma/growth" in values), default=1.0)
+            for run in own
+        ]
+        rows.append(
+            [
+                f"`{method}`",
+                spread([run["rounds"][-1][study.monitor] for run in own]),
+                "" if is_central else spread([scores[-1] for scores in within if scores]),
+                "" if is_central else f"{statistics.fmean(megabytes(run['rounds'][-1]) for run in own):.1f}",
+                "" if is_central else f"{statistics.fmean(growth):.2f}",
+                f"{statistics.fmean(sum(v['cpu_seconds'] for v in run['rounds']) for run in own):.0f}",
+                f"{len(own)}",
+            ]
+        )
+    header = ["method", f"`{study.monitor}`", f"with {budget:.1f} MB", "MB", "size", "CPU s", "seeds"]
+    return (
+        f"`python benchmarks/fedma.py --data DATA --studies {name} --out docs/results.md`. {study.words};"
+        f" `recipes/{study.recipe}`. All methods have {len(runs[0]['rounds'])} rounds; megabytes are those of all"
+        f" clients, up and down; size is the largest global model over a client's. {machine(arguments.threads)}.\n\n"
+        f"{table(header, rows)}"
+    )
+
+
+def draw(name: str, runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """The score by rounds, and by megabytes; means over seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    monitor = STUDIES[name].monitor
+    for number, method in enumerate(dict.fromkeys(run["method"] for run in runs)):
+        own = [run for run in runs if run["method"] == method]
+        scores = [
+            statistics.fmean(values[monitor] for values in of_round) for of_round in zip(*curves(own), strict=True)
+        ]
+        style = ":" if method == CENTRAL else "-"
+        panels[0].plot(range(1, len(scores) + 1), scores, style, color=f"C{number}", label=method)
+        if method != CENTRAL:
+            sent = [statistics.fmean(map(megabytes, of_round)) for of_round in zip(*curves(own), strict=True)]
+            panels[1].plot(sent, scores, color=f"C{number}")
+    panels[0].set(xlabel="round", ylabel=monitor)
+    panels[1].set(xlabel="megabytes, all clients, up and down", xscale="log")
+    panels[0].legend(fontsize="small")
+    for axes in panels:
+        axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def curves(runs: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, float]]]:
+    shortest = min(len(run["rounds"]) for run in runs)
+    return [run["rounds"][:shortest] for run in runs]
+
+
+def main() -> None:
+    made = parser(__doc__.splitlines()[0])
+    made.add_argument("--studies", nargs="+", default=list(STUDIES), choices=list(STUDIES), help="data sets")
+    made.add_argument("--methods", nargs="+", default=[], metavar="METHOD", help="of those of the study; else all")
+    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds")
+    made.add_argument("--report", action="store_true", help="only make the tables of what is there")
+    made.add_argument("--figures", type=Path, default=None, help="folder for the PNG files of the curves")
+    arguments = made.parse_args()
+    prepare(arguments)
+    if arguments.quick:
+        arguments.seeds = [0]
+    for name in arguments.studies:
+        plan = make_plan(name, arguments)
+        if not arguments.report:
+            print(name, flush=True)
+            run_comparison(plan)
+        runs = load_results(plan)
+        if runs:
+            write_section(arguments.out, f"fedma-{name}", report(name, runs, arguments))
+            if arguments.figures is not None:
+                draw(name, runs, arguments.figures / f"fedma_{name}.png")
+
+
+if __name__ == "__main__":
+    main()
