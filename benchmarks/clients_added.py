@@ -42,7 +42,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     for step in range(1, 2 if arguments.quick else CLIENTS // GROUP + 1):
         trainer.fit_loop.max_epochs = step * ROUNDS  # the same Trainer goes on, with more clients
         there = {client: Subset(frames, indices) for client, indices in parts[: step * GROUP]}
-        trainer.fit(task, FederatedDataModule(there, batch_size=BATCH), source.val_dataloader())
+        trainer.fit(task, FederatedDataModule(there, val=source.val_dataloader(), batch_size=BATCH))
         scores.append(curve.rounds[-1]["val_acc"])
     return {"name": name, "seed": seed, "scores": scores, "machine": machine(arguments.threads)}
 

@@ -76,7 +76,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
         trainer = FederatedTrainer(
             max_rounds=rounds, local_epochs=EPOCHS, aggregator=rule, seed=seed, callbacks=[curve], **QUIET
         )
-        trainer.fit(task, FederatedDataModule(clients, batch_size=BATCH), validation)
+        trainer.fit(task, FederatedDataModule(clients, val=validation, batch_size=BATCH))
     else:
         chosen = balanced(name, labels, is_grey, seed)
         epochs = max(1, round(rounds * EPOCHS * IMAGES / len(chosen)))  # as many examples
