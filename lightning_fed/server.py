@@ -221,11 +221,11 @@ class Server:
         if request is not None and request.rows:
             self._slice(broadcast, request)
         self._rows[client] = dict(broadcast.rows)
+        expected = self.aggregator.expected(broadcast)
+        self._expected[client] = {name: torch.empty_like(value, device="meta") for name, value in expected.items()}
         if shape is not None:
             shape(broadcast)
         self.count_down(broadcast)
-        expected = self.aggregator.expected(broadcast)
-        self._expected[client] = {name: torch.empty_like(value, device="meta") for name, value in expected.items()}
         return broadcast
 
     def receive(self, update: ClientUpdate, unpack: Callable[[ClientUpdate], None] | None = None) -> bool:

@@ -87,6 +87,33 @@ def test_a_callback_that_changes_weights_after_a_batch_changes_the_update_and_no
     assert all(value.min() > 0.5 for value in net.state_dict().values())  # not clipped afterwards
 
 
+class HalfDown(FederatedCallback):
+    """Sends the model in half precision, and unpacks it on receipt."""
+
+    def __init__(self):
+        self.received = []
+
+    def on_broadcast(self, trainer, module, client, broadcast):
+        broadcast.state = {name: value.half() for name, value in broadcast.state.items()}
+
+    def on_receive(self, trainer, module, client, broadcast):
+        self.received.append(next(iter(broadcast.state.values())).dtype)
+        broadcast.state = {name: value.float() for name, value in broadcast.state.items()}
+
+
+def test_a_broadcast_is_counted_as_packed_and_answered_as_unpacked(tmp_path):
+    recorder, half = Recorder(), HalfDown()
+    trainer = FederatedTrainer(max_rounds=1, callbacks=[half, recorder], default_root_dir=tmp_path, **QUIET)
+    own = module()
+    start = state_of(own)
+    trainer.fit(own, data())
+    size = sum(4 * value.numel() for value in start.values())
+    assert float(trainer.callback_metrics["comm/down_bytes"]) == len(SIZES) * size / 2
+    assert float(trainer.callback_metrics["comm/up_bytes"]) == len(SIZES) * size
+    assert set(half.received) == {torch.float16}
+    assert_same(recorder.visits[0].start, {name: value.half().float() for name, value in start.items()})
+
+
 def test_anybody_may_ask_for_the_training_loader(tmp_path):
     class Curious(L.Callback):
         def on_train_start(self, trainer, pl_module):

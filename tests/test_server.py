@@ -84,16 +84,19 @@ def test_counting_comes_before_unpacking(server):
     assert server.finish_round()["w"].tolist() == [2.0, 2.0]
 
 
-def test_a_shaped_message_is_what_the_answer_is_compared_with(server):
-    """A client that is sent two rows answers with two rows."""
+def test_a_shaped_message_is_answered_with_what_the_rule_expects(server):
+    """A client that is sent two rows answers, when it is unpacked, with all: the rule knows nothing of the packing."""
 
     def slice_rows(broadcast):
         broadcast.state["w"] = broadcast.state["w"][:1]
 
-    server.send("a", slice_rows)
+    assert server.send("a", slice_rows).nbytes < server.send("c").nbytes
     assert server.send("b").state["w"].shape == (2,)  # the others are sent all
-    assert not server.receive(answer("a", 1.0))
-    assert server.report.failed["a"] == "entry 'w' has shape (2,) instead of (1,)"
+    few = answer("a", 1.0)
+    few.state["w"] = few.state["w"][:1]
+    assert not server.receive(few)
+    assert server.report.failed["a"] == "entry 'w' has shape (1,) instead of (2,)"
+    assert server.receive(answer("c", 1.0), lambda update: None)
     assert server.receive(answer("b", 1.0))
 
 
