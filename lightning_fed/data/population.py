@@ -26,6 +26,7 @@ class PlannedVisit:
         num_samples: The client's local examples.
         num_batches: Batches that the visit is served.
         fault: Why the visit failed, if it did.
+        place: Index in the round, from 0.
 
     """
 
@@ -33,6 +34,7 @@ class PlannedVisit:
     num_samples: int
     num_batches: int
     fault: str | None = None
+    place: int = 0
 
 
 @dataclass(slots=True)

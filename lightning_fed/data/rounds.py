@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem, seed_everything
+from lightning_fed.data.sharing import Paces, share_out
 from lightning_fed.messages import Client
-from lightning_fed.schedule import Cohort
+from lightning_fed.ranks import ALONE, Ranks
+from lightning_fed.schedule import Cohort, Visit
 
 _log = logging.getLogger(__name__)
 
@@ -21,21 +23,35 @@ class RoundLoader:
     after the first: an iterator does nothing before its first ``next``. A visit that fails is padded with ``None``
     batches, which Lightning skips, so that the epoch keeps the length it was promised.
 
+    Of several processes each asks some of the clients what they have, and serves its share of the visits. All serve
+    as many batches as the one with the most: behind its last visit a process gives ``None``.
+
     Args:
         population: The clients' data.
         cohort: Who takes part in the round.
         limit: Largest number of batches of the round (``limit_train_batches``); visits beyond it are cut or left out.
+        ranks: The processes that share the round.
+        paces: What the visits are expected to take; by default their batches say so.
 
     Attributes:
         visits: The visits that are served, in order.
         failed: Clients that have no data to serve, with the reason.
-        current: The visit of the batch served last; ``None`` before the first and in a round without visits.
-        batches_left: Batches of the current visit that follow the one served last.
+        current: The visit of the batch served last; ``None`` before the first, and behind the last.
+        batches_left: Batches of the current visit that follow the one served last; behind the last visit those that
+            are still given.
+        padding: Batches that are given behind the last visit.
         on_start: Called before the first batch is fetched.
 
     """
 
-    def __init__(self, population: Population, cohort: Cohort, limit: int | float = 1.0) -> None:
+    def __init__(
+        self,
+        population: Population,
+        cohort: Cohort,
+        limit: int | float = 1.0,
+        ranks: Ranks = ALONE,
+        paces: Paces | None = None,
+    ) -> None:
         self.round = cohort.visits[0].round if cohort.visits else None
         self.population = population
         self.visits: list[PlannedVisit] = []
@@ -45,28 +61,18 @@ class RoundLoader:
         self.on_start: Callable[[], object] | None = None
         self._chosen = len(cohort.visits)
         self._reasons: list[str] = []  # of data that raised
-        for visit in cohort.visits:
-            try:
-                num_samples = population.num_samples(visit.client)
-                per_epoch = population.batches_per_epoch(visit.client)
-            except Exception as error:
-                self.failed[visit.client] = self._raised(visit.client, StreamItem.failed(0, error))
-                continue
-            if per_epoch is None:
-                if visit.steps is None:
-                    self.failed[visit.client] = "its loader has no length: set `local_steps`"
-                    continue
-                per_epoch = visit.steps
-            planned = PlannedVisit(visit, num_samples, visit.num_batches(per_epoch))
-            if num_samples == 0:
-                self.failed[visit.client] = "it has no examples"
-            elif planned.num_batches == 0:
-                self.failed[visit.client] = f"its {num_samples} examples make no full batch and `drop_last` is set"
+        for place, planned in enumerate(self._look_up(cohort.visits, ranks)):
+            if isinstance(planned, str):
+                self.failed[cohort.visits[place].client] = planned
             else:
+                planned.place = place
                 self.visits.append(planned)
         # A round without visits serves one `None`, so that the epoch runs, validates and logs.
         self._length = max(1, sum(planned.num_batches for planned in self.visits))
         self._limit(limit)
+        self.padding = 0 if self.visits else 1
+        if ranks.size > 1:
+            self._share(limit, ranks, paces or Paces())
 
     def __len__(self) -> int:
         """Batches without the limit, which Lightning applies to this number again."""
@@ -78,8 +84,6 @@ class RoundLoader:
             self.on_start()
         if not self.visits:
             self._look_at_raised()
-            yield None
-            return
         stream: Iterator[StreamItem] | None = None
         for place, planned in enumerate(self.visits):
             seed_everything(planned.visit.seed)  # before the first batch is fetched: it may be augmented
@@ -89,6 +93,16 @@ class RoundLoader:
                 batch = None if planned.fault is not None else self._fetch(stream, place)
                 self.current, self.batches_left = planned, left
                 yield batch
+        for left in range(self.padding - 1, -1, -1):
+            self.current, self.batches_left = None, left
+            yield None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the batch served last is the round's last."""
+        if self.batches_left:
+            return False
+        return self.current is None or (self.current is self.visits[-1] and not self.padding)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: a round that is resumed starts again. That there is one tells Lightning that resuming is exact."""
@@ -96,6 +110,45 @@ class RoundLoader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing, likewise."""
+
+    def _look_up(self, visits: Sequence[Visit], ranks: Ranks) -> list[PlannedVisit | str]:
+        """What is known of the clients' data before the round, or why they cannot take part."""
+        planned: list[PlannedVisit | str] = [""] * len(visits)
+        own = [self._planned(visit) for visit in visits[ranks.rank :: ranks.size]]
+        for rank, theirs in enumerate(ranks.gather(own)):
+            planned[rank :: ranks.size] = theirs
+        return planned
+
+    def _planned(self, visit: Visit) -> PlannedVisit | str:
+        try:
+            num_samples = self.population.num_samples(visit.client)
+            per_epoch = self.population.batches_per_epoch(visit.client)
+        except Exception as error:
+            return self._raised(visit.client, StreamItem.failed(0, error))
+        if per_epoch is None:
+            if visit.steps is None:
+                return "its loader has no length: set `local_steps`"
+            per_epoch = visit.steps
+        planned = PlannedVisit(visit, num_samples, visit.num_batches(per_epoch))
+        if num_samples == 0:
+            return "it has no examples"
+        if planned.num_batches == 0:
+            return f"its {num_samples} examples make no full batch and `drop_last` is set"
+        return planned
+
+    def _share(self, limit: int | float, ranks: Ranks, paces: Paces) -> None:
+        """Leaves this process's share of the visits, and the length that all processes have."""
+        shares = share_out(paces.expected(self.visits), ranks.size)
+        batches = [sum(self.visits[place].num_batches for place in share) for share in shares]
+        self.visits = [self.visits[place] for place in shares[ranks.rank]]
+        self._chosen = len(self.visits) + len(self._reasons)
+        served = self._length = max(1, *batches)
+        if isinstance(limit, float):  # of which Lightning takes this share of the length
+            self._length = int(served / limit)
+            while int(self._length * limit) < served:
+                self._length += 1
+            served = int(self._length * limit)
+        self.padding = served - batches[ranks.rank]
 
     def _fetch(self, stream: Iterator[StreamItem], place: int) -> Any:
         item = next(stream)
