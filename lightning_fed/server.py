@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,10 @@ class Aggregator(ABC):
 
     @abstractmethod
     def start_round(self, round: int, state: State) -> None:
-        """Starts a round from the shared entries of the global model; forgets the round before."""
+        """Starts a round from the shared entries of the global model; forgets what was received before, of any round.
+
+        Several processes that share a round call it twice: then :meth:`merge` gives back what was received.
+        """
 
     @abstractmethod
     def broadcast(self, client: Client) -> Broadcast:
@@ -149,6 +152,30 @@ class RoundReport:
     metrics: dict[Client, dict[str, float]] = field(default_factory=dict)
     up_bytes: int = 0
     down_bytes: int = 0
+
+    @classmethod
+    def joined(cls, parts: Sequence[RoundReport], places: Mapping[Client, int]) -> RoundReport:
+        """The report of a round that several processes shared.
+
+        Args:
+            parts: Their reports.
+            places: Client to its place in the cohort: the order in which one process would report.
+
+        Example:
+            >>> one, other = RoundReport(0, {"b": 3}, up_bytes=8), RoundReport(0, {"a": 1}, {"c": "lost"}, up_bytes=4)
+            >>> joined = RoundReport.joined([one, other], {"a": 0, "b": 1, "c": 2})
+            >>> joined.received, joined.failed, joined.up_bytes
+            ({'a': 1, 'b': 3}, {'c': 'lost'}, 12)
+
+        """
+        whole = cls(parts[0].round)
+        for name in ("received", "failed", "metrics"):
+            joint = {client: value for part in parts for client, value in getattr(part, name).items()}
+            ordered = sorted(joint, key=lambda client: places.get(client, len(places)))
+            setattr(whole, name, {client: joint[client] for client in ordered})
+        whole.up_bytes = sum(part.up_bytes for part in parts)
+        whole.down_bytes = sum(part.down_bytes for part in parts)
+        return whole
 
 
 class Server:
@@ -266,10 +293,14 @@ class Server:
         _log.warning("Round %d: client %r is left out: %s.", self.report.round, client, reason)
         return False
 
-    def finish_round(self) -> State | None:
-        """The new global values of the shared entries, or ``None`` where the global model stays as it was."""
+    def end_visits(self) -> None:
+        """Waits for no more answers."""
         for client in list(self._expected):
             self.fail(client, "it never answered")
+
+    def finish_round(self) -> State | None:
+        """The new global values of the shared entries, or ``None`` where the global model stays as it was."""
+        self.end_visits()
         count = len(self.report.received)
         if count < self.min_clients:
             _log.warning(

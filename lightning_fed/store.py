@@ -15,6 +15,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from lightning_fed.messages import Client, State
+from lightning_fed.ranks import Ranks
 from lightning_fed.state import copy_state
 
 _LONGEST_NAME = 200
@@ -38,6 +39,19 @@ class ClientStore(ABC):
     @abstractmethod
     def restore(self, round: int, state: dict[str, Any]) -> None:
         """Goes back to how the store was at that :meth:`checkpoint`; ``restore(0, {})`` starts anew."""
+
+    def start(self, ranks: Ranks) -> None:  # noqa: B027 - optional
+        """Where several processes train the clients: called in all of them before the first round, after a restore."""
+
+    def share(self, round: int) -> Any:
+        """What the stores of the other processes must know of what was put into this one in ``round``.
+
+        Anything that can be pickled. A store that does not implement it serves one process only.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps what is the clients' for one process only.")
+
+    def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional
+        """Takes what :meth:`share` of another process's store returned."""
 
 
 class MemoryStore(ClientStore):
@@ -89,6 +103,15 @@ class MemoryStore(ClientStore):
         self._states = dict(zip(state.get("clients", ()), state.get("states", ()), strict=True))
         self._round, self._of_round = -1, {}
 
+    def share(self, round: int) -> Any:
+        """The tensors of the round's clients."""
+        return self._of_round if self._round == round else {}
+
+    def join(self, round: int, share: Any) -> None:
+        """Keeps the other's too: a client may be trained by any process next."""
+        for client, state in share.items():
+            self.put(client, round, state)
+
 
 class FolderStore(ClientStore):
     """Keeps every client's tensors in safetensors files of a folder: ``<folder>/run-0/<client>/<round>.safetensors``.
@@ -102,7 +125,7 @@ class FolderStore(ClientStore):
     the best checkpoint, say.
 
     Args:
-        folder: Where the files are; made if it does not exist.
+        folder: Where the files are; made if it does not exist. Several processes need one that all of them see.
         keep_all: Whether every version is kept: every visit's, for as long as the run trains.
 
     Example:
@@ -122,6 +145,8 @@ class FolderStore(ClientStore):
         self._written: set[Client] = set()  # by this run: the others' versions from `_resumed_at` on are not ours
         self._prunable: set[Client] = set()
         self._last_checkpoint = 0
+        self._is_first = True  # of several processes, of which one deletes
+        self._of_round: tuple[int, list[Client]] = (-1, [])
 
     def get(self, client: Client) -> State | None:
         """Reads the client's newest tensors."""
@@ -146,6 +171,9 @@ class FolderStore(ClientStore):
                 other.unlink()
         self._written.add(client)
         self._prunable.add(client)
+        if self._of_round[0] != round:
+            self._of_round = round, []
+        self._of_round[1].append(client)
 
     def checkpoint(self, round: int) -> dict[str, Any]:
         """Deletes the versions that neither this checkpoint nor the one before it needs."""
@@ -156,6 +184,8 @@ class FolderStore(ClientStore):
                 needed_no_more += [path for version, path in versions if version < self._last_checkpoint][:-1]
                 if versions[-1][0] < self._last_checkpoint:
                     self._prunable.discard(client)
+            if not self._is_first:
+                needed_no_more = []
             if needed_no_more:
                 partial = self._oldest.with_suffix(".partial")
                 partial.write_text(str(self._last_checkpoint))
@@ -185,6 +215,22 @@ class FolderStore(ClientStore):
         self._resumed_at = self._last_checkpoint = round
         self._written.clear()
         self._prunable.clear()
+
+    def start(self, ranks: Ranks) -> None:
+        """Has all processes write to the same run, which the first one names; the others delete nothing."""
+        if ranks.size > 1:
+            last = self._last_run()
+            self._run = ranks.first((0 if last is None else last + 1) if self._run is None else self._run)
+        self._is_first = ranks.rank == 0
+
+    def share(self, round: int) -> Any:
+        """The clients that have new versions."""
+        return self._of_round[1] if self._of_round[0] == round else []
+
+    def join(self, round: int, share: Any) -> None:
+        """Notes that the versions of these clients are this run's."""
+        self._written.update(share)
+        self._prunable.update(share)
 
     @property
     def _oldest(self) -> Path:

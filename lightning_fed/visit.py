@@ -173,6 +173,10 @@ class LocalOptimizers:
         epoch_schedulers: Those that the Trainer steps at the round's last batch, whoever's it is; where they share an
             optimizer with ``step_schedulers``, they step from where the client with the most examples left it.
 
+    Attributes:
+        largest: The client with the most examples so far, of equals the first: their number, its place in the round
+            times -1, and where it left the schedulers; ``None`` where nothing goes on after the visits.
+
     """
 
     def __init__(
@@ -190,7 +194,7 @@ class LocalOptimizers:
         self.scaler = scaler
         self.mode = mode
         self._start = self._capture()
-        self._largest: tuple[int, dict[str, Any]] | None = None
+        self.largest: tuple[int, int, dict[str, Any]] | None = None
 
     def start_visit(self, kept: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """Puts everything as it was at the start of the round, with the client's own buffers if it kept any.
@@ -204,16 +208,23 @@ class LocalOptimizers:
         if kept:
             unpack_optimizers(self.optimizers, kept)
 
-    def end_visit(self, num_samples: int) -> State:
-        """Notes where this client left the schedulers; its packed optimizer state in ``"keep"`` mode."""
-        if (self.step_schedulers or self.scaler is not None) and num_samples > (self._largest or (-1,))[0]:
-            self._largest = (num_samples, self._capture(buffers=False))
+    def end_visit(self, num_samples: int, place: int = 0) -> State:
+        """Notes where this client left the schedulers; its packed optimizer state in ``"keep"`` mode.
+
+        Args:
+            num_samples: The client's examples.
+            place: Index of the visit in the round.
+
+        """
+        goes_on = self.step_schedulers or self.scaler is not None
+        if goes_on and (self.largest is None or num_samples > self.largest[0]):
+            self.largest = (num_samples, -place, self._capture(buffers=False))
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
 
     def end_round(self) -> None:
         """Empties the buffers, keeps the learning rates that epoch schedulers have set."""
         stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
-        largest = self._start if self._largest is None else self._largest[1]
+        largest = self._start if self.largest is None else self.largest[2]
         groups = [
             theirs if id(optimizer) in stepped else _hyperparameters(optimizer)
             for optimizer, theirs in zip(self.optimizers, largest["groups"], strict=True)

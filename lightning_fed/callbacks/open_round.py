@@ -37,6 +37,7 @@ class OpenRound:
 
     Attributes:
         local: The module's entries.
+        optimizers: The optimizers and schedulers.
         before: The global model's shared entries as the round found them.
         visit: The visit that is under way, until its answer is sent; ``None`` between visits.
         is_new: Whether there is a new global model.
@@ -73,7 +74,7 @@ class OpenRound:
             if place not in self._stepwise and not config.reduce_on_plateau
         ]
         scaler = trainer.precision_plugin if trainer.precision_plugin.state_dict() else None
-        self._optimizers = LocalOptimizers(
+        self.optimizers = LocalOptimizers(
             trainer.optimizers, step_schedulers, scaler, optimizer_state, epoch_schedulers
         )
         self.before = self.local.global_state()
@@ -106,9 +107,9 @@ class OpenRound:
             planned.fault = str(error)
             return
         self.local.load_client(client, self._broadcast.state)
-        keeps = self._optimizers.mode == "keep"
+        keeps = self.optimizers.mode == "keep"
         held = [(self.local.sliced[name], rows) for name, rows in request.rows.items()]
-        self._optimizers.start_visit(self.local.kept_optimizer_state(client) if keeps else None, held)
+        self.optimizers.start_visit(self.local.kept_optimizer_state(client) if keeps else None, held)
         self._module.zero_grad()
         for callback in self._callbacks:
             callback.on_client_start(self._trainer, self._module, client, self._broadcast)
@@ -145,14 +146,14 @@ class OpenRound:
         after = state if state is not None and has_come else self.before
         self.is_new = after is not self.before
         self.local.load_global(after)
-        self._optimizers.end_round()
+        self.optimizers.end_round()
         return has_come
 
     def abandon(self) -> None:
         """Makes the module the global model that the round found."""
         self._leave()
         self.local.load_global(self.before)
-        self._optimizers.start_visit()
+        self.optimizers.start_visit()
         self._server.abandon_round()
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
@@ -163,7 +164,7 @@ class OpenRound:
         checkpoint["state_dict"] |= {name: state[first].clone() for name, first in firsts.items() if first in state}
         if "optimizer_states" not in checkpoint:
             return
-        checkpoint["optimizer_states"], schedulers, scaler = self._optimizers.checkpoint()
+        checkpoint["optimizer_states"], schedulers, scaler = self.optimizers.checkpoint()
         if scaler:
             checkpoint[type(self._trainer.precision_plugin).__qualname__] = scaler
         for place, scheduler in zip(self._stepwise, schedulers, strict=True):
@@ -180,7 +181,7 @@ class OpenRound:
         if distance is not None and not self._server.aggregator.resizes:  # models of other shapes have no distance
             update.metrics["update_norm"] = distance
         if self._server.receive(update, self._unpack):
-            self.local.keep(client, planned.visit.round, self._optimizers.end_visit(num_samples))
+            self.local.keep(client, planned.visit.round, self.optimizers.end_visit(num_samples, planned.place))
 
     def _leave(self) -> None:
         if self.visit is None:  # the client's first batch failed, so that its visit never began

@@ -63,7 +63,7 @@ class RoundLog:
     def put_axis(self, module: L.LightningModule, round: int) -> None:
         """Makes the round the x-axis of what the module logs in this loop: Lightning takes it from a value ``step``."""
         if not module.trainer.barebones:  # logs nothing, and would say so
-            module.log("step", float(round), on_step=False, on_epoch=True, batch_size=1)
+            module.log("step", float(round), on_step=False, on_epoch=True, batch_size=1, add_dataloader_idx=False)
 
     def show(self, trainer: L.Trainer) -> None:
         """Puts the last round's numbers where callbacks look for what they monitor."""
@@ -134,5 +134,5 @@ class RoundLog:
             return
         self._last |= values
         self.show(trainer)
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.log_metrics(dict(values), step=round)

@@ -23,6 +23,20 @@ class RoundProgress:
         """Notes where Lightning stands, before the round's first batch."""
         self._start = trainer.global_step, trainer.fit_loop.state_dict()
 
+    def steps(self, trainer: L.Trainer) -> int:
+        """Optimizer steps since the round's first batch."""
+        return 0 if self._start is None else trainer.global_step - self._start[0]
+
+    def add_steps(self, trainer: L.Trainer, count: int) -> None:
+        """Counts steps that other processes have done: Lightning's callbacks go by ``global_step`` in all of them."""
+        loop = trainer.fit_loop.epoch_loop  # there is no public way to count; these attributes are what checkpoints hold
+        for steps in (
+            loop.automatic_optimization.optim_progress.optimizer.step.total,
+            loop.manual_optimization.optim_step_progress.total,
+        ):
+            steps.ready += count
+            steps.completed += count
+
     def end_round(self) -> None:
         """The round is complete; the epoch is not."""
         self._start, self._is_before_validation = None, True
