@@ -7,6 +7,7 @@ from lightning_fed.callbacks import Federation as Federation
 from lightning_fed.callbacks import FedPer as FedPer
 from lightning_fed.callbacks import FedRep as FedRep
 from lightning_fed.data import FederatedDataModule as FederatedDataModule
+from lightning_fed.engines import ClientParallelStrategy as ClientParallelStrategy
 from lightning_fed.messages import Broadcast as Broadcast
 from lightning_fed.messages import ClientUpdate as ClientUpdate
 from lightning_fed.store import ClientStore as ClientStore
@@ -19,6 +20,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Aggregator",
     "Broadcast",
+    "ClientParallelStrategy",
     "ClientStore",
     "ClientUpdate",
     "FedBN",

@@ -146,7 +146,7 @@ def assert_nothing_is_left(trainer, *owners):
 
 
 def test_several_processes_are_refused(plain_trainer):
-    with pytest.raises(MisconfigurationException, match="the Trainer has 2: use `devices=1`"):
+    with pytest.raises(MisconfigurationException, match="the Trainer has 2: use strategy='client_parallel', which"):
         check_trainer(plain_trainer(devices=2, strategy="ddp_fork"), None, 0.0)
 
 

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_fed.ranks import ALONE, Ranks
 from lightning_fed.schedule import Schedule
 
 _REFUSED: dict[type[L.Callback], str] = {
@@ -108,6 +109,12 @@ def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.Lightn
     )
 
 
+def ranks_of(trainer: L.Trainer) -> Ranks:
+    """The processes that train the federation's clients: those of a strategy that shares clients out, or this alone."""
+    ranks: Ranks = getattr(trainer.strategy, "ranks", ALONE)
+    return ranks
+
+
 def check_trainer(trainer: L.Trainer, local_steps: int | None, stragglers: float) -> None:
     """Refuses what cannot be right when one epoch is one round of several clients.
 
@@ -120,10 +127,11 @@ def check_trainer(trainer: L.Trainer, local_steps: int | None, stragglers: float
         MisconfigurationException: With what to do instead.
 
     """
-    if trainer.world_size > 1:
+    if trainer.world_size > 1 and ranks_of(trainer).size == 1:
         raise MisconfigurationException(
             f"`Federation` trains the clients of a round one after another in one process, but the Trainer has"
-            f" {trainer.world_size}: use `devices=1`."
+            f" {trainer.world_size}: use strategy='client_parallel', which shares the clients out to them, or"
+            " `devices=1`."
         )
     interval = getattr(trainer, "val_check_interval", None)
     if interval != 1.0 or isinstance(interval, int) or trainer.check_val_every_n_epoch is None:  # 1 is "every batch"
