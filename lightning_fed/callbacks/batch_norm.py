@@ -19,9 +19,11 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lightning_fed.callbacks.door import ranks_of
 from lightning_fed.callbacks.side_pass import forward_step, one_pass, run_step, side_pass
 from lightning_fed.data.population import Population
 from lightning_fed.data.rounds import describe
+from lightning_fed.data.sharing import share_out
 from lightning_fed.functional.wide import widen
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.schedule import Cohort, Visit
@@ -205,7 +207,7 @@ def measure_statistics(
         module: The module; it is left with the last client's model.
         server: Counts the reports.
         population: The clients' data.
-        visits: The clients, whose updates were used in the round.
+        visits: The clients, whose updates were used in the round. Several processes share them.
         layers: The layers by name. They normalise with each batch's own statistics.
         load: Makes the module the model to measure, as a client has it.
 
@@ -213,11 +215,14 @@ def measure_statistics(
         Client and :meth:`InputStatistics.as_extras`, without clients that cannot measure: the log names them.
 
     """
-    step = forward_step(module)
-    reports: list[tuple[Client, State]] = []
+    step, ranks = forward_step(module), ranks_of(trainer)
     if step is None:
-        return reports
-    for visit in visits:
+        return []
+    before = server.report.down_bytes, server.report.up_bytes
+    reports: dict[Client, State] = {}
+    visits = list(visits)
+    shares = share_out([server.report.received[visit.client] for visit in visits], ranks.size)
+    for visit in (visits[place] for place in shares[ranks.rank]):
         load(visit)
         statistics = InputStatistics(layers)
         try:
@@ -233,10 +238,15 @@ def measure_statistics(
         server.count_up(update)
         fault = find_non_finite(update.extras)
         if fault is None:
-            reports.append((visit.client, update.extras))
+            reports[visit.client] = update.extras
         else:
             _log.warning("Client %r's BatchNorm statistics are left out: %s.", visit.client, fault)
-    return reports
+    own = reports, server.report.down_bytes - before[0], server.report.up_bytes - before[1]
+    parts = ranks.gather(own)
+    server.report.down_bytes = before[0] + sum(down for _, down, _ in parts)
+    server.report.up_bytes = before[1] + sum(up for _, _, up in parts)
+    joint = {client: report for theirs, _, _ in parts for client, report in theirs.items()}
+    return [(visit.client, joint[visit.client]) for visit in visits if visit.client in joint]
 
 
 @torch.no_grad()

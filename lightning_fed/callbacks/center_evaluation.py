@@ -66,7 +66,7 @@ class CenterEvaluation(L.Callback):
             load_entries(entries, models[key])
 
         try:
-            results = evaluate_clients(trainer, pl_module, dict.fromkeys(models, loader), load, stage)
+            results = evaluate_clients(trainer, pl_module, dict.fromkeys(models, loader), load, stage, is_pooled=True)
         finally:
             load_entries(entries, before)
         total = sum(weights.values())

@@ -6,6 +6,7 @@ import itertools
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,9 +16,11 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_fed.callbacks.door import ranks_of
 from lightning_fed.callbacks.side_pass import find_metrics, run_step, side_pass
 from lightning_fed.data.population import batch_length
 from lightning_fed.messages import Client
+from lightning_fed.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -98,6 +101,15 @@ class _Recorder:
             total, count = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = (total + size * float(value), count + size)
 
+    def pool(self, ranks: Ranks) -> None:
+        """Adds up what the processes have seen, of which each has a part of the data."""
+        joint: dict[str, tuple[float, float]] = {}
+        for sums in ranks.gather(self._sums):
+            for name, (total, count) in sums.items():
+                before = joint.get(name, (0.0, 0.0))
+                joint[name] = before[0] + total, before[1] + count
+        self._sums = joint
+
     def results(self) -> dict[str, float]:
         """Value of every name."""
         means = {name: total / count for name, (total, count) in self._sums.items()}
@@ -118,8 +130,12 @@ def evaluate_clients(
     clients: Mapping[Client, Iterable[Any]],
     load: Callable[[Client], None],
     stage: Stage = "validation",
+    is_pooled: bool = False,
 ) -> ClientResults:
     """Runs the module's validation or test step over each client's data.
+
+    Several processes share the clients, and all have all results; or all evaluate every client, each on its part of
+    the data.
 
     Args:
         trainer: The Trainer.
@@ -127,26 +143,42 @@ def evaluate_clients(
         clients: Client to loader.
         load: Makes the module this client's model.
         stage: Whose step, hooks and limit of batches.
+        is_pooled: Whether every process has a part of each client's data, as of Lightning's own evaluation loaders.
 
     """
-    results = ClientResults()
+    results, ranks = ClientResults(), ranks_of(trainer)
     limit = trainer.limit_val_batches if stage == "validation" else trainer.limit_test_batches
     known = _monitored(trainer) | _collected(module)
-    for client, loader in clients.items():
-        load(client)
-        recorder = _Recorder()
-        with side_pass(module, recorder.log, is_reloaded=True):
-            getattr(module, f"on_{stage}_epoch_start")()
-            for number, batch in enumerate(_limited(loader, limit)):
-                recorder.batch = batch
-                run_step(trainer, module, f"{stage}_step", batch, number)
-            recorder.batch = None
-            getattr(module, f"on_{stage}_epoch_end")()
-            directions = known | recorder.directions()
-            for name, value in recorder.results().items():
-                results.values.setdefault(name, {})[client] = value
-                results.higher_is_better[name] = directions.get(name, is_score(name))
-    return results
+    own = clients if is_pooled else itertools.islice(clients, ranks.rank, None, ranks.size)
+    with nullcontext() if is_pooled else ranks.parted():
+        for client in own:
+            load(client)
+            recorder = _Recorder()
+            with side_pass(module, recorder.log, is_reloaded=True, is_alone=not is_pooled):
+                getattr(module, f"on_{stage}_epoch_start")()
+                for number, batch in enumerate(_limited(clients[client], limit)):
+                    recorder.batch = batch
+                    run_step(trainer, module, f"{stage}_step", batch, number)
+                recorder.batch = None
+                if is_pooled:
+                    recorder.pool(ranks)
+                getattr(module, f"on_{stage}_epoch_end")()
+                directions = known | recorder.directions()
+                for name, value in recorder.results().items():
+                    results.values.setdefault(name, {})[client] = value
+                    results.higher_is_better[name] = directions.get(name, is_score(name))
+    return results if is_pooled else _joined(ranks.gather(results), clients)
+
+
+def _joined(parts: Sequence[ClientResults], clients: Iterable[Client]) -> ClientResults:
+    """The results of several processes, in the order of the clients."""
+    whole = ClientResults()
+    for part in parts:
+        whole.higher_is_better |= part.higher_is_better
+    for name in whole.higher_is_better:
+        joint = {client: value for part in parts for client, value in part.values.get(name, {}).items()}
+        whole.values[name] = {client: joint[client] for client in clients if client in joint}
+    return whole
 
 
 def name_strangers(clients: Iterable[Client], known: Sequence[Client], has_personal: bool) -> None:

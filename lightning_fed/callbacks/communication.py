@@ -156,6 +156,19 @@ class CommunicationReport(FederatedCallback):
         for part, tensors in {**self._by_part(update.state), _EXTRAS: update.extras}.items():
             self._add(trainer, update.client, part, tensors, "up")
 
+    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
+        """What was counted in this process."""
+        return {key: traffic for key, traffic in self._visits.items() if key[0] == trainer.current_epoch}
+
+    def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
+        """What was counted in all, in the order in which one process would have counted."""
+        joint = {key: traffic for share in shares for key, traffic in share.items()}
+        for visit in find_federation(trainer).cohort.visits:
+            key = trainer.current_epoch, visit.client
+            self._visits.pop(key, None)
+            if key in joint:
+                self._visits[key] = joint[key]
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Logs the round's shares."""
         round = trainer.current_epoch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning as L
@@ -90,6 +90,17 @@ class FederatedCallback(L.Callback):
 
     def on_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Client side, when the visit is over, also where nothing came of it: to take back what it changed."""
+
+    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
+        """Where several processes share the clients: what this one has noted of its visits that all must know.
+
+        Asked before :meth:`on_aggregate`; tensors, numbers and plain containers. A callback that notes something in
+        :meth:`on_update` and uses it in :meth:`on_aggregate` must implement it, and :meth:`join_round`.
+        """
+        return None
+
+    def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
+        """Takes what :meth:`share_round` returned in every process, this one's too, in the order of the ranks."""
 
     def on_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Server side, before the new global values of the shared entries are loaded: may change them."""

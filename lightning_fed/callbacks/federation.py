@@ -19,9 +19,11 @@ from lightning_fed.aggregators import Aggregator, build_aggregator
 from lightning_fed.callbacks.batch_norm import thaw_batch_norm
 from lightning_fed.callbacks.blame import note_on
 from lightning_fed.callbacks.client_evaluation import Stage, evaluate_clients, name_strangers
-from lightning_fed.callbacks.door import TakenHook, check_min_clients, check_schedulers, check_trainer, find_loader_owner
+from lightning_fed.callbacks.door import TakenHook, check_min_clients, check_schedulers, check_trainer, find_loader_owner, ranks_of
 from lightning_fed.callbacks.open_round import federated_callbacks
 from lightning_fed.callbacks.policies import check_sliced, decide_policies, freeze_parameters
+from lightning_fed.callbacks.pooled_log import PooledLog
+from lightning_fed.callbacks.processes import Processes, check_processes
 from lightning_fed.callbacks.round_log import RoundLog
 from lightning_fed.callbacks.round_loop import BatchNormMode, RoundLoop
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_loader
@@ -276,6 +278,8 @@ class Federation(L.Callback):
         for needed in (*self.client_callbacks, *self.server.aggregator.required_callbacks()):
             if not any(isinstance(callback, type(needed)) for callback in callbacks):
                 callbacks.insert(callbacks.index(self) + 1, needed)
+        if ranks_of(trainer).size > 1 and not any(isinstance(callback, PooledLog) for callback in callbacks):
+            callbacks.insert(callbacks.index(self) + 1, PooledLog())
         if stage != "fit":
             self._trainer = trainer
             return
@@ -289,6 +293,10 @@ class Federation(L.Callback):
         else:
             self.server.aggregator.load_state_dict(copy.deepcopy(self._fresh_aggregator))
         check_trainer(trainer, self.schedule.local_steps, self.schedule.stragglers)
+        if ranks_of(trainer).size > 1:
+            check_processes(trainer, self.store)
+            (pooled_log,) = (callback for callback in callbacks if isinstance(callback, PooledLog))
+            self._loop.processes = Processes(trainer, pooled_log)
         if sum(isinstance(callback, Federation) for callback in callbacks) > 1:
             raise MisconfigurationException("Expected one `Federation` callback, but the Trainer has more.")
         # First, so that for all others a visit has begun before its first batch. (This hook runs in a loop over them.)
@@ -330,6 +338,7 @@ class Federation(L.Callback):
         self.log_book.show(trainer)  # a fit that was resumed between a round's end and its checkpoint needs them
         if self.rounds == 0:
             self.store.restore(0, {})
+        self.store.start(ranks_of(trainer))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Lets checkpoints inside a round count steps again: the last round's x-axis would name them all alike."""
@@ -391,6 +400,8 @@ class Federation(L.Callback):
         planned = self._loop.visit
         if planned is not None:
             exception.add_note(note_on(exception, planned))
+        if self._loop.processes is not None:
+            self._loop.processes.leave()
         self._loop.abandon()
         if self.batch_norm == "frozen":
             thaw_batch_norm(pl_module)

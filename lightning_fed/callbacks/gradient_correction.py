@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_fed.callbacks.batch_norm import batch_norm_layers
 from lightning_fed.callbacks.blame import client_fault
+from lightning_fed.callbacks.door import ranks_of
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.proximal import add_to_gradient, gradient_scale
@@ -89,8 +90,9 @@ class GradientCorrection(FederatedCallback):
             raise MisconfigurationException(
                 f"FedDANE's gradients are of whole entries, but clients hold some rows of {sorted(local.sliced)} only."
             )
-        state, mean = local.global_state(), WeightedMean()
-        for client in federation.schedule.second_draw(round, population.clients):
+        state, mean, ranks = local.global_state(), WeightedMean(), ranks_of(trainer)
+        sample = federation.schedule.second_draw(round, population.clients)
+        for client in sample[ranks.rank :: ranks.size]:  # the other processes ask the others
             server.count_down(Broadcast(round, state))
             local.load_client(client, state)
             try:
@@ -108,7 +110,10 @@ class GradientCorrection(FederatedCallback):
             else:
                 _log.warning("Round %d: client %r's gradient is left out: %s.", round, client, reason)
         local.load_global(state)
-        self._mean = mean.mean() if mean.total else {}
+        whole = WeightedMean()
+        for part in ranks.each(mean):
+            whole.merge(part)
+        self._mean = whole.mean() if whole.total else {}
 
     def on_broadcast(self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast) -> None:
         """Sends the mean gradient."""

@@ -126,6 +126,14 @@ class PrototypePlots(FederatedCallback):
         """Keeps the client's prototypes."""
         self._sent[update.client] = {name: value for name, value in update.extras.items() if name in _TRAVELLING}
 
+    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
+        """The prototypes of this process's clients."""
+        return self._sent
+
+    def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
+        """Those of all clients."""
+        self._sent = {client: packed for share in shares for client, packed in share.items()}
+
     def on_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Draws the prototypes of the round that was just aggregated."""
         server = find_federation(trainer).server

@@ -10,8 +10,9 @@ import lightning as L
 
 from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, warn_of_averaging
 from lightning_fed.callbacks.blame import ClientFault, client_fault
-from lightning_fed.callbacks.door import IgnoredWarning
+from lightning_fed.callbacks.door import IgnoredWarning, ranks_of
 from lightning_fed.callbacks.open_round import OpenRound, federated_callbacks
+from lightning_fed.callbacks.processes import Processes
 from lightning_fed.callbacks.round_log import RoundLog
 from lightning_fed.callbacks.round_progress import RoundProgress
 from lightning_fed.data.population import PlannedVisit, Population
@@ -46,6 +47,7 @@ class RoundLoop:
         progress: What checkpoints say of Lightning's progress.
         rounds: Number of rounds that are over.
         open: The round that is under way; ``None`` between rounds.
+        processes: Those that share the clients, where there are several.
 
     """
 
@@ -69,6 +71,7 @@ class RoundLoop:
         self.progress = RoundProgress()
         self.rounds = 0
         self.open: OpenRound | None = None
+        self.processes: Processes | None = None
         self._has_warned = False
         self._loader: RoundLoader | None = None
         self._served: RoundLoader | None = None  # the loader whose round is over
@@ -91,7 +94,8 @@ class RoundLoop:
         served = cohort
         if self.partial_work == "drop":
             served = Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
-        loader = RoundLoader(self.population, served, self.trainer.limit_train_batches)
+        paces = None if self.processes is None else self.processes.paces
+        loader = RoundLoader(self.population, served, self.trainer.limit_train_batches, ranks_of(self.trainer), paces)
         loader.on_start = lambda: self._start(loader, cohort)
         return loader
 
@@ -99,7 +103,10 @@ class RoundLoop:
         """Starts the visit if this is its first batch."""
         planned = None if self._loader is None else self._loader.current
         if planned is not None and (self.open is None or self.open.visit is not planned):
-            self._opened().start_visit(planned)
+            round = self._opened()
+            if self.processes is not None:
+                self.processes.start_visit(planned)
+            round.start_visit(planned)
 
     def step(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The module's own step; where it fails by the client's fault, the client is left out and the round goes on."""
@@ -132,12 +139,16 @@ class RoundLoop:
     def end_batch(self) -> None:
         """Ends the visit if this was its last batch, and the round if it was the last visit."""
         loader = self._loader
+        if self.processes is not None and self.open is not None:
+            self.processes.hold_stop()
         if loader is None or loader.batches_left or loader is self._served:
             return
         round = self._opened()
         if loader.current is not None:
             round.end_visit(loader.current)
-        if loader.current is None or loader.current is loader.visits[-1]:
+            if self.processes is not None:
+                self.processes.end_visit(loader.current)
+        if loader.is_over:
             self._close(round)
 
     def abandon(self) -> None:
@@ -149,11 +160,15 @@ class RoundLoop:
     def cut_short(self) -> None:
         """Gives up the round that is open, if there is one, and says so."""
         if self.open is not None:
+            if self.processes is not None:
+                self._join(self.processes, self.open, is_cut=True)
             _log.warning("Round %d was cut short: the global model stays as it was.", self.server.report.round)
             self.abandon()
 
     def give_back(self) -> None:
-        """Lets warnings be seen again."""
+        """Lets warnings be seen again, and gives metrics back."""
+        if self.processes is not None:
+            self.processes.release()
         for warning in self._ignored:
             warning.give_back()
         self._ignored = []
@@ -174,8 +189,11 @@ class RoundLoop:
             trainer, module = self.trainer, self.trainer.lightning_module
             self.progress.start_round(trainer)
             self.open = OpenRound(trainer, module, self.server, self.policies, self.store, self.optimizer_state)
-            for client, reason in self._loader.failed.items():
-                self.server.fail(client, reason)
+            if self.processes is not None:
+                self.processes.part(module)
+            if ranks_of(trainer).rank == 0:
+                for client, reason in self._loader.failed.items():
+                    self.server.fail(client, reason)
             if self.batch_norm == "frozen":
                 freeze_batch_norm(module)
             visits = self._loader.visits
@@ -187,16 +205,25 @@ class RoundLoop:
         return self.open
 
     def _close(self, round: OpenRound) -> None:
+        if self.processes is not None:
+            self._join(self.processes, round)
         has_come = round.close()
+        if self.processes is not None:
+            self.processes.agree(round)
         if round.is_new and self.batch_norm == "recalibrate":
             module = self.trainer.lightning_module
             recalibrate(self.trainer, module, self.server, round.local, self.population, self.cohort)
         after, parameters = round.local.entries, round.local.parameters
         report, measured = self.server.report, self.server.aggregator.metrics() if has_come else {}
         self.log_book.end_round(self.trainer, report, self.cohort, round.before, after, parameters, measured)
+        if self.processes is not None:
+            self.processes.rejoin()
         self.open, self._served = None, self._loader
         self.progress.end_round()
         self.rounds = report.round + 1
+
+    def _join(self, processes: Processes, round: OpenRound, is_cut: bool = False) -> None:
+        processes.join(round, self.server, self.store, self.cohort, self.schedule.seed, self.progress, is_cut)
 
     def _skip(self) -> None:
         self.ignore("`training_step` returned `None`")

@@ -31,6 +31,7 @@ def side_pass(
     log: Callable[..., None] | None = None,
     gradients: bool = False,
     is_reloaded: bool = False,
+    is_alone: bool = True,
 ) -> Iterator[None]:
     """Evaluation mode, in which logged values and metric updates do not reach the Trainer.
 
@@ -45,9 +46,11 @@ def side_pass(
         log: Called instead of ``module.log``; by default nothing happens.
         gradients: Whether gradients can be asked for.
         is_reloaded: Whether the caller loads parameters and buffers afterwards: then they are not copied.
+        is_alone: Whether metrics are this process's, also where there are others, which may be elsewhere.
 
     """
     metrics = find_metrics(module)
+    before = vars(module).get("log")
     vars(module)["log"] = log or _ignore
     try:
         with ExitStack() as stack:
@@ -59,11 +62,42 @@ def side_pass(
             for metric in metrics:
                 if isinstance(metric, Metric):
                     metric.reset()
+            if is_alone:
+                stack.enter_context(unsynchronized(metrics))
             stack.enter_context(evaluating(module))
             stack.enter_context(torch.set_grad_enabled(gradients))
             yield
     finally:
         del vars(module)["log"]
+        if before is not None:
+            vars(module)["log"] = before
+
+
+@contextmanager
+def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
+    """Metrics meanwhile compute what this process has seen, without asking others, and remember no result of it.
+
+    Args:
+        metrics: Of :func:`find_metrics`; collections are passed over, for their metrics are among them.
+
+    Example:
+        >>> from torchmetrics import MeanMetric
+        >>> metric = MeanMetric()
+        >>> with unsynchronized([metric]):
+        ...     metric.distributed_available_fn()
+        False
+
+    """
+    before = []
+    for metric in metrics:
+        if isinstance(metric, Metric):
+            before.append((metric, metric.distributed_available_fn, metric.compute_with_cache))
+            metric.distributed_available_fn, metric.compute_with_cache = _never, False
+    try:
+        yield
+    finally:
+        for metric, available, caches in before:
+            metric.distributed_available_fn, metric.compute_with_cache = available, caches
 
 
 def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTracker]:
@@ -225,3 +259,7 @@ def _lightnings_own() -> frozenset[str]:
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+def _never() -> bool:
+    return False

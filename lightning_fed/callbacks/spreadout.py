@@ -6,8 +6,8 @@ https://arxiv.org/abs/2004.10342
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias, get_args
 
 import lightning as L
 import numpy as np
@@ -122,6 +122,14 @@ class SpreadOut(FederatedCallback):
     def on_update(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
         """Notes the client's classes."""
         self._rows[update.client] = update.rows.get(self._name)
+
+    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
+        """The classes of this process's clients."""
+        return self._rows
+
+    def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
+        """Those of all clients."""
+        self._rows = {client: rows for share in shares for client, rows in share.items()}
 
     def on_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Takes the step."""
