@@ -27,6 +27,7 @@ ROOMS = {
     "lightning_fed.callbacks": "callbacks.md",
     "lightning_fed.compare": "compare.md",
     "lightning_fed.data": "data.md",
+    "lightning_fed.engines": "engines.md",
     "lightning_fed.functional": "functional.md",
     "lightning_fed.matching": "matching.md",
     "lightning_fed.metrics": "metrics.md",
