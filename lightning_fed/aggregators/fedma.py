@@ -27,7 +27,7 @@ from lightning_fed.matching.stages import Stage, StageChoice
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.schedule import client_key
 from lightning_fed.server import Aggregator, RoundPlan
-from lightning_fed.state import find_non_finite
+from lightning_fed.state import find_non_finite, is_running_statistic
 
 _log = logging.getLogger(__name__)
 
@@ -419,7 +419,7 @@ class FedMA(Aggregator):
         return [
             name
             for name in self._stages[-1].entries
-            if order.get(name, len(order)) > last and name not in made
+            if order.get(name, len(order)) > last and name not in made and not is_running_statistic(name)
             if self._form[name].ndim and self._form[name].is_floating_point()
         ]
 

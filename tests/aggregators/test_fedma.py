@@ -704,6 +704,32 @@ def test_targets_without_classes_are_averaged_by_size(federated_trainer):
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
+class NoForward(models.Module):
+    """Its operations cannot be read off: there is nothing to call."""
+
+    def forward(self, inputs):
+        raise NotImplementedError
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def test_a_module_that_cannot_be_followed_is_averaged_in_one_exchange(federated_trainer):
+    """With a warning, BatchNorm among its layers."""
+    states = []
+    for rule in (FedMA("none", stages=1, last_layer="size"), FedMA()):
+        module = NoForward(norm_net(), momentum)
+        trainer = federated_trainer(max_rounds=2, aggregator=rule)
+        if rule.mode == "none":
+            fit(trainer, models.Module(norm_net(), momentum), data_of(parts()))
+            states.append(state_of(trainer.lightning_module))
+        else:
+            with pytest.warns(UserWarning, match=r"cannot be read off|no neurons"):
+                fit(trainer, module, data_of(parts()))
+            states.append(state_of(module))
+    assert_same(*states)
+
+
 def test_merged_rules_are_one():
     """Updates that two processes received are those of one."""
     net = mlp()
