@@ -24,6 +24,7 @@ from lightning_fed.data.population import LazyClients as LazyClients
 from lightning_fed.data.population import PlannedVisit as PlannedVisit
 from lightning_fed.data.population import Population as Population
 from lightning_fed.data.population import StreamItem as StreamItem
+from lightning_fed.data.shakespeare import Shakespeare as Shakespeare
 from lightning_fed.data.shapes import Shapes as Shapes
 from lightning_fed.data.shapes import ShapesDataset as ShapesDataset
 from lightning_fed.data.synthetic import Synthetic as Synthetic
@@ -51,6 +52,7 @@ __all__ = [
     "PlannedVisit",
     "Population",
     "QuantitySkew",
+    "Shakespeare",
     "Shapes",
     "ShapesDataset",
     "Shards",

@@ -1,0 +1,148 @@
+"""Text by speaking role: reading it, making some, and cutting it into windows with the character that follows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fed.data.arrays import ArrayDataset
+
+LEAF_VOCABULARY = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+"""The 80 characters of the LEAF benchmark, in its order."""
+
+_WORDS = (
+    "the and to of a my in you is that not with me it for be his your this but he have as thou so him will what thy all"
+    " her no by do shall if are we thee on lord our king good now sir from come at they she or let enter love hath more"
+    " man here would was well there am how them know may death heart night sweet noble sword crown friend speak honour"
+)
+_MARKS = ",.;!?"
+
+
+def encode_text(text: str, vocabulary: str) -> Tensor:
+    """The place of every character in a vocabulary; characters that it does not have become spaces.
+
+    Args:
+        text: The text.
+        vocabulary: All characters, each once.
+
+    Returns:
+        Codes, int64, shape ``(len(text),)``.
+
+    Raises:
+        ValueError: If there is an unknown character, and no space for it.
+
+    Example:
+        >>> encode_text("ab$a", " ab")
+        tensor([1, 2, 0, 1])
+
+    """
+    wanted, known = (np.frombuffer(own.encode("utf-32-le"), np.uint32) for own in (text, vocabulary))
+    order = known.argsort()
+    codes = order[np.searchsorted(known, wanted, sorter=order).clip(max=len(known) - 1)]
+    unknown = known[codes] != wanted
+    if unknown.any():
+        if " " not in vocabulary:
+            raise ValueError("Expected `vocabulary` to have every character, or a space, but it has neither.")
+        codes[unknown] = vocabulary.index(" ")
+    return torch.from_numpy(codes)
+
+
+def decode_text(codes: Tensor, vocabulary: str) -> str:
+    """The text of codes, shape ``(length,)``.
+
+    Example:
+        >>> decode_text(torch.tensor([1, 2, 0]), " ab")
+        'ab '
+
+    """
+    return "".join(vocabulary[code] for code in codes.tolist())
+
+
+def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, every_step: bool) -> ArrayDataset:
+    """The windows of a text, without copying it, each with what follows.
+
+    Args:
+        codes: The text, int64, shape ``(T,)``.
+        length: Characters of a window.
+        first: Where the first window begins.
+        end: Before where the last one does, at most ``T - length``.
+        stride: Characters from the beginning of a window to that of the next.
+        every_step: Whether what follows is the next character of every one in the window, or that after the window.
+
+    Returns:
+        Inputs, shape ``(N, length)``, and targets, shape ``(N,)`` or, with ``every_step``, ``(N, length)``; int64.
+
+    Example:
+        >>> windows = text_windows(torch.arange(10), 4, 1, 6, 2, every_step=False)
+        >>> windows.inputs, windows.targets
+        (tensor([[1, 2, 3, 4],
+                [3, 4, 5, 6],
+                [5, 6, 7, 8]]), tensor([5, 7, 9]))
+
+    """
+    text = codes[first : end + length]
+    inputs, following = (own.unfold(0, length, stride) for own in (text[:-1], text[1:]))
+    return ArrayDataset(inputs, following if every_step else following[:, -1])
+
+
+def read_roles(path: Path) -> dict[str, str]:
+    """The text of every speaking role, its speeches one after another with line breaks between them.
+
+    Args:
+        path: Gzipped JSON with ``roles``, a list of names, and ``speeches``, a list of a role's index and a text each;
+            or a text file of blocks with empty lines between them, whose first lines are ``ROLE:``.
+
+    Raises:
+        ValueError: If the file is of neither kind.
+
+    """
+    speeches: dict[str, list[str]] = {}
+    if path.name.endswith(".json.gz"):
+        content = json.loads(gzip.decompress(path.read_bytes()))
+        if not isinstance(content, dict) or not {"roles", "speeches"} <= content.keys():
+            raise ValueError(f"Expected {path} to hold the entries 'roles' and 'speeches', but it does not.")
+        for role, speech in content["speeches"]:
+            speeches.setdefault(content["roles"][role], []).append(speech)
+    else:
+        for block in path.read_text().split("\n\n"):
+            role, colon, speech = block.strip("\n").partition(":\n")
+            if colon:
+                speeches.setdefault(role, []).append(speech)
+        if not speeches:
+            raise ValueError(f"Expected {path} to hold blocks that begin with the line `ROLE:`, but it has none.")
+    return {role: "\n".join(own) for role, own in speeches.items()}
+
+
+def make_roles(count: int, seed: int) -> dict[str, str]:
+    """Generated text of several roles, 1,500 to 4,500 characters each.
+
+    All share how likely a word is to follow another; every role has words that it likes. A role's text depends on the
+    seed and its number alone.
+
+    Args:
+        count: Number of roles.
+        seed: The seed.
+
+    """
+    words = _WORDS.split()
+    follows = np.random.default_rng([seed, 0]).dirichlet(np.full(len(words), 0.02), len(words)).cumsum(1)
+    roles = {}
+    for number in range(1, count + 1):
+        generator = np.random.default_rng([seed, number])
+        liked = generator.dirichlet(np.full(len(words), 0.1)).cumsum()
+        size = int(generator.integers(1500, 4500))
+        word, text = 0, ""
+        while len(text) < size:
+            line = []
+            for chance, is_liked in zip(generator.random(6), generator.random(6) < 0.25, strict=True):
+                row = liked if is_liked else follows[word]
+                word = min(int(np.searchsorted(row, chance)), len(words) - 1)
+                line.append(words[word])
+            text += f"{' '.join(line).capitalize()}{_MARKS[generator.integers(len(_MARKS))]}\n"
+        roles[f"generated/ROLE {number}"] = text
+    return roles
