@@ -10,7 +10,7 @@ from torch import Tensor
 Place: TypeAlias = int | str | Callable[[Any], Tensor] | None
 """Where something is in a batch: an index or key, or a function of the batch; ``None`` for the usual places."""
 
-INPUT_KEYS = ("image", "images", "x", "input", "inputs")
+INPUT_KEYS = ("image", "images", "x", "input", "inputs", "text")
 TARGET_KEYS = ("target", "targets", "label", "labels", "mask", "masks", "y")
 
 

@@ -47,6 +47,9 @@ class Task(L.LightningModule, ABC):
         ValueError: If the optimizer or the scheduler is unknown, or refuses its arguments.
     """
 
+    input_key: ClassVar[str] = "image"
+    """Key of the inputs in a batch that is a dict."""
+
     target_key: ClassVar[str]
     """Key of the target in a batch that is a dict."""
 
@@ -146,7 +149,7 @@ class Task(L.LightningModule, ABC):
         return optimizer, self._scheduler_class(optimizer, **self._scheduler_kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the network's logits for a batch of images of shape ``(N, C, H, W)``."""
+        """Return the network's logits for a batch of inputs, such as images of shape ``(N, C, H, W)``."""
         logits: Tensor = self.model(x)
         return logits
 
@@ -182,24 +185,26 @@ class Task(L.LightningModule, ABC):
         self._log_metrics(self.test_metrics, len(self.trainer.num_test_batches))
 
     def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return images and targets of a batch: a pair ``(x, y)`` or a dict with ``"image"`` and the target's key.
+        """Return inputs and targets of a batch: a pair ``(x, y)`` or a dict with the keys of both.
 
         Raises:
             TypeError: If the batch is neither.
         """
-        if isinstance(batch, Mapping) and "image" in batch and self.target_key in batch:
-            return batch["image"], batch[self.target_key]
+        if isinstance(batch, Mapping) and self.input_key in batch and self.target_key in batch:
+            return batch[self.input_key], batch[self.target_key]
         if isinstance(batch, list | tuple) and len(batch) == 2:
             return batch[0], batch[1]
         got = f"a dict with keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else _description(batch)
-        raise TypeError(f"Expected a batch (x, y) or a dict with keys 'image' and '{self.target_key}', but got {got}.")
+        raise TypeError(
+            f"Expected a batch (x, y) or a dict with keys '{self.input_key}' and '{self.target_key}', but got {got}."
+        )
 
-    def images_of(self, batch: Any) -> Tensor:
-        """Return the images of a batch that may have no targets: in prediction it can be the images alone."""
+    def inputs_of(self, batch: Any) -> Tensor:
+        """Return the inputs of a batch that may have no targets: in prediction it can be the inputs alone."""
         if isinstance(batch, Tensor):
             return batch
         if isinstance(batch, Mapping):
-            return cast(Tensor, batch["image"])
+            return cast(Tensor, batch[self.input_key])
         return cast(Tensor, batch[0])
 
     def _evaluate(self, stage: str, metrics: nn.ModuleList, batch: Any, dataloader_idx: int) -> None:

@@ -141,5 +141,5 @@ class ClassificationTask(Task):
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return class probabilities of shape ``(N, num_classes)``."""
-        logits: Tensor = self(self.images_of(batch))
+        logits: Tensor = self(self.inputs_of(batch))
         return logits.softmax(dim=1)

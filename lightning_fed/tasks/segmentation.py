@@ -177,7 +177,7 @@ class SegmentationTask(Task):
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return class indices of shape ``(N, H, W)``."""
-        logits: Tensor = self(self.images_of(batch))
+        logits: Tensor = self(self.inputs_of(batch))
         return logits.argmax(dim=1)
 
 

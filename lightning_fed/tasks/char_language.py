@@ -1,0 +1,214 @@
+"""A language model of characters as an ordinary LightningModule.
+
+The network is that of LEAF and FedMA: S. Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097;
+H. Wang et al., "Federated Learning with Matched Averaging", ICLR 2020.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fed.functional.options import check_count
+from lightning_fed.functional.wide import widen
+from lightning_fed.metrics.wide_states import WideStates
+from lightning_fed.tasks.base import Task, check_choice
+
+__all__ = ["CharLSTM", "CharLanguageTask"]
+
+
+class CharLSTM(nn.Module):
+    """Embedding, LSTM and decoder: the next character.
+
+    Every layer of the LSTM is a module of its own, so that each can get its own width when neurons are matched.
+
+    Args:
+        num_classes: Number of characters.
+        embedding_dim: Length of a character's embedding.
+        hidden_size: Neurons of each layer.
+        num_layers: Number of layers, at least 1.
+        dropout: Share of a layer's outputs that are set to 0 in training, but for the last layer's.
+        every_step: Whether the next character is told at every step, or at the last alone.
+
+    Raises:
+        ValueError: If a number is out of its range.
+
+    Example:
+        >>> network = CharLSTM()
+        >>> sum(parameter.numel() for parameter in network.parameters())
+        293584
+        >>> network(torch.zeros(4, 80, dtype=torch.int64)).shape
+        torch.Size([4, 80])
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 80,
+        embedding_dim: int = 8,
+        hidden_size: int = 256,
+        num_layers: int = 1,
+        dropout: float = 0.0,
+        every_step: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, value in (("embedding_dim", embedding_dim), ("hidden_size", hidden_size), ("num_layers", num_layers)):
+            check_count(name, value)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"Expected `dropout` to be in [0, 1), but got {dropout}.")
+        self.every_step = every_step
+        self.embedding = nn.Embedding(num_classes, embedding_dim)
+        sizes = [embedding_dim, *[hidden_size] * num_layers]
+        self.lstm = nn.ModuleList(nn.LSTM(inner, outer, batch_first=True) for inner, outer in pairwise(sizes))
+        self.dropout = nn.Dropout(dropout)
+        self.decoder = nn.Linear(hidden_size, num_classes)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Return logits: shape ``(N, num_classes)``, or ``(N, num_classes, T)`` for every step.
+
+        Args:
+            text: Codes of characters, shape ``(N, T)``.
+        """
+        features: Tensor = self.embedding(text)
+        for number, layer in enumerate(self.lstm):
+            features, _ = layer(self.dropout(features) if number else features)
+        logits: Tensor = self.decoder(features if self.every_step else features[:, -1])
+        return logits.transpose(1, 2) if self.every_step else logits
+
+
+class CharLanguageTask(Task):
+    """Tell the next character with cross-entropy; log loss, accuracy and perplexity.
+
+    Batches are ``(x, y)`` or dicts with keys ``text`` and ``target``: codes of shape ``(N, T)``, and those of the next
+    characters, of shape ``(N,)``, or ``(N, T)`` with ``every_step``. Logged: ``train_loss``; for ``val`` and ``test``
+    the loss, ``val_acc`` (the share of characters that have the largest logit) and ``val_perplexity``, the exponential
+    of the mean cross-entropy over all characters. Prediction returns probabilities in the shape of the logits:
+    ``(N, num_classes)``, or ``(N, num_classes, T)``.
+
+    The defaults are FedMA's network, and the learning rate that it is trained with.
+
+    Args:
+        model: ``"lstm"`` for a `CharLSTM`, or a ready module that maps codes to logits. A ready module is not among the
+            saved hyperparameters: give it again to ``load_from_checkpoint(path, model=...)``.
+        num_classes: Number of characters.
+        embedding_dim: Length of a character's embedding.
+        hidden_size: Neurons of each LSTM layer.
+        num_layers: Number of LSTM layers.
+        dropout: Dropout between LSTM layers.
+        every_step: Whether the next character is told at every step of a window, or at the last alone, as in LEAF.
+        optimizer: Name of a class in `torch.optim`.
+        lr: Learning rate.
+        momentum: Momentum, for an optimizer that has it. None: the optimizer's own default.
+        weight_decay: Weight decay. None: the optimizer's own default.
+        optimizer_kwargs: Any other arguments of the optimizer.
+        scheduler: Name of a class in `torch.optim.lr_scheduler`; None for a constant rate.
+        scheduler_kwargs: Arguments of the scheduler.
+        scheduler_interval: Whether the schedule counts ``"epoch"``s (rounds, in federated training) or optimizer
+            ``"step"``s.
+        scheduler_monitor: Logged value that a ``ReduceLROnPlateau`` watches.
+
+    Raises:
+        ValueError: If a choice is unknown, a number is out of its range, or an argument does not fit the optimizer.
+
+    Example:
+        >>> task = CharLanguageTask(hidden_size=32, num_layers=2, every_step=True)
+        >>> task(torch.zeros(2, 7, dtype=torch.int64)).shape
+        torch.Size([2, 80, 7])
+    """
+
+    input_key: ClassVar[str] = "text"
+    target_key: ClassVar[str] = "target"
+
+    def __init__(
+        self,
+        model: str | nn.Module = "lstm",
+        num_classes: int = 80,
+        embedding_dim: int = 8,
+        hidden_size: int = 256,
+        num_layers: int = 1,
+        dropout: float = 0.0,
+        every_step: bool = False,
+        optimizer: str = "SGD",
+        lr: float = 0.25,
+        momentum: float | None = None,
+        weight_decay: float | None = None,
+        optimizer_kwargs: dict[str, Any] | None = None,
+        scheduler: str | None = None,
+        scheduler_kwargs: dict[str, Any] | None = None,
+        scheduler_interval: Literal["epoch", "step"] = "epoch",
+        scheduler_monitor: str = "val_loss",
+    ) -> None:
+        super().__init__(
+            optimizer=optimizer,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            optimizer_kwargs=optimizer_kwargs,
+            scheduler=scheduler,
+            scheduler_kwargs=scheduler_kwargs,
+            scheduler_interval=scheduler_interval,
+            scheduler_monitor=scheduler_monitor,
+        )
+        self.save_hyperparameters(ignore=["model"] if isinstance(model, nn.Module) else None)
+        if num_classes < 2:
+            raise ValueError(f"Expected `num_classes` to be at least 2, but got {num_classes}.")
+        self.num_classes = num_classes
+        self._network_options = {
+            "embedding_dim": embedding_dim,
+            "hidden_size": hidden_size,
+            "num_layers": num_layers,
+            "dropout": dropout,
+            "every_step": every_step,
+        }
+        self.configure_task(model, "batch", None, num_classes)
+
+    def configure_network(self, name: str) -> nn.Module:
+        """Return the network of that name."""
+        check_choice("model", name, ("lstm",))
+        return CharLSTM(self.num_classes, **self._network_options)  # type: ignore[arg-type]
+
+    def configure_metrics(self) -> MetricCollection:
+        """Return ``acc`` and ``perplexity``."""
+        accuracy = MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)
+        return MetricCollection({"acc": accuracy, "perplexity": _Perplexity()}, compute_groups=False)
+
+    def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the cross-entropy of logits ``(N, num_classes, ...)`` and codes ``(N, ...)``."""
+        return F.cross_entropy(logits, target.long())
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Return the probabilities of the next characters."""
+        logits: Tensor = self(self.inputs_of(batch))
+        return logits.softmax(dim=1)
+
+
+class _Perplexity(WideStates):
+    """The exponential of the mean cross-entropy over all targets; that of torchmetrics wants classes last."""
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+    wide_states = ("total", "count")
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    @torch.no_grad()
+    def update(self, logits: Tensor, target: Tensor) -> None:
+        """Adds a batch: logits ``(N, C, ...)`` and targets ``(N, ...)``."""
+        self.total = self.total + widen(F.cross_entropy(logits, target.long(), reduction="sum"))
+        self.count = self.count + target.numel()
+
+    def compute(self) -> Tensor:
+        """The perplexity; NaN if there was no target."""
+        return (self.total / self.count).exp().to(self.dtype).to(self.device)
