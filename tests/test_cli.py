@@ -27,13 +27,14 @@ from lightning_fed.data import (
     Omniglot,
     PartitionedData,
     PermutedPixels,
+    Shakespeare,
     Shapes,
     Shards,
     Synthetic,
 )
 from lightning_fed.functional.options import OptionError
 from lightning_fed.store import FolderStore
-from lightning_fed.tasks import ClassificationTask, SegmentationTask
+from lightning_fed.tasks import CharLanguageTask, ClassificationTask, SegmentationTask
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -91,6 +92,7 @@ def test_there_is_a_recipe_for_every_job():
         "fashion_mnist_dirichlet",
         "femnist_writers",
         "omniglot",
+        "shakespeare",
         "shapes_deeplab",
         "synthetic",
     ]
@@ -99,7 +101,7 @@ def test_there_is_a_recipe_for_every_job():
 def where_data_are(recipe, folder):
     """The option that says where a recipe's data are, if it reads any."""
     name = recipe.stem
-    if name in ("shapes_deeplab", "synthetic"):
+    if name in ("shakespeare", "shapes_deeplab", "synthetic"):
         return []
     is_nested = name.startswith("compare_") and name != "compare_camvid"
     return ["--data.source.data_dir" if is_nested else "--data.data_dir", str(folder)]
@@ -119,6 +121,7 @@ def where_data_are(recipe, folder):
         ("fashion_mnist_dirichlet", ClassificationTask, FashionMNIST, Dirichlet(100, 0.1), 200, 10),
         ("femnist_writers", ClassificationTask, FEMNIST, ByGroup(), 300, 10),
         ("omniglot", ClassificationTask, Omniglot, LabelsPerClient(128, 20, "even"), 300, 16),
+        ("shakespeare", CharLanguageTask, Shakespeare, None, 10, 4),
         ("shapes_deeplab", SegmentationTask, Shapes, Dirichlet(12, 0.3), 6, 4),
         ("synthetic", ClassificationTask, Synthetic, None, 30, 10),
     ],
@@ -130,7 +133,7 @@ def test_a_recipe_builds_what_it_says(recipe, task, data, partition, rounds, cli
     is_partitioned = type(built.datamodule) is PartitionedData
     datamodule = built.datamodule.source if is_partitioned else built.datamodule
     assert type(datamodule) is data
-    assert getattr(datamodule, "data_dir", Path("somewhere")) == Path("somewhere")
+    assert getattr(datamodule, "data_dir", None) == (Path("somewhere") if where_data_are(path, "") else None)
     assert built.model.num_classes == datamodule.num_classes
     assert type(built.trainer) is FederatedTrainer
     assert built.trainer.max_epochs == rounds
