@@ -1,19 +1,14 @@
-r"""BatchNorm's running statistics in a federation.
+"""BatchNorm's running statistics in a federation.
 
 Averaged running statistics belong to no model: each client's are those of its own weights, and of few batches. What
 the averaged weights really produce is found by running data through them: every client reports the mean, variance and
-count of every BatchNorm layer's input, and the server pools them by the law of total variance,
-
-.. math:: \mu = \frac{1}{N} \sum_k n_k \mu_k, \qquad
-          \sigma^2 = \frac{1}{N - 1} \sum_k n_k \left(\sigma_k^2 + (\mu_k - \mu)^2\right).
+count of every BatchNorm layer's input, and the server pools them, see :mod:`lightning_fed.modules.batch_norm`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import lightning as L
 import torch
@@ -24,8 +19,10 @@ from lightning_fed.callbacks.side_pass import forward_step, one_pass, run_step, 
 from lightning_fed.data.population import Population
 from lightning_fed.data.rounds import describe
 from lightning_fed.data.sharing import share_out
-from lightning_fed.functional.wide import widen
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.modules.batch_norm import InputStatistics as InputStatistics
+from lightning_fed.modules.batch_norm import batch_norm_layers as batch_norm_layers
+from lightning_fed.modules.batch_norm import pool_statistics as pool_statistics
 from lightning_fed.schedule import Cohort, Visit
 from lightning_fed.server import Server
 from lightning_fed.state import BatchNorm, find_non_finite
@@ -34,15 +31,6 @@ from lightning_fed.visit import LocalModel
 _log = logging.getLogger(__name__)
 
 _MOST_LEFT = 0.1  # 22 batches with BatchNorm's default momentum
-
-
-def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
-    """The BatchNorm layers (of any kind) that keep running statistics, by name."""
-    return {
-        name: cast("nn.BatchNorm2d", layer)  # the kinds share their attributes, and no public base class
-        for name, layer in module.named_modules()
-        if isinstance(layer, BatchNorm) and layer.running_mean is not None
-    }
 
 
 def freeze_batch_norm(module: nn.Module) -> None:
@@ -57,90 +45,6 @@ def thaw_batch_norm(module: nn.Module) -> None:
         for child in parent.children():
             if isinstance(child, BatchNorm):
                 child.train(parent.training)
-
-
-class InputStatistics:
-    """Counts, means and variances per channel of what goes into BatchNorm layers, over all batches.
-
-    A layer in training mode has each batch's mean and variance computed anyway: with a momentum of 1 they are its
-    running statistics after the batch. They are summed up in float64.
-
-    Args:
-        layers: The layers by name, in training mode. Their running statistics are overwritten.
-
-    Example:
-        >>> net = nn.Sequential(nn.BatchNorm1d(1))
-        >>> statistics = InputStatistics(batch_norm_layers(net))
-        >>> with statistics.watching():
-        ...     _ = net(torch.tensor([[1.0], [3.0]])), net(torch.tensor([[5.0], [7.0]]))
-        >>> statistics.as_extras()["batch_norm:0:mean"]
-        tensor([4.])
-
-    """
-
-    def __init__(self, layers: Mapping[str, nn.BatchNorm2d]) -> None:
-        self._layers = layers
-        self._sums: dict[str, tuple[int, Tensor, Tensor]] = {}
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """While inside, every forward pass is counted."""
-        momenta = {name: layer.momentum for name, layer in self._layers.items()}
-        handles = [layer.register_forward_hook(self._counter(name)) for name, layer in self._layers.items()]
-        for layer in self._layers.values():
-            layer.momentum = 1.0
-        try:
-            yield
-        finally:
-            for name, layer in self._layers.items():
-                layer.momentum = momenta[name]
-            for handle in handles:
-                handle.remove()
-
-    def as_extras(self) -> State:
-        """Mean and biased variance of every layer that was used, shape (channels,), and the count, shape ()."""
-        extras: State = {}
-        for name, (count, total, squares) in self._sums.items():
-            mean = total / count
-            extras[f"batch_norm:{name}:mean"] = mean.float()
-            extras[f"batch_norm:{name}:var"] = (squares / count - mean.square()).clamp_min(0).float()
-            extras[f"batch_norm:{name}:count"] = torch.tensor(count, dtype=torch.float64)
-        return extras
-
-    def _counter(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def count(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            added = inputs[0].numel() // inputs[0].shape[1]
-            mean = _statistic(layer, "running_mean")
-            variance = _statistic(layer, "running_var") * ((added - 1) / added)  # the running one is unbiased
-            before, total, squares = self._sums.get(name, (0, torch.zeros_like(mean), torch.zeros_like(mean)))
-            self._sums[name] = (before + added, total + added * mean, squares + added * (variance + mean.square()))
-
-        return count
-
-
-def pool_statistics(reports: Sequence[Mapping[str, Tensor]], layer: str) -> tuple[Tensor, Tensor] | None:
-    """Mean and unbiased variance of a layer's input over all clients, in float64; ``None`` if no client used it.
-
-    Example:
-        >>> a = {"batch_norm:0:mean": torch.tensor([0.0]), "batch_norm:0:var": torch.tensor([1.0]),
-        ...      "batch_norm:0:count": torch.tensor(2.0)}
-        >>> b = {**a, "batch_norm:0:mean": torch.tensor([2.0])}
-        >>> [value.item() for value in pool_statistics([a, b], "0")]
-        [1.0, 2.6666666666666665]
-
-    """
-    key = f"batch_norm:{layer}"
-    used = [report for report in reports if f"{key}:mean" in report]
-    if not used:
-        return None
-    counts, means, variances = (
-        torch.stack([widen(report[f"{key}:{name}"]).cpu() for report in used]) for name in ("count", "mean", "var")
-    )
-    counts = counts[:, None]
-    total = counts.sum()
-    mean = (counts * means).sum(0) / total
-    variance = (counts * (variances + (means - mean).square())).sum(0) / (total - 1).clamp_min(1)
-    return mean, variance
 
 
 def recalibrate(
@@ -259,11 +163,6 @@ def _write_statistics(
         if pooled is not None and f"{prefix}running_mean" in shared:
             entries[f"{prefix}running_mean"].copy_(pooled[0])
             entries[f"{prefix}running_var"].copy_(pooled[1])
-
-
-def _statistic(layer: nn.Module, name: str) -> Tensor:
-    value: Tensor = getattr(layer, name)
-    return widen(value)
 
 
 def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> None:

@@ -1,5 +1,6 @@
 """Building blocks of models."""
 
+from lightning_fed.modules.batch_norm import recalibrate_batch_norm as recalibrate_batch_norm
 from lightning_fed.modules.extraction import extract_features as extract_features
 from lightning_fed.modules.extractors import Extractor as Extractor
 from lightning_fed.modules.extractors import find_extractor as find_extractor
@@ -50,6 +51,7 @@ __all__ = [
     "find_sampled_softmax_head",
     "fuse",
     "plain_state",
+    "recalibrate_batch_norm",
     "tap_features",
     "to_group_norm",
     "to_sampled_softmax",
