@@ -1,0 +1,132 @@
+"""Checkpoints of grown models in modules as their code makes them, also in another process."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fed.matching import PermutationGroups, load_matched, resize_module
+from tests import models
+from tests.matching.load_script import CASES, Letters, Normed
+
+
+def grown(make, example, seed=0):
+    """A module with more neurons wherever there can be, and random numbers everywhere."""
+    torch.manual_seed(seed)
+    module = make().eval()
+    groups = PermutationGroups.of(module, example)
+    assert any(group.is_growable for group in groups)
+    sizes = {group.name: group.size + 1 + place for place, group in enumerate(groups) if group.is_growable}
+    resize_module(module, {name: torch.rand(value.shape) + 0.1 if value.is_floating_point() else value
+                           for name, value in groups.grow(module.state_dict(), sizes).items()})  # fmt: skip
+    with torch.no_grad():
+        return module, module(example)
+
+
+def test_in_another_process(tmp_path):
+    """What the module computes, what its layers say of themselves, and ties."""
+    expected = {}
+    for name, (make, draw) in CASES.items():
+        example = draw()
+        module, output = grown(make, example)
+        assert repr(module) != repr(make())
+        torch.save({"state_dict": module.state_dict(), "epoch": 3}, tmp_path / f"{name}.ckpt")
+        torch.save(example, tmp_path / f"{name}.input")
+        expected[name] = (output, repr(module))
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run(
+        [sys.executable, "-m", "tests.matching.load_script", str(tmp_path)],
+        cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=True, timeout=200,
+    )  # fmt: skip
+    for name, (output, text) in expected.items():
+        found = torch.load(tmp_path / f"{name}.output")
+        assert torch.equal(found["output"], output), name
+        assert found["text"] == text
+        assert found["is_tied"] == (name == "tied")
+
+
+@pytest.mark.parametrize("kind", ["file", "path", "content", "state"])
+def test_every_kind_of_checkpoint(kind, tmp_path):
+    example = torch.randint(20, (2, 7))
+    wide, output = grown(Letters, example)
+    content = {"state_dict": wide.state_dict()}
+    torch.save(content, tmp_path / "a.ckpt")
+    checkpoint = {
+        "file": str(tmp_path / "a.ckpt"), "path": tmp_path / "a.ckpt", "content": content, "state": wide.state_dict()
+    }[kind]  # fmt: skip
+    module = Letters().eval()
+    parameters = list(module.parameters())
+    assert load_matched(module, checkpoint) is module
+    assert all(own is other for own, other in zip(module.parameters(), parameters, strict=True))
+    assert torch.equal(module(example), output)
+    module.decoder.weight.data.zero_()
+    assert wide.decoder.weight.abs().sum() > 0  # nothing is shared
+
+
+def test_equal_widths_are_load_state_dict():
+    torch.manual_seed(0)
+    one, other = Normed(), Normed()
+    load_matched(one, other.state_dict())
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+def test_a_lightning_modules_hook_is_called(tmp_path):
+    class Renamed(models.Module):
+        def on_load_checkpoint(self, checkpoint):
+            state = checkpoint["state_dict"]
+            for name in [name for name in state if name.startswith("old.")]:
+                state["net." + name[4:]] = state.pop(name)
+            self.noted = checkpoint["note"]
+
+    wide = Renamed(nn.Sequential(nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 2)))
+    content = {"note": 7, "state_dict": {"old" + name[3:]: value for name, value in wide.state_dict().items()}}
+    before = copy.deepcopy(content)
+    module = load_matched(Renamed(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))), content)
+    assert (module.noted, module.net[0].out_features) == (7, 9)
+    assert torch.equal(module.net[2].weight, wide.net[2].weight)
+    assert content["state_dict"].keys() == before["state_dict"].keys()  # the user's own content stays as it was
+
+
+class Harmful:
+    """What a file could run when it is unpickled."""
+
+    def __reduce__(self):
+        return (os.mkdir, ("harmed",))
+
+
+def test_what_is_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"none\.ckpt"):
+        load_matched(Letters(), "none.ckpt")
+    torch.save({"state_dict": Letters().state_dict(), "hyper_parameters": {"net": Harmful()}}, "a.ckpt")
+    Path("b.ckpt").write_bytes(b"not a checkpoint")
+    Path("c.ckpt").write_bytes(Path("a.ckpt").read_bytes()[:2000])
+    Path("d.ckpt").write_bytes(b"")
+    for name in "abcd":
+        with pytest.raises(ValueError, match=rf"Expected {name}\.ckpt to be a checkpoint with nothing but tensors"):
+            load_matched(Letters(), f"{name}.ckpt")
+    assert not Path("harmed").exists()
+    torch.save([1], "e.ckpt")
+    with pytest.raises(ValueError, match=r"Expected e\.ckpt to be a checkpoint, but got list"):
+        load_matched(Letters(), "e.ckpt")
+
+
+def test_names_must_be_the_modules():
+    module = Letters()
+    before = copy.deepcopy(module.state_dict())
+    wide = grown(Letters, torch.randint(20, (2, 7)))[0].state_dict()
+    lacking = {name: value for name, value in wide.items() if name != "decoder.bias"}
+    with pytest.raises(ValueError, match=r"the module's entries, but it lacks \['decoder\.bias'\]\."):
+        load_matched(module, lacking)
+    with pytest.raises(ValueError, match=r"it has besides \['more'\]\."):
+        load_matched(module, {**wide, "more": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"it lacks \[.*\] and 5 more and has besides \['a'\]\."):
+        load_matched(module, {"a": torch.zeros(1), "decoder.bias": torch.zeros(9)})
+    with pytest.raises(ValueError, match=r"'decoder\.bias' to have 1 axes, but got the shape \(3, 1\)"):
+        load_matched(module, {**wide, "decoder.bias": torch.zeros(3, 1)})
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
