@@ -12,7 +12,7 @@ from torchmetrics.text import Perplexity
 
 from lightning_fed.aggregators import FedMA
 from lightning_fed.data import Shakespeare
-from lightning_fed.matching import PermutationGroups
+from lightning_fed.matching import PermutationGroups, load_matched
 from lightning_fed.tasks import CharLanguageTask, CharLSTM
 from tests.tasks.test_tasks import assert_same_weights, fit, loader, trainer
 
@@ -128,10 +128,11 @@ def test_every_layer_can_grow():
     assert all(group.is_growable for group in groups)
 
 
-def test_fedma_on_generated_roles(federated_trainer):
+def test_fedma_on_generated_roles(federated_trainer, tmp_path):
     """A pass has a round for the embedding, one for each layer, and one for the decoder."""
     data = Shakespeare(max_clients=2, stride=80, every_step=True, batch_size=8)
-    task = CharLanguageTask(hidden_size=16, num_layers=2, every_step=True, lr=1.0, momentum=0.9)
+    options = {"hidden_size": 16, "num_layers": 2, "every_step": True, "lr": 1.0, "momentum": 0.9}
+    task = CharLanguageTask(**options)
     seen = []
 
     class Scores(L.Callback):
@@ -145,6 +146,11 @@ def test_fedma_on_generated_roles(federated_trainer):
     widths = trainer.federation.server.aggregator.widths
     assert widths.keys() == {"model.embedding", "model.lstm.0", "model.lstm.1"}
     assert task.model.decoder.weight.shape == (80, widths["model.lstm.1"])
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again = load_matched(CharLanguageTask(**options), tmp_path / "a.ckpt")
+    assert_same_weights(again, task)
+    text = data.val["generated/ROLE 1"].inputs[:5]
+    assert torch.equal(again.eval()(text), task.eval()(text))
 
 
 @pytest.mark.parametrize(

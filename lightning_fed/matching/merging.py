@@ -1,0 +1,282 @@
+"""Trained networks of one architecture merged into one, outside of any training.
+
+Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019; Wang et al.,
+"Federated Learning with Matched Averaging" (FedMA), ICLR 2020, without the training between its layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lightning_fed.functional.batches import Place, find_inputs
+from lightning_fed.functional.matched_mean import matched_mean
+from lightning_fed.functional.matching import MatchScore
+from lightning_fed.functional.options import check_count, check_option
+from lightning_fed.functional.permutation import PermutationGroup
+from lightning_fed.matching.checkpoints import Checkpoint, check_entries, read_checkpoint, state_of
+from lightning_fed.matching.groups import PermutationGroups
+from lightning_fed.matching.one_shot import MatchOrder, match_states
+from lightning_fed.modules.batch_norm import batch_norm_layers, recalibrate_batch_norm
+from lightning_fed.resize import fit_widths, named_tensors, resize_module
+from lightning_fed.state import find_non_finite
+
+MergeMode: TypeAlias = Literal["grow", "permute", "none"]
+
+
+class MergedGroup(NamedTuple):
+    """What became of a group of neurons.
+
+    Attributes:
+        name: Its name.
+        before: Neurons that each network has.
+        width: Neurons of the merged one.
+        matched: Share of the networks' neurons that another network has too.
+        seconds: Time that the matching took.
+
+    """
+
+    name: str
+    before: int
+    width: int
+    matched: float
+    seconds: float
+
+
+class MergedModel(NamedTuple):
+    """Networks merged into one.
+
+    Attributes:
+        module: The module, merged.
+        state: A copy of its state.
+        groups: What became of every group; empty with mode ``"none"``.
+        places: For every network and group the place of each of its neurons in the merged one, int64.
+
+    """
+
+    module: nn.Module
+    state: dict[str, Tensor]
+    groups: list[MergedGroup]
+    places: list[dict[str, Tensor]]
+
+
+class MatchedAverage:
+    """Merges trained networks of one architecture: neurons are matched, then averaged.
+
+    Which neurons are one is found group by group, see :func:`~lightning_fed.matching.match_states`, and then every
+    neuron is the mean over the networks that have it. Nothing is trained in between, which is what makes
+    :class:`~lightning_fed.aggregators.FedMA` good: networks that were trained from one start, or copies with their
+    neurons in other places, merge well; networks of different starts lose much of what they can do, in particular deep
+    ones.
+
+    Averages of BatchNorm's running statistics are those of no network: they are measured with the merged one.
+
+    Args:
+        mode: ``"grow"``: neurons that others do not have are added; ``"permute"``: every neuron has one partner in
+            every other network, and widths stay; ``"none"``: the plain average. Groups that cannot grow are permuted
+            with ``"grow"``.
+        order: In what order groups are matched, and by what: ``"fedma"`` or ``"pfnm"``.
+        score: Score of a match, see :func:`~lightning_fed.functional.match_neurons`.
+        gamma: The larger, the more neurons are added; ``None`` for the score's own.
+        passes: Most passes over the networks in the matching of a group.
+        max_growth: Most neurons of a group, as a multiple of those of a network; ``None`` for no limit.
+        batch_norm: Whether BatchNorm's running statistics are measured with data, or ``"average"``d.
+        inputs: Where a batch of the data has its inputs: index, key or function; ``None`` for the usual places.
+        pin: Patterns of entry names whose neurons stay where they are.
+        extra_groups: Groups of neurons that are not found by themselves.
+        seed: Seed of the order in which networks are matched.
+
+    Raises:
+        ValueError: If an option is unknown or out of its range.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> order = torch.tensor([3, 1, 7, 0, 6, 2, 5, 4])
+        >>> other = copy.deepcopy(net)  # the same network with its neurons in other places
+        >>> other[0].weight.data, other[0].bias.data = net[0].weight[order], net[0].bias[order]
+        >>> other[2].weight.data = net[2].weight[:, order]
+        >>> merged = MatchedAverage().merge([net, other], example_input=torch.zeros(2, 4))
+        >>> merged.groups[0][:4], torch.equal(merged.module[2].weight, net[2].weight)
+        (('0', 8, 8, 1.0), True)
+
+    """
+
+    def __init__(
+        self,
+        mode: MergeMode = "grow",
+        order: MatchOrder = "fedma",
+        score: MatchScore = "marginal",
+        gamma: float | None = None,
+        passes: int = 5,
+        max_growth: float | None = 1.25,
+        batch_norm: Literal["recalibrate", "average"] = "recalibrate",
+        inputs: Place = None,
+        pin: Sequence[str] = (),
+        extra_groups: Sequence[PermutationGroup] = (),
+        seed: int = 0,
+    ) -> None:
+        check_option("mode", mode, get_args(MergeMode))
+        check_option("order", order, get_args(MatchOrder))
+        check_option("score", score, get_args(MatchScore))
+        check_option("batch_norm", batch_norm, ("recalibrate", "average"))
+        if gamma is not None and not 0 < gamma < float("inf"):
+            raise ValueError(f"Expected `gamma` to be greater than 0 and finite, but got {gamma}.")
+        if max_growth is not None and not max_growth >= 1:
+            raise ValueError(f"Expected `max_growth` to be at least 1, but got {max_growth}.")
+        self.mode: MergeMode = mode
+        self.order: MatchOrder = order
+        self.score: MatchScore = score
+        self.gamma = gamma
+        self.passes = check_count("passes", passes, 0)
+        self.max_growth = max_growth
+        self.batch_norm = batch_norm
+        self.inputs = inputs
+        self.pin = pin
+        self.extra_groups = extra_groups
+        self.seed = check_count("seed", seed, 0)
+
+    @torch.no_grad()
+    def merge(
+        self,
+        networks: Sequence[Checkpoint | nn.Module],
+        module: nn.Module | None = None,
+        *,
+        example_input: Any = None,
+        data: Iterable[Any] | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> MergedModel:
+        """Merges networks.
+
+        Args:
+            networks: Paths of checkpoints, their contents, states, or modules. All of one architecture, with the same
+                widths, which need not be those of ``module``.
+            module: The architecture: it is given the merged state, in place. ``None`` for a copy of the first of
+                ``networks`` that is a module.
+            example_input: What the module's ``forward`` is called with to follow its neurons, see
+                :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default two inputs of
+                ``data``, or a LightningModule's ``example_input_array``.
+            data: Batches to measure BatchNorm's running statistics with, such as a ``DataLoader``; run through the
+                module once.
+            weights: Weight of each network in the average, greater than 0, such as its number of examples; by default
+                equal.
+
+        Returns:
+            The merged network.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If networks differ in their entries or widths or have values that are not finite, there is
+                nothing to follow the neurons with or none that can change places, or a module with BatchNorm comes
+                without data.
+
+        """
+        module = _module(networks) if module is None else module
+        if self.batch_norm == "recalibrate" and batch_norm_layers(module) and data is None:
+            raise ValueError(
+                "Expected `data` to measure BatchNorm's running statistics with, but got None. With"
+                " batch_norm='average' they are averaged, which belongs to no network."
+            )
+        states = _states(networks, module)
+        weights = [1.0] * len(states) if weights is None else weights
+        example, data = self._example(module, example_input, data)
+        fit_widths(module, states[0])
+        if self.mode == "none":
+            state = matched_mean(states, (), [[] for _ in states], [], weights)
+            groups, places = list[MergedGroup](), [dict[str, Tensor]() for _ in states]
+        else:
+            state, groups, places = self._match(states, module, example, weights)
+        resize_module(module, state)
+        if self.batch_norm == "recalibrate" and batch_norm_layers(module):
+            recalibrate_batch_norm(module, data or (), self.inputs)
+        merged = {name: value.detach().clone() for name, value in named_tensors(module).items()}
+        return MergedModel(module, merged, groups, places)
+
+    def _match(
+        self, states: Sequence[dict[str, Tensor]], module: nn.Module, example: Any, weights: Sequence[float]
+    ) -> tuple[dict[str, Tensor], list[MergedGroup], list[dict[str, Tensor]]]:
+        found = PermutationGroups.of(module, example, pin=self.pin, extra_groups=self.extra_groups)
+        if not len(found):
+            raise ValueError("Expected neurons that can change places, but found none; mode='none' averages as it is.")
+        match = match_states(
+            states,
+            found,
+            np.random.default_rng(self.seed),
+            self.order,
+            weights=weights,
+            grow=self.mode == "grow",
+            max_growth=self.max_growth,
+            score=self.score,
+            gamma=self.gamma,
+            passes=self.passes,
+        )
+        groups = []
+        for name, width in match.groups.sizes.items():
+            owners = torch.bincount(torch.cat([own[name] for own in match.places]), minlength=width)
+            share = float(owners[owners > 1].sum() / owners.sum())
+            groups.append(MergedGroup(name, found.sizes[name], width, share, match.seconds[name]))
+        return match.state, groups, match.places
+
+    def _example(self, module: nn.Module, example: Any, data: Iterable[Any] | None) -> tuple[Any, Iterable[Any] | None]:
+        """What the module is called with, and the data that are left."""
+        if self.mode == "none":
+            return None, data
+        if example is None and data is not None:
+            batches = iter(data)
+            batch = next(batches, None)
+            if batch is None:
+                raise ValueError("Expected `data` to have at least one batch, but got none.")
+            if batches is data:  # it can be run through once only
+                data = chain([batch], batches)
+            found = find_inputs(batch, self.inputs)
+            example = found[:2] if len(found) > 1 else torch.cat([found, found])
+        elif example is None and isinstance(module, L.LightningModule):
+            example = module.example_input_array
+        if example is None:
+            raise ValueError(
+                "Expected `example_input`, or `data` or an `example_input_array` of the module to take it from, but got"
+                " none of them."
+            )
+        device = next((tensor.device for tensor in named_tensors(module).values()), torch.device("cpu"))
+        return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, example), data
+
+
+def _module(networks: Sequence[Checkpoint | nn.Module]) -> nn.Module:
+    first = next((network for network in networks if isinstance(network, nn.Module)), None)
+    if first is None:
+        raise ValueError("Expected a `module`, because none of `networks` is one, but got None.")
+    return copy.deepcopy(first)
+
+
+def _states(networks: Sequence[Checkpoint | nn.Module], module: nn.Module) -> list[dict[str, Tensor]]:
+    """The states of networks, on the devices that the module's entries are on."""
+    if not networks:
+        raise ValueError("Expected at least one of `networks`, but got none.")
+    own, states = named_tensors(module), list[dict[str, Tensor]]()
+    for number, network in enumerate(networks):
+        label = str(network) if isinstance(network, str | Path) else f"network {number}"
+        state = network.state_dict() if isinstance(network, nn.Module) else state_of(read_checkpoint(network))
+        check_entries(module.state_dict(), state, label)
+        state = {name: state[name].detach().to(tensor.device) for name, tensor in own.items()}
+        for name, value in state.items():
+            if value.ndim != own[name].ndim or (states and value.shape != states[0][name].shape):
+                first = tuple((states[0] if states else own)[name].shape)
+                whose = "of the first network" if states else "of the module"
+                raise ValueError(
+                    f"Expected {label} to have the architecture {whose}, where {name!r} has the shape {first}, but got"
+                    f" {tuple(value.shape)}."
+                )
+        fault = find_non_finite(state)
+        if fault is not None:
+            raise ValueError(f"Expected {label} to be finite, but {fault}.")
+        states.append(state)
+    return states
