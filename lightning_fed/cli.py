@@ -45,6 +45,7 @@ commands:
   test -c RECIPE            the same on test data
   predict -c RECIPE         run a checkpoint on the data to predict
   compare RECIPE            train with several methods on equal rounds: --methods fedavg fedmargin --seeds 3
+  merge CKPT CKPT -o CKPT   match the neurons of trained models, and average them
 
   COMMAND --help            all options of a command
   fit --data.help CamVid    the options of a data set; so too --model.help, --trainer.partition.help
@@ -187,11 +188,13 @@ def main(args: Sequence[str] | None = None) -> None:
         _demo(given[1:])
     elif command == "compare":
         _compare(given[1:])
+    elif command == "merge":
+        _merge(given[1:])
     elif command in _COMMANDS:
         _run(None if args is None else given)
     else:
         sys.stderr.write(
-            f"{_HELP}\nerror: Expected a command of {['demo', 'compare', *_COMMANDS]}, but got {command!r}.\n"
+            f"{_HELP}\nerror: Expected a command of {['demo', 'compare', 'merge', *_COMMANDS]}, but got {command!r}.\n"
         )
         raise SystemExit(2)
 
@@ -283,6 +286,16 @@ def _compare(args: Sequence[str]) -> None:
         _stop(error)
     table = write_report(results, options.out, options.target, options.last)
     sys.stdout.write(f"\n{table}\n\nTables, curves, checkpoints and logs: {options.out}\n")
+
+
+def _merge(args: Sequence[str]) -> None:
+    from lightning_fed.cli_merge import run_merge  # not for those who do not want it
+
+    _find_own_modules()
+    try:
+        run_merge(args)
+    except (FileNotFoundError, MisconfigurationException, OptionError) as error:
+        _stop(error)
 
 
 def _fractions(text: str) -> list[float]:

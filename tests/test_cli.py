@@ -401,7 +401,9 @@ def test_an_unknown_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["train"])
     assert stopped.value.code == 2
-    assert "['demo', 'compare', 'fit', 'validate', 'test', 'predict'], but got 'train'" in capsys.readouterr().err
+    assert (
+        "['demo', 'compare', 'merge', 'fit', 'validate', 'test', 'predict'], but got 'train'" in capsys.readouterr().err
+    )
 
 
 def test_help_of_a_command(capsys):

@@ -101,6 +101,10 @@ class Task(L.LightningModule, ABC):
         """
 
     @abstractmethod
+    def example_input(self) -> Tensor:
+        """Return two inputs as the network takes them, all zeros: what its neurons are followed with."""
+
+    @abstractmethod
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the mean loss of a batch, a scalar."""
 

@@ -177,6 +177,10 @@ class CharLanguageTask(Task):
         accuracy = MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)
         return MetricCollection({"acc": accuracy, "perplexity": _Perplexity()}, compute_groups=False)
 
+    def example_input(self) -> Tensor:
+        """Return two texts of a few characters."""
+        return torch.zeros(2, 4, dtype=torch.int64)
+
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the cross-entropy of logits ``(N, num_classes, ...)`` and codes ``(N, ...)``."""
         return F.cross_entropy(logits, target.long())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MetricCollection
@@ -134,6 +135,10 @@ class ClassificationTask(Task):
         """Return ``acc``: the share of examples whose largest logit is their class."""
         accuracy = MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)
         return MetricCollection({"acc": accuracy}, compute_groups=False)
+
+    def example_input(self) -> Tensor:
+        """Return two images of zeros."""
+        return torch.zeros(2, self._in_channels, self._input_size, self._input_size)
 
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the cross-entropy of logits ``(N, num_classes)`` and class indices ``(N,)``."""

@@ -154,6 +154,10 @@ class SegmentationTask(Task):
             compute_groups=False,
         )
 
+    def example_input(self) -> Tensor:
+        """Return two images of zeros."""
+        return torch.zeros(2, self._in_channels, 64, 64)  # encoders want multiples of 32
+
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the loss of logits ``(N, num_classes, H, W)`` and class indices ``(N, H, W)``."""
         if self._dice is None:
