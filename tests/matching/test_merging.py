@@ -133,6 +133,15 @@ def test_one_network_is_itself():
     assert torch.equal(compute(merged.module.train(), batch), compute(merged.module, batch))
 
 
+def test_data_that_can_be_run_through_once_are_used_whole():
+    torch.manual_seed(0)
+    nets, data = [Normed(), Normed()], [images() for _ in range(3)]
+    for mode in ("grow", "none"):
+        states = [MatchedAverage(mode).merge(nets, data=own).state for own in (data, iter(data), data[1:])]
+        assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+        assert not torch.allclose(states[0]["norm.running_mean"], states[2]["norm.running_mean"])
+
+
 def test_without_matching_it_is_the_mean():
     torch.manual_seed(0)
     nets = [Normed() for _ in range(2)]
