@@ -87,6 +87,8 @@ def test_there_is_a_recipe_for_every_job():
         "compare_cifar10_classes",
         "compare_cifar10_iid",
         "compare_fashion_mnist",
+        "compare_fedma_cifar10",
+        "compare_fedma_mnist",
         "compare_femnist",
         "compare_permuted_mnist",
         "fashion_mnist_dirichlet",
@@ -103,7 +105,7 @@ def where_data_are(recipe, folder):
     name = recipe.stem
     if name in ("shakespeare", "shapes_deeplab", "synthetic"):
         return []
-    is_nested = name.startswith("compare_") and name != "compare_camvid"
+    is_nested = name.startswith("compare_") and not name.startswith(("compare_camvid", "compare_fedma"))
     return ["--data.source.data_dir" if is_nested else "--data.data_dir", str(folder)]
 
 
@@ -116,6 +118,8 @@ def where_data_are(recipe, folder):
         ("compare_cifar10_classes", ClassificationTask, CIFAR10, LabelsPerClient(5, 2, "even"), 25, 1.0),
         ("compare_cifar10_iid", ClassificationTask, CIFAR10, IID(5), 25, 1.0),
         ("compare_fashion_mnist", ClassificationTask, FashionMNIST, LabelsPerClient(50, 2), 25, 10),
+        ("compare_fedma_cifar10", ClassificationTask, CIFAR10, Dirichlet(16, 0.5), 27, 1.0),
+        ("compare_fedma_mnist", ClassificationTask, MNIST, Dirichlet(8, 0.5), 20, 1.0),
         ("compare_femnist", ClassificationTask, FEMNIST, ByGroup(), 20, 10),
         ("compare_permuted_mnist", ClassificationTask, MNIST, PermutedPixels(3), 45, 1.0),
         ("fashion_mnist_dirichlet", ClassificationTask, FashionMNIST, Dirichlet(100, 0.1), 200, 10),
