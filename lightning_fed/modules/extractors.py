@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_fed.modules.features import FeatureLayer, find_classifier
+from lightning_fed.modules.features import FeatureLayer, find_classifier, named_layers
 
 _NAMES = ("features", "encoder", "backbone", "feature_extractor", "extractor", "body", "base")
 _POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d)
@@ -64,7 +64,8 @@ def find_extractor(module: nn.Module, at: str | FeatureLayer = "auto", network: 
         The extractor.
 
     Raises:
-        ValueError: If there is no such layer, or it is not in the network.
+        ValueError: If there is no such layer, or it is not in the network; with ``"auto"``, if the network has several
+            layers that make logits (timm's distilled ones).
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
@@ -74,7 +75,8 @@ def find_extractor(module: nn.Module, at: str | FeatureLayer = "auto", network: 
     """
     layers = dict(module.named_modules())
     if at == "auto":
-        layer = _find_extractor(layers) or _find_features(module, layers)
+        own = dict(named_layers(module))
+        layer = _find_extractor(own) or _find_features(module, own)
     else:
         layer = at if isinstance(at, FeatureLayer) else FeatureLayer(at)
     for name in (layer.path, *([] if network == "auto" else [network])):
@@ -176,6 +178,14 @@ def _find_features(module: nn.Module, layers: Mapping[str, nn.Module]) -> Featur
             f"Expected {type(module).__name__} to have an encoder, a backbone, a linear layer or a convolution, but it"
             " has none: name the layer of its features."
         )
+    for layer in layers.values():
+        get_classifier: Any = getattr(layer, "get_classifier", None)
+        heads = get_classifier() if callable(get_classifier) else None
+        if isinstance(heads, tuple | list | nn.ModuleList) and len(heads) > 1:
+            raise ValueError(
+                f"Expected {type(layer).__name__} to have one layer that makes the logits, but it has {len(heads)}:"
+                " name the layer of its features."
+            )
     names = list(layers)
     before = names[: names.index(head)]
     parents = ["", *(name for name in before if name and head.startswith(f"{name}."))]

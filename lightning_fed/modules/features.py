@@ -28,7 +28,7 @@ class FeatureLayer(NamedTuple):
     side: Literal["input", "output"] = "output"
 
     def __str__(self) -> str:
-        return f"the {self.side} of {self.path!r}"
+        return f"the {self.side} of {repr(self.path) if self.path else 'the network'}"
 
 
 def find_feature_layer(module: nn.Module) -> FeatureLayer:
@@ -52,7 +52,7 @@ def find_feature_layer(module: nn.Module) -> FeatureLayer:
         FeatureLayer(path='3', side='input')
 
     """
-    layers = dict(_layers(module))
+    layers = dict(named_layers(module))
     for name, layer in layers.items():
         for extractor, others in (("encoder", ("decoder", "segmentation_head")), ("backbone", ("classifier",))):
             parts = dict(layer.named_children())
@@ -84,7 +84,7 @@ def find_classifier(module: nn.Module) -> str | None:
         '2'
 
     """
-    layers = dict(_layers(module))
+    layers = dict(named_layers(module))
     names = {id(layer): name for name, layer in layers.items()}
     heads = [name for name, layer in layers.items() if isinstance(layer, SampledSoftmaxHead)]
     if heads:
@@ -116,7 +116,7 @@ def count_classes(module: nn.Module) -> int | None:
         return classifier.num_classes
     widths = [
         layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
-        for _, layer in _layers(classifier)
+        for _, layer in named_layers(classifier)
         if isinstance(layer, _CLASSIFIERS)
     ]
     return max(2, widths[-1]) if widths else None
@@ -203,12 +203,12 @@ def without_compiled_code() -> AbstractContextManager[None]:
     return nullcontext() if set_stance is None else set_stance("force_eager")
 
 
-def _layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Named modules without metrics, which can hold networks of their own."""
+def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Named modules but for metrics, which can hold networks of their own."""
     yield prefix, module
     for name, child in module.named_children():
         if not isinstance(child, Metric | MetricCollection):
-            yield from _layers(child, f"{prefix}.{name}".lstrip("."))
+            yield from named_layers(child, f"{prefix}.{name}".lstrip("."))
 
 
 def _last_map(value: Any) -> Tensor | None:

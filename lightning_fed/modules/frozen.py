@@ -28,6 +28,7 @@ class FrozenExtractor:
     Attributes:
         network: The copy.
         entries: Names of the parameters and buffers that it has, of those of the network.
+        is_plain: Whether the layer is called with one argument, and the features are one tensor; ``None`` before a run.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -41,11 +42,12 @@ class FrozenExtractor:
         self.network = _copied(network).eval().requires_grad_(False)
         self.layer = layer
         self.entries = set(_entries(self.network))
+        self.is_plain: bool | None = None
         tapped = self.network.get_submodule(layer.path)
         if layer.side == "input":
-            tapped.register_forward_pre_hook(self._stop)
+            tapped.register_forward_pre_hook(self._stop, with_kwargs=True)
         elif layer.path:
-            tapped.register_forward_hook(self._stop)
+            tapped.register_forward_hook(self._stop, with_kwargs=True)
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +58,7 @@ class FrozenExtractor:
             return reached.features
         if self.layer != FeatureLayer(""):
             raise RuntimeError(f"Expected {type(self.network).__name__} to run {self.layer}, but it did not.")
+        self.is_plain = is_plain(args, kwargs, features)
         return features
 
     def refer(self, source: nn.Module | Mapping[str, Tensor]) -> None:
@@ -103,15 +106,24 @@ class FrozenExtractor:
         for name, entry in _entries(self.network).items():
             entry.data = entry.data.to(originals[name].dtype)
 
-    def prune(self, *args: Any, **kwargs: Any) -> Any:
-        """Lets go of what the layers behind the features have; returns the features of these inputs."""
-        begun, done = set[nn.Module](), set[nn.Module]()
+    def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
+        """Lets go of what the layers behind the features have, as far as it can be told.
+
+        Args:
+            args: Inputs that the network can be run with.
+            kwargs: Those that have names.
+
+        Returns:
+            The features of these inputs, and the last layer with parameters that was run for them.
+
+        """
+        begun, done = set[nn.Module](), dict[nn.Module, None]()
         handles = [
             handle
             for module in self.network.modules()
             for handle in (
                 module.register_forward_pre_hook(lambda module, args: begun.add(module)),
-                module.register_forward_hook(lambda module, args, output: done.add(module), prepend=True),
+                module.register_forward_hook(lambda module, args, output: done.update({module: None}), prepend=True),
             )
         ]
         try:
@@ -119,15 +131,29 @@ class FrozenExtractor:
         finally:
             for handle in handles:
                 handle.remove()
-        needed = set(_needed(self.network, begun, done))
-        for name, entry in _entries(self.network).items():
-            if name not in needed:
-                entry.data = entry.data.new_empty(0)
-        self.entries &= needed
-        return features
+        needed = set(_needed(self.network, begun, set(done)))
+        let_go = {name: entry for name, entry in _entries(self.network).items() if name not in needed}
+        values = {name: entry.data for name, entry in let_go.items()}
+        for entry in let_go.values():
+            entry.data = entry.data.new_empty(0)
+        try:
+            self(*args, **kwargs)
+            self.entries &= needed
+        except Exception:  # a layer that is not called and whose weights are used all the same
+            for name, entry in let_go.items():
+                entry.data = values[name]
+        with_parameters = (module for module in reversed(done) if any(True for _ in module.parameters(recurse=False)))
+        return features, next(with_parameters, None)
 
-    def _stop(self, module: nn.Module, inputs: tuple[Any, ...], output: Any = None) -> None:
-        raise _Reached(inputs[0] if self.layer.side == "input" else output)
+    def _stop(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
+        features = args[0] if self.layer.side == "input" else output
+        self.is_plain = is_plain(args, kwargs, features)
+        raise _Reached(features)
+
+
+def is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any], features: Any) -> bool:
+    """Whether a layer is called with one argument, and its features are one tensor: so can be what another returns."""
+    return len(args) == 1 and not kwargs and isinstance(features, Tensor)
 
 
 class _Reached(BaseException):
@@ -153,11 +179,20 @@ def _entries(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _needed(module: nn.Module, begun: set[nn.Module], done: set[nn.Module], prefix: str = "") -> Iterator[str]:
-    """The entries of what was run: all that a module has which came to its end, and its own of one which did not."""
+    """The entries of what was run: all that a module has which came to its end, and its own of one which did not.
+
+    Lists of layers are not called, nor are modules of which a method is called or single layers are (activation
+    checkpointing): something in them is.
+    """
     if module in done:
         yield from (f"{prefix}{name}" for name in _entries(module))
-    elif module in begun:
+    elif module in begun or any(layer in begun for layer in module.modules()) or not _is_callable(module):
         own = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         yield from (f"{prefix}{name}" for pairs in own for name, _ in pairs)
         for name, child in module.named_children():
             yield from _needed(child, begun, done, f"{prefix}{name}.")
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Whether a module has a forward pass; lists of layers or parameters have none."""
+    return type(module).forward is not nn.Module.forward

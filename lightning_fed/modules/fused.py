@@ -7,18 +7,22 @@ F and a classifier C.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_fed.functional.fusion import channel_axis_of
 from lightning_fed.modules.extractors import example_inputs, named_features, with_features
 from lightning_fed.modules.feature_cache import FeatureCache
 from lightning_fed.modules.features import FeatureLayer
-from lightning_fed.modules.frozen import FrozenExtractor
+from lightning_fed.modules.frozen import FrozenExtractor, is_plain
 from lightning_fed.modules.fusion import ConvInit, MixingOperator, OperatorName, Range, build_operator
+
+Example: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class FusionLayer(nn.Module):
@@ -40,13 +44,15 @@ class FusionLayer(nn.Module):
         conv_bias: Whether "conv" has a bias.
         clamp: Range of the weights of "multi" and "single".
         channel_axis: The axis of the channels; ``None`` finds out.
-        example: Arguments to run the network with; ``None`` for a guess from its first layer.
+        example: Arguments to run the network with, those with names apart; ``None`` for a guess from its first layer.
 
     Attributes:
+        arguments: What it was built with that lasts, by name.
         operators: The operators, by the name of their level.
-        frozen: The frozen extractor, a :class:`~lightning_fed.modules.FrozenExtractor`.
+        frozen: The frozen extractor, a :class:`~lightning_fed.modules.FrozenExtractor`; of nothing with "none".
         cache: Keeps features of the frozen extractor; ``None`` for none.
         ndims: Number of axes of the features, by level, as soon as they have been seen.
+        is_plain: Whether the layer is called with one argument, and its features are one tensor, likewise.
         has_run: Whether features have been fused; may be set.
 
     Raises:
@@ -69,20 +75,23 @@ class FusionLayer(nn.Module):
         conv_bias: bool = True,
         clamp: Range | None = None,
         channel_axis: int | None = None,
-        example: tuple[Any, ...] | None = None,
+        example: Example | None = None,
     ) -> None:
         super().__init__()
+        self.arguments = {"levels": levels, "conv_bias": conv_bias, "clamp": clamp, "channel_axis": channel_axis}
         self.operator = operator
         self.layer = layer
         self.cache: FeatureCache | None = None
         self.has_run = False
         self._network = (network,)  # not a submodule of this one
-        self.frozen = FrozenExtractor(network, layer)
+        has_any = operator != "none"
+        self.frozen = FrozenExtractor(network, layer) if has_any else FrozenExtractor(nn.Identity(), FeatureLayer(""))
         self._is_referring = False
         self._reference: dict[str, Tensor] | None = None
         self.ndims: dict[str, int] = {}
+        self.is_plain: bool | None = None
         options = {"conv_init": conv_init, "conv_bias": conv_bias, "clamp": clamp}
-        found = {} if operator == "none" else self._find_channels(channels, levels, channel_axis, example)
+        found = self._find_channels(channels, levels, channel_axis, example) if has_any else {}
         self.operators = nn.ModuleDict(
             {
                 name: build_operator(operator, count, channel_axis=axis, **options)  # type: ignore[arg-type]
@@ -92,12 +101,15 @@ class FusionLayer(nn.Module):
         weight = next(network.parameters(), None)
         if weight is not None and weight.is_floating_point():
             self.operators.to(weight.device, weight.dtype)
+        self._handles: list[RemovableHandle] = []
+        if not has_any:
+            return
         tapped = network.get_submodule(layer.path)
-        self._handles = [network.register_forward_pre_hook(self._before_network, with_kwargs=True)]
+        self._handles.append(network.register_forward_pre_hook(self._before_network, with_kwargs=True))
         if layer.side == "input":
-            self._handles.append(tapped.register_forward_pre_hook(self._before_layer))
+            self._handles.append(tapped.register_forward_pre_hook(self._before_layer, with_kwargs=True))
         else:
-            self._handles.append(tapped.register_forward_hook(self._after_layer, prepend=True))
+            self._handles.append(tapped.register_forward_hook(self._after_layer, prepend=True, with_kwargs=True))
 
     @property
     def network(self) -> nn.Module:
@@ -121,12 +133,13 @@ class FusionLayer(nn.Module):
                 as it is now.
 
         """
-        self.frozen.refer(self.network if source is None else source)
-        self._is_referring = True
+        if self.operator != "none":
+            self.frozen.refer(self.network if source is None else source)
+            self._is_referring, self._reference = True, None
 
     def release(self) -> None:
         """Fuses features with themselves, as if the global model's extractor were this one."""
-        self._is_referring = False
+        self._is_referring, self._reference = False, None
 
     def watch_loading(self, owner: nn.Module) -> None:
         """Has the module that this one is a part of load states that know nothing of fusion."""
@@ -141,7 +154,7 @@ class FusionLayer(nn.Module):
     # Hooks of the network and the layer
 
     def _before_network(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._is_referring or self.operator == "none":
+        if not self._is_referring:
             return
         if any(value.grad_fn is not None for _, value in named_features([args, kwargs])):
             raise RuntimeError(
@@ -154,22 +167,22 @@ class FusionLayer(nn.Module):
         else:
             self._reference = self.cache.get(args[0], self._features)
 
-    def _before_layer(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self._fused(args[0]), *args[1:])
+    def _before_layer(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (self._fused(args[0], args, kwargs), *args[1:]), kwargs
 
-    def _after_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._fused(output)
+    def _after_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return self._fused(output, args, kwargs)
 
     def _features(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         features = dict(named_features(self.frozen(*args, **kwargs)))
         return {name: features[name] for name in self.operators}
 
-    def _fused(self, features: Any) -> Any:
-        if self.operator == "none":
-            return features
+    def _fused(self, features: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local = dict(named_features(features))
         if not self.has_run:
-            self.has_run = True
+            self.has_run, self.is_plain = True, is_plain(args, kwargs, features)
             self.ndims = {name: local[name].ndim for name in self.operators}
         if self._is_referring:
             reference, self._reference = self._reference, None
@@ -198,7 +211,7 @@ class FusionLayer(nn.Module):
         channels: int | Sequence[int] | Literal["infer"],
         levels: Sequence[int | str] | Literal["all"],
         channel_axis: int | None,
-        example: tuple[Any, ...] | None,
+        example: Example | None,
     ) -> dict[str, tuple[int, int | None]]:
         """Channels and their axis, by level."""
         if channels != "infer":
@@ -206,23 +219,25 @@ class FusionLayer(nn.Module):
             names = [str(place) for place in (range(len(counts)) if levels == "all" else levels)]
             if len(names) != len(counts):
                 raise ValueError(f"Expected `channels` of {len(names)} levels, but got {counts}.")
+            with suppress(ValueError):  # then the copy is of the whole network
+                self._run(example)
             return {name: (count, channel_axis) for name, count in zip(names, counts, strict=True)}
-        inputs, features = self._run(example)
+        inputs, features, last = self._run(example)
         found = {}
         for name, value in _chosen(dict(named_features(features)), levels, inputs).items():
-            axis = channel_axis
-            if axis is None and value.ndim > 3 and getattr(self.network, "num_features", None) == value.shape[-1]:
-                axis = -1 if value.shape[1] != value.shape[-1] else None  # timm's networks with the channels last
+            axis = _last_axis(value, last) if channel_axis is None else channel_axis
             found[name] = (value.shape[channel_axis_of(value, axis)], axis)
             self.ndims[name] = value.ndim
+        self.is_plain = self.frozen.is_plain
         return found
 
-    def _run(self, example: tuple[Any, ...] | None) -> tuple[tuple[Any, ...], Any]:
-        """Inputs that the network can be run with, and its features of them."""
+    def _run(self, example: Example | None) -> tuple[Any, Any, nn.Module | None]:
+        """Inputs that the network can be run with, its features of them, and the last layer that made them."""
         error: Exception | None = None
-        for inputs in [example] if example is not None else ((guess,) for guess in example_inputs(self.network)):
+        guesses: Iterator[Example] = (((guess,), {}) for guess in example_inputs(self.network))
+        for args, kwargs in guesses if example is None else [example]:
             try:
-                return inputs, self.frozen.prune(*inputs)
+                return (args, kwargs), *self.frozen.prune(*args, **kwargs)
             except Exception as fault:
                 error = error or fault
         raise ValueError(
@@ -232,8 +247,16 @@ class FusionLayer(nn.Module):
         ) from error
 
 
+def _last_axis(features: Tensor, last: nn.Module | None) -> int | None:
+    """-1 for maps that were made by a layer which has the channels last, as in Swin transformers; else ``None``."""
+    if features.ndim < 4 or not isinstance(last, nn.Linear | nn.LayerNorm):
+        return None
+    width = last.out_features if isinstance(last, nn.Linear) else last.normalized_shape[-1]
+    return -1 if features.shape[1] != width == features.shape[-1] else None
+
+
 def _chosen(
-    features: dict[str, Tensor], levels: Sequence[int | str] | Literal["all"], inputs: tuple[Any, ...]
+    features: dict[str, Tensor], levels: Sequence[int | str] | Literal["all"], inputs: Any
 ) -> dict[str, Tensor]:
     """The features that are fused, by name."""
     data = [value for _, value in named_features(inputs)]

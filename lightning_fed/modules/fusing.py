@@ -7,13 +7,14 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from lightning_fed.messages import State
 from lightning_fed.modules.extraction import evaluating
 from lightning_fed.modules.extractors import Extractor, find_extractor
 from lightning_fed.modules.features import FeatureLayer
-from lightning_fed.modules.fused import FusedExtractor, FusionLayer
+from lightning_fed.modules.fused import Example, FusedExtractor, FusionLayer
 from lightning_fed.modules.fusion import ConvFusion, OperatorName
 
 FUSION = "feature_fusion"
@@ -109,7 +110,8 @@ def unwrap(module: nn.Module) -> nn.Module:
         The model, or what has taken its place if ``module`` is a :class:`~lightning_fed.modules.FusedExtractor`.
 
     Raises:
-        ValueError: If there is no fusion, or one by "conv" at several levels, or whose features nobody has seen.
+        ValueError: If there is no fusion, or one by "conv" of an encoder's maps or of a layer with several inputs, or
+            whose features nobody has seen.
 
     Example:
         >>> from lightning_fed.tasks import ClassificationTask
@@ -126,18 +128,17 @@ def unwrap(module: nn.Module) -> nn.Module:
     names = {id(layer): name for name, layer in module.named_modules(remove_duplicate=False)}
     owner_name = names[id(fusion)].rpartition(".")[0]
     owner = module.get_submodule(owner_name)
-    point = _pointwise(fusion) if fusion.operator == "conv" else None
+    place = Extractor(names[id(fusion.network)], fusion.layer)
+    point = _pointwise(fusion, place) if fusion.operator == "conv" else None
     fusion.detach()
     _forget_compiled_code(module)
     if isinstance(owner, FusedExtractor):
         return _put(module, owner_name, owner.local if point is None else nn.Sequential(owner.local, point))
     delattr(owner, FUSION)
     if point is not None:
-        name = Extractor(names[id(fusion.network)], fusion.layer).path
-        layer = module.get_submodule(name)
-        module = _put(
-            module, name, nn.Sequential(*((point, layer) if fusion.layer.side == "input" else (layer, point)))
-        )
+        layer = module.get_submodule(place.path)
+        both = (point, layer) if place.layer.side == "input" else (layer, point)
+        module = _put(module, place.path, nn.Sequential(*both))
     return module
 
 
@@ -166,24 +167,26 @@ def plain_state(state: Mapping[str, Tensor]) -> State:
     return {name: value for name, value in state.items() if name not in inside}
 
 
-def _example(module: nn.Module, network: nn.Module) -> tuple[Any, ...] | None:
-    """What the network is called with when the module is called with its example."""
+def _example(module: nn.Module, network: nn.Module) -> Example | None:
+    """What the network is called with when the module is called with its example, as Lightning calls it."""
     example = getattr(module, "example_input_array", None) if isinstance(module, L.LightningModule) else None
     if example is None:
         return None
-    seen: list[tuple[Any, ...]] = []
-    handle = network.register_forward_pre_hook(lambda network, args: seen.append(args))
+    seen: list[Example] = []
+    handle = network.register_forward_pre_hook(
+        lambda network, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
+    )
     weight = next(network.parameters(), None)
-    with evaluating(module):
-        try:
-            arguments = example if isinstance(example, tuple) else (example,)
-            on_device = [
-                value if weight is None or not isinstance(value, Tensor) else value.to(weight.device)
-                for value in arguments
-            ]
-            module(*on_device)
-        finally:
-            handle.remove()
+    if weight is not None:
+        example = move_data_to_device(example, weight.device)
+    try:
+        with evaluating(module):
+            if isinstance(example, Mapping):
+                module(**example)
+            else:
+                module(*(example if isinstance(example, list | tuple) else (example,)))
+    finally:
+        handle.remove()
     return seen[0] if seen else None
 
 
@@ -194,14 +197,16 @@ def _forget_compiled_code(module: nn.Module) -> None:
         torch.compiler.reset()
 
 
-def _pointwise(fusion: FusionLayer) -> nn.Module:
+def _pointwise(fusion: FusionLayer, place: Extractor) -> nn.Module:
     """The layer that F(E, E) is."""
     operators = [each for each in fusion.operators.values() if isinstance(each, ConvFusion)]
     ndims = list(fusion.ndims.values())
-    if len(operators) != 1 or len(ndims) != 1:
+    if not ndims:
+        raise ValueError(f"Expected features that have been seen, but nobody has run {place}: run the model.")
+    if not fusion.is_plain:
         raise ValueError(
-            f"Expected one layer of features that has been run, which a convolution can follow, but got"
-            f" {len(operators)} levels, {len(ndims)} of them seen: keep the fusion, or train with 'multi'."
+            f"Expected one layer with one input and one tensor of features, which a convolution can follow, but"
+            f" {place} has several: keep the fusion, or train with 'multi'."
         )
     ndim, (operator,) = ndims[0], operators
     channels = len(operator.weight)

@@ -39,9 +39,13 @@ class MixingOperator(FusionOperator):
     weight: nn.Parameter
     clamp: Range | None
 
+    def projected(self, weight: Tensor) -> Tensor:
+        """Weights in the operator's range, if it has one."""
+        return weight if self.clamp is None else weight.clamp(*self.clamp)
+
     @torch.no_grad()
     def project(self) -> None:
-        """Brings the weights back into their range, if they have one."""
+        """Brings its weights back into their range."""
         if self.clamp is not None:
             self.weight.clamp_(*self.clamp)
 
@@ -53,7 +57,7 @@ class MixingOperator(FusionOperator):
 class MultiFusion(MixingOperator):
     r"""A weight for every channel, see :func:`~lightning_fed.functional.fuse_multi`.
 
-    The weights start from 0: the operator then is the identity.
+    The weights start from 0, where the operator is the identity, or from what is nearest to it in their range.
 
     Args:
         channels: Number of channels :math:`C`.
@@ -76,6 +80,7 @@ class MultiFusion(MixingOperator):
         self.weight = nn.Parameter(torch.zeros(check_count("channels", channels)))
         self.clamp = _check_range(clamp)
         self.channel_axis = channel_axis
+        self.project()
 
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
         """The fused features, in the shape of ``local``."""
@@ -101,6 +106,7 @@ class SingleFusion(MixingOperator):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
         self.clamp = _check_range(clamp)
+        self.project()
 
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
         """The fused features, in the shape of ``local``."""

@@ -5,6 +5,7 @@ import pytest
 import segmentation_models_pytorch as smp
 import timm
 import torch
+import torchmetrics
 import torchvision
 from torch import nn
 
@@ -109,6 +110,38 @@ def test_layers_of_a_lightning_module_are_in_the_module_itself():
     assert find_extractor(Flat(), "conv", network="") == ("", FeatureLayer("conv"))
 
 
+class Judged(L.LightningModule):
+    """A metric with a network of its own, which comes before the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.distance = Distance()
+        self.model = models.cnn()
+
+
+class Distance(torchmetrics.Metric):
+    def __init__(self):
+        super().__init__()
+        self.inner = models.BaseAndHead()
+
+    def update(self):
+        """Sees nothing."""
+
+    def compute(self):
+        """Says nothing."""
+
+
+def test_networks_of_metrics_are_not_the_model():
+    assert find_extractor(Judged()) == ("model", FeatureLayer("7", "input"))
+    assert find_extractor(Judged(), "distance.inner.base").path == "distance.inner.base"  # unless they are named
+
+
+@pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "crossvit_tiny_240"])
+def test_several_layers_with_logits_are_not_guessed(name):
+    with pytest.raises(ValueError, match=r"to have one layer that makes the logits, but it has 2: name the layer"):
+        find_extractor(Task(timm.create_model(name)))
+
+
 def test_layers_that_are_named():
     task = Task(models.cnn())
     assert find_extractor(task, "model.4") == ("model", FeatureLayer("4"))
@@ -201,6 +234,55 @@ def test_frozen_copy_lets_go_of_what_is_behind_the_features():
     tokens = net.scale * net.first(inputs)
     assert torch.equal(extractor(inputs)[0], net.mix(tokens, tokens, tokens)[0])
     assert extractor.state().keys() == extractor.state(net).keys() == extractor.entries
+
+
+class Uncalled(nn.Module):
+    """Layers and parameters in lists, a part of which a method is called, and a part whose layers are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.full((4,), 2.0))])
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.part = models.BaseAndHead()
+        self.part.base = nn.Linear(4, 4)
+        self.steps = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.heads = nn.ModuleList([nn.Linear(4, 2)])
+
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = block(self.scales[0] * inputs)
+        inputs = self.part.base(inputs)
+        for step in self.steps:
+            inputs = step(inputs)
+        return self.heads[0](inputs)
+
+
+def test_frozen_copy_keeps_what_is_run_without_being_called():
+    net = Uncalled()
+    extractor = FrozenExtractor(net, FeatureLayer("heads.0", "input"))
+    extractor.prune(torch.randn(3, 4))
+    assert extractor.entries == {
+        name for name, _ in (*net.named_parameters(), *net.named_buffers())
+        if not name.startswith(("heads.", "part.head."))
+    }  # fmt: skip
+    inputs, seen = torch.randn(3, 4), []
+    net.heads[0].register_forward_pre_hook(lambda layer, args: seen.append(args[0]))
+    net.eval()(inputs)
+    assert torch.equal(extractor(inputs), seen[0])
+
+
+def test_frozen_copy_keeps_all_where_a_weight_is_used_past_its_layer():
+    net = models.Tied()
+    net.forward = lambda tokens: net.mix(nn.functional.embedding(tokens, net.embedding.weight))
+    extractor = FrozenExtractor(net, FeatureLayer("mix"))
+    extractor.network.forward = lambda tokens: extractor.network.mix(
+        nn.functional.embedding(tokens, extractor.network.embedding.weight)
+    )
+    tokens = torch.randint(7, (2, 3))
+    features, last = extractor.prune(tokens)
+    assert extractor.entries == set(dict(net.named_parameters()))
+    assert torch.equal(extractor(tokens), features)
+    assert last is extractor.network.mix
 
 
 def test_frozen_copy_of_a_layer_that_is_not_run():

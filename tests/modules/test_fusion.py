@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 import timm
 import torch
+import torchvision
 from torch import nn
 from torch.nn import functional as F
 
@@ -99,6 +100,7 @@ def test_weights_are_brought_back_into_their_range():
     operator.weight.data = torch.tensor([-0.5, 0.5, 1.5])
     operator.project()
     assert operator.weight.tolist() == [0, 0.5, 1]
+    assert SingleFusion(clamp=(0.25, 1)).weight.item() == MultiFusion(1, clamp=(0.25, 1)).weight.item() == 0.25
     free = SingleFusion()
     free.weight.data.fill_(7)
     free.project()
@@ -242,6 +244,12 @@ def test_references_are_taken_from_networks_and_states():
         extractor.refer({"0.bias": torch.zeros(1)})
 
 
+def checkpointed():
+    model = timm.create_model("resnet10t", num_classes=3)
+    model.set_grad_checkpointing(True)
+    return model
+
+
 # --- fusion in a model ------------------------------------------------------------------------------------------------
 
 PLACES = {  # a model and what is said of it; the inputs; channels of each level
@@ -263,6 +271,17 @@ PLACES = {  # a model and what is said of it; the inputs; channels of each level
         ),
         {}, images(2, 64, 3), {"0": 64},
     ),
+    "channels last, of torchvision": (
+        lambda: torchvision.models.SwinTransformer([4, 4], 32, [1, 1], [2, 2], [2, 2], num_classes=3),
+        {}, images(2, 64, 3), {"0": 64},
+    ),
+    "layers in a list": (
+        lambda: timm.create_model(
+            "beit_base_patch16_224", img_size=32, embed_dim=32, depth=1, num_heads=2, num_classes=3
+        ),
+        {}, images(2, 32, 3), {"0": 32},
+    ),
+    "checkpointed activations": (checkpointed, {}, images(2, 32, 3), {"0": 512}),
     "all levels of an encoder": (models.deeplab, {}, images(2, 32, 3), {"1": 16, "2": 24, "3": 32, "4": 96, "5": 1280}),
     "some levels": (models.unet, {"levels": [-1, 2]}, images(2, 32, 3), {"3": 128, "2": 64}),
 }  # fmt: skip
@@ -385,6 +404,7 @@ def test_no_fusion_is_the_plain_model_without_a_second_pass():
     assert torch.equal(*results)
     assert not ran
     assert list(task.state_dict()) == list(Task().state_dict())
+    assert not list(fusion.frozen.network.parameters())  # no copy of the network is made
 
 
 def test_channels_can_be_said_where_the_network_cannot_be_run():
@@ -408,8 +428,42 @@ def test_channels_can_be_said_where_the_network_cannot_be_run():
     unwrap(task)
     task.example_input_array = ({"x": torch.randn(3, 4)},)
     assert fuse(task, "multi", at="model.features", network="model").operators["0"].weight.shape == (6,)
+    unwrap(task)
+    task.example_input_array = {"inputs": {"x": torch.randn(3, 4)}}  # Lightning calls it with names
+    assert fuse(task, "multi", at="model.features", network="model").operators["0"].weight.shape == (6,)
     with pytest.raises(ValueError, match="Expected `channels` of 1 levels, but got"):
         FusionLayer(nn.Linear(2, 3), FeatureLayer(""), channels=[3, 3], levels=[0])
+
+
+def test_an_example_with_names_reaches_the_network():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.features, self.head = nn.Linear(4, 6), nn.Linear(6, 2)
+
+        def forward(self, *, x, scale):
+            return self.head(self.features(scale * x))
+
+    class Caller(Task):
+        def forward(self, x, scale):
+            return self.model(x=x, scale=scale)
+
+    example = torch.randn(3, 4), torch.ones(3, 1)
+    for given in (list(example), tuple(example), dict(zip(("x", "scale"), example, strict=True))):
+        task = Caller(Scaled())
+        task.example_input_array = given
+        fusion = fuse(task, "conv", at="model.features", network="model")
+        fusion.refer()
+        assert fusion.operators["0"].weight.shape == (6, 12)
+        assert task(*example).shape == (3, 2)
+
+
+def test_said_channels_keep_what_is_behind_the_features_out_of_the_copy_too():
+    task = Task()
+    fusion = fuse(task, "conv", channels=4)
+    assert not any("classifier" in name for name in fusion.frozen.entries)
+    cnn = fuse(Task(models.cnn()), "multi", channels=8)
+    assert not any(name.startswith("9.") for name in cnn.frozen.entries)
 
 
 def test_models_that_cannot_be_fused():
@@ -525,9 +579,34 @@ def test_a_fused_extractor_is_taken_out():
 def test_a_convolution_over_levels_stays():
     task = Task(models.unet())
     fuse(task, "conv")
-    with pytest.raises(ValueError, match="Expected one layer of features that has been run"):
+    with pytest.raises(ValueError, match=r"one tensor of features, .* the output of 'model.encoder' has several"):
         unwrap(task)
     assert find_fusion(task) is not None
+    task = Task(models.unet())
+    fuse(task, "conv", levels=[-1])  # what follows gets a list all the same
+    with pytest.raises(ValueError, match="one tensor of features"):
+        unwrap(task)
+
+
+def test_a_convolution_behind_a_layer_of_several_inputs_stays():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix, self.head = nn.Bilinear(4, 4, 5), nn.Linear(5, 2)
+
+        def forward(self, inputs):
+            return self.head(self.mix(inputs, inputs))
+
+    for channels in ("infer", 5):  # as it was found out, and as it was seen
+        task = Task(Masked())
+        task.example_input_array = torch.randn(2, 4)
+        fuse(task, "conv", at="model.mix", network="model", channels=channels)
+        if channels != "infer":
+            with pytest.raises(ValueError, match=r"nobody has run the output of 'model\.mix'"):
+                unwrap(task)
+        task(torch.randn(2, 4))
+        with pytest.raises(ValueError, match="with one input and one tensor"):
+            unwrap(task)
 
 
 def test_copies_are_models_of_their_own():
