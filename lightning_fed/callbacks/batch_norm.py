@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.callbacks.door import ranks_of
+from lightning_fed.callbacks.open_round import tell_of_model
 from lightning_fed.callbacks.side_pass import forward_step, one_pass, run_step, side_pass
 from lightning_fed.data.population import Population
 from lightning_fed.data.rounds import describe
@@ -88,6 +89,7 @@ def recalibrate(
     visits = [visit for visit in cohort.visits if visit.client in server.report.received]
     measured = measure_statistics(trainer, module, server, population, visits, layers, load)
     local.load_global(state)
+    tell_of_model(trainer, module, None)
     reports = [(server.aggregator.model_of(client), report) for client, report in measured]
     of_global = [report for own, report in reports if own is None] or [report for _, report in reports]
     _write_statistics(local.entries, local.shared, of_global, layers)
@@ -128,6 +130,7 @@ def measure_statistics(
     shares = share_out([server.report.received[visit.client] for visit in visits], ranks.size)
     for visit in (visits[place] for place in shares[ranks.rank]):
         load(visit)
+        tell_of_model(trainer, module, visit.client)
         statistics = InputStatistics(layers)
         try:
             with side_pass(module, is_reloaded=True), statistics.watching():

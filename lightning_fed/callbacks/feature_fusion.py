@@ -6,14 +6,17 @@ Algorithm 1. The equations are in :mod:`lightning_fed.functional.fusion`, the la
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_fed.aggregators import Aggregator
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.functional.fusion import smooth_weight
@@ -23,7 +26,7 @@ from lightning_fed.modules.extractors import Extractor
 from lightning_fed.modules.feature_cache import FeatureCache
 from lightning_fed.modules.fused import FusionLayer
 from lightning_fed.modules.fusing import find_fusion, fuse
-from lightning_fed.modules.fusion import ConvInit, OperatorName, Range, build_operator
+from lightning_fed.modules.fusion import ConvInit, MixingOperator, OperatorName, Range, build_operator
 
 
 class FeatureFusion(FederatedCallback):
@@ -65,9 +68,9 @@ class FeatureFusion(FederatedCallback):
     Raises:
         ValueError: If an option is unknown or out of its range; in ``setup``, if the features or their channels cannot
             be found.
-        MisconfigurationException: In ``setup``, if the module is fused with another operator or at another layer, or
-            the Trainer has no federation to fit with; in ``fit``, if the optimizers cannot train the operator, or the
-            module does not run it.
+        MisconfigurationException: In ``setup``, if the module is fused with another operator, at another layer or with
+            other options, or the Trainer has no federation to fit with; in ``fit``, if the optimizers cannot train the
+            operator, the module does not run it, or a checkpoint to go on from is of a fit without it.
 
     Note:
         The callback's checkpoint state holds ``reference``: the extractor of the global model before the current one,
@@ -115,10 +118,9 @@ class FeatureFusion(FederatedCallback):
         self.channel_axis = channel_axis
         self._fusion: FusionLayer | None = None
         self._reference: State = {}  # of the global model before the current one
-        self._former: State = {}  # of the one before that, as long as a round may come to nothing
-        self._closing = -1  # the round that has been aggregated
-        self._before: State = {}  # of the current one, in a round
-        self._weights: dict[str, Tensor] = {}  # of "multi" and "single", likewise
+        self._before: State = {}  # of the one that the open round has found
+        self._stage: Literal["rest", "training", "aggregated"] = "rest"
+        self._weights: State = {}  # of "multi" and "single", as the open round has found them
         self._reset_cache()
 
     @property
@@ -143,7 +145,7 @@ class FeatureFusion(FederatedCallback):
         self._fusion = self._fuse(pl_module)
         goes_on = stage != "fit" or trainer.current_epoch > 0
         self._reference = self._fusion.frozen.state() if goes_on and self._fusion.is_referring else {}
-        self._former, self._before, self._weights, self._closing = {}, {}, {}, -1
+        self._stage, self._before, self._weights = "rest", {}, {}
         self._fusion.has_run = False
         self._reset_cache()
         self._rest()
@@ -163,11 +165,20 @@ class FeatureFusion(FederatedCallback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Goes back to the extractor that belongs to the last complete global model."""
-        federation = next((one for one in trainer.callbacks if isinstance(one, Federation)), None)  # type: ignore[attr-defined]
-        if self._closing >= 0 and federation is not None and federation.rounds <= self._closing:
-            self._reference = self._former
         if self._fusion is not None:
             self._rest()
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuses to resume a fit without fusion, whose optimizers do not know the operator."""
+        names = [f"{_name_of(self.fusion, pl_module)}.{name}" for name in self.fusion.state_dict()]
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        if is_fit and names and not any(name in checkpoint["state_dict"] for name in names):
+            raise MisconfigurationException(
+                "Expected a checkpoint of a fit with fusion, but got one without, whose optimizers do not know the"
+                " operator: begin a new fit with its weights, module.load_state_dict(torch.load(path)['state_dict'])."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """See the class's note."""
@@ -183,9 +194,9 @@ class FeatureFusion(FederatedCallback):
 
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Notes what the global model had."""
-        has_previous = self.eval_reference == "previous" and self.operator != "none"
-        self._before = self.fusion.frozen.state(self.fusion.network) if has_previous else {}
-        self._weights = {name: weight.detach().clone() for name, weight in self._mixing_weights(module).items()}
+        self._stage = "training"
+        self._before = self.fusion.frozen.state(self.fusion.network) if self._follows(trainer) else {}
+        self._weights = {name: each.weight.detach().clone() for name, each in self._mixing_operators(module).items()}
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
@@ -216,11 +227,15 @@ class FeatureFusion(FederatedCallback):
                 f"Expected {type(module).__name__} to run its {type(self.fusion.network).__name__} up to"
                 f" {self.fusion.layer}, where features are fused, but no batch did: name another layer in `at`."
             )
-        if self.fusion.cache is not None and self._batch >= 2 * self._per_epoch and not self._found:
+        cache = self.fusion.cache
+        if cache is not None and self._batch >= 2 * self._per_epoch and not self._found:
             self._caches = False
+            network = type(self.fusion.network).__name__
             rank_zero_warn(
                 "`cache_global_features` finds none of the inputs again in a second pass over the data, which an"
                 " augmentation changes, it seems: they are not kept any more."
+                if cache.misses
+                else f"`cache_global_features` keeps nothing: {network} is not called with one tensor alone."
             )
 
     def on_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
@@ -229,13 +244,31 @@ class FeatureFusion(FederatedCallback):
         self._rest()
 
     def on_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Smooths the weights of "multi" and "single"; keeps the extractor of the model that is replaced."""
-        for name, previous in self._weights.items():
+        """Smooths the weights of "multi" and "single"; what follows is done with the extractor that is replaced."""
+        for name, operator in self._mixing_operators(module).items():
             if name in state:
-                state[name] = smooth_weight(state[name], previous, self.ema)
-        self._former, self._reference, self._before = self._reference, self._before, {}
-        self._closing = trainer.current_epoch
+                state[name] = operator.projected(smooth_weight(state[name], self._weights[name], self.ema))
+        self._stage = "aggregated"
         self._rest()
+
+    def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
+        """Keeps the extractor of the model that was replaced, if it was."""
+        if is_new:
+            self._reference = self._before
+        self._stage, self._before = "rest", {}
+        self._rest()
+
+    def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
+        """Gives a client's model an extractor of the global model that has the client's personal entries."""
+        if client is not None and self._stage == "training":
+            self.fusion.refer()
+            return
+        self._rest()
+        if client is not None and self.fusion.is_referring:
+            policies, network = find_federation(trainer).policies, _name_of(self.fusion.network, module)
+            own = self.fusion.frozen.state(self.fusion.network)
+            names = {name: ".".join(filter(None, (network, name))) for name in own}
+            self.fusion.refer({name: own[name] for name in own if policies.get(names[name]) == "personal"})
 
     def _fuse(self, module: L.LightningModule) -> FusionLayer:
         fusion = find_fusion(module)
@@ -246,6 +279,13 @@ class FeatureFusion(FederatedCallback):
                     f"Expected a module without fusion, or with {self.operator!r} at {self.at!r}, but it has"
                     f" {fusion.operator!r} at {place}: take it out with `lightning_fed.modules.unwrap`."
                 )
+            for name, value in fusion.arguments.items():
+                said = getattr(self, name)
+                if said != inspect.signature(FeatureFusion).parameters[name].default and said != value:
+                    raise MisconfigurationException(
+                        f"Expected a module without fusion, or with {name}={said!r}, but its fusion has"
+                        f" {name}={value!r}: take it out with `lightning_fed.modules.unwrap`."
+                    )
             return fusion
         try:
             fusion = fuse(
@@ -270,14 +310,20 @@ class FeatureFusion(FederatedCallback):
 
     def _rest(self) -> None:
         """What the module is like between visits, and after the fit."""
-        if self.eval_reference == "previous" and self._reference:
-            self.fusion.refer(self._reference)
+        reference = self._before if self._stage == "aggregated" else self._reference
+        if reference:
+            self.fusion.refer(reference)
         else:
             self.fusion.release()
 
-    def _mixing_weights(self, module: nn.Module) -> dict[str, Tensor]:
+    def _follows(self, trainer: L.Trainer) -> bool:
+        """Whether the global model is evaluated with the extractor of the one before it; of several none is that."""
+        rule = type(find_federation(trainer).server.aggregator)
+        return self.eval_reference == "previous" and rule.model_of is Aggregator.model_of
+
+    def _mixing_operators(self, module: nn.Module) -> dict[str, MixingOperator]:
         prefix = f"{_name_of(self.fusion, module)}.operators"
-        return {f"{prefix}.{name}.weight": each.weight for name, each in self.fusion.mixing_operators().items()}
+        return {f"{prefix}.{name}.weight": each for name, each in self.fusion.mixing_operators().items()}
 
     def _reset_cache(self) -> None:
         self._caches = self.cache_global_features and self.operator != "none"

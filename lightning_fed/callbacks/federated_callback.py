@@ -16,8 +16,9 @@ class FederatedCallback(L.Callback):
     Before the first visit :meth:`on_round_start`; in the order of a visit :meth:`on_request`, :meth:`on_broadcast`,
     :meth:`on_receive`, :meth:`on_client_start`, the client's batches (with Lightning's own hooks, and
     :meth:`on_client_batch` just before each training step), :meth:`on_client_end`, :meth:`on_update`,
-    :meth:`on_visit_end`; after the last visit :meth:`on_aggregate`. A hook may change the message it is given: what is true of the message after the hook is what
-    travels.
+    :meth:`on_visit_end`; after the last visit :meth:`on_aggregate` and :meth:`on_round_end`; outside of visits
+    :meth:`on_model_loaded`. A hook may change the message it is given: what is true of the message after the hook is
+    what travels.
 
     Example:
         >>> class ClipUpdate(FederatedCallback):
@@ -104,3 +105,19 @@ class FederatedCallback(L.Callback):
 
     def on_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Server side, before the new global values of the shared entries are loaded: may change them."""
+
+    def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
+        """Server side, when the round is over and the module holds the global model, also where it is broken off.
+
+        Args:
+            trainer: The Trainer.
+            module: The module.
+            is_new: Whether the global model is a new one, and not that which the round found.
+
+        """
+
+    def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
+        """When the module has become a client's model outside of its visit, to be evaluated or measured with.
+
+        ``client`` is ``None`` when it is the global model again.
+        """

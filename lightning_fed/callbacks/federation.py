@@ -19,8 +19,15 @@ from lightning_fed.aggregators import Aggregator, build_aggregator
 from lightning_fed.callbacks.batch_norm import thaw_batch_norm
 from lightning_fed.callbacks.blame import note_on
 from lightning_fed.callbacks.client_evaluation import Stage, evaluate_clients, name_strangers
-from lightning_fed.callbacks.door import TakenHook, check_min_clients, check_schedulers, check_trainer, find_loader_owner, ranks_of
-from lightning_fed.callbacks.open_round import federated_callbacks
+from lightning_fed.callbacks.door import (
+    TakenHook,
+    check_min_clients,
+    check_schedulers,
+    check_trainer,
+    find_loader_owner,
+    ranks_of,
+)
+from lightning_fed.callbacks.open_round import federated_callbacks, tell_of_model
 from lightning_fed.callbacks.policies import check_sliced, decide_policies, freeze_parameters
 from lightning_fed.callbacks.pooled_log import PooledLog
 from lightning_fed.callbacks.processes import Processes, check_processes
@@ -225,6 +232,11 @@ class Federation(L.Callback):
             raise RuntimeError("The clients are not known before `fit` asks for the training data.")
         return self._population
 
+    @property
+    def policies(self) -> dict[str, Policy]:
+        """What becomes of each entry of the module: known once a fit or an evaluation has begun, empty before."""
+        return dict(self._loop.policies)
+
     def client_state(self, client: Client) -> dict[str, Any]:
         """The state of a client's own model: the global model with the client's personal entries.
 
@@ -288,7 +300,10 @@ class Federation(L.Callback):
         self._reset()
         self._loop.trainer = trainer
         if rounds and getattr(self, "_trainer", None) is trainer and trainer.current_epoch == rounds:
-            self._loop.log_book, self._loop.rounds = book, rounds  # the same Trainer goes on: its `max_epochs` was raised
+            self._loop.log_book, self._loop.rounds = (
+                book,
+                rounds,
+            )  # the same Trainer goes on: its `max_epochs` was raised
             self.store.restore(rounds, self.store.checkpoint(rounds))
         else:
             self.server.aggregator.load_state_dict(copy.deepcopy(self._fresh_aggregator))
@@ -500,11 +515,13 @@ class Federation(L.Callback):
 
             def load(client: Client) -> None:
                 local.load_client(client, self._state_of(client, state), trains=False)
+                tell_of_model(trainer, pl_module, client)
 
             try:
                 results = evaluate_clients(trainer, pl_module, clients, load, stage)
             finally:
                 local.load_global(state)
+                tell_of_model(trainer, pl_module, None)
         self.log_book.put_clients(trainer, trainer.current_epoch, results)
 
     def _state_of(self, client: Client, state: State) -> State:

@@ -21,6 +21,7 @@ from lightning_fed.callbacks.blame import client_fault
 from lightning_fed.callbacks.door import ranks_of
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.callbacks.open_round import tell_of_model
 from lightning_fed.callbacks.proximal import add_to_gradient, gradient_scale
 from lightning_fed.callbacks.side_pass import one_pass, run_step, side_pass, until_fault
 from lightning_fed.data.population import PlannedVisit, batch_length, own_random_numbers
@@ -95,6 +96,7 @@ class GradientCorrection(FederatedCallback):
         for client in sample[ranks.rank :: ranks.size]:  # the other processes ask the others
             server.count_down(Broadcast(round, state))
             local.load_client(client, state)
+            tell_of_model(trainer, module, client)
             try:
                 answer = self._measure(trainer, module, client, state, is_reloaded=True)
             except _NoAnswerError as fault:
@@ -110,6 +112,7 @@ class GradientCorrection(FederatedCallback):
             else:
                 _log.warning("Round %d: client %r's gradient is left out: %s.", round, client, reason)
         local.load_global(state)
+        tell_of_model(trainer, module, None)
         whole = WeightedMean()
         for part in ranks.each(mean):
             whole.merge(part)

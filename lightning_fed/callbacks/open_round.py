@@ -205,3 +205,9 @@ def federated_callbacks(trainer: L.Trainer) -> list[FederatedCallback]:
     """The Trainer's callbacks that take part in the federation, in their order."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return [callback for callback in callbacks if isinstance(callback, FederatedCallback)]
+
+
+def tell_of_model(trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
+    """Tells callbacks whose model the module has become outside of visits; ``None`` for the global model."""
+    for callback in federated_callbacks(trainer):
+        callback.on_model_loaded(trainer, module, client)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.callbacks.open_round import tell_of_model
 from lightning_fed.callbacks.pictures import figure_pixels, has_matplotlib, paint_numbers, report_others, tensorboards
 from lightning_fed.callbacks.side_pass import one_pass, prepare_batch, side_pass
 from lightning_fed.data.population import own_random_numbers
@@ -147,11 +148,13 @@ class OwnClassConfusion(L.Callback):
             for client in self._chosen(trainer):
                 own = federation.server.aggregator.model_of(client)
                 local.load_client(client, state if own is None else own, trains=False)
+                tell_of_model(trainer, pl_module, client)
                 confusion = self._look(trainer, pl_module, federation, client)
                 if confusion is not None:
                     self.latest[client] = confusion
         finally:
             local.load_global(state)
+            tell_of_model(trainer, pl_module, None)
         if not trainer.is_global_zero or not tensorboards(trainer):
             return
         for client, confusion in self.latest.items():

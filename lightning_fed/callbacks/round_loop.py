@@ -155,7 +155,7 @@ class RoundLoop:
         """Goes back to the global model at the start of the round, if one is open."""
         if self.open is not None:
             self.open.abandon()
-            self.open = None
+            self._end(is_new=False)
 
     def cut_short(self) -> None:
         """Gives up the round that is open, if there is one, and says so."""
@@ -218,9 +218,15 @@ class RoundLoop:
         self.log_book.end_round(self.trainer, report, self.cohort, round.before, after, parameters, measured)
         if self.processes is not None:
             self.processes.rejoin()
-        self.open, self._served = None, self._loader
+        self._end(round.is_new)
+        self._served = self._loader
         self.progress.end_round()
         self.rounds = report.round + 1
+
+    def _end(self, is_new: bool) -> None:
+        self.open = None
+        for callback in federated_callbacks(self.trainer):
+            callback.on_round_end(self.trainer, self.trainer.lightning_module, is_new)
 
     def _join(self, processes: Processes, round: OpenRound, is_cut: bool = False) -> None:
         processes.join(round, self.server, self.store, self.cohort, self.schedule.seed, self.progress, is_cut)

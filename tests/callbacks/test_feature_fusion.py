@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_fed import FedBN, FederatedCallback, FederatedDataModule
+from lightning_fed.aggregators import FedAvgM
 from lightning_fed.callbacks import FeatureFusion, Federation, FedFusion, SampledSoftmax
 from lightning_fed.callbacks.batch_norm import recalibrate
 from lightning_fed.compare import Method
@@ -331,6 +332,41 @@ def test_a_round_without_a_new_model_keeps_the_reference(federated_trainer):
     assert torch.equal(results[0][1], results[1][1])
 
 
+def test_an_aggregate_that_is_not_used_keeps_the_reference(federated_trainer):
+    class Spoil(FederatedCallback):
+        def on_aggregate(self, trainer, module, state):
+            if trainer.current_epoch == 2:
+                state["net.features.0.weight"] = torch.full_like(state["net.features.0.weight"], torch.nan)
+
+    results = []
+    for rounds, callbacks in ((2, []), (3, [Spoil()])):
+        torch.manual_seed(0)
+        module = fit(federated_trainer, make("conv"), rounds=rounds, callbacks=callbacks)
+        results.append((state_of(module), find_fusion(module).frozen.state(), probe_of(module)))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs) if torch.is_tensor(ours) else assert_same(ours, theirs) is None
+
+
+def test_a_fit_without_fusion_is_not_resumed_with_it(federated_trainer, tmp_path):
+    """Its weights can be taken, in a new fit or to validate; its optimizers cannot."""
+    trainer = federated_trainer(max_rounds=1)
+    module = models.Module(Net(), models.momentum)
+    trainer.fit(module, datamodule=data())
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    (expected,) = trainer.validate(module, datamodule=data(), verbose=False)
+    again = federated_trainer(max_rounds=2, callbacks=[make("multi")])
+    assert again.validate(
+        models.Module(Net()), datamodule=data(), ckpt_path=tmp_path / "plain.ckpt", verbose=False
+    ) == [expected]
+    with pytest.raises(MisconfigurationException, match="Expected a checkpoint of a fit with fusion, but got one with"):
+        again.fit(models.Module(Net(), models.momentum), datamodule=data(), ckpt_path=tmp_path / "plain.ckpt")
+    fresh = models.Module(Net(), models.momentum)
+    fresh.load_state_dict(torch.load(tmp_path / "plain.ckpt", weights_only=True)["state_dict"])
+    federated_trainer(max_rounds=1, callbacks=[make("multi")]).fit(fresh, datamodule=data())
+    none = federated_trainer(max_rounds=2, callbacks=[make("none")])
+    none.fit(models.Module(Net(), models.momentum), datamodule=data(), ckpt_path=tmp_path / "plain.ckpt")
+
+
 def test_before_the_first_round_both_references_are_one(federated_trainer):
     outputs = {}
 
@@ -478,6 +514,109 @@ def test_personal_batch_norm_has_the_clients_own_statistics_in_both_extractors(f
     assert torch.equal(frozen["ann"][0], frozen["bob"][0])
 
 
+class Evaluated(models.Module):
+    """Notes the model and its reference whenever it is evaluated."""
+
+    def __init__(self, net, *arguments):
+        super().__init__(net, *arguments)
+        self.noted = Noted()
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        fusion = find_fusion(self)
+        reference = fusion.frozen.state() if fusion.is_referring else None
+        self.noted.seen.append((len(batch[0]), state_of(self.net.features), reference))
+
+
+class Noted:
+    """What a pass beside the fit does not take back."""
+
+    def __init__(self):
+        self.seen = []
+
+
+@pytest.mark.parametrize("kind", ["personal BatchNorm", "a personal layer"])
+def test_clients_are_evaluated_with_their_own_entries_in_both_extractors(kind, federated_trainer):
+    """The shared ones are those of the model before; the global model, afterwards, has none of theirs."""
+    options, own = {
+        "personal BatchNorm": ({"batch_norm": "personal"}, "1."),
+        "a personal layer": ({"personal": ["net.features.0.*"], "batch_norm": "average"}, "0."),
+    }[kind]
+    sizes = {"ann": 13, "bob": 8}
+    module = Evaluated(Net(), models.momentum)
+    recorder = Recorder()
+    trainer = federated_trainer(max_rounds=3, callbacks=[make("conv"), recorder], seed=0, **options)
+    held = models.as_datasets(models.images({"ann": 5, "bob": 6}))
+    trainer.fit(module, datamodule=FederatedDataModule(models.as_datasets(models.images(sizes)), held, batch_size=8))
+    rounds = [recorder.round(number) for number in range(3)]
+    per_round = len(module.noted.seen) // 3
+    for number, visits in enumerate(rounds):
+        seen = module.noted.seen[per_round * number :][:per_round]
+        of_clients = seen[-2:]
+        assert [size for size, _, _ in of_clients] == [5, 6]
+        for (_, now, reference), visit in zip(of_clients, visits, strict=True):
+            for name, value in reference.items():
+                if name.startswith(own):  # the client's, as it left them
+                    assert torch.equal(value, now[name])
+                    assert torch.equal(value, visit.end[f"net.features.{name}"])
+                else:
+                    assert torch.equal(value, visit.broadcast[f"net.features.{name}"])
+        for _, now, reference in seen[:-2]:
+            assert all(torch.equal(value, now[name]) for name, value in reference.items() if name.startswith(own))
+    final = find_fusion(module).frozen.state()
+    assert all(torch.equal(value, Net().features.state_dict()[name]) for name, value in final.items() if own in name)
+
+
+def test_one_of_several_models_is_evaluated_with_its_own_extractor(federated_trainer):
+    module = Evaluated(Net(), models.momentum)
+    federated_trainer(max_rounds=3, aggregator="fesem", callbacks=[make("conv")], seed=0).fit(module, datamodule=data())
+    assert len(module.noted.seen) > 6
+    assert all(reference is None for _, _, reference in module.noted.seen)
+
+
+def test_gradients_beforehand_are_those_of_a_visit(federated_trainer):
+    """FedDANE with one client corrects nothing: its gradient is everybody's. Only if both have the same reference."""
+    results = []
+    for aggregator in ("feddane", "fedavg"):
+        torch.manual_seed(0)
+        net = Net()
+        net.features[3].p = 0.0  # both differentiate the same function
+        results.append(
+            state_of(
+                fit(
+                    federated_trainer, make("conv"), models.Module(net), models.images({"ann": 24}), rounds=3,
+                    local_epochs=2, aggregator=aggregator,
+                )
+            )
+        )  # fmt: skip
+    assert_same(*results)
+
+
+def test_no_operator_and_few_classes_of_many(federated_trainer):
+    """Neither copies the head, of which clients hold some rows: without an operator, and where channels are said."""
+    clients = {
+        client: (images.repeat(1, 3, 4, 4), 7 * labels) for client, (images, labels) in models.images(FEW).items()
+    }
+    for options in ({"operator": "none"}, {"operator": "single", "channels": 512}):
+        task = ClassificationTask(
+            timm.create_model("resnet10t", num_classes=40), num_classes=40, norm="group", head="sampled_softmax", lr=0.1
+        )
+        before = task.model.fc.weight.detach().clone()
+        fit(federated_trainer, make(**options), task, clients, callbacks=[SampledSoftmax(5)], rounds=1)
+        assert not torch.equal(task.model.fc.weight, before)
+
+
+def test_weights_stay_in_their_range_whatever_the_server_does(federated_trainer):
+    recorder = Recorder()
+    fit(
+        federated_trainer, make("multi", clamp=(-0.001, 0.002), ema=0.0), callbacks=[recorder], local_epochs=3, rounds=4,
+        aggregator=FedAvgM(lr=3.0, momentum=0.9),
+    )  # fmt: skip
+    sent = torch.stack([visit.broadcast[WEIGHT] for visit in recorder.visits])
+    assert sent.min().item() == pytest.approx(-0.001)
+    assert sent.max().item() == pytest.approx(0.002)
+
+
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
@@ -613,6 +752,10 @@ def test_another_fusion_is_refused(federated_trainer):
     with pytest.raises(MisconfigurationException, match=r"with 'multi' at 'net.features.0', but it has"):
         fit(federated_trainer, make("multi", at="net.features.0"), module, rounds=1)
     fit(federated_trainer, make("multi", at="net.features"), module, rounds=1)
+    for options in ({"clamp": (0, 1)}, {"levels": [0]}, {"channel_axis": 2}):
+        (name,) = options
+        with pytest.raises(MisconfigurationException, match=rf"with {name}=.*, but its fusion has {name}="):
+            fit(federated_trainer, make("multi", **options), module, rounds=1)
     fit(federated_trainer, make("conv"), unwrap(module), rounds=1)
 
 
@@ -741,6 +884,18 @@ def test_augmented_images_are_never_taken_for_others(federated_trainer):
         results.append((state_of(module), passes.counts))
     assert_same(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
+
+
+def test_a_network_of_several_inputs_is_told_to_keep_nothing(federated_trainer):
+    class Named(models.Module):
+        def forward(self, inputs):
+            return self.net(inputs=inputs)
+
+    with pytest.warns(UserWarning, match="keeps nothing: Net is not called with one tensor alone"):
+        fit(
+            federated_trainer, make("conv", at="net.features", network="net", cache_global_features=True), Named(Net()),
+            local_epochs=2,
+        )  # fmt: skip
 
 
 def test_visits_of_one_epoch_keep_nothing(federated_trainer):
