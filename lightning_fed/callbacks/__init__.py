@@ -14,6 +14,7 @@ from lightning_fed.callbacks.head_then_body import HeadThenBody as HeadThenBody
 from lightning_fed.callbacks.images import SegmentationImages as SegmentationImages
 from lightning_fed.callbacks.images import segmentation_grid as segmentation_grid
 from lightning_fed.callbacks.layerwise import LayerwiseTraining as LayerwiseTraining
+from lightning_fed.callbacks.local_evaluation import LocalEvaluation as LocalEvaluation
 from lightning_fed.callbacks.own_class_confusion import Confusion as Confusion
 from lightning_fed.callbacks.own_class_confusion import OwnClassConfusion as OwnClassConfusion
 from lightning_fed.callbacks.presets import FedAwS as FedAwS
@@ -48,6 +49,7 @@ __all__ = [
     "GradientCorrection",
     "HeadThenBody",
     "LayerwiseTraining",
+    "LocalEvaluation",
     "OwnClassConfusion",
     "PartTraffic",
     "PrototypePlots",

@@ -18,7 +18,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_fed.callbacks.door import ranks_of
 from lightning_fed.callbacks.side_pass import find_metrics, run_step, side_pass
-from lightning_fed.data.population import batch_length
+from lightning_fed.data.population import batch_length, own_random_numbers
 from lightning_fed.messages import Client
 from lightning_fed.ranks import Ranks
 
@@ -147,27 +147,60 @@ def evaluate_clients(
 
     """
     results, ranks = ClientResults(), ranks_of(trainer)
-    limit = trainer.limit_val_batches if stage == "validation" else trainer.limit_test_batches
-    known = _monitored(trainer) | _collected(module)
     own = clients if is_pooled else itertools.islice(clients, ranks.rank, None, ranks.size)
     with nullcontext() if is_pooled else ranks.parted():
         for client in own:
             load(client)
-            recorder = _Recorder()
-            with side_pass(module, recorder.log, is_reloaded=True, is_alone=not is_pooled):
-                getattr(module, f"on_{stage}_epoch_start")()
-                for number, batch in enumerate(_limited(clients[client], limit)):
-                    recorder.batch = batch
-                    run_step(trainer, module, f"{stage}_step", batch, number)
-                recorder.batch = None
-                if is_pooled:
-                    recorder.pool(ranks)
-                getattr(module, f"on_{stage}_epoch_end")()
-                directions = known | recorder.directions()
-                for name, value in recorder.results().items():
-                    results.values.setdefault(name, {})[client] = value
-                    results.higher_is_better[name] = directions.get(name, is_score(name))
+            values, directions = _evaluate(trainer, module, clients[client], stage, ranks if is_pooled else None)
+            for name, value in values.items():
+                results.values.setdefault(name, {})[client] = value
+                results.higher_is_better[name] = directions.get(name, is_score(name))
     return results if is_pooled else _joined(ranks.gather(results), clients)
+
+
+def evaluate_visit(trainer: L.Trainer, module: L.LightningModule, loader: Iterable[Any]) -> dict[str, float]:
+    """Runs the module's validation step over a client's data during its visit, which then goes on as without it.
+
+    Returns:
+        Everything that is logged, by name.
+
+    """
+    with own_random_numbers():
+        return _evaluate(trainer, module, loader, "validation", keeps=True)[0]
+
+
+def _evaluate(
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    loader: Iterable[Any],
+    stage: Stage,
+    pool: Ranks | None = None,
+    keeps: bool = False,
+) -> tuple[dict[str, float], dict[str, bool]]:
+    """What a pass over the data logs, and which end of it is good, where it is known.
+
+    Args:
+        trainer: The Trainer.
+        module: The user's module.
+        loader: The data.
+        stage: Whose step, hooks and limit of batches.
+        pool: The processes, where each has a part of the data.
+        keeps: Whether parameters and buffers that a step writes have their values back; else the caller loads them.
+
+    """
+    limit = trainer.limit_val_batches if stage == "validation" else trainer.limit_test_batches
+    recorder = _Recorder()
+    with side_pass(module, recorder.log, is_reloaded=not keeps, is_alone=pool is None):
+        getattr(module, f"on_{stage}_epoch_start")()
+        for number, batch in enumerate(_limited(loader, limit)):
+            recorder.batch = batch
+            run_step(trainer, module, f"{stage}_step", batch, number)
+        recorder.batch = None
+        if pool is not None:
+            recorder.pool(pool)
+        getattr(module, f"on_{stage}_epoch_end")()
+        directions = _monitored(trainer) | _collected(module) | recorder.directions()
+        return recorder.results(), directions
 
 
 def _joined(parts: Sequence[ClientResults], clients: Iterable[Client]) -> ClientResults:

@@ -1,0 +1,59 @@
+"""Evaluation of what clients have trained, before it is averaged."""
+
+from __future__ import annotations
+
+import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed.callbacks.client_evaluation import evaluate_visit
+from lightning_fed.callbacks.federated_callback import FederatedCallback
+from lightning_fed.data.federated import EvaluationData
+from lightning_fed.functional.options import check_count
+from lightning_fed.messages import Client, ClientUpdate
+
+
+class LocalEvaluation(FederatedCallback):
+    """Evaluates every client of a round after its local training, on its own validation data.
+
+    What :class:`~lightning_fed.callbacks.Federation` evaluates is the global model, after the round. Papers also report
+    the accuracy of the models that clients have trained from it: with classes of their own these are far better on
+    them. Logged as ``fed/local/<metric>``, the mean over the round's clients, for all that ``validation_step`` logs.
+
+    The validation data are a mapping of clients; those without any are left out. The training is the same with and
+    without it.
+
+    Args:
+        every_n_rounds: Rounds between evaluations.
+
+    Raises:
+        ValueError: If ``every_n_rounds`` is below 1.
+        MisconfigurationException: In ``fit``, if no client has validation data.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[LocalEvaluation()], logger=False)
+
+    References:
+        Yao et al., ICIP 2019, of whose results this must be the measure.
+
+    """
+
+    def __init__(self, every_n_rounds: int = 1) -> None:
+        self.every_n_rounds = check_count("every_n_rounds", every_n_rounds)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Makes sure that there is something to evaluate on."""
+        datamodule = getattr(trainer, "datamodule", None)
+        if not isinstance(datamodule, EvaluationData) or not datamodule.val_clients():
+            raise MisconfigurationException("Expected validation data as a mapping of clients, but there are none.")
+
+    def on_client_end(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
+    ) -> None:
+        """Evaluates the client's model and sends what comes of it along."""
+        if (trainer.current_epoch + 1) % self.every_n_rounds:
+            return
+        loaders = trainer.datamodule.val_clients()  # type: ignore[attr-defined]
+        if client in loaders:
+            values = evaluate_visit(trainer, module, loaders[client])
+            update.metrics |= {f"local/{name}": value for name, value in values.items()}

@@ -1,0 +1,105 @@
+"""Evaluation of what clients have trained."""
+
+import copy
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.nn import functional as F
+
+from lightning_fed import FederatedCallback, FederatedDataModule, MemoryStore
+from lightning_fed.callbacks import FeatureFusion, LocalEvaluation
+from lightning_fed.modules import find_fusion
+from tests import models
+from tests.modules.test_fusion import Net
+from tests.recorders import Recorder, assert_same
+
+TRAIN, VAL = {"ann": 13, "bob": 8, "cid": 21}, {"ann": 40, "cid": 5}
+
+
+def fit(federated_trainer, callbacks, module=None, **options):
+    module = models.Module(Net(), models.momentum) if module is None else module
+    trainer = federated_trainer(
+        **{"max_rounds": 2, "local_epochs": 2, "seed": 3, "callbacks": callbacks, "batch_norm": "average", **options}
+    )
+    data = FederatedDataModule(
+        models.as_datasets(models.images(TRAIN)), models.as_datasets(models.images(VAL)), batch_size=8
+    )
+    trainer.fit(module, datamodule=data)
+    return module
+
+
+class Losses(FederatedCallback):
+    """Computes the losses by hand, with the model as it is when the client has trained."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def on_round_start(self, trainer, module):
+        self.rounds.append([])
+
+    def on_client_end(self, trainer, module, client, update):
+        if client in VAL:
+            images, labels = models.images(VAL)[client]
+            net = copy.deepcopy(module.net).eval()
+            with torch.no_grad():
+                parts = [F.cross_entropy(net(x), y) * len(y) for x, y in zip(images.split(32), labels.split(32))]
+            self.rounds[-1].append(sum(parts).item() / len(labels))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_losses_are_those_of_the_clients_models(fused, federated_trainer):
+    """With fusion: beside the extractor that the client was sent."""
+    losses, recorder = Losses(), Recorder()
+    callbacks = [FeatureFusion(operator="conv")] if fused else []
+    module = fit(federated_trainer, [*callbacks, losses, LocalEvaluation(), recorder])
+    for means, logged in zip(losses.rounds, recorder.logged, strict=True):
+        assert logged["fed/local/val_loss"] == pytest.approx(sum(means) / 2, rel=1e-5)
+        assert abs(logged["fed/local/val_loss"] - logged["fed/val_loss/mean"]) > 1e-4
+        assert 0 <= logged["fed/local/val_acc"] <= 1
+    assert (find_fusion(module) is not None) == fused
+
+
+class Writes(models.Module):
+    """A validation step that draws random numbers and writes a buffer."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.register_buffer("count", torch.zeros(()))
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step((batch[0] + torch.randn(()), batch[1]), batch_idx)
+        if self.training or not self.trainer.validating:
+            self.count += torch.rand(())
+
+
+@pytest.mark.parametrize("options", [{}, {"personal": ["count"], "optimizer_state": "keep"}])
+def test_the_training_does_not_notice(options, federated_trainer):
+    results = []
+    for callbacks in ([], [LocalEvaluation()]):
+        recorder, store = Recorder(), MemoryStore()
+        module = Writes(Net(), models.momentum)
+        fit(federated_trainer, [*callbacks, recorder], module, evaluate_clients_every=0, store=store, **options)
+        kept = [store.get(client) or {} for client in TRAIN]
+        results.append([*recorder.aggregates, *(visit.end for visit in recorder.visits), *kept])
+    for ours, theirs in zip(*results, strict=True):
+        assert_same(ours, theirs)
+    assert bool(kept[0]) == bool(options)
+
+
+def test_some_rounds_alone(federated_trainer):
+    recorder = Recorder()
+    fit(federated_trainer, [LocalEvaluation(every_n_rounds=2), recorder], max_rounds=4)
+    assert ["fed/local/val_loss" in recorder.logged[round] for round in (0, 1)] == [False, True]
+    values = [logged.get("fed/local/val_loss") for logged in recorder.logged]
+    assert values[1] != values[3]
+    with pytest.raises(ValueError, match="Expected `every_n_rounds` to be at least 1"):
+        LocalEvaluation(0)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+def test_it_needs_the_clients_own_data(federated_trainer):
+    with pytest.raises(MisconfigurationException, match="Expected validation data as a mapping of clients"):
+        federated_trainer(max_rounds=1, callbacks=[LocalEvaluation()]).fit(
+            models.Module(Net()), models.as_datasets(models.images(TRAIN))
+        )
