@@ -168,9 +168,7 @@ class FeatureFusion(FederatedCallback):
         if self._fusion is not None:
             self._rest()
 
-    def on_load_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuses to resume a fit without fusion, whose optimizers do not know the operator."""
         names = [f"{_name_of(self.fusion, pl_module)}.{name}" for name in self.fusion.state_dict()]
         is_fit = trainer.state.fn == TrainerFn.FITTING

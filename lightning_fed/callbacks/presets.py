@@ -17,7 +17,7 @@ from lightning_fed.callbacks.spreadout import SpreadOut, Variant
 from lightning_fed.functional.rows import RowWeighting
 from lightning_fed.functional.sampled_softmax import LogQ, Objective, QSupport
 from lightning_fed.modules.features import find_classifier
-from lightning_fed.modules.fusion import OperatorName
+from lightning_fed.modules.fusion import ConvInit, OperatorName, Range
 from lightning_fed.state import Selector, live_entries
 
 
@@ -116,18 +116,30 @@ def FedBN(**options: Any) -> Federation:
 
 def FedFusion(
     operator: OperatorName = "conv",
+    at: str = "auto",
+    levels: Sequence[int | str] | Literal["all"] = "all",
     ema: float = 0.9,
     eval_reference: Literal["previous", "current"] = "previous",
+    cache_global_features: bool = False,
+    conv_init: ConvInit = "default",
+    conv_bias: bool = True,
+    clamp: Range | None = None,
     **options: Any,
 ) -> Federation:
     """Federated averaging of clients that fuse their features with those of the global model.
 
-    :class:`~lightning_fed.callbacks.FeatureFusion` at the end of the model's feature extractor, wherever that is.
+    With :class:`~lightning_fed.callbacks.FeatureFusion`, whose arguments these are; it has a few more.
 
     Args:
-        operator: ``"conv"``, ``"multi"`` or ``"single"``.
+        operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"``, which is federated averaging.
+        at: Where the features are: name of a layer, or ``"auto"``.
+        levels: Which of several features (an encoder's maps) are fused.
         ema: Share of the former weights in the new ones of "multi" and "single".
         eval_reference: Whether the global model is evaluated with the features of the one before it, or with its own.
+        cache_global_features: Whether the global features of a client's examples are kept during its visit.
+        conv_init: How "conv" starts.
+        conv_bias: Whether "conv" has a bias.
+        clamp: Range in which the weights of "multi" and "single" stay.
         options: Further arguments of :class:`~lightning_fed.callbacks.Federation`, ``aggregator`` among them.
 
     Raises:
@@ -142,7 +154,19 @@ def FedFusion(
 
     """
     federation = Federation(**options)
-    federation.client_callbacks.append(FeatureFusion(operator=operator, ema=ema, eval_reference=eval_reference))
+    federation.client_callbacks.append(
+        FeatureFusion(
+            at=at,
+            operator=operator,
+            levels=levels,
+            ema=ema,
+            eval_reference=eval_reference,
+            cache_global_features=cache_global_features,
+            conv_init=conv_init,
+            conv_bias=conv_bias,
+            clamp=clamp,
+        )
+    )
     return federation
 
 

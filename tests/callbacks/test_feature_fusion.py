@@ -1,6 +1,7 @@
 """FedFusion in a federation."""
 
 import copy
+import inspect
 from functools import partial
 from pathlib import Path
 
@@ -474,6 +475,19 @@ def test_the_preset_is_the_callback(federated_trainer):
         results.append(state_of(module))
     assert_same(*results)
     assert WEIGHT in results[0]
+
+
+def test_the_presets_arguments_are_the_callbacks():
+    given = {
+        "operator": "multi", "at": "net.features.0", "levels": [0], "ema": 0.5, "eval_reference": "current",
+        "cache_global_features": True, "conv_init": "local", "conv_bias": False, "clamp": (0, 1),
+    }  # fmt: skip
+    own = [name for name in inspect.signature(FedFusion).parameters if name != "options"]
+    assert sorted(own) == sorted(given)
+    (callback,) = FedFusion(**given, clients_per_round=2).client_callbacks
+    assert {name: getattr(callback, name) for name in given} == given
+    (callback,) = FedFusion().client_callbacks
+    assert vars(callback) == vars(FeatureFusion())
 
 
 def test_the_method_of_a_comparison():
