@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -268,7 +269,7 @@ def _compare(args: Sequence[str]) -> None:
             raise ValueError("Expected `--last` to be at least 1 and `--target` to be in (0, 1].")
         plan = Plan(
             recipe=options.recipe,
-            methods=[Method.parse(text) for part in options.methods for text in part.split(",") if text.strip()],
+            methods=[Method.parse(text) for part in options.methods for text in _split(part) if text.strip()],
             seeds=range(options.seeds),
             stragglers=options.stragglers,
             out=options.out,
@@ -296,6 +297,11 @@ def _merge(args: Sequence[str]) -> None:
         run_merge(args)
     except (FileNotFoundError, MisconfigurationException, OptionError) as error:
         _stop(error)
+
+
+def _split(text: str) -> list[str]:
+    """What is between commas, but for those in brackets: ``fedfusion:levels=[2,-1]`` is one method."""
+    return re.split(r",(?![^\[]*\])", text)
 
 
 def _fractions(text: str) -> list[float]:

@@ -365,6 +365,8 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ("own.yaml --methods fedavg,fedavg", 2, "Expected `methods` to be at least one, each once, but got"),
         ("own.yaml --methods ,", 2, "Expected `methods` to be at least one, each once, but got []"),
         ("own.yaml --methods fedprox:nu=1", 2, "Expected options of 'fedprox' to be of ['mu', "),
+        ("own.yaml --methods fedavg,fedfusion:levels=[2,-1]:n=1", 2, "Expected options of 'fedfusion' to be of ['o"),
+        ("own.yaml --methods fedfusion:operator=sum", 2, "'fedfusion:operator=sum' does not work: Expected `operator"),
         ("own.yaml --methods fedprox:mu", 2, "Expected options as `option=value`, but got 'mu' in 'fedprox:mu'"),
         ("own.yaml --methods fedprox:mu=", 2, "Expected options as `option=value`, but got 'mu='"),
         ("own.yaml --methods fedprox:mu=1:mu=2", 2, "Expected every option once, but got 'mu' again"),
