@@ -1,0 +1,104 @@
+"""Clients that were never seen train the global models of a comparison (figure 4 of the FedFusion paper)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from common import load_json, save_json, table
+from torch.utils.data import DataLoader, Subset
+
+from lightning_fed.callbacks import FeatureFusion
+from lightning_fed.compare import Plan, epochs_to_converge, train_newcomers
+from lightning_fed.compare.run import CHECKPOINT, Run, quiet
+from lightning_fed.data import PartitionedData
+
+FILE = "newcomers.json"
+EPOCHS_SHOWN = (1, 2, 5, 10)
+
+
+class Unseen(L.LightningDataModule):
+    """Some of the test images of another datamodule."""
+
+    def __init__(self, source: Any, count: int) -> None:
+        super().__init__()
+        self.source, self.count = source, count
+
+    def setup(self, stage: str) -> None:
+        self.source.setup("test")
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        kept = torch.randperm(len(self.source.test_dataset), generator=torch.Generator().manual_seed(0))[: self.count]
+        return DataLoader(Subset(self.source.test_dataset, kept.tolist()), self.source.batch_size, shuffle=True)
+
+
+def measure(plan: Plan, run: Run, count: int, size: int, epochs: int) -> dict[str, Any]:
+    """Accuracies before training and after every epoch, of each client; on disk when it is done.
+
+    The clients are those of a split of test images with another seed: other permutations, other classes.
+    """
+    folder = plan.out / "runs" / run.name
+    known: dict[str, Any] | None = load_json(folder / FILE)
+    if known is not None:
+        return known
+    with quiet():
+        cli = plan.build(run.seed)
+        partition = type(cli.datamodule.partition)(**{**vars(cli.datamodule.partition), "num_clients": count})
+        data = PartitionedData(
+            Unseen(cli.datamodule.source, count * size), partition, val_fraction=0.5, seed=1_000 + run.seed
+        )
+        data.setup("fit")
+        for callback in run.method.federation(cli.trainer.federation).client_callbacks:
+            if isinstance(callback, FeatureFusion):
+                callback.setup(L.Trainer(logger=False, enable_checkpointing=False), cli.model, "validate")
+        cli.model.load_state_dict(torch.load(folder / CHECKPOINT, weights_only=True)["state_dict"])
+        loaders = {
+            client: (
+                DataLoader(data.clients[client], cli.datamodule.source.batch_size, shuffle=True),
+                DataLoader(data.val[client], 500),
+            )
+            for client in data.clients
+        }
+        curves = train_newcomers(cli.model, loaders, epochs, "val_acc", seed=run.seed)
+    found = {"method": run.method.label, "seed": run.seed, "curves": list(curves.values())}
+    save_json(folder / FILE, found)
+    print(f"newcomers of {run}: {[epochs_to_converge(curve) for curve in curves.values()]}", flush=True)
+    return found
+
+
+def report(found: Sequence[Mapping[str, Any]]) -> str:
+    """Epochs to converge, mean and deviation over seeds of the mean over clients; accuracies on the way."""
+    rows = []
+    for method in dict.fromkeys(one["method"] for one in found):
+        seeds = [one["curves"] for one in found if one["method"] == method]
+        epochs = [statistics.fmean(epochs_to_converge(curve) for curve in curves) for curves in seeds]
+        spread = f" ± {statistics.stdev(epochs):.1f}" if len(epochs) > 1 else ""
+        shown = [_mean_at(seeds, number) for number in (0, *EPOCHS_SHOWN)]
+        best = statistics.fmean(max(curve) for curves in seeds for curve in curves)
+        cells = [f"{value:.3f}" for value in (*shown, best)]
+        rows.append([f"`{method}`", f"{statistics.fmean(epochs):.1f}{spread}", *cells])
+    return table(["method", "epochs to converge", "before", *(f"after {each}" for each in EPOCHS_SHOWN), "best"], rows)
+
+
+def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Accuracy by local epoch, mean over clients and seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for method in dict.fromkeys(one["method"] for one in found):
+        seeds = [one["curves"] for one in found if one["method"] == method]
+        length = min(len(curve) for curves in seeds for curve in curves)
+        axes.plot(range(length), [_mean_at(seeds, number) for number in range(length)], label=method)
+    axes.set(xlabel="local epoch", ylabel="val_acc", title="clients that were never seen")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=100)
+
+
+def _mean_at(seeds: Sequence[Sequence[Sequence[float]]], number: int) -> float:
+    return statistics.fmean(curve[min(number, len(curve) - 1)] for curves in seeds for curve in curves)
