@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_fed.aggregators import Aggregator
+from lightning_fed.aggregators import Aggregator, FedMA
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.functional.fusion import smooth_weight
@@ -69,7 +69,7 @@ class FeatureFusion(FederatedCallback):
         ValueError: If an option is unknown or out of its range; in ``setup``, if the features or their channels cannot
             be found.
         MisconfigurationException: In ``setup``, if the module is fused with another operator, at another layer or with
-            other options, or the Trainer has no federation to fit with; in ``fit``, if the optimizers cannot train the
+            other options, or the Trainer has no federation to fit with, or one by FedMA; in ``fit``, if the optimizers cannot train the
             operator, the module does not run it, or a checkpoint to go on from is of a fit without it.
 
     Note:
@@ -140,7 +140,11 @@ class FeatureFusion(FederatedCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Has the module fuse its features, if it does not yet."""
         if stage == "fit":
-            find_federation(trainer)
+            if isinstance(find_federation(trainer).server.aggregator, FedMA):
+                raise MisconfigurationException(
+                    "Expected an aggregator that keeps neurons in their places, but got FedMA: channels that are fused"
+                    " with those of another extractor cannot be matched."
+                )
             _move_to_front(self, trainer)
         self._fusion = self._fuse(pl_module)
         goes_on = stage != "fit" or trainer.current_epoch > 0

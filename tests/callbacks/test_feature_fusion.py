@@ -814,6 +814,11 @@ def test_a_fit_needs_a_federation(plain_trainer):
         _ = make().fusion
 
 
+def test_neurons_that_change_places_are_refused(federated_trainer):
+    with pytest.raises(MisconfigurationException, match="that keeps neurons in their places, but got FedMA"):
+        fit(federated_trainer, make("conv"), aggregator="fedma")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
