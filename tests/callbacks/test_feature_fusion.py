@@ -581,6 +581,37 @@ def test_clients_are_evaluated_with_their_own_entries_in_both_extractors(kind, f
     assert all(torch.equal(value, Net().features.state_dict()[name]) for name, value in final.items() if own in name)
 
 
+@pytest.mark.parametrize("eval_reference", ["previous", "current"])
+def test_statistics_are_measured_beside_what_evaluates(eval_reference, federated_trainer):
+    """BatchNorm behind the features is recalibrated for the extractor that the new model is evaluated with."""
+
+    class Measured(FederatedCallback):
+        def __init__(self):
+            self.seen, self.is_measuring = [], False
+
+        def on_round_start(self, trainer, module):
+            self.before = state_of(module.net.features)
+
+        def on_aggregate(self, trainer, module, state):
+            self.is_measuring = True
+
+        def on_model_loaded(self, trainer, module, client):
+            fusion = find_fusion(module)
+            if self.is_measuring and client is not None:
+                assert fusion.is_referring == (eval_reference == "previous")
+                if fusion.is_referring:
+                    assert_same(fusion.frozen.state(), self.before)
+                self.seen.append(client)
+
+        def on_round_end(self, trainer, module, is_new):
+            self.is_measuring = False
+
+    measured = Measured()
+    callbacks = [make("conv", eval_reference=eval_reference)]
+    fit(federated_trainer, None, callbacks=[*callbacks, measured], batch_norm="recalibrate")
+    assert measured.seen == ["ann", "bob", "cid"] * 2
+
+
 def test_one_of_several_models_is_evaluated_with_its_own_extractor(federated_trainer):
     module = Evaluated(Net(), models.momentum)
     federated_trainer(max_rounds=3, aggregator="fesem", callbacks=[make("conv")], seed=0).fit(module, datamodule=data())
