@@ -120,6 +120,7 @@ class FeatureFusion(FederatedCallback):
         self._reference: State = {}  # of the global model before the current one
         self._before: State = {}  # of the one that the open round has found
         self._stage: Literal["rest", "training", "aggregated"] = "rest"
+        self._is_blank = False
         self._weights: State = {}  # of "multi" and "single", as the open round has found them
         self._reset_cache()
 
@@ -146,7 +147,9 @@ class FeatureFusion(FederatedCallback):
                     " with those of another extractor cannot be matched."
                 )
             _move_to_front(self, trainer)
+        is_fused = find_fusion(pl_module) is not None
         self._fusion = self._fuse(pl_module)
+        self._is_blank = stage != "fit" and not is_fused and (self.operator, self.conv_init) == ("conv", "default")
         goes_on = stage != "fit" or trainer.current_epoch > 0
         self._reference = self._fusion.frozen.state() if goes_on and self._fusion.is_referring else {}
         self._stage, self._before, self._weights = "rest", {}, {}
@@ -157,6 +160,22 @@ class FeatureFusion(FederatedCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Makes sure that the operator trains."""
         _add_parameters(list(self.fusion.parameters()), trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Says that a convolution which nobody has trained makes nothing of a model that was trained without."""
+        if self._is_blank:
+            rank_zero_warn(
+                "The module had no fusion: the convolution that it got has random weights, and what follows it makes"
+                " nothing of them. Evaluate the module without `FeatureFusion`, or a checkpoint of a fit with it."
+            )
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Likewise."""
+        self.on_validation_start(trainer, pl_module)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Likewise."""
+        self.on_validation_start(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -175,8 +194,9 @@ class FeatureFusion(FederatedCallback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuses to resume a fit without fusion, whose optimizers do not know the operator."""
         names = [f"{_name_of(self.fusion, pl_module)}.{name}" for name in self.fusion.state_dict()]
-        is_fit = trainer.state.fn == TrainerFn.FITTING
-        if is_fit and names and not any(name in checkpoint["state_dict"] for name in names):
+        has_fusion = any(name in checkpoint["state_dict"] for name in names)
+        self._is_blank = self._is_blank and not has_fusion
+        if trainer.state.fn == TrainerFn.FITTING and names and not has_fusion:
             raise MisconfigurationException(
                 "Expected a checkpoint of a fit with fusion, but got one without, whose optimizers do not know the"
                 " operator: begin a new fit with its weights, module.load_state_dict(torch.load(path)['state_dict'])."

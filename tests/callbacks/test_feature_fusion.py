@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -366,6 +367,31 @@ def test_a_fit_without_fusion_is_not_resumed_with_it(federated_trainer, tmp_path
     federated_trainer(max_rounds=1, callbacks=[make("multi")]).fit(fresh, datamodule=data())
     none = federated_trainer(max_rounds=2, callbacks=[make("none")])
     none.fit(models.Module(Net(), models.momentum), datamodule=data(), ckpt_path=tmp_path / "plain.ckpt")
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_convolution_that_nobody_has_trained_is_told_of(federated_trainer, plain_trainer, tmp_path):
+    """Where a module without fusion is evaluated; not where it makes no difference, nor in a fit."""
+    plain, fused = federated_trainer(max_rounds=1), federated_trainer(max_rounds=1, callbacks=[make("conv")])
+    for name, trainer in (("plain", plain), ("fused", fused)):
+        trainer.fit(models.Module(Net(), models.momentum), datamodule=data())
+        trainer.save_checkpoint(tmp_path / name)
+    images = DataLoader(models.images(FEW)["ann"][0], 13)
+    message = "the convolution that it got has random weights"
+    for options in ({}, {"ckpt_path": tmp_path / "plain"}):
+        with pytest.warns(UserWarning, match=message):
+            fused.validate(models.Module(Net()), datamodule=data(), verbose=False, **options)
+        with pytest.warns(UserWarning, match=message):
+            plain_trainer(callbacks=[make("conv")]).predict(models.Module(Net()), images, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*" + message)
+        fused.validate(models.Module(Net()), datamodule=data(), ckpt_path=tmp_path / "fused", verbose=False)
+        module = models.Module(Net(), models.momentum)
+        fused.fit(module, datamodule=data())
+        fused.validate(module, datamodule=data(), verbose=False)
+        for other in (make("multi"), make("conv", conv_init="local")):
+            trainer = plain_trainer(callbacks=[other])
+            trainer.predict(models.Module(Net()), images, ckpt_path=tmp_path / "plain")
 
 
 def test_before_the_first_round_both_references_are_one(federated_trainer):
