@@ -35,7 +35,7 @@ from lightning_fed import (
     Federation,
 )
 from lightning_fed.aggregators import Aggregator, FedAvg
-from lightning_fed.callbacks import CommunicationReport, FedAwS, FedSS
+from lightning_fed.callbacks import CommunicationReport, FeatureFusion, FedAwS, FedSS, LocalEvaluation
 from lightning_fed.data import IID
 from lightning_fed.messages import Broadcast
 from lightning_fed.modules import SampledSoftmaxHead
@@ -383,6 +383,16 @@ def matched(folder, processes):
     return {**found, "lines": []}
 
 
+def evaluated_locally(folder, processes):
+    """Fused features; clients are evaluated after their training, in the process that has trained them, and after it.
+
+    Each keeps its BatchNorm, which goes into both of its extractors; the operator is made at random in every process.
+    """
+    data = FederatedDataModule(clients(), clients({name: 6 for name in SIZES}), batch_size=4)
+    callbacks = [FeatureFusion(at="net.2", network="net"), LocalEvaluation()]
+    return train(folder, processes, Net, data, 3, callbacks, clients_per_round=3, batch_norm="personal")
+
+
 def own_rule(folder, processes):
     rule = Plain()
     found = train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), aggregator=rule)
@@ -580,8 +590,8 @@ JOBS = {
         job.__name__.replace("_", "-"): job
         for job in (
             talkative, worlds, one_client, three_clients, by_batches, nobody, faults, limits, stopped, counted,
-            spread_out, matched, own_rule, noisy, second_door, resumed, four_rounds, raising, hanging, killed,
-            after_kill, refusals,
+            spread_out, matched, evaluated_locally, own_rule, noisy, second_door, resumed, four_rounds, raising,
+            hanging, killed, after_kill, refusals,
         )
     },
 }  # fmt: skip

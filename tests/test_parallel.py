@@ -24,8 +24,8 @@ pytestmark = [
 ALIKE = [
     "schedulers", "personal-in-memory", "personal-in-folder", "two-optimizers", "margins-in-memory", "centers",
     "corrected-gradients", "server-moments", "sampled-classes", "fused-features", "talkative", "one-client",
-    "three-clients", "by-batches", "nobody", "faults", "limits", "counted", "spread-out", "matched", "own-rule",
-    "second-door", "four-rounds",
+    "three-clients", "by-batches", "nobody", "faults", "limits", "counted", "spread-out", "matched",
+    "evaluated-locally", "own-rule", "second-door", "four-rounds",
 ]  # fmt: skip
 SLOW = [
     "batch-norm-average", "personal-batch-norm-in-folder", "margins-in-folder", "server-momentum", "partition",
