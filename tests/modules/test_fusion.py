@@ -5,6 +5,7 @@ import io
 
 import lightning as L
 import pytest
+import segmentation_models_pytorch as smp
 import timm
 import torch
 import torchvision
@@ -318,6 +319,31 @@ def test_fusion_in_any_model(make, options, inputs, channels):
     fusion = fuse(task, "conv", conv_init="local", **options)
     fusion.refer(other.get_submodule(network))
     torch.testing.assert_close(task(inputs), plain, rtol=1e-3, atol=1e-4)
+
+
+FAMILIES = [  # of the encoders of smp, one each
+    "resnet18", "timm-resnest14d", "timm-res2net50_26w_4s", "timm-regnetx_002", "timm-gernet_s", "se_resnet50",
+    "timm-skresnet18", "densenet121", "inceptionresnetv2", "inceptionv4", "efficientnet-b0", "timm-efficientnet-b0",
+    "mobilenet_v2", "timm-mobilenetv3_small_075", "dpn68", "vgg11_bn", "xception", "mit_b0", "mobileone_s0",
+    "tu-convnext_atto", "tu-hrnet_w18_small", "tu-pvt_v2_b0", "tu-mobilenetv4_conv_small",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`timm-` encoders are deprecated")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fusion_in_every_encoder_of_smp(name):
+    task, inputs = Task(smp.FPN(name, encoder_weights=None, classes=2)).eval(), images(2, 64, 3)
+    with torch.no_grad():
+        plain = task(inputs)
+        fusion = fuse(task, "single")
+        for operator in fusion.operators.values():
+            operator.weight.fill_(0.5)
+        fusion.refer()
+        torch.testing.assert_close(task(inputs), plain)
+        disturb(fusion.frozen.network)
+        assert not torch.allclose(task(inputs), plain)
+    assert len(fusion.operators) >= 4
 
 
 def is_extractor(name, fusion):
