@@ -230,23 +230,30 @@ class FedMA(Aggregator):
                 extras[WIDTH + name] = torch.tensor(current.sizes[name])
             return Broadcast(self._round, {name: current.settled[name] for name in stage.entries}, extras)
         last = self._last
+        if last is None or client not in last.places:
+            return Broadcast(self._round, self.start_of(client), extras)
+        extras[NEEDS] = torch.tensor([last.origin, len(self._stages) - 1])  # all but what came after its last exchange
+        known = {name for stage in self._stages[:-1] for name in stage.entries}
+        new = {
+            name: value
+            for name, value in self._state.items()
+            if name not in known or not torch.equal(value, last.settled[name].to(value.device))
+        }
+        return Broadcast(self._round, self._groups.resized(last.sizes).slice(new, last.places[client]), extras)
+
+    def start_of(self, client: Client) -> State:
+        """What a client that has nothing of it is sent of the model that a pass begins with: all of it.
+
+        Of a wider global model its own neurons, or those that most clients have, if it was not in the last pass.
+        """
+        last = self._last
         if last is None:
-            return Broadcast(self._round, {} if self.start == "independent" else dict(self._state), extras)
-        wide = self._groups.resized(last.sizes)
-        if client in last.places:  # it has all but what came after its last exchange
-            extras[NEEDS] = torch.tensor([last.origin, len(self._stages) - 1])
-            known = {name for stage in self._stages[:-1] for name in stage.entries}
-            new = {
-                name: value
-                for name, value in self._state.items()
-                if name not in known or not torch.equal(value, last.settled[name].to(value.device))
-            }
-            return Broadcast(self._round, wide.slice(new, last.places[client]), extras)
-        kept = {  # the neurons that most clients have
+            return {} if self.start == "independent" else dict(self._state)
+        own = last.places.get(client) or {
             group.name: torch.argsort(last.owners[group.name], descending=True, stable=True)[: group.size].sort().values
             for group in self._groups
         }
-        return Broadcast(self._round, wide.slice(self._state, kept), extras)
+        return self._groups.resized(last.sizes).slice(self._state, own)
 
     def expected(self, broadcast: Broadcast) -> State:
         """The entries of the stage that is to be settled, with the client's neurons and the settled inputs."""

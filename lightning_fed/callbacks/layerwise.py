@@ -145,6 +145,15 @@ class LayerwiseTraining(FederatedCallback):
             f" {'; '.join(', '.join(stage.groups) or stage.entries[0].rpartition('.')[0] for stage in stages)}."
         )
 
+    def on_broadcast(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Sends a client that begins a pass and has its model of the last one no more its part of the global model."""
+        federation = find_federation(trainer)
+        if not int(broadcast.extras[STEP][1]) and not _has_what_it_needs(federation.client_memory, broadcast):
+            del broadcast.extras[NEEDS]
+            broadcast.state = _rule(federation).start_of(client)
+
     def on_receive(self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast) -> None:
         """Makes the client's model of what it has and what it is sent."""
         federation = find_federation(trainer)
@@ -249,7 +258,7 @@ class LayerwiseTraining(FederatedCallback):
     ) -> State:
         """The client's model at the start of a visit; what it has to remember is put into its memory."""
         sent, stage = broadcast.extras, int(broadcast.extras[STEP][1])
-        if NEEDS in sent and (STEP not in memory or not torch.equal(memory[STEP].cpu(), sent[NEEDS].cpu())):
+        if not _has_what_it_needs(memory, broadcast):
             raise ClientFault("it does not have its model of the stage before any more")
         own = {name[len(_MODEL) :]: value for name, value in memory.items() if name.startswith(_MODEL)}
         widths, places = _widths(memory), _named(memory, PLACES)
@@ -318,6 +327,12 @@ def _rule(federation: Federation) -> FedMA:
             f"`LayerwiseTraining` goes with the rule FedMA, but the federation's is {type(rule).__name__}."
         )
     return rule
+
+
+def _has_what_it_needs(memory: State, broadcast: Broadcast) -> bool:
+    """Whether a client has the model that a message builds on."""
+    needed, own = broadcast.extras.get(NEEDS), memory.get(STEP)
+    return needed is None or (own is not None and torch.equal(own.cpu(), needed.cpu()))
 
 
 def _widths(values: Mapping[str, Tensor]) -> dict[str, int]:

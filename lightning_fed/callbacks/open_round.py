@@ -98,8 +98,8 @@ class OpenRound:
             raise MisconfigurationException(
                 f"A callback asks for rows of {whole}, which travel as a whole: name them in its `sliced_entries`."
             )
-        self._broadcast = self._server.send(client, self._shape, request)
         self.local.recall(client)
+        self._broadcast = self._server.send(client, self._shape, request)
         try:
             for callback in self._callbacks:
                 callback.on_receive(self._trainer, self._module, client, self._broadcast)

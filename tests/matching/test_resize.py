@@ -181,3 +181,16 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"'0\.weight' to have 2 axes, but got the shape \(9,\)"):
         resize_module(module, {"0.bias": torch.zeros(9), "0.weight": torch.zeros(9)})
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_a_graph_that_lives_on_does_not_remember_the_width():
+    """As of a module that keeps its last loss."""
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    loss = net(torch.ones(4, 2)).sum()
+    loss.backward()
+    state = {"0.weight": torch.ones(5, 2), "0.bias": torch.zeros(5), "2.weight": torch.ones(1, 5)}
+    resize_module(net, state)
+    assert net[0].weight.grad is None
+    net(torch.ones(4, 2)).sum().backward()
+    assert net[2].weight.grad.shape == (1, 5)
+    assert net[0].weight.dtype == loss.dtype

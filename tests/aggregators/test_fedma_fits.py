@@ -1,0 +1,131 @@
+"""FedMA in a fit: breaks, checkpoints, other widths in later fits, errors."""
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fed.aggregators import FedAvg, FedMA
+from lightning_fed.callbacks import FederatedCallback, LayerwiseTraining
+from tests import models
+from tests.fedma import Stop, data_of, examples, fit, mlp, momentum, norm_net, parts
+from tests.recorders import state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+# --- breaks, checkpoints ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", ["memory", "folder"])
+@pytest.mark.parametrize("round", [1, 3, 4])
+def test_resumed_in_a_pass_it_ends_with_the_same_model(federated_trainer, tmp_path, round, store):
+    """Between stages, and in a pass after the model has grown: in a new module of the original widths."""
+
+    def make(name, *callbacks):
+        return federated_trainer(
+            max_rounds=6,
+            aggregator=FedMA("grow", score="published", gamma=7.0, max_width=None),
+            callbacks=list(callbacks),
+            enable_checkpointing=bool(callbacks),
+            store=None if store == "memory" else tmp_path / name,
+        )
+
+    whole = models.Module(norm_net(), momentum)
+    fit(make("whole"), whole, data_of(parts(), 4))
+    saver = ModelCheckpoint(tmp_path / "saved", save_last=True, save_on_train_epoch_end=True)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(make("broken", saver, Stop(round, 3)), models.Module(norm_net(), momentum), data_of(parts(), 4))
+    resumed = models.Module(norm_net(), momentum)
+    fit(make("broken", saver), resumed, data_of(parts(), 4), ckpt_path=tmp_path / "saved" / "last.ckpt")
+    assert len(state_of(whole)["net.0.bias"]) > 6
+    assert all(torch.equal(value, state_of(resumed)[name]) for name, value in state_of(whole).items())
+
+
+def test_validation_and_checkpoints_go_on_with_a_grown_model(federated_trainer, tmp_path):
+    """The same scores in the same process, from the checkpoint in a new module, and in prediction."""
+    own = parts()
+    validation = DataLoader(TensorDataset(*examples(9, 40)), 16)
+    saver = ModelCheckpoint(tmp_path, save_last=True)
+    rule = FedMA("grow", score="published", gamma=7.0, max_width=None)
+    trainer = federated_trainer(max_rounds=3, aggregator=rule, callbacks=[saver], enable_checkpointing=True)
+    module = models.Module(mlp(), momentum)
+    trainer.fit(module, {client: TensorDataset(*part) for client, part in own.items()}, validation)
+    expected = trainer.callback_metrics["val_loss"]
+    assert trainer.validate(module, validation, verbose=False)[0]["val_loss"] == pytest.approx(float(expected))
+    fresh = models.Module(mlp(seed=8), momentum)
+    other = federated_trainer(max_rounds=3, aggregator=FedMA(), callbacks=[saver], enable_checkpointing=True)
+    found = other.validate(fresh, validation, ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    assert found[0]["val_loss"] == pytest.approx(float(expected))
+    assert fresh.net[0].out_features > 7
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "shrink"}, "mode"),
+        ({"last_layer": "mean"}, "last_layer"),
+        ({"start": "zero"}, "start"),
+        ({"retrain_epochs": 0}, "retrain_epochs"),
+        ({"max_width": 0.5}, "max_width"),
+        ({"gamma": 0.0}, "gamma"),
+        ({"passes": -1}, "passes"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        FedMA(**options)
+
+
+def test_what_cannot_be_in_a_fit(federated_trainer):
+    """Each error says what to do instead."""
+
+    def run(rule=None, optimizer=momentum, **arguments):
+        trainer = federated_trainer(max_rounds=2, aggregator=rule or FedMA(), **arguments)
+        fit(trainer, models.Module(mlp(), optimizer), data_of(parts()))
+
+    with pytest.raises(MisconfigurationException, match="optimizer_state='reset'"):
+        run(optimizer_state="keep")
+    with pytest.raises(MisconfigurationException, match="Adagrad"):
+        run(optimizer=torch.optim.Adagrad)
+    with pytest.raises(MisconfigurationException, match=r"is FedAvg\."):
+        run(FedAvg(), callbacks=[LayerwiseTraining()])
+    with pytest.raises(ValueError, match=r"'net\.4\.weight' matches none"):
+        run(FedMA(stages=[["net.0.*"], ["net.2.*"]]))
+    with pytest.raises(ValueError, match="no `local_steps`"):
+        run(FedMA(retrain_epochs=2, stages=[["net.0.*"], ["*"]]), local_steps=2)
+
+
+def test_counts_that_cannot_be_leave_the_client_out(federated_trainer, caplog):
+    class Broken(FederatedCallback):
+        def on_update(self, trainer, module, update):
+            if update.client == "c1" and "fedma:counts" in update.extras:
+                update.extras["fedma:counts"] -= 1000
+
+    fit(
+        federated_trainer(max_rounds=3, aggregator=FedMA(), callbacks=[Broken()]),
+        models.Module(mlp(), momentum),
+        data_of(parts()),
+    )
+    assert "client 'c1' is left out: its class counts are not" in caplog.text
+
+
+def test_targets_without_classes_are_averaged_by_size(federated_trainer):
+    """A regression: no counts, no failure."""
+    own = {c: (part[0], part[0][:, :3].clone()) for c, part in parts().items()}
+    states = []
+    for last in ("class", "size"):
+        module = models.Module(mlp(), momentum, loss=F.mse_loss)
+        trainer = federated_trainer(max_rounds=3, aggregator=FedMA(last_layer=last))
+        if last == "class":
+            with pytest.warns(UserWarning, match="by numbers of examples, because the labels are torch.float32"):
+                fit(trainer, module, data_of(own))
+        else:
+            fit(trainer, module, data_of(own))
+        states.append(state_of(module))
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

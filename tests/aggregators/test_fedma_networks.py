@@ -1,0 +1,125 @@
+"""FedMA and what networks are made of: BatchNorm, recurrent and residual ones, what cannot be followed."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_fed.aggregators import FedMA
+from lightning_fed.callbacks import FederatedCallback
+from tests import models
+from tests.fedma import Reader, Residual, data_of, fit, momentum, norm_net, parts, pictures, texts
+from tests.recorders import assert_same, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+# --- BatchNorm --------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_of_a_settled_stage_are_measured_and_kept(federated_trainer):
+    """Later layers train with them in evaluation mode; those of the complete model are measured once more."""
+    own, seen, modes = parts(), {}, {}
+
+    class Watch(FederatedCallback):
+        def on_client_start(self, trainer, module, client, broadcast):
+            seen[trainer.current_epoch, client] = state_of(module)
+            modes[trainer.current_epoch] = [module.net[place].training for place in (1, 4)]
+
+    module = models.Module(norm_net(), momentum)
+    trainer = federated_trainer(max_rounds=3, aggregator=FedMA("permute"), callbacks=[Watch()])
+    fit(trainer, module, data_of(own))
+    assert modes == {0: [True, True], 1: [False, True], 2: [False, False]}
+    inputs = torch.cat([part[0] for part in own.values()])
+    for round, layer in ((1, 1), (2, 4)):
+        for client in own:
+            state = seen[round, client]
+            net = norm_net()
+            net.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})
+            hidden = net[:layer].eval()(inputs)  # what goes into the layer, with earlier statistics as they are
+            torch.testing.assert_close(state[f"net.{layer}.running_mean"], hidden.mean(0), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(state[f"net.{layer}.running_var"], hidden.var(0), rtol=1e-4, atol=1e-5)
+    net = module.net.eval()
+    first = net[0](inputs)
+    torch.testing.assert_close(net[1].running_mean, first.mean(0), rtol=1e-4, atol=1e-5)
+    assert all(layer.training for layer in module.net) or not module.net.training
+
+
+# --- other networks ---------------------------------------------------------------------------------------------------
+
+
+def test_a_recurrent_network_grows(federated_trainer):
+    """The hidden units' rows in all gates and their columns go along: an LSTM with more units that runs, and learns."""
+    own = {f"c{c}": texts(c) for c in range(3)}
+    module = models.Module(Reader(), lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5))
+    rule = FedMA("grow", score="published", gamma=7.0)
+    trainer = federated_trainer(max_rounds=18, aggregator=rule, local_epochs=8)
+    fit(trainer, module, data_of(own, 8))
+    assert module.net.rnn.hidden_size == 7 == module.net.rnn.weight_hh_l0.shape[1]
+    assert module.net.rnn.weight_hh_l0.shape[0] == 28 == len(module.net.rnn.bias_hh_l0)
+    tokens, targets = texts(50, 300)
+    assert float((module.eval()(tokens).argmax(1) == targets).float().mean()) > 0.8
+
+
+@pytest.mark.parametrize(("mode", "stages"), [("grow", "auto"), ("permute", 2), ("grow", 1)])
+def test_a_residual_network_with_batch_norm(federated_trainer, mode, stages):
+    """From models that each client drew for itself, whose plain average is at chance."""
+    own = {f"c{c}": pictures(c) for c in range(3)}
+    scores = {}
+    images, targets = pictures(50, 300)
+    for name, rule in (
+        ("matched", FedMA(mode, stages, start="independent")),
+        ("averaged", FedMA("none", 1, start="independent")),
+    ):
+        module = models.Module(Residual(), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+        rounds = 2 if name == "matched" and stages != 1 else 1
+        fit(federated_trainer(max_rounds=rounds, aggregator=rule, local_epochs=12), module, data_of(own, 8))
+        assert rule.unfinished is None
+        assert rule.state_dict()["last"]["stage"] == rounds
+        scores[name] = float((module.eval()(images).argmax(1) == targets).float().mean())
+    assert scores["matched"] > max(0.5, scores["averaged"] + 0.1)
+
+
+@pytest.mark.slow
+def test_deeplab_grows_and_goes_on(federated_trainer):
+    """Thirteen stages, or four; widths of depthwise layers, of the pyramid and of the decoder."""
+    import segmentation_models_pytorch as smp
+
+    torch.manual_seed(0)
+    net = smp.DeepLabV3Plus("resnet18", encoder_weights=None, classes=3, decoder_channels=16)
+    module = models.Module(net, lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    masks = {f"c{c}": (torch.randn(4, 3, 64, 64), torch.randint(0, 3, (4, 64, 64))) for c in range(2)}
+    rule = FedMA("grow", 4, score="published", gamma=7.0)
+    trainer = federated_trainer(max_rounds=5, aggregator=rule)
+    fit(trainer, module, data_of(masks, 4))
+    assert net.encoder.conv1.out_channels > 64
+    assert net.decoder.block2[0][0].groups == net.decoder.block2[0][0].in_channels
+    assert rule.unfinished is not None
+    assert trainer.callback_metrics["fed/clients"] == 2
+    with torch.no_grad():
+        assert bool(module.eval()(torch.randn(2, 3, 64, 64)).isfinite().all())
+
+
+class NoForward(models.Module):
+    """Its operations cannot be read off: there is nothing to call."""
+
+    def forward(self, inputs):
+        raise NotImplementedError
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def test_a_module_that_cannot_be_followed_is_averaged_in_one_exchange(federated_trainer):
+    """With a warning, BatchNorm among its layers."""
+    states = []
+    for rule in (FedMA("none", stages=1, last_layer="size"), FedMA()):
+        module = NoForward(norm_net(), momentum)
+        trainer = federated_trainer(max_rounds=2, aggregator=rule)
+        if rule.mode == "none":
+            fit(trainer, models.Module(norm_net(), momentum), data_of(parts()))
+            states.append(state_of(trainer.lightning_module))
+        else:
+            with pytest.warns(UserWarning, match=r"cannot be read off|no neurons"):
+                fit(trainer, module, data_of(parts()))
+            states.append(state_of(module))
+    assert_same(*states)
