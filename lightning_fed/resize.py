@@ -55,9 +55,17 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         if own.shape == value.shape:
             own.copy_(value)
         else:
-            own.grad = None
-            own.data = value.detach().to(own, copy=True)
+            exchange(own, value.detach().to(own, copy=True))
     fit_layers(module)
+
+
+def exchange(owner: Tensor, value: Tensor) -> None:
+    """Makes ``value`` the memory of a parameter or buffer, whose shape may be another. Its gradient is dropped."""
+    owner.grad = None
+    if value.shape != owner.shape:
+        # Where a graph of an earlier step lives on, autograd remembers the old shape; a change of type it notices.
+        owner.data = owner.data.new_empty(0, dtype=torch.float32 if owner.dtype != torch.float32 else torch.float64)
+    owner.data = value
 
 
 def fit_widths(module: nn.Module, state: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
-from lightning_fed.resize import resize_module
+from lightning_fed.resize import exchange, resize_module
 from lightning_fed.state import Policy, copy_state, live_entries, load_entries, norm
 from lightning_fed.store import ClientStore
 
@@ -93,7 +93,7 @@ class LocalModel:
         self._load({**state, **own, **self.home, **personal})
 
     def recall(self, client: Client) -> None:
-        """Makes ``memory`` the client's, before its message is read."""
+        """Makes ``memory`` the client's, before it is sent anything."""
         kept = self.store.get(client) or {}
         self.memory = {name[len(_MEMORY) :]: kept[name] for name in kept if name.startswith(_MEMORY)}
 
@@ -129,7 +129,7 @@ class LocalModel:
             {name: value for name, value in state.items() if name not in self.sliced},
         )
         for name, owner in self.sliced.items():
-            _exchange(owner, state.get(name, owner).detach())
+            exchange(owner, state.get(name, owner).detach())
             self.entries[name] = owner.detach()
         load_entries(self._other_buffers, self._other_values)
 
@@ -333,15 +333,6 @@ def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tens
         states[int(number)].setdefault(index, {})[name] = kept
     for optimizer, state in zip(optimizers, states, strict=True):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _exchange(owner: Tensor, value: Tensor) -> None:
-    """Makes ``value`` the memory of a parameter or buffer, whose shape may be another."""
-    owner.grad = None
-    if value.shape != owner.shape:
-        # Where a graph of an earlier step lives on, autograd remembers the old shape; a change of type it notices.
-        owner.data = owner.data.new_empty(0, dtype=torch.float32 if owner.dtype != torch.float32 else torch.float64)
-    owner.data = value
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
