@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_fed.functional.class_mean import class_mean
 from lightning_fed.functional.matched_mean import matched_mean
 from lightning_fed.functional.matching import MatchScore
-from lightning_fed.functional.options import BadUpdate, check_count, check_option
+from lightning_fed.functional.options import BadUpdate, OptionError, check_count, check_option
 from lightning_fed.functional.permutation import PermutationGroup, grow_neurons
 from lightning_fed.matching.groups import PermutationGroups
 from lightning_fed.matching.one_shot import MatchOrder, match_states
@@ -181,7 +181,19 @@ class FedMA(Aggregator):
             stages: Its stages.
             form: Its entries of a client's widths; values do not matter.
 
+        Raises:
+            ValueError: If a pass that goes on has other stages.
+
         """
+        current = self._current
+        if current is not None:
+            begun = {name for stage in stages[: current.stage] for name in stage.entries}
+            if current.settled.keys() != begun or current.stage >= len(stages):
+                raise OptionError(
+                    f"Expected the `stages` of the pass that is to go on, of which {current.stage} are settled, but"
+                    f" got {len(stages)} others: `stages` and what is frozen, personal or pinned can change after a"
+                    " pass only."
+                )
         self._groups, self._stages, self.client_widths = groups, list(stages), groups.sizes
         self._form = {name: torch.empty_like(value, device="meta") for name, value in form.items()}
 
@@ -192,8 +204,11 @@ class FedMA(Aggregator):
 
     @property
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:
-        """The stage that was settled last, and the pass, if that goes on."""
-        return None if self._current is None else (self._stages[self._current.stage - 1], self._current)
+        """The stage that the round has settled, and the pass, if that goes on."""
+        current = self._current
+        if current is None or current.round != self._round:
+            return None
+        return self._stages[current.stage - 1], current
 
     def plan(self, round: int) -> RoundPlan:
         """The clients of the pass that is under way, and their epochs."""

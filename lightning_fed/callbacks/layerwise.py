@@ -5,12 +5,14 @@ Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Alg
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -30,7 +32,9 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.modules.fresh import fresh_state
 from lightning_fed.resize import fit_widths
 from lightning_fed.schedule import Visit, client_key, derive_seed
-from lightning_fed.state import BatchNorm
+from lightning_fed.state import BatchNorm, trainable_entries
+
+_log = logging.getLogger(__name__)
 
 _MODEL = "fedma:model:"
 
@@ -129,11 +133,18 @@ class LayerwiseTraining(FederatedCallback):
         found = PermutationGroups.of(pl_module, self._example(federation, pl_module), pin=pin, extra_groups=self.extra_groups)
         shared = {name: local.entries[name] for name in local.shared}
         if rule.widths:  # the fit was resumed: groups and entries of a client's widths
+            if found.sizes != rule.widths:
+                raise MisconfigurationException(
+                    f"FedMA goes on from a model with {rule.widths} neurons, but the module has {found.sizes}. If this"
+                    " is to be another fit, give it a rule of its own, which was in none."
+                )
             wide = found
             found = wide.resized(rule.client_widths)
             shared = wide.slice(shared, {name: torch.arange(size) for name, size in rule.client_widths.items()})
         self.groups = found
         stages = find_stages(found, local.shared, rule.stages)
+        while len(stages) > 1 and not trainable_entries(pl_module).difference(*(own.entries for own in stages[:-1])):
+            stages[-2:] = [stages[-2].joined(stages[-1])]  # nothing would be left to train
         self._stages = [frozenset(stage.entries) for stage in stages]
         rule.prepare(found, stages, shared)
         if rule.start == "independent":
@@ -144,6 +155,8 @@ class LayerwiseTraining(FederatedCallback):
             f"FedMA: {len(found)} groups with {sum(found.sizes.values())} neurons in {len(stages)} stages, one round each:"
             f" {'; '.join(', '.join(stage.groups) or stage.entries[0].rpartition('.')[0] for stage in stages)}."
         )
+        if trainer.is_global_zero:
+            _warn_of_rounds(trainer, len(stages))
 
     def on_broadcast(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
@@ -221,8 +234,11 @@ class LayerwiseTraining(FederatedCallback):
         if rule.unfinished is None or federation.batch_norm != "recalibrate":
             return
         stage, current = rule.unfinished
-        found = batch_norm_layers(module)
-        layers = {name: layer for name, layer in found.items() if f"{name}.running_mean" in stage.entries}
+        layers = {  # not the user's frozen
+            name: layer
+            for name, layer in batch_norm_layers(module).items()
+            if layer.training and f"{name}.running_mean" in stage.entries
+        }
         if not layers:
             return
         local = federation.local_model(module)
@@ -311,7 +327,12 @@ class LayerwiseTraining(FederatedCallback):
                     f"FedMA finds no batch of client {client!r} to call the module with: give `LayerwiseTraining` an"
                     " `example_input`."
                 )
-            example = find_inputs(batch, self.inputs)[:2]
+            try:
+                example = find_inputs(batch, self.inputs)[:2]
+            except ValueError as error:
+                raise MisconfigurationException(
+                    f"{error} Or give `LayerwiseTraining` an `example_input`: a tensor, a tuple or a dictionary."
+                ) from error
         return tree_map(lambda value: value.to(module.device) if isinstance(value, Tensor) else value, example)
 
     def _give_back(self) -> None:
@@ -327,6 +348,26 @@ def _rule(federation: Federation) -> FedMA:
             f"`LayerwiseTraining` goes with the rule FedMA, but the federation's is {type(rule).__name__}."
         )
     return rule
+
+
+def _warn_of_rounds(trainer: L.Trainer, length: int) -> None:
+    """Says where the fit ends, or may, before there is a new model."""
+    rounds = trainer.max_epochs or -1
+    if rounds > 0 and rounds % length:
+        _log.warning(
+            "A pass through the stages takes %d rounds: of the last %d of %d rounds no new model comes.",
+            length,
+            rounds % length,
+            rounds,
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, EarlyStopping) and callback.patience < length:
+            _log.warning(
+                "EarlyStopping has a patience of %d, but there is a new model only every %d rounds: it should wait for"
+                " as many at least.",
+                callback.patience,
+                length,
+            )
 
 
 def _has_what_it_needs(memory: State, broadcast: Broadcast) -> bool:

@@ -26,6 +26,10 @@ class Stage:
     groups: tuple[str, ...]
     entries: tuple[str, ...]
 
+    def joined(self, other: Stage) -> Stage:
+        """Both in one exchange."""
+        return Stage(self.groups + other.groups, self.entries + other.entries)
+
 
 def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageChoice = "auto") -> list[Stage]:
     """Cuts a network into stages, first to last.
@@ -79,8 +83,7 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
         sizes = [sum(groups[name].size for name in stage.groups) for stage in stages]
         places = range(max(1, len(stages) - 2))  # the last stage stays by itself as long as it can
         place = min(places, key=lambda place: sizes[place] + sizes[place + 1])
-        first, second = stages[place : place + 2]
-        stages[place : place + 2] = [Stage(first.groups + second.groups, first.entries + second.entries)]
+        stages[place : place + 2] = [stages[place].joined(stages[place + 1])]
     return stages
 
 

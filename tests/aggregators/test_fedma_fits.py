@@ -3,10 +3,11 @@
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_fed import FederatedDataModule
 from lightning_fed.aggregators import FedAvg, FedMA
 from lightning_fed.callbacks import FederatedCallback, LayerwiseTraining
 from tests import models
@@ -99,6 +100,56 @@ def test_what_cannot_be_in_a_fit(federated_trainer):
         run(FedMA(stages=[["net.0.*"], ["net.2.*"]]))
     with pytest.raises(ValueError, match="no `local_steps`"):
         run(FedMA(retrain_epochs=2, stages=[["net.0.*"], ["*"]]), local_steps=2)
+
+
+def test_the_stages_of_a_pass_that_goes_on_cannot_change(federated_trainer, tmp_path):
+    """And a rule that was in a fit goes on from its model only."""
+    saver = ModelCheckpoint(tmp_path, save_last=True, save_on_train_epoch_end=True)
+
+    def run(rule, rounds, **arguments):
+        trainer = federated_trainer(max_rounds=rounds, aggregator=rule, callbacks=[saver], enable_checkpointing=True)
+        fit(trainer, models.Module(mlp(), momentum), data_of(parts()), **arguments)
+
+    rule = FedMA(score="published", gamma=7.0)
+    run(rule, 5)
+    for stages in (1, 2, [["net.0.*", "net.2.*"], ["net.4.weight"], ["*"]]):
+        with pytest.raises(ValueError, match=r"the `stages` of the pass that is to go on, of which 2 are settled"):
+            run(FedMA(stages=stages), 6, ckpt_path=tmp_path / "last.ckpt")
+    with pytest.raises(MisconfigurationException, match="a rule of its own"):
+        run(rule, 6)
+
+
+def test_a_module_whose_inputs_are_not_found_says_what_to_give(federated_trainer):
+    class Two(models.Module):
+        def forward(self, tokens, mask):
+            return self.net(tokens * mask)
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self(batch["tokens"], batch["mask"]), batch["label"])
+
+    data = {
+        client: [{"tokens": row, "mask": torch.ones(4), "label": label} for row, label in zip(*part, strict=True)]
+        for client, part in parts().items()
+    }
+    module = Two(mlp(), momentum)
+    with pytest.raises(MisconfigurationException, match="give `LayerwiseTraining` an `example_input`"):
+        fit(federated_trainer(max_rounds=3, aggregator=FedMA()), module, FederatedDataModule(data, batch_size=4))
+    side = LayerwiseTraining(example_input={"tokens": torch.randn(2, 4), "mask": torch.ones(2, 4)})
+    trainer = federated_trainer(max_rounds=3, aggregator=FedMA(score="published", gamma=7.0), callbacks=[side])
+    fit(trainer, module, FederatedDataModule(data, batch_size=4))
+    assert module.net[0].out_features > 7
+
+
+@pytest.mark.parametrize(
+    ("rounds", "patience", "texts"), [(7, 3, ["of the last 1 of 7"]), (6, 2, ["a patience of 2"]), (6, 3, [])]
+)
+def test_rounds_of_which_nothing_comes_are_named(federated_trainer, caplog, rounds, patience, texts):
+    stopping = EarlyStopping("train_loss", patience=patience)
+    trainer = federated_trainer(max_rounds=rounds, aggregator=FedMA(), callbacks=[stopping])
+    fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
+    warned = [record.getMessage() for record in caplog.records if "layerwise" in record.name]
+    assert len(warned) == len(texts)
+    assert all(text in message for text, message in zip(texts, warned, strict=True))
 
 
 def test_counts_that_cannot_be_leave_the_client_out(federated_trainer, caplog):

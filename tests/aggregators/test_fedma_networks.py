@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from lightning_fed.aggregators import FedMA
 from lightning_fed.callbacks import FederatedCallback
 from tests import models
-from tests.fedma import Reader, Residual, data_of, fit, momentum, norm_net, parts, pictures, texts
+from tests.fedma import Reader, Residual, data_of, fit, mlp, momentum, norm_net, parts, pictures, texts
 from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -42,6 +42,31 @@ def test_statistics_of_a_settled_stage_are_measured_and_kept(federated_trainer):
     first = net[0](inputs)
     torch.testing.assert_close(net[1].running_mean, first.mean(0), rtol=1e-4, atol=1e-5)
     assert all(layer.training for layer in module.net) or not module.net.training
+
+
+def test_statistics_that_the_user_holds_stay(federated_trainer):
+    """Those of layers in evaluation mode."""
+
+    class Held(models.Module):
+        def on_train_epoch_start(self):
+            self.net[1].eval()
+
+    module = Held(norm_net(), momentum)
+    module.net[1].running_mean.fill_(0.5)
+    fit(federated_trainer(max_rounds=3, aggregator=FedMA("none")), module, data_of(parts()))
+    assert torch.equal(module.net[1].running_mean, torch.full((6,), 0.5))
+    assert not torch.equal(module.net[4].running_mean, torch.zeros(5))
+
+
+def test_a_stage_that_comes_to_nothing_is_not_measured(federated_trainer, caplog, monkeypatch):
+    """Its mean is infinite; the clients have gone on. A new pass begins."""
+    rule, faults = FedMA("permute"), iter([None, "entry 'net.3.weight' has NaN or infinite values"])
+    monkeypatch.setattr("lightning_fed.aggregators.fedma.find_non_finite", lambda settled: next(faults, None))
+    trainer = federated_trainer(max_rounds=5, aggregator=rule)
+    fit(trainer, models.Module(norm_net(), momentum), data_of(parts()))
+    assert "the stage is not used" in caplog.text
+    assert rule.state_dict()["last"]["origin"] == 2
+    assert trainer.callback_metrics["fed/clients"] == 3
 
 
 # --- other networks ---------------------------------------------------------------------------------------------------
@@ -123,3 +148,14 @@ def test_a_module_that_cannot_be_followed_is_averaged_in_one_exchange(federated_
                 fit(trainer, module, data_of(parts()))
             states.append(state_of(module))
     assert_same(*states)
+
+
+def test_a_stage_in_which_nothing_trains_goes_with_the_one_before(federated_trainer):
+    """A head that is kept as it is: the last exchange is that of the layer before it."""
+    net = mlp()
+    net[4].requires_grad_(False)
+    module, rule = models.Module(net, momentum), FedMA(score="published", gamma=7.0, max_width=None)
+    fit(federated_trainer(max_rounds=2, aggregator=rule), module, data_of(parts()))
+    assert rule.state_dict()["last"]["stage"] == 2
+    assert net[2].out_features > 6
+    assert [parameter.requires_grad for parameter in net.parameters()] == [True] * 4 + [False] * 2
