@@ -434,16 +434,20 @@ class FedMA(Aggregator):
                 settled[name] = class_mean(layers, counts, [float(update.num_samples) for update in updates])
 
     def outputs(self) -> list[str]:
-        """Entries of output layers: those of the last stage that come after all that makes neurons."""
+        """Entries of output layers: of all that come after what makes neurons or stays at home, those with its rows.
+
+        A layer whose neurons cannot move may come before the output layer.
+        """
         order = {name: place for place, name in enumerate(self._groups.order)}
-        made = [name for group in self._groups for (name, _), entry in group.entries.items() if entry.role != "in"]
-        last = max((order.get(name, -1) for name in made), default=-1)
-        return [
+        made = {name for group in self._groups for (name, _), entry in group.entries.items() if entry.role != "in"}
+        last = max((place for name, place in order.items() if name in made or name not in self._form), default=-1)
+        found = [
             name
-            for name in self._stages[-1].entries
-            if order.get(name, len(order)) > last and name not in made and not is_running_statistic(name)
+            for name in sorted(self._stages[-1].entries, key=lambda name: order.get(name, -1))
+            if order.get(name, -1) > last and not is_running_statistic(name)
             if self._form[name].ndim and self._form[name].is_floating_point()
         ]
+        return [name for name in found if len(self._form[name]) == len(self._form[found[-1]])]
 
 
 def _sizes(groups: Sequence[PermutationGroup]) -> dict[str, int]:

@@ -32,7 +32,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.modules.fresh import fresh_state
 from lightning_fed.resize import fit_widths
 from lightning_fed.schedule import Visit, client_key, derive_seed
-from lightning_fed.state import BatchNorm, trainable_entries
+from lightning_fed.state import live_entries, trainable_entries
 
 _log = logging.getLogger(__name__)
 
@@ -183,9 +183,10 @@ class LayerwiseTraining(FederatedCallback):
         rule = _rule(federation)
         self._counts, self._batches_left = None, 0
         if rule.last_layer == "class" and stage == len(self._stages) - 1:
-            rows = {len(module.get_parameter(name)) for name in rule.outputs()}
-            if len(rows) == 1 and max(rows) > 1:
-                self._counts = torch.zeros(rows.pop(), dtype=torch.int64)
+            entries = live_entries(module)
+            rows = max((len(entries[name]) for name in rule.outputs()), default=0)
+            if rows > 1:
+                self._counts = torch.zeros(rows, dtype=torch.int64)
                 batches = federation.population.batches_per_epoch(client)
                 planned = federation.current_visit
                 assert planned is not None
@@ -303,7 +304,7 @@ class LayerwiseTraining(FederatedCallback):
                 parameter.requires_grad_(False)
                 self._settled_parameters.append(parameter)
         for name, layer in module.named_modules():
-            if isinstance(layer, BatchNorm) and layer.training and f"{name}.running_mean" in settled:
+            if layer.training and f"{name}.running_mean" in settled:  # BatchNorm, and InstanceNorm that keeps them
                 layer.eval()
                 self._settled_layers.append(layer)
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from lightning_fed.aggregators import FedMA
-from lightning_fed.callbacks import FederatedCallback
+from lightning_fed.callbacks import FederatedCallback, LayerwiseTraining
 from tests import models
 from tests.fedma import Reader, Residual, data_of, fit, mlp, momentum, norm_net, parts, pictures, texts
 from tests.recorders import assert_same, state_of
@@ -56,6 +57,28 @@ def test_statistics_that_the_user_holds_stay(federated_trainer):
     fit(federated_trainer(max_rounds=3, aggregator=FedMA("none")), module, data_of(parts()))
     assert torch.equal(module.net[1].running_mean, torch.full((6,), 0.5))
     assert not torch.equal(module.net[4].running_mean, torch.zeros(5))
+
+
+def test_statistics_of_instance_norm_stay_when_they_are_settled(federated_trainer):
+    seen = {}
+
+    class Watch(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            seen[trainer.current_epoch, client] = module.net[1].running_mean.clone()
+
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        nn.ReLU(),
+        nn.Conv2d(4, 3, 3),
+        nn.Flatten(),
+        nn.Linear(12, 3),
+    )
+    own = {f"c{c}": pictures(c) for c in range(2)}
+    module = models.Module(net, momentum)
+    fit(federated_trainer(max_rounds=3, aggregator=FedMA("none"), callbacks=[Watch()]), module, data_of(own))
+    assert not torch.equal(seen[0, "c0"], seen[0, "c1"])
+    assert all(torch.equal(seen[round, client], net[1].running_mean) for round in (1, 2) for client in own)
 
 
 def test_a_stage_that_comes_to_nothing_is_not_measured(federated_trainer, caplog, monkeypatch):
@@ -159,3 +182,26 @@ def test_a_stage_in_which_nothing_trains_goes_with_the_one_before(federated_trai
     assert rule.state_dict()["last"]["stage"] == 2
     assert net[2].out_features > 6
     assert [parameter.requires_grad for parameter in net.parameters()] == [True] * 4 + [False] * 2
+
+
+@pytest.mark.parametrize("how", ["personal", "pinned"])
+def test_rows_of_a_hidden_layer_are_not_those_of_classes(federated_trainer, how):
+    """Where the head stays at home, no row is a class's; where what comes before it is pinned, the head's are."""
+    states = []
+    for last in ("class", "size"):
+        module = models.Module(mlp(), momentum)
+        options = {"personal": ["net.4.*"]} if how == "personal" else {}
+        side = LayerwiseTraining(pin=["net.2.bias"] if how == "pinned" else [])
+        rule = FedMA("permute", last_layer=last)
+        fit(federated_trainer(max_rounds=2, aggregator=rule, callbacks=[side], **options), module, data_of(parts()))
+        states.append(state_of(module))
+    same = {name for name, value in states[0].items() if torch.equal(value, states[1][name])}
+    head = {"net.4.weight", "net.4.bias"}
+    assert states[0].keys() - same == (head if how == "pinned" else set())
+
+
+def test_a_parametrized_output_layer(federated_trainer):
+    """Its entries are not all parameters."""
+    net = mlp()
+    net[4] = nn.utils.parametrizations.spectral_norm(net[4])
+    fit(federated_trainer(max_rounds=3, aggregator=FedMA()), models.Module(net, momentum), data_of(parts()))
