@@ -7,11 +7,12 @@ from lightning_fed.aggregators.fedatt import FedAtt
 from lightning_fed.aggregators.fedavg import FedAvg
 from lightning_fed.aggregators.fedavgm import FedAvgM
 from lightning_fed.aggregators.feddane import FedDANE
-from lightning_fed.aggregators.fedma import PFNM, FedMA
+from lightning_fed.aggregators.fedma import FedMA
 from lightning_fed.aggregators.fedmargin import FedMargin
 from lightning_fed.aggregators.fedopt import FedAdagrad, FedAdam, FedYogi
 from lightning_fed.aggregators.fedprox import FedProx
 from lightning_fed.aggregators.fesem import FeSEM
+from lightning_fed.aggregators.pfnm import PFNM
 from lightning_fed.server import Aggregator
 
 AGGREGATORS: dict[str, type[Aggregator]] = {
