@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from lightning_fed.functional.matching import MatchScore
 from lightning_fed.functional.options import BadUpdate, OptionError, check_count, check_option
 from lightning_fed.functional.permutation import PermutationGroup, grow_neurons
 from lightning_fed.matching.groups import PermutationGroups
-from lightning_fed.matching.one_shot import MatchOrder, match_states
+from lightning_fed.matching.one_shot import MatchMode, MatchOrder, match_states
 from lightning_fed.matching.stages import Stage, StageChoice
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.schedule import client_key
@@ -29,8 +29,6 @@ from lightning_fed.server import Aggregator, RoundPlan
 from lightning_fed.state import find_non_finite, is_running_statistic
 
 _log = logging.getLogger(__name__)
-
-MatchMode: TypeAlias = Literal["grow", "permute", "none"]
 
 STEP, NEEDS, COUNTS = "fedma:step", "fedma:needs", "fedma:counts"
 PLACES, WIDTH = "fedma:places:", "fedma:width:"

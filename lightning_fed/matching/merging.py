@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import lightning as L
 import numpy as np
@@ -25,12 +25,10 @@ from lightning_fed.functional.options import check_count, check_option
 from lightning_fed.functional.permutation import PermutationGroup
 from lightning_fed.matching.checkpoints import Checkpoint, check_entries, read_checkpoint, state_of
 from lightning_fed.matching.groups import PermutationGroups
-from lightning_fed.matching.one_shot import MatchOrder, match_states
+from lightning_fed.matching.one_shot import MatchMode, MatchOrder, match_states
 from lightning_fed.modules.batch_norm import batch_norm_layers, recalibrate_batch_norm
 from lightning_fed.resize import fit_widths, named_tensors, resize_module
 from lightning_fed.state import find_non_finite
-
-MergeMode: TypeAlias = Literal["grow", "permute", "none"]
 
 
 class MergedGroup(NamedTuple):
@@ -113,7 +111,7 @@ class MatchedAverage:
 
     def __init__(
         self,
-        mode: MergeMode = "grow",
+        mode: MatchMode = "grow",
         order: MatchOrder = "fedma",
         score: MatchScore = "marginal",
         gamma: float | None = None,
@@ -125,7 +123,7 @@ class MatchedAverage:
         extra_groups: Sequence[PermutationGroup] = (),
         seed: int = 0,
     ) -> None:
-        check_option("mode", mode, get_args(MergeMode))
+        check_option("mode", mode, get_args(MatchMode))
         check_option("order", order, get_args(MatchOrder))
         check_option("score", score, get_args(MatchScore))
         check_option("batch_norm", batch_norm, ("recalibrate", "average"))
@@ -133,7 +131,7 @@ class MatchedAverage:
             raise ValueError(f"Expected `gamma` to be greater than 0 and finite, but got {gamma}.")
         if max_growth is not None and not max_growth >= 1:
             raise ValueError(f"Expected `max_growth` to be at least 1, but got {max_growth}.")
-        self.mode: MergeMode = mode
+        self.mode: MatchMode = mode
         self.order: MatchOrder = order
         self.score: MatchScore = score
         self.gamma = gamma

@@ -30,6 +30,7 @@ from lightning_fed.functional.permutation import (
 )
 from lightning_fed.matching.groups import PermutationGroups
 
+MatchMode: TypeAlias = Literal["grow", "permute", "none"]
 MatchOrder: TypeAlias = Literal["fedma", "pfnm"]
 
 _ROLES: dict[str, tuple[Role, ...]] = {"fedma": ("out", "vec"), "pfnm": ("out", "vec", "in")}
