@@ -11,6 +11,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_fed import FederatedTrainer, Federation
 
@@ -60,6 +61,21 @@ def no_leaks():
         for thread in left:
             thread.join(timeout=5)
     assert not [thread.name for thread in left if thread.is_alive()]
+
+
+@pytest.fixture(autouse=True)
+def loaders_as_they_were():
+    """Where asking for loaders raises, Lightning leaves ``DataLoader`` and ``BatchSampler`` patched for good."""
+    names = ("__init__", "__setattr__", "__delattr__")
+    before = {(cls, name): vars(cls).get(name) for cls in (DataLoader, BatchSampler) for name in names}
+    yield
+    for (cls, name), method in before.items():
+        if vars(cls).get(name) is method:
+            continue
+        if method is None:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, method)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -110,8 +110,11 @@ class Net(L.LightningModule):
         self.body = nn.Sequential(nn.Linear(4, 6), norm, nn.ReLU(), nn.Dropout(0.3))
         self.head = nn.Linear(6, 3) if num_classes is None else SampledSoftmaxHead(6, num_classes)
 
+    def forward(self, x):
+        return self.head(self.body(x))
+
     def loss(self, batch):
-        return nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)

@@ -111,10 +111,11 @@ def test_all_methods_see_the_same():
     first, *others = Notes.fits
     assert len(others) == len(METHODS) - 1 >= 4
     assert len(first["visits"]) > 6
-    for other in others:
+    for method, other in zip(METHODS[1:], others, strict=True):
         own = {name for name in other["state"] if name.startswith("feature_fusion.")}  # FedFusion's operator
         assert_same({name: other["state"][name] for name in other["state"].keys() - own}, first["state"])
-        assert same_rounds(other, first)
+        if method not in ("fedma", "pfnm"):  # the same clients stay for all rounds of a pass through the layers
+            assert same_rounds(other, first), method
 
 
 def test_what_seeds_and_stragglers_change(tmp_path):
