@@ -16,11 +16,13 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import newcomers
-from common import load_json, machine, parser, prepare, save_json, table, write_section
+import tuning
+from common import load_json, machine, parser, prepare, table, write_section
 
 from lightning_fed.compare import Method, Plan, draw, load_results, run_comparison, summarize
 from lightning_fed.compare.run import Run
@@ -38,7 +40,6 @@ READINGS = (  # of the paper and its program, where they differ or say nothing
 )
 KEPT = ":optimizer_state=keep"  # compared with federated averaging that keeps it too
 SHARES = (0.90, 0.95, 0.99)  # of the score of federated averaging: the milestones
-TUNING_SEED = 1_000
 MONITORS = ("fed/val_acc/mean", "fed/local/val_acc", "val_acc")
 OF_CLIENTS = "--data.source.data_dir"
 
@@ -117,6 +118,11 @@ def folder(name: str, arguments: argparse.Namespace) -> Path:
     return Path(arguments.runs) / "fedfusion" / name
 
 
+def best_rate(name: str, arguments: argparse.Namespace) -> float | None:
+    """The rate that was chosen, for the study or the one whose rate it has; ``None`` for the recipe's."""
+    return tuning.best_rate(folder(STUDIES[name].rate_of or name, arguments))
+
+
 def make_plan(name: str, methods: Sequence[str], arguments: argparse.Namespace, rate: float | None) -> Plan:
     study = STUDIES[name]
     overrides = [study.data, str(arguments.data), *study.overrides]
@@ -134,40 +140,13 @@ def make_plan(name: str, methods: Sequence[str], arguments: argparse.Namespace, 
     )
 
 
-# --- the learning rate ------------------------------------------------------------------------------------------------
-
-
-def tune(name: str, arguments: argparse.Namespace) -> None:
-    """Trains federated averaging with every rate, and keeps their scores."""
-    scores = {}
-    for rate in STUDIES[name].rates:
-        print(f"{name}, learning rate {rate:g}", flush=True)
-        plan = make_plan(name, ["fedavg"], argparse.Namespace(**{**vars(arguments), "seeds": [TUNING_SEED]}), rate)
-        plan = Plan(**{**vars(plan), "out": folder(name, arguments) / f"rate_{rate:g}"})
-        scores[f"{rate:g}"] = score(run_comparison(plan), arguments.last)
-    save_json(folder(name, arguments) / "rates.json", scores)
-    print(f"{name}: {best_rate(name, arguments)} of {scores}", flush=True)
-
-
-def score(results: Sequence[Mapping[str, Any]], last: int) -> float:
-    """The mean over seeds of the metric in the last rounds."""
-    (cell,) = summarize(results, last=last).values()
-    return statistics.fmean(cell.score)
-
-
-def best_rate(name: str, arguments: argparse.Namespace) -> float | None:
-    """The rate that was chosen; ``None`` for the recipe's."""
-    scores = load_json(folder(STUDIES[name].rate_of or name, arguments) / "rates.json")
-    return float(max(scores, key=scores.__getitem__)) if scores else None
-
-
 # --- rounds to milestones, as in the paper's table 2 ------------------------------------------------------------------
 
 
 def milestones_of(results: Sequence[Mapping[str, Any]], last: int) -> list[float]:
     """Shares of what federated averaging ends with, in whole percent."""
     base = [run for run in results if run["method"] == "fedavg"]
-    return sorted({math.floor(100 * share * score(base, last)) / 100 for share in SHARES}) if base else []
+    return sorted({math.floor(100 * share * tuning.score(base, last)) / 100 for share in SHARES}) if base else []
 
 
 def first_round(run: Mapping[str, Any], milestone: float) -> int | None:
@@ -226,7 +205,7 @@ def report(
     scores = load_json(folder(name, arguments) / "rates.json")
     if scores:
         tried = ", ".join(f"{value:.3f} with {text}" for text, value in scores.items())
-        parts.append(f"The rate was chosen with `fedavg` on validation data (`--tune`, seed {TUNING_SEED}): {tried}.")
+        parts.append(f"The rate was chosen with `fedavg` on validation data (`--tune`, seed {tuning.SEED}): {tried}.")
     for monitor in study.monitors[:-1] or study.monitors:
         shown = [{**run, "monitor": monitor} for run in main]
         marks = milestones_of(shown, last)
@@ -316,7 +295,13 @@ def main() -> None:
         if not arguments.tune:
             run_study(name, arguments)
         elif STUDIES[name].rates:
-            tune(name, arguments)
+            tuning.tune(
+                name,
+                STUDIES[name].rates,
+                folder(name, arguments),
+                partial(make_plan, name, METHODS[:1], arguments),
+                arguments.last,
+            )
 
 
 if __name__ == "__main__":

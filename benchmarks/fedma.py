@@ -1,7 +1,8 @@
 """FedMA against federated averaging, FedProx, PFNM and its own ablations, against rounds and against what travels.
 
 Trains what is not trained yet, through `lightning_fed.compare`, and makes the tables and pictures of what is there.
-Learning rates were tuned with FedAvg on validation data (seed 0); all methods have the same.
+The learning rate is chosen once, with federated averaging, by its score on validation data under a seed of its own
+(`--tune`); all methods have it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import machine, parser, prepare, spread, table, write_section
+import tuning
+from common import load_json, machine, parser, prepare, spread, table, write_section
 
 from lightning_fed.compare import CENTRAL, Method, Plan, load_results, run_comparison
 
@@ -39,7 +42,7 @@ class Study:
     Args:
         recipe: Its recipe, in ``recipes/``.
         words: The setting, as the report says it.
-        data: The recipe's option for the folder of the data.
+        rates: Learning rates to choose from; none where the recipe's was chosen before.
         methods: The methods.
         monitor: What is compared.
 
@@ -47,7 +50,7 @@ class Study:
 
     recipe: str
     words: str
-    data: str
+    rates: Sequence[float] = ()
     methods: Sequence[str] = METHODS
     monitor: str = "val_acc"
 
@@ -57,35 +60,61 @@ STUDIES = {
         "compare_fedma_mnist.yaml",
         "MNIST (4,000 images) with a narrow LeNet (10, 20 channels, 100 units): 8 clients, Dirichlet 0.5 per class,"
         " 3 local epochs; five passes through four layers",
-        "--data.data_dir",
+        (0.01, 0.02, 0.05, 0.1),
     ),
     "cifar10": Study(
         "compare_fedma_cifar10.yaml",
         "CIFAR-10 (8,000 images) with a quarter of VGG-9's channels: 16 clients, Dirichlet 0.5 per class, 1 epoch;"
         " three passes through nine layers",
-        "--data.data_dir",
+        (0.01, 0.02, 0.05),
+        (*METHODS[:4], "fedma", "fedma:start=independent", "fedma:mode=none"),
+    ),
+    "shakespeare": Study(
+        "compare_fedma_shakespeare.yaml",
+        "Shakespeare's plays with a small LSTM (embedding 8, 64 neurons) that tells the next character at every step:"
+        " 16 roles, 2 local epochs; four passes through three layers",
+        (1.0, 2.0, 4.0),
+        ("central", "fedavg", "fedprox:mu=0.01", "fedma", "fedma:start=independent", "fedma:mode=none"),
+    ),
+    "resnet": Study(
+        "compare_fedma_resnet.yaml",
+        "CIFAR-10 (3,200 images) with a narrow ResNet (`resnet10t`: four blocks, BatchNorm, 16 to 96 channels):"
+        " 8 clients, Dirichlet 0.5 per class, 1 epoch; three passes through five stages",
+        (0.02, 0.05, 0.1),
+        (
+            "central",
+            "fedavg",
+            "fedprox:mu=0.01",
+            *(f"fedma:stages=5{more}" for more in ("", ":mode=permute", ":mode=none")),
+        ),
     ),
     "camvid": Study(
         "compare_camvid.yaml",
         "CamVid at 96x64 (184 frames) with a narrow DeepLabV3+ (mobilenet_v2): 8 clients of equal sizes, 4 in a round,"
         " Dirichlet 0.1, 2 local epochs; two passes through five stages",
-        "--data.data_dir",
-        ("fedavg", "fedma:stages=5", "fedma:stages=5:mode=permute", "fedma:stages=5:mode=none"),
-        "val_miou",
+        methods=("fedavg", "fedma:stages=5", "fedma:stages=5:mode=permute", "fedma:stages=5:mode=none"),
+        monitor="val_miou",
     ),
 }
 
 
-def make_plan(name: str, arguments: argparse.Namespace) -> Plan:
+def folder(name: str, arguments: argparse.Namespace) -> Path:
+    return Path(arguments.runs) / "fedma" / name
+
+
+def make_plan(name: str, arguments: argparse.Namespace, rate: float | None) -> Plan:
     study = STUDIES[name]
+    overrides = ["--data.data_dir", str(arguments.data)]
+    overrides += ["--model.lr", f"{rate:g}"] if rate is not None else []
+    overrides += ["--trainer.max_rounds", "1"] if arguments.quick else []
     return Plan(
         recipe=ROOT / "recipes" / study.recipe,
         methods=[Method.parse(text) for text in study.methods if not arguments.methods or text in arguments.methods],
         seeds=arguments.seeds,
         stragglers=[0.0],
-        out=arguments.runs / "fedma" / name,
+        out=folder(name, arguments),
         monitor=study.monitor,
-        overrides=[study.data, str(arguments.data), *(["--trainer.max_rounds", "1"] if arguments.quick else [])],
+        overrides=overrides,
     )
 
 
@@ -120,10 +149,18 @@ def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Nam
                 f"{len(own)}",
             ]
         )
+    tried = ", ".join(
+        f"{rate} {found:.3f}" for rate, found in (load_json(folder(name, arguments) / "rates.json") or {}).items()
+    )
+    rate = (
+        f"Learning rates tried with `fedavg` (`--tune`, seed {tuning.SEED}): {tried}; the best is taken. "
+        if tried
+        else ""
+    )
     header = ["method", f"`{study.monitor}`", f"with {budget:.1f} MB", "MB", "size", "CPU s", "seeds"]
     return (
         f"`python benchmarks/fedma.py --data DATA --studies {name} --out docs/results.md`. {study.words};"
-        f" `recipes/{study.recipe}`. All methods have {len(runs[0]['rounds'])} rounds; megabytes are those of all"
+        f" `recipes/{study.recipe}`. {rate}All methods have {len(runs[0]['rounds'])} rounds; megabytes are those of all"
         f" clients, up and down; size is the largest global model over a client's. {machine(arguments.threads)}.\n\n"
         f"{table(header, rows)}"
     )
@@ -165,6 +202,7 @@ def main() -> None:
     made.add_argument("--studies", nargs="+", default=list(STUDIES), choices=list(STUDIES), help="data sets")
     made.add_argument("--methods", nargs="+", default=[], metavar="METHOD", help="of those of the study; else all")
     made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds")
+    made.add_argument("--tune", action="store_true", help="choose the learning rates, and train nothing else")
     made.add_argument("--report", action="store_true", help="only make the tables of what is there")
     made.add_argument("--figures", type=Path, default=None, help="folder for the PNG files of the curves")
     arguments = made.parse_args()
@@ -172,7 +210,10 @@ def main() -> None:
     if arguments.quick:
         arguments.seeds = [0]
     for name in arguments.studies:
-        plan = make_plan(name, arguments)
+        if arguments.tune:
+            tuning.tune(name, STUDIES[name].rates, folder(name, arguments), partial(make_plan, name, arguments), last=1)
+            continue
+        plan = make_plan(name, arguments, tuning.best_rate(folder(name, arguments)))
         if not arguments.report:
             print(name, flush=True)
             run_comparison(plan)

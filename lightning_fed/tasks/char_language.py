@@ -183,6 +183,12 @@ class CharLanguageTask(Task):
 
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the cross-entropy of logits ``(N, num_classes, ...)`` and codes ``(N, ...)``."""
+        shape = (logits.shape[0], *logits.shape[2:])
+        if target.shape != shape:
+            raise ValueError(
+                f"Expected targets of shape {shape}, one for each prediction, but got {tuple(target.shape)}:"
+                " `every_step` of the task and of the data have to be the same."
+            )
         return F.cross_entropy(logits, target.long())
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:

@@ -169,3 +169,11 @@ def test_refusals(arguments, message):
         CharLanguageTask(**arguments)
     with pytest.raises(TypeError, match="a dict with keys 'text' and 'target', but got a tuple of 3"):
         CharLanguageTask(hidden_size=4).split_batch((1, 2, 3))
+
+
+@pytest.mark.parametrize("every_step", [False, True])
+def test_targets_of_the_other_kind_are_refused(every_step):
+    task = CharLanguageTask(hidden_size=6, every_step=every_step)
+    text, target = windows(3, every_step=not every_step)
+    with pytest.raises(ValueError, match=r"Expected targets of shape \(3,.*: `every_step` of the task and of the data"):
+        task.compute_loss(task(text), target)
