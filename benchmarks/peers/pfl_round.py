@@ -1,0 +1,92 @@
+"""`pfl` (Apple's pfl-research), in one process or, under ``torchrun``, in several."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from pfl.aggregate.simulate import SimulatedBackend
+from pfl.algorithm.base import NNAlgorithmParams
+from pfl.algorithm.federated_averaging import FederatedAveraging
+from pfl.callback.base import TrainingProcessCallback
+from pfl.data.dataset import Dataset
+from pfl.data.federated_dataset import FederatedDataset
+from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
+from pfl.metrics import Metrics
+from pfl.model.pytorch import PyTorchModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+from work import RATE, WORKS, arguments, now, save
+
+
+class Net(nn.Module):
+    """A network with what `pfl` asks of it."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.network(inputs)
+
+    def loss(self, inputs: Tensor, targets: Tensor, eval: bool = False) -> Tensor:
+        return F.cross_entropy(self(inputs), targets)
+
+    def metrics(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+        return {}
+
+
+class Stamps(TrainingProcessCallback):
+    """When rounds end."""
+
+    def __init__(self) -> None:
+        self.stamps: list[float] = []
+
+    def on_train_begin(self, *, model: Any) -> Metrics:
+        self.stamps.append(now())
+        return Metrics()
+
+    def after_central_iteration(self, aggregate_metrics: Any, model: Any, *, central_iteration: int) -> Any:
+        self.stamps.append(now())
+        return False, Metrics()
+
+
+class InTurn:
+    """Names one client after another, round after round."""
+
+    def __init__(self, clients: int) -> None:
+        self.clients, self.asked = clients, 0
+
+    def __call__(self) -> int:
+        self.asked += 1
+        return (self.asked - 1) % self.clients
+
+
+def main() -> None:
+    given = arguments()
+    work = WORKS[given.work]
+    datasets = [Dataset(work.make_data(client), user_id=str(client)) for client in range(given.clients)]
+    data = FederatedDataset(lambda client: datasets[client], InTurn(given.clients))
+    net = Net(work.make_network())
+    model = PyTorchModel(net, torch.optim.SGD, torch.optim.SGD(net.parameters(), lr=1.0))
+    watch = Stamps()
+    FederatedAveraging().run(
+        NNAlgorithmParams(
+            central_num_iterations=given.rounds,
+            evaluation_frequency=given.rounds + 1,  # in the first round, which is not timed
+            train_cohort_size=given.clients,
+            val_cohort_size=None,
+        ),
+        SimulatedBackend(training_data=data, val_data=data),
+        model,
+        NNTrainHyperParams(local_num_epochs=1, local_learning_rate=RATE, local_batch_size=work.batch_size),
+        NNEvalHyperParams(local_batch_size=work.batch_size),
+        [watch],
+    )
+    if int(os.environ.get("RANK", "0")) == 0:
+        save(given.out, watch.stamps, net)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Seconds per round, start-up and memory beside Flower's simulation, Apple's pfl, plain Lightning and a loop by hand.
+
+All contestants train the same networks on the same data with the same steps and end with the same weights, which is
+checked. Each runs in processes of its own; they take turns, repetition by repetition, and ratios are taken within a
+repetition. The peers are installed in environments of their own, below ``--runs``, that see this one's PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import venv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import load_json, machine, parser, save_json, table, version, write_section
+
+HERE = Path(__file__).parent
+SCRIPTS = HERE / "peers"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """How one of them is started.
+
+    Args:
+        words: What the table calls it.
+        script: Its script, in ``peers/``.
+        package: What its environment needs; empty where it is this one.
+        processes: How many train; each has the cores divided by it as threads.
+        launcher: Arguments of Python before the script.
+
+    """
+
+    words: str
+    script: str
+    package: str = ""
+    processes: int = 1
+    launcher: Sequence[str] = ()
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+CONTESTANTS = {
+    "by_hand": Contestant("PyTorch loop by hand", "by_hand.py"),
+    "trainer": Contestant("plain `L.Trainer`, no federation", "lightning_round.py"),
+    "trainers": Contestant("a new `L.Trainer` per visit", "lightning_round.py"),
+    "ours": Contestant("`FederatedTrainer`", "lightning_round.py"),
+    "ours_vectorized": Contestant("`FederatedTrainer(vectorize=...)`", "lightning_round.py"),
+    "ours_parallel": Contestant('`FederatedTrainer(strategy="client_parallel")`', "lightning_round.py", processes=2),
+    "pfl": Contestant("`pfl`", "pfl_round.py", "pfl"),
+    "pfl_2": Contestant("`pfl`, two processes", "pfl_round.py", "pfl", 2, (*TORCHRUN, "2")),
+    "flwr": Contestant("`flwr` simulation, Ray, two clients at once", "flower_round.py", "flwr[simulation]", 2),
+}
+ROWS = {  # name: network, clients in a round, timed rounds
+    "MLP, 10 clients": ("mlp", 10, 12),
+    "MLP, 100 clients": ("mlp", 100, 3),
+    "MLP, 1000 clients": ("mlp", 1000, 1),
+    "CNN of McMahan et al., 10 clients": ("cnn", 10, 2),
+    "ResNet-18 with GroupNorm at 32x32, 4 clients": ("resnet18", 4, 1),
+    "DeepLabV3+ (ResNet-18, GroupNorm) at 96x96, 4 clients": ("deeplab", 4, 1),
+}
+
+
+def environment(package: str, folder: Path) -> str:
+    """The Python of an environment with that package, which sees this one's packages too."""
+    if not package:
+        return sys.executable
+    place = folder / package.partition("[")[0]
+    python = place / "bin" / "python"
+    if not (place / "ready").exists():
+        venv.create(place, clear=True, with_pip=True)
+        site = sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)})
+        (Path(site) / "parent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", package], check=True)
+        (place / "ready").touch()
+    return str(python)
+
+
+def installed(package: str, python: str) -> str:
+    name = package.partition("[")[0]
+    code = f"import importlib.metadata as m; print(m.version({name!r}))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def memory_of(process: int) -> int:
+    """Proportional bytes of a process and all below it: what they share counts once."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        children.setdefault(parent, []).append(int(path.parent.name))
+    total, waiting = 0, [process]
+    while waiting:
+        one = waiting.pop()
+        waiting += children.get(one, [])
+        try:
+            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def run(name: str, row: str, rounds: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Starts a contestant and waits for it."""
+    contestant, (work, clients, _) = CONTESTANTS[name], ROWS[row]
+    python = environment(contestant.package, arguments.runs / "peers")
+    threads = max(1, arguments.cores // contestant.processes)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [python, *contestant.launcher, str(SCRIPTS / contestant.script), "--contestant", name]
+        command += ["--work", work, "--clients", str(clients), "--rounds", str(rounds + 1)]
+        command += ["--threads", str(threads), "--out", str(out)]
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(HERE.parent)}
+        log = Path(folder) / "log"
+        begin, peak = time.time(), 0
+        with log.open("w") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, cwd=folder)
+            while process.poll() is None:
+                peak = max(peak, memory_of(process.pid))
+                time.sleep(0.5)
+        if process.returncode or not out.exists():
+            raise RuntimeError(f"{name} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+        found = json.loads(out.read_text())
+    stamps = found["stamps"]
+    return {
+        "round": float(np.mean(np.diff(stamps[1:]))),
+        "start": stamps[1] - begin,  # with the first round, in which much is imported
+        "memory": peak,
+        "bytes": found["bytes"],
+        "weights": found["weights"],
+    }
+
+
+def measure(row: str, names: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """All repetitions of a row; raises where a contestant does not end with the weights of the loop by hand."""
+    rounds = 1 if arguments.quick else ROWS[row][2]
+    found: dict[str, Any] = {name: [] for name in names}
+    for repetition in range(arguments.repetitions):
+        weights: dict[str, np.ndarray] = {}
+        for name in [*names[repetition % len(names) :], *names[: repetition % len(names)]]:
+            one = run(name, row, rounds, arguments)
+            weights[name] = np.array(one.pop("weights"))
+            found[name].append(one)
+            print(f"{row} {repetition + 1}/{arguments.repetitions} {name} {one['round']:.3f} s", flush=True)
+        for name, value in weights.items():
+            error = np.abs(value - weights["by_hand"]).max() / np.abs(weights["by_hand"]).max()
+            if name != "trainer" and not error < 1e-4:
+                raise RuntimeError(f"{name} does other work than the loop by hand: weights differ by {error:.1e}")
+    return {"seconds": found, "version": version()}
+
+
+def report(results: Mapping[str, Any], arguments: argparse.Namespace) -> str:
+    versions = ", ".join(
+        f"{package.partition('[')[0]} {installed(package, environment(package, arguments.runs / 'peers'))}"
+        for package in dict.fromkeys(one.package for one in CONTESTANTS.values())
+        if package
+    )
+    parts = [
+        f"`python benchmarks/speed_peers.py --out docs/performance.md`. {machine(arguments.cores)}; {versions}. One"
+        f" process has {arguments.cores} threads, each of two processes half of them. Medians over repetitions, ratios"
+        " within a repetition; *start* is what passes before the second round, *memory* the largest sum over all"
+        " processes. All end with the weights of the loop by hand, to 1e-4 of the largest."
+    ]
+    for row, result in results.items():
+        rows = []
+        for name, runs in result["seconds"].items():
+            ratios = [
+                one["round"] / base["round"] for one, base in zip(runs, result["seconds"]["by_hand"], strict=True)
+            ]
+            low, high = min(ratios), max(ratios)
+            spread = f" ({low:.2f}-{high:.2f})" if len(ratios) > 1 else ""
+            rows.append(
+                [
+                    CONTESTANTS[name].words,
+                    f"{np.median([one['round'] for one in runs]):.3f}",
+                    f"{np.median(ratios):.2f}{spread}",
+                    f"{np.median([one['start'] for one in runs]):.1f}",
+                    f"{np.median([one['memory'] for one in runs]) / 2**20:.0f}",
+                ]
+            )
+        parts += [f"**{row}**", table(["", "s / round", "/ by hand", "start, s", "memory, MiB"], rows)]
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    made = parser(__doc__.splitlines()[0], data=False)
+    made.add_argument(
+        "--cores", type=int, default=os.cpu_count() or 1, help="cores, shared by a contestant's processes"
+    )
+    made.add_argument("--repetitions", type=int, default=3, help="repetitions")
+    made.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), help="what to measure")
+    made.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), choices=list(CONTESTANTS), help="who")
+    made.add_argument("--report", action="store_true", help="only make the tables of what is there")
+    arguments = made.parse_args()
+    arguments.runs = (arguments.runs / "quick" if arguments.quick else arguments.runs).resolve()
+    if arguments.quick:
+        arguments.repetitions, arguments.rows = 1, arguments.rows[:1]
+    names = list(dict.fromkeys(["by_hand", *arguments.contestants]))
+    results: dict[str, Any] = load_json(arguments.runs / "speed_peers.json") or {}
+    for row in [] if arguments.report else arguments.rows:
+        results[row] = measure(row, names, arguments)
+        save_json(arguments.runs / "speed_peers.json", results)
+    write_section(arguments.out, "peers", report({row: results[row] for row in ROWS if row in results}, arguments))
+
+
+if __name__ == "__main__":
+    main()
