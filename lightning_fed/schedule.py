@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import numbers
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,11 @@ def client_key(client: Client) -> int:
     """
     name = f"{'s' if isinstance(client, str) else 'i'}:{client}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
+def default_seed() -> int:
+    """The seed of ``lightning.seed_everything`` if it was called, else 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def derive_seed(seed: int, *keys: int) -> int:

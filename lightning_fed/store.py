@@ -54,6 +54,13 @@ class ClientStore(ABC):
         """Takes what :meth:`share` of another process's store returned."""
 
 
+def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientStore:
+    """The store itself, one in a folder, or one in memory."""
+    if store is None:
+        return MemoryStore()
+    return store if isinstance(store, ClientStore) else FolderStore(store)
+
+
 class MemoryStore(ClientStore):
     """Keeps everything in memory, and in every checkpoint: for up to some hundreds of clients with small entries.
 

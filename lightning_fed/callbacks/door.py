@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
@@ -113,6 +113,33 @@ def ranks_of(trainer: L.Trainer) -> Ranks:
     """The processes that train the federation's clients: those of a strategy that shares clients out, or this alone."""
     ranks: Ranks = getattr(trainer.strategy, "ranks", ALONE)
     return ranks
+
+
+def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.Callback]) -> None:
+    """Adds those callbacks of whose kind the Trainer has none, right behind ``callback``."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for each in needed:
+        if not any(isinstance(other, type(each)) for other in callbacks):
+            callbacks.insert(callbacks.index(callback) + 1, each)
+
+
+def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) -> None:
+    """Moves a callback to the front, so that for all others a visit has begun before its first batch.
+
+    Args:
+        trainer: The Trainer, which may be in a loop over its callbacks.
+        callback: The callback.
+        kind: Its kind.
+
+    Raises:
+        MisconfigurationException: If there are more of its kind.
+
+    """
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if sum(isinstance(other, kind) for other in callbacks) > 1:
+        raise MisconfigurationException(f"Expected one `{kind.__name__}` callback, but the Trainer has more.")
+    callbacks.remove(callback)
+    callbacks.insert(0, callback)
 
 
 def check_trainer(trainer: L.Trainer, local_steps: int | None, stragglers: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import lightning as L
@@ -15,7 +14,7 @@ from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population
 from lightning_fed.functional.partition import IndexArray
 from lightning_fed.messages import Client
-from lightning_fed.schedule import client_key
+from lightning_fed.schedule import client_key, default_seed
 
 _FORWARDED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "predict_dataloader")
 
@@ -143,7 +142,7 @@ class PartitionedData(FederatedDataModule):
 
     def _split(self) -> DatasetClients:
         if self.seed is None:  # a split that changed between two stages would validate on what was trained on
-            self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+            self.seed = default_seed()
         seed = self.seed
         population = split_loader(self.source.train_dataloader(), self.partition, seed)
         source = population.source

@@ -1,0 +1,122 @@
+"""What a federation takes of the Trainer and of the user's objects while a fit lasts, and gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_fed.callbacks.door import TakenHook, check_trainer, find_loader_owner, ranks_of
+from lightning_fed.callbacks.policies import freeze_parameters
+from lightning_fed.callbacks.pooled_log import PooledLog
+from lightning_fed.callbacks.processes import Processes, check_processes
+from lightning_fed.callbacks.round_loop import RoundLoop
+from lightning_fed.data.federated import FederatedDataModule, split_loader
+from lightning_fed.data.partitions import Partition
+from lightning_fed.data.population import Population
+from lightning_fed.data.rounds import RoundLoader
+from lightning_fed.state import Policy
+
+
+class Takeover:
+    """Puts the rounds into a Trainer's fit, until :meth:`give_back`: a loader for each, and the ends of its visits.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        loop: The rounds.
+        partition: How the training data are split, where they do not come as clients already.
+        plan: Makes the next round's loader, in place of the user's ``train_dataloader``.
+
+    Raises:
+        MisconfigurationException: If the Trainer is asked for what cannot be right in a round, or the training data
+            cannot be reached or do not fit ``partition``.
+
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        loop: RoundLoop,
+        partition: Partition | None,
+        plan: Callable[[], RoundLoader],
+    ) -> None:
+        check_trainer(trainer, loop.schedule.local_steps, loop.schedule.stragglers)
+        if ranks_of(trainer).size > 1:
+            check_processes(trainer, loop.store)
+            callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            (pooled_log,) = (callback for callback in callbacks if isinstance(callback, PooledLog))
+            loop.processes = Processes(trainer, pooled_log)
+        if isinstance(getattr(trainer, "datamodule", None), FederatedDataModule) == (partition is not None):
+            raise MisconfigurationException(
+                "Expected a `partition` that splits the training data into clients, or a FederatedDataModule that"
+                f" brings them, but got {'both' if partition is not None else 'neither'}."
+            )
+        owner = find_loader_owner(trainer, module)
+        # A visit that fails is padded with `None` batches: on purpose, and the log says why.
+        loop.ignore("train_dataloader yielded None")
+        self._trainer = trainer
+        self._loop = loop
+        self._partition = partition
+        self._reload = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
+        self._loader = TakenHook(owner, "train_dataloader", plan)
+        self._save = TakenHook(module, "on_save_checkpoint", self._on_save_checkpoint)
+        self._batch_end = TakenHook(module, "on_train_batch_end", self._on_train_batch_end)
+        self._step = TakenHook(module, "training_step", self._training_step)
+        self._frozen: list[nn.Parameter] = []
+
+    def population(self) -> Population:
+        """All clients, of the user's own data."""
+        if self._partition is None:
+            population: Population = self._trainer.datamodule.population()  # type: ignore[attr-defined]
+            return population
+        return split_loader(self._loader.original(), self._partition, self._loop.schedule.seed)
+
+    def freeze(self, module: nn.Module, policies: Mapping[str, Policy]) -> None:
+        """Stops the gradients of frozen parameters."""
+        self._frozen = freeze_parameters(module, policies)
+
+    def give_back(self) -> None:
+        """Puts everything back."""
+        for hook in (self._loader, self._save, self._batch_end, self._step):
+            hook.give_back()
+        self._trainer.reload_dataloaders_every_n_epochs = self._reload  # type: ignore[attr-defined]
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint inside a round holds the last complete global model, and the round is trained again."""
+        if self._loop.open is not None:
+            self._loop.open.patch(checkpoint)
+        self._save.original(checkpoint)
+
+    def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The module's own hook; then the end of the visit if this was its last batch, and of the round.
+
+        It is the last hook of a batch: what callbacks and the module do after a batch is part of the visit.
+        """
+        if self._loop.has_trained(batch):
+            self._batch_end.original(outputs, batch, batch_idx)
+        self._loop.end_batch()
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loop.step(self._step.original, *args, **kwargs)
+
+
+def check_loader(trainer: L.Trainer) -> None:
+    """Makes sure that the Trainer trains on rounds.
+
+    Raises:
+        MisconfigurationException: If it trains on loaders that were handed to ``fit``.
+
+    """
+    if not isinstance(trainer.train_dataloader, RoundLoader):
+        raise MisconfigurationException(
+            "The Trainer trains on loaders that were handed to `fit`, not on the clients: use a datamodule, or"
+            " `FederatedTrainer`."
+        )
