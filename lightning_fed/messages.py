@@ -3,8 +3,9 @@
 A :class:`Broadcast` goes down, a :class:`ClientUpdate` goes up. Both hold flat dictionaries of tensors, so that the
 same two halves run in one process, across processes or over a network, and communication is counted, not estimated.
 
-Of a large table (the classes of a head, the words of an embedding) a client may want a few rows only. It asks for them
-in a :class:`Request` before the broadcast; only these rows travel then, in both directions.
+Where the broadcast depends on the client, it says so in a :class:`Request` before: of a large table (the classes of a
+head, the words of an embedding) it may want a few rows only, which alone travel then, in both directions; or it says
+what it has already.
 """
 
 from __future__ import annotations
@@ -58,23 +59,25 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 @dataclass
 class Request:
-    """What a client asks for before its visit, where it does not want all of an entry.
+    """What a client says before its visit: where it does not want all of an entry, or has some of the model.
 
     Args:
         client: The client's key.
         rows: For an entry of the model the rows that the client wants: int64, shape (rows,), strictly increasing, so
             that their order says nothing about the client. Rows that are the same for several entries, as a head's
             weight and bias, are one list on the wire.
+        extras: Whatever else the method says, for :meth:`Aggregator.respond <lightning_fed.Aggregator.respond>`.
 
     """
 
     client: Client
     rows: State = field(default_factory=dict)
+    extras: State = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors in the message, of equal ones once."""
-        return tensor_bytes(distinct(self.rows))
+        """Bytes of all tensors in the message, of equal rows once."""
+        return tensor_bytes(distinct(self.rows)) + tensor_bytes(self.extras)
 
 
 @dataclass

@@ -61,6 +61,10 @@ class Aggregator(ABC):
     def broadcast(self, client: Client) -> Broadcast:
         """What ``client`` is sent. The tensors are only read by the caller."""
 
+    def respond(self, request: Request) -> Broadcast:
+        """What a client is sent, in answer to what it says of itself; rows are the server's to cut out."""
+        return self.broadcast(request.client)
+
     def expected(self, broadcast: Broadcast) -> State:
         """What the answer to a message must look like: names, shapes and dtypes; values do not matter."""
         return broadcast.state
@@ -238,14 +242,16 @@ class Server:
         Args:
             client: The client's key.
             shape: Called with the message before it is counted; may change what this client is sent.
-            request: Rows that the client wants of some entries, instead of all.
+            request: What the client says: rows that it wants of some entries, instead of all, and extras of the method.
 
         Raises:
             ValueError: If the rule cannot do with rows, or the request does not fit the model.
 
         """
-        broadcast = self.aggregator.broadcast(client)
-        if request is not None and request.rows:
+        request = Request(client) if request is None else request
+        self.count_up(request)
+        broadcast = self.aggregator.respond(request)
+        if request.rows:
             self._slice(broadcast, request)
         self._rows[client] = dict(broadcast.rows)
         expected = self.aggregator.expected(broadcast)
@@ -336,7 +342,6 @@ class Server:
                 raise ValueError(f"Client {request.client!r} asks for rows of {name!r}, but {fault}.")
             broadcast.state[name] = table[rows.to(table.device)]
             broadcast.rows[name] = rows
-        self.count_up(request)
 
     def count_down(self, message: Broadcast) -> None:
         """Counts a message that went down."""

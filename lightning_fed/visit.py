@@ -93,7 +93,7 @@ class LocalModel:
         self._load({**state, **own, **self.home, **personal})
 
     def recall(self, client: Client) -> None:
-        """Makes ``memory`` the client's, before it is sent anything."""
+        """Makes ``memory`` the client's, before it asks for anything."""
         kept = self.store.get(client) or {}
         self.memory = {name[len(_MEMORY) :]: kept[name] for name in kept if name.startswith(_MEMORY)}
 

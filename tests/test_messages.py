@@ -48,6 +48,8 @@ def test_rows_of_several_entries_are_asked_for_once():
     assert Request("a", {"weight": rows, "words": torch.tensor([2, 5]), "bias": rows}).nbytes == 40
     assert Request("a", {"weight": rows, "words": rows + 1}).nbytes == 48
     assert Request("a").nbytes == 0
+    extras = {"has": torch.tensor([1, 2]), "is": torch.tensor([1, 2])}
+    assert Request("a", {"weight": rows}, extras).nbytes == 24 + 32  # of extras each has its meaning
 
 
 def test_extras_are_not_shared():

@@ -6,7 +6,7 @@ import torch
 from lightning_fed import ClientUpdate
 from lightning_fed.aggregators import FedAvg, FeSEM
 from lightning_fed.functional.options import BadUpdate
-from lightning_fed.messages import Request
+from lightning_fed.messages import Broadcast, Request
 from lightning_fed.server import RoundReport, Server
 from lightning_fed.state import norm
 
@@ -221,6 +221,26 @@ def test_a_client_is_sent_the_rows_that_it_asked_for():
     new = server.finish_round()
     assert torch.equal(new["table"][rows], torch.ones(2, 2))
     assert torch.equal(new["table"][[0, 2, 3]], table[[0, 2, 3]])
+
+
+def test_a_rule_answers_what_a_client_says_of_itself():
+    """And what it says is counted, whoever uses it."""
+
+    class Brief(FedAvg):
+        def respond(self, request):
+            message = self.broadcast(request.client)
+            return Broadcast(message.round, {n: v for n, v in message.state.items() if n not in request.extras})
+
+        def expected(self, broadcast):
+            return self.broadcast("").state
+
+    for rule, size in ((Brief(), 8), (FedAvg(), 20)):
+        server = Server(rule)
+        server.start_round(0, {"table": torch.zeros(3), "w": torch.zeros(2)})
+        assert server.send("a", request=Request("a", extras={"table": torch.tensor(1)})).nbytes == size
+        assert server.send("b").nbytes == 20
+        assert (server.report.up_bytes, server.report.down_bytes) == (8, size + 20)
+        assert server.receive(ClientUpdate("a", 1, {"table": torch.ones(3), "w": torch.ones(2)}))
 
 
 def test_rows_that_were_not_asked_for_cannot_be_written():

@@ -23,7 +23,7 @@ from lightning_fed.functional.permutation import PermutationGroup, grow_neurons
 from lightning_fed.matching.groups import PermutationGroups
 from lightning_fed.matching.one_shot import MatchMode, MatchOrder, match_states
 from lightning_fed.matching.stages import Stage, StageChoice
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.schedule import client_key
 from lightning_fed.server import Aggregator, RoundPlan
 from lightning_fed.state import find_non_finite, is_running_statistic
@@ -231,8 +231,12 @@ class FedMA(Aggregator):
         self._round, self._state, self.received, self._metrics = round, state, {}, {}
 
     def broadcast(self, client: Client) -> Broadcast:
-        """What the client does not have yet: the stage that was settled last, or the model to start a pass from."""
-        current = self._pass(self._round)
+        """The stage that was settled last, or all of the model to start a pass from.
+
+        Of a wider global model that is the client's own neurons, or those that most clients have, if it was not in the
+        last pass.
+        """
+        current, last = self._pass(self._round), self._last
         extras = {STEP: torch.tensor([current.origin, current.stage])}
         if current.stage:
             extras[NEEDS] = torch.tensor([current.origin, current.stage - 1])
@@ -241,31 +245,34 @@ class FedMA(Aggregator):
                 extras[PLACES + name] = current.places[client][name]
                 extras[WIDTH + name] = torch.tensor(current.sizes[name])
             return Broadcast(self._round, {name: current.settled[name] for name in stage.entries}, extras)
-        last = self._last
-        if last is None or client not in last.places:
-            return Broadcast(self._round, self.start_of(client), extras)
-        extras[NEEDS] = torch.tensor([last.origin, len(self._stages) - 1])  # all but what came after its last exchange
-        known = {name for stage in self._stages[:-1] for name in stage.entries}
-        new = {
-            name: value
-            for name, value in self._state.items()
-            if name not in known or not torch.equal(value, last.settled[name].to(value.device))
-        }
-        return Broadcast(self._round, self._groups.resized(last.sizes).slice(new, last.places[client]), extras)
-
-    def start_of(self, client: Client) -> State:
-        """What a client that has nothing of it is sent of the model that a pass begins with: all of it.
-
-        Of a wider global model its own neurons, or those that most clients have, if it was not in the last pass.
-        """
-        last = self._last
         if last is None:
-            return {} if self.start == "independent" else dict(self._state)
+            return Broadcast(self._round, {} if self.start == "independent" else dict(self._state), extras)
         own = last.places.get(client) or {
             group.name: torch.argsort(last.owners[group.name], descending=True, stable=True)[: group.size].sort().values
             for group in self._groups
         }
-        return self._groups.resized(last.sizes).slice(self._state, own)
+        return Broadcast(self._round, self._groups.resized(last.sizes).slice(self._state, own), extras)
+
+    def respond(self, request: Request) -> Broadcast:
+        """What the client does not have yet.
+
+        Where it has its model of the last pass, that is what came after its last exchange (the last stage), and what
+        differs from what it was sent (BatchNorm's statistics of the complete model).
+        """
+        last, has = self._last, request.extras.get(STEP)
+        message = self.broadcast(request.client)
+        if self._pass(self._round).stage or last is None or request.client not in last.places or has is None:
+            return message
+        needed = torch.tensor([last.origin, len(self._stages) - 1])
+        if not torch.equal(has.cpu(), needed):
+            return message
+        known = {name for stage in self._stages[:-1] for name in stage.entries}
+        state = {
+            name: value
+            for name, value in message.state.items()
+            if name not in known or not torch.equal(self._state[name], last.settled[name].to(value.device))
+        }
+        return Broadcast(self._round, state, {**message.extras, NEEDS: needed})
 
     def expected(self, broadcast: Broadcast) -> State:
         """The entries of the stage that is to be settled, with the client's neurons and the settled inputs."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.functional.options import OptionError, check_count
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, distinct, tensor_bytes
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, distinct, tensor_bytes
 from lightning_fed.state import live_entries
 
 _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
@@ -109,6 +109,7 @@ class CommunicationReport(FederatedCallback):
         self.parts = tuple(parts)
         self.client_rounds = check_count("client_rounds", client_rounds, lowest=0)
         self._prefixes: Sequence[str] = ()
+        self._request: Request
         self._full: dict[str, tuple[int, int]] = {}
         self._visits: dict[tuple[int, Client], dict[str, Traffic]] = {}
         self._sums: dict[int, dict[str, Traffic]] = {}  # of rounds that are long over
@@ -142,14 +143,16 @@ class CommunicationReport(FederatedCallback):
         for round in sorted({round for round, _ in self._visits if round < now - self.client_rounds}):
             self._sum_up(round)
 
-    def on_client_start(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
-    ) -> None:
+    def on_request(self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request) -> None:
+        """Looks at the request, which other callbacks have yet to fill in."""
+        self._request = request
+
+    def on_receive(self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast) -> None:
         """Counts the client's request and the broadcast that answers it."""
-        parts = {**self._by_part(broadcast.state), _EXTRAS: broadcast.extras}
+        request, parts = self._request, {**self._by_part(broadcast.state), _EXTRAS: broadcast.extras}
         for part, tensors in parts.items():
             self._add(trainer, client, part, tensors, "down")
-        self._add(trainer, client, _REQUEST, distinct(broadcast.rows), "up")
+        self._add(trainer, client, _REQUEST, {**distinct(request.rows), **request.extras}, "up")
 
     def on_update(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
         """Counts the client's answer."""

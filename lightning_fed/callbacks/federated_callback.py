@@ -46,9 +46,10 @@ class FederatedCallback(L.Callback):
         return ()
 
     def on_request(self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request) -> None:
-        """Client side, before the server sends: may put rows of sliced entries into the request.
+        """Client side, before the server sends: may put rows of sliced entries, and extras, into the request.
 
-        The module still holds the global model. An entry that is not asked for comes as a whole.
+        The module still holds the global model, and the client's memory can be asked for. An entry that is not asked
+        for comes as a whole. Extras are for the rule's :meth:`Aggregator.respond <lightning_fed.Aggregator.respond>`.
         """
 
     def on_broadcast(self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast) -> None:
@@ -60,7 +61,7 @@ class FederatedCallback(L.Callback):
     def on_receive(self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast) -> None:
         """Client side, on receipt, before the module loads the message: may unpack what :meth:`on_broadcast` packed.
 
-        Afterwards ``broadcast.state`` must hold all shared entries. The client's memory can be asked for already.
+        Afterwards ``broadcast.state`` must hold all shared entries.
 
         Raises:
             ClientFault: (of :mod:`lightning_fed.callbacks.blame`) if the client cannot do with the message.

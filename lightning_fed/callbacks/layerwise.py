@@ -28,7 +28,7 @@ from lightning_fed.functional.batches import Place, find_inputs, find_target
 from lightning_fed.functional.permutation import PermutationGroup
 from lightning_fed.matching.groups import PermutationGroups
 from lightning_fed.matching.stages import find_stages
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.modules.fresh import fresh_state
 from lightning_fed.resize import fit_widths
 from lightning_fed.schedule import Visit, client_key, derive_seed
@@ -158,14 +158,11 @@ class LayerwiseTraining(FederatedCallback):
         if trainer.is_global_zero:
             _warn_of_rounds(trainer, len(stages))
 
-    def on_broadcast(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
-    ) -> None:
-        """Sends a client that begins a pass and has its model of the last one no more its part of the global model."""
-        federation = find_federation(trainer)
-        if not int(broadcast.extras[STEP][1]) and not _has_what_it_needs(federation.client_memory, broadcast):
-            del broadcast.extras[NEEDS]
-            broadcast.state = _rule(federation).start_of(client)
+    def on_request(self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request) -> None:
+        """Says how far the client's own model has come."""
+        memory = find_federation(trainer).client_memory
+        if STEP in memory:
+            request.extras[STEP] = memory[STEP]
 
     def on_receive(self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast) -> None:
         """Makes the client's model of what it has and what it is sent."""

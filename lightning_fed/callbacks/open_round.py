@@ -88,6 +88,7 @@ class OpenRound:
         """Makes the module the client's: before its first batch."""
         self.visit = planned
         client = planned.visit.client
+        self.local.recall(client)
         request = Request(client)
         for callback in self._callbacks:
             callback.on_request(self._trainer, self._module, client, request)
@@ -98,7 +99,6 @@ class OpenRound:
             raise MisconfigurationException(
                 f"A callback asks for rows of {whole}, which travel as a whole: name them in its `sliced_entries`."
             )
-        self.local.recall(client)
         self._broadcast = self._server.send(client, self._shape, request)
         try:
             for callback in self._callbacks:

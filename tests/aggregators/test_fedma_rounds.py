@@ -8,12 +8,26 @@ import torch
 from torch import nn
 
 from lightning_fed.aggregators import FedMA
-from lightning_fed.callbacks import FederatedCallback
+from lightning_fed.callbacks import CommunicationReport, FederatedCallback
 from tests import models
 from tests.fedma import CLASSES, WIDTHS, Visitors, data_of, fit, layers_of, logged, many, mlp, momentum, parts
 from tests.recorders import MemoryLogger, assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+class Forget(L.Callback):
+    """Takes what client c2 has away, before a round."""
+
+    def __init__(self, round):
+        self.round = round
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == self.round:
+            store = trainer.federation.store.checkpoint(self.round)
+            kept = [place for place, client in enumerate(store["clients"]) if client != "c2"]
+            store = {name: [own[place] for place in kept] for name, own in store.items()}
+            trainer.federation.store.restore(self.round, store)
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------
@@ -29,13 +43,36 @@ def test_bytes_of_a_pass(federated_trainer):
     up = logged(logger, "comm/up_bytes")
     down = logged(logger, "comm/down_bytes")
     counts = 8 * CLASSES  # of the classes, with the output layer
-    assert up == 2 * [3 * layer[0], 3 * layer[1], 3 * (layer[2] + counts)]
-    step = 2 * 8  # the pass and the stage, and those that the client must have
+    step = 2 * 8  # the pass and the stage: those that the client must have, and those that it has
+    sent = [layer[0], layer[1] + step, layer[2] + counts + step]
+    assert up == [3 * size for size in (*sent, sent[0] + step, *sent[1:])]
     places = [8 * (width + 1) for width in WIDTHS[1:3]]
     middle = [3 * (layer[0] + places[0] + 2 * step), 3 * (layer[1] + places[1] + 2 * step)]
     first = 3 * (sum(layer) + step)
     again = 3 * (layer[2] + 2 * step)  # it has all the rest
     assert down == [first, *middle, again, *middle]
+
+
+@pytest.mark.parametrize("mode", ["permute", "grow"])
+def test_a_client_without_its_model_is_sent_its_own_neurons_of_the_global_one(federated_trainer, mode):
+    """At the start of a pass: that costs bytes, and changes nothing else. It is what the client says that counts."""
+    layer = [4 * (a * b + b) for a, b in itertools.pairwise(WIDTHS)]
+    states, down = [], []
+    for lost in (False, True):
+        logger, report = MemoryLogger(), CommunicationReport()
+        trainer = federated_trainer(
+            max_rounds=6, aggregator=FedMA(mode), logger=logger, callbacks=[report, *([Forget(3)] if lost else [])]
+        )
+        module = models.Module(mlp(), momentum)
+        fit(trainer, module, data_of(parts()))
+        states.append(state_of(module))
+        down.append(logged(logger, "comm/down_bytes"))
+        for name, field in (("down", "down_bytes"), ("up", "up_bytes")):
+            counted = [sum(getattr(row, field) for row in report.rows if row.round == round) for round in range(6)]
+            assert counted == logged(logger, f"comm/{name}_bytes")
+    assert_same(*states)
+    more = [lost - had for had, lost in zip(*down, strict=True)]
+    assert more == [0, 0, 0, layer[0] + layer[1] - 16, 0, 0]  # the message builds on nothing, and need not say on what
 
 
 def test_independent_clients_are_sent_nothing_at_the_start(federated_trainer):
@@ -155,18 +192,8 @@ def test_a_pass_after_one_that_came_to_nothing_starts_from_the_last_model(federa
 
 
 def test_a_client_that_has_lost_its_model_is_left_out(federated_trainer, caplog):
-    trainer = federated_trainer(max_rounds=3, aggregator=FedMA(), store=None)
+    trainer = federated_trainer(max_rounds=3, aggregator=FedMA(), callbacks=[Forget(1)])
 
-    class Forget(L.Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            if trainer.current_epoch == 1:
-                store = trainer.federation.store.checkpoint(1)
-                kept = [place for place, client in enumerate(store["clients"]) if client != "c2"]
-                trainer.federation.store.restore(
-                    1, {name: [own[place] for place in kept] for name, own in store.items()}
-                )
-
-    trainer.callbacks.append(Forget())
     fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
     assert "client 'c2' is left out: it does not have its model of the stage before any more" in caplog.text
     assert trainer.callback_metrics["fed/clients"] == 2
