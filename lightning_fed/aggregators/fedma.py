@@ -8,54 +8,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fed.aggregators.matching_pass import COUNTS, NEEDS, STEP, MatchingPass, digest
 from lightning_fed.functional.class_mean import class_mean
-from lightning_fed.functional.matched_mean import matched_mean
 from lightning_fed.functional.matching import MatchScore
 from lightning_fed.functional.options import BadUpdate, OptionError, check_count, check_option
 from lightning_fed.functional.permutation import PermutationGroup, grow_neurons
 from lightning_fed.matching.groups import PermutationGroups
-from lightning_fed.matching.one_shot import MatchMode, MatchOrder, match_states
-from lightning_fed.matching.stages import Stage, StageChoice
+from lightning_fed.matching.one_shot import MatchMode, MatchOrder, StateMatch, match_states
+from lightning_fed.matching.stages import Stage, StageChoice, find_outputs
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.schedule import client_key
 from lightning_fed.server import Aggregator, RoundPlan
-from lightning_fed.state import find_non_finite, is_running_statistic
+from lightning_fed.state import find_non_finite
 
 _log = logging.getLogger(__name__)
-
-STEP, NEEDS, COUNTS = "fedma:step", "fedma:needs", "fedma:counts"
-PLACES, WIDTH = "fedma:places:", "fedma:width:"
-
-
-@dataclass(frozen=True)
-class MatchingPass:
-    """How far a pass through the layers has come.
-
-    Attributes:
-        origin: Index of the round in which it began.
-        round: Index of the round in which it came that far.
-        stage: Number of stages that are settled.
-        places: For every client that is still in it, the places of its neurons in the settled groups.
-        sizes: Numbers of neurons of the settled groups.
-        owners: Number of clients that have each of these neurons.
-        settled: Values of the settled entries.
-
-    """
-
-    origin: int
-    round: int
-    stage: int = 0
-    places: dict[Client, dict[str, Tensor]] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-    owners: dict[str, Tensor] = field(default_factory=dict)
-    settled: State = field(default_factory=dict)
 
 
 class FedMA(Aggregator):
@@ -106,6 +79,7 @@ class FedMA(Aggregator):
     Attributes:
         client_widths: Numbers of neurons of a client's groups.
         received: The round's updates.
+        outputs: Entries of the output layers.
 
     Raises:
         ValueError: If an option is unknown or out of its range.
@@ -163,11 +137,13 @@ class FedMA(Aggregator):
         self._groups = PermutationGroups(())
         self._stages: list[Stage] = []
         self._form: State = {}
+        self._new = frozenset[str]()  # what is sent to clients that have their model of the last pass
         self._current: MatchingPass | None = None  # the one under way
         self._last: MatchingPass | None = None  # the last complete one
         self._round = -1
         self._state: State = {}
         self.received: dict[Client, ClientUpdate] = {}
+        self.outputs: list[str] = []
         self._metrics: dict[str, float] = {}
 
     def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], form: Mapping[str, Tensor]) -> None:
@@ -193,6 +169,7 @@ class FedMA(Aggregator):
                 )
         self._groups, self._stages, self.client_widths = groups, list(stages), groups.sizes
         self._form = {name: torch.empty_like(value, device="meta") for name, value in form.items()}
+        self.outputs = find_outputs(groups, stages[-1].entries, form)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -229,6 +206,11 @@ class FedMA(Aggregator):
         if self._current is not None and not self._pass(round).stage:
             _log.warning("Round %d: nothing came of the round before, so that a new pass begins.", round)
         self._round, self._state, self.received, self._metrics = round, state, {}, {}
+        self._new = frozenset[str]()
+        if self._last is not None and not self._pass(round).stage:
+            known = {name for stage in self._stages[:-1] for name in stage.entries}
+            digests = {name: digest(value) for name, value in state.items() if name in known}
+            self._new = frozenset(name for name in state if digests.get(name) != self._last.digests[name])
 
     def broadcast(self, client: Client) -> Broadcast:
         """The stage that was settled last, or all of the model to start a pass from.
@@ -237,21 +219,19 @@ class FedMA(Aggregator):
         last pass.
         """
         current, last = self._pass(self._round), self._last
-        extras = {STEP: torch.tensor([current.origin, current.stage])}
         if current.stage:
-            extras[NEEDS] = torch.tensor([current.origin, current.stage - 1])
             stage = self._stages[current.stage - 1]
-            for name in stage.groups:
-                extras[PLACES + name] = current.places[client][name]
-                extras[WIDTH + name] = torch.tensor(current.sizes[name])
-            return Broadcast(self._round, {name: current.settled[name] for name in stage.entries}, extras)
+            state = {name: current.settled[name] for name in stage.entries}
+            return Broadcast(self._round, state, current.extras(client, stage))
         if last is None:
-            return Broadcast(self._round, {} if self.start == "independent" else dict(self._state), extras)
-        own = last.places.get(client) or {
-            group.name: torch.argsort(last.owners[group.name], descending=True, stable=True)[: group.size].sort().values
-            for group in self._groups
-        }
-        return Broadcast(self._round, self._groups.resized(last.sizes).slice(self._state, own), extras)
+            state = {} if self.start == "independent" else dict(self._state)
+        else:
+            own = last.places.get(client) or {
+                group.name: torch.argsort(last.owners[group.name], descending=True, stable=True)[: group.size].sort()[0]
+                for group in self._groups
+            }
+            state = self._groups.resized(last.sizes).slice(self._state, own)
+        return Broadcast(self._round, state, {STEP: current.step})
 
     def respond(self, request: Request) -> Broadcast:
         """What the client does not have yet.
@@ -263,16 +243,10 @@ class FedMA(Aggregator):
         message = self.broadcast(request.client)
         if self._pass(self._round).stage or last is None or request.client not in last.places or has is None:
             return message
-        needed = torch.tensor([last.origin, len(self._stages) - 1])
-        if not torch.equal(has.cpu(), needed):
+        if not torch.equal(has.cpu(), last.step_before):
             return message
-        known = {name for stage in self._stages[:-1] for name in stage.entries}
-        state = {
-            name: value
-            for name, value in message.state.items()
-            if name not in known or not torch.equal(self._state[name], last.settled[name].to(value.device))
-        }
-        return Broadcast(self._round, state, {**message.extras, NEEDS: needed})
+        state = {name: value for name, value in message.state.items() if name in self._new}
+        return Broadcast(self._round, state, {**message.extras, NEEDS: last.step_before})
 
     def expected(self, broadcast: Broadcast) -> State:
         """The entries of the stage that is to be settled, with the client's neurons and the settled inputs."""
@@ -310,42 +284,36 @@ class FedMA(Aggregator):
         clients = sorted(self.received, key=client_key)
         updates = [self.received[client] for client in clients]
         groups = self._groups.resized(current.sizes)
-        own = [group for group in groups if group.name in stage.groups]
-        settled, places, sizes = self._match(groups, own, updates)
+        own = tuple(group for group in groups if group.name in stage.groups)
+        match = match_states(
+            [update.state for update in updates],
+            replace(groups, groups=own),
+            np.random.default_rng([self.seed, self._round]),
+            self.order,
+            mode=self.mode,
+            weights=[float(update.num_samples) for update in updates],
+            max_growth=self.max_width,
+            score=self.score,
+            gamma=self.gamma,
+            passes=self.passes,
+        )
         if current.stage == len(self._stages) - 1:
-            self._average_outputs(settled, updates, own, places, sizes)
-        fault = find_non_finite(settled)
+            match.state.update(self._output_means(updates, own, match))
+        fault = find_non_finite(match.state)
         if fault is not None:
             _log.error("Round %d: the stage is not used: %s.", self._round, fault)
             return self._state
-        owners = {
-            group.name: torch.bincount(torch.cat([own[group.name] for own in places]), minlength=sizes[group.name])
-            for group in own
-        }
         lost = sorted(map(str, current.places.keys() - self.received.keys()))
         if lost:
             _log.warning("Round %d: left out for the rest of the pass: %s.", self._round, ", ".join(lost))
-        done = replace(
-            current,
-            round=self._round,
-            stage=current.stage + 1,
-            places={
-                client: {**current.places.get(client, {}), **found}
-                for client, found in zip(clients, places, strict=True)
-            },
-            sizes={**current.sizes, **sizes},
-            owners={**current.owners, **owners},
-            settled={**current.settled, **settled},
-        )
-        for group in own:
-            shared = owners[group.name] > 1
-            share = float(owners[group.name][shared].sum() / owners[group.name].sum())
-            self._metrics |= {f"fedma/{group.name}/width": sizes[group.name], f"fedma/{group.name}/matched": share}
+        done = current.settling(self._round, clients, match)
+        for kind, values in (("width", match.groups.sizes), ("matched", match.matched), ("seconds", match.seconds)):
+            self._metrics |= {f"fedma/{name}/{kind}": value for name, value in values.items()}
         self._metrics["fedma/stage"] = current.stage
         if done.stage < len(self._stages):
             self._current = done
             return self._state
-        self._current, self._last = None, done
+        self._current, self._last = None, done.complete()
         of_client = sum(value.numel() for value in self._form.values())
         self._metrics["fedma/growth"] = sum(value.numel() for value in done.settled.values()) / of_client
         return {name: done.settled[name] for name in self._state}
@@ -393,66 +361,20 @@ class FedMA(Aggregator):
                     shapes[name][axis] = entry.length
         return {name: self._form[name].new_empty(shape) for name, shape in shapes.items()}
 
-    def _match(
-        self, groups: PermutationGroups, own: Sequence[PermutationGroup], updates: Sequence[ClientUpdate]
-    ) -> tuple[State, list[dict[str, Tensor]], dict[str, int]]:
-        """The mean of the stage, the places of the clients' neurons in it, and how many there are."""
-        states = [update.state for update in updates]
-        weights = [float(update.num_samples) for update in updates]
-        if self.mode == "none" or not own:
-            places = [{group.name: torch.arange(group.size) for group in own} for _ in updates]
-            return matched_mean(states, (), [[] for _ in updates], [], weights), places, _sizes(own)
-        match = match_states(
-            states,
-            replace(groups, groups=tuple(own)),
-            np.random.default_rng([self.seed, self._round]),
-            self.order,
-            weights=weights,
-            grow=self.mode == "grow",
-            max_growth=self.max_width,
-            score=self.score,
-            gamma=self.gamma,
-            passes=self.passes,
-        )
-        self._metrics |= {f"fedma/{name}/seconds": seconds for name, seconds in match.seconds.items()}
-        return match.state, match.places, match.groups.sizes
-
-    def _average_outputs(
-        self,
-        settled: State,
-        updates: Sequence[ClientUpdate],
-        own: Sequence[PermutationGroup],
-        places: Sequence[Mapping[str, Tensor]],
-        sizes: Mapping[str, int],
-    ) -> None:
-        """Averages the rows of output layers by the clients' shares of their classes."""
+    def _output_means(
+        self, updates: Sequence[ClientUpdate], groups: Sequence[PermutationGroup], match: StateMatch
+    ) -> State:
+        """The rows of output layers, averaged by the clients' shares of their classes."""
         if self.last_layer != "class" or not all(COUNTS in update.extras for update in updates):
-            return
+            return {}
         counts = [update.extras[COUNTS] for update in updates]
-        for name in self.outputs():
+        weights = [float(update.num_samples) for update in updates]
+        sizes, means = list(match.groups.sizes.values()), {}
+        for name in self.outputs:
             if len(self._form[name]) == len(counts[0]):
                 layers = [
-                    grow_neurons({name: update.state[name]}, own, list(found.values()), list(sizes.values()))[name]
-                    for update, found in zip(updates, places, strict=True)
+                    grow_neurons({name: update.state[name]}, groups, list(found.values()), sizes)[name]
+                    for update, found in zip(updates, match.places, strict=True)
                 ]
-                settled[name] = class_mean(layers, counts, [float(update.num_samples) for update in updates])
-
-    def outputs(self) -> list[str]:
-        """Entries of output layers: of all that come after what makes neurons or stays at home, those with its rows.
-
-        A layer whose neurons cannot move may come before the output layer.
-        """
-        order = {name: place for place, name in enumerate(self._groups.order)}
-        made = {name for group in self._groups for (name, _), entry in group.entries.items() if entry.role != "in"}
-        last = max((place for name, place in order.items() if name in made or name not in self._form), default=-1)
-        found = [
-            name
-            for name in sorted(self._stages[-1].entries, key=lambda name: order.get(name, -1))
-            if order.get(name, -1) > last and not is_running_statistic(name)
-            if self._form[name].ndim and self._form[name].is_floating_point()
-        ]
-        return [name for name in found if len(self._form[name]) == len(self._form[found[-1]])]
-
-
-def _sizes(groups: Sequence[PermutationGroup]) -> dict[str, int]:
-    return {group.name: group.size for group in groups}
+                means[name] = class_mean(layers, counts, weights)
+        return means

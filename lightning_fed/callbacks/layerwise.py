@@ -17,7 +17,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_fed.aggregators.fedma import COUNTS, NEEDS, PLACES, STEP, WIDTH, FedMA
+from lightning_fed.aggregators.fedma import FedMA
+from lightning_fed.aggregators.matching_pass import COUNTS, NEEDS, PLACES, STEP, WIDTH, places_in, widths_in
 from lightning_fed.callbacks.batch_norm import batch_norm_layers, measure_statistics, pool_statistics
 from lightning_fed.callbacks.blame import ClientFault
 from lightning_fed.callbacks.door import TakenHook
@@ -181,7 +182,7 @@ class LayerwiseTraining(FederatedCallback):
         self._counts, self._batches_left = None, 0
         if rule.last_layer == "class" and stage == len(self._stages) - 1:
             entries = live_entries(module)
-            rows = max((len(entries[name]) for name in rule.outputs()), default=0)
+            rows = max((len(entries[name]) for name in rule.outputs), default=0)
             if rows > 1:
                 self._counts = torch.zeros(rows, dtype=torch.int64)
                 batches = federation.population.batches_per_epoch(client)
@@ -275,11 +276,11 @@ class LayerwiseTraining(FederatedCallback):
         if not _has_what_it_needs(memory, broadcast):
             raise ClientFault("it does not have its model of the stage before any more")
         own = {name[len(_MODEL) :]: value for name, value in memory.items() if name.startswith(_MODEL)}
-        widths, places = _widths(memory), _named(memory, PLACES)
+        widths, places = widths_in(memory), places_in(memory)
         memory[STEP] = sent[STEP]
         if stage:
             memory |= {name: value for name, value in sent.items() if name.startswith((PLACES, WIDTH))}
-            return self.groups.resized(widths).grow(own, _widths(sent), _named(sent, PLACES)) | broadcast.state
+            return self.groups.resized(widths).grow(own, widths_in(sent), places_in(sent)) | broadcast.state
         for name in (*map(WIDTH.__add__, widths), *map(PLACES.__add__, places)):
             del memory[name]
         if NEEDS in sent:  # a new pass, from the client's own neurons of the global model
@@ -373,10 +374,3 @@ def _has_what_it_needs(memory: State, broadcast: Broadcast) -> bool:
     needed, own = broadcast.extras.get(NEEDS), memory.get(STEP)
     return needed is None or (own is not None and torch.equal(own.cpu(), needed.cpu()))
 
-
-def _widths(values: Mapping[str, Tensor]) -> dict[str, int]:
-    return {name: int(width) for name, width in _named(values, WIDTH).items()}
-
-
-def _named(values: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: value for name, value in values.items() if name.startswith(prefix)}

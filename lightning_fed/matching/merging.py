@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_fed.functional.batches import Place, find_inputs
-from lightning_fed.functional.matched_mean import matched_mean
 from lightning_fed.functional.matching import MatchScore
 from lightning_fed.functional.options import check_count, check_option
 from lightning_fed.functional.permutation import PermutationGroup
@@ -185,44 +184,39 @@ class MatchedAverage:
                 " batch_norm='average' they are averaged, which belongs to no network."
             )
         states = _states(networks, module)
-        weights = [1.0] * len(states) if weights is None else weights
         example, data = self._example(module, example_input, data)
         fit_widths(module, states[0])
-        if self.mode == "none":
-            state = matched_mean(states, (), [[] for _ in states], [], weights)
-            groups, places = list[MergedGroup](), [dict[str, Tensor]() for _ in states]
-        else:
-            state, groups, places = self._match(states, module, example, weights)
-        resize_module(module, state)
-        if self.batch_norm == "recalibrate" and batch_norm_layers(module):
-            recalibrate_batch_norm(module, data or (), self.inputs)
-        merged = {name: value.detach().clone() for name, value in named_tensors(module).items()}
-        return MergedModel(module, merged, groups, places)
-
-    def _match(
-        self, states: Sequence[dict[str, Tensor]], module: nn.Module, example: Any, weights: Sequence[float]
-    ) -> tuple[dict[str, Tensor], list[MergedGroup], list[dict[str, Tensor]]]:
-        found = PermutationGroups.of(module, example, pin=self.pin, extra_groups=self.extra_groups)
-        if not len(found):
-            raise ValueError("Expected neurons that can change places, but found none; mode='none' averages as it is.")
+        found = self._groups(module, example)
         match = match_states(
             states,
             found,
             np.random.default_rng(self.seed),
             self.order,
+            mode=self.mode,
             weights=weights,
-            grow=self.mode == "grow",
             max_growth=self.max_growth,
             score=self.score,
             gamma=self.gamma,
             passes=self.passes,
         )
-        groups = []
-        for name, width in match.groups.sizes.items():
-            owners = torch.bincount(torch.cat([own[name] for own in match.places]), minlength=width)
-            share = float(owners[owners > 1].sum() / owners.sum())
-            groups.append(MergedGroup(name, found.sizes[name], width, share, match.seconds[name]))
-        return match.state, groups, match.places
+        resize_module(module, match.state)
+        if self.batch_norm == "recalibrate" and batch_norm_layers(module):
+            recalibrate_batch_norm(module, data or (), self.inputs)
+        merged = {name: value.detach().clone() for name, value in named_tensors(module).items()}
+        widths, matched = match.groups.sizes, match.matched
+        groups = [
+            MergedGroup(name, before, widths[name], matched[name], match.seconds[name])
+            for name, before in found.sizes.items()
+        ]
+        return MergedModel(module, merged, groups, match.places)
+
+    def _groups(self, module: nn.Module, example: Any) -> PermutationGroups:
+        if self.mode == "none":  # nothing is to be found
+            return PermutationGroups(())
+        found = PermutationGroups.of(module, example, pin=self.pin, extra_groups=self.extra_groups)
+        if not len(found):
+            raise ValueError("Expected neurons that can change places, but found none; mode='none' averages as it is.")
+        return found
 
     def _example(self, module: nn.Module, example: Any, data: Iterable[Any] | None) -> tuple[Any, Iterable[Any] | None]:
         """What the module is called with, and the data that are left."""

@@ -53,6 +53,19 @@ class StateMatch(NamedTuple):
     places: list[dict[str, Tensor]]
     seconds: dict[str, float]
 
+    @property
+    def owners(self) -> dict[str, Tensor]:
+        """For every group the number of networks that have each of its neurons, int64, shape ``(neurons,)``."""
+        return {
+            name: torch.bincount(torch.cat([own[name] for own in self.places]), minlength=size)
+            for name, size in self.groups.sizes.items()
+        }
+
+    @property
+    def matched(self) -> dict[str, float]:
+        """For every group the share of the networks' neurons that another network has too."""
+        return {name: float(owners[owners > 1].sum() / owners.sum()) for name, owners in self.owners.items()}
+
 
 @torch.no_grad()
 def match_states(
@@ -61,8 +74,8 @@ def match_states(
     generator: np.random.Generator,
     order: MatchOrder = "fedma",
     *,
+    mode: MatchMode = "grow",
     weights: Sequence[float] | None = None,
-    grow: bool = True,
     max_growth: float | None = 1.25,
     **options: Any,
 ) -> StateMatch:
@@ -80,9 +93,10 @@ def match_states(
         groups: Their groups.
         generator: Draws the order of the networks.
         order: ``"fedma"`` or ``"pfnm"``.
+        mode: ``"grow"``: there may be more neurons than a network has; ``"permute"``: they are only ordered;
+            ``"none"``: every neuron stays where it is.
         weights: Weight of each network in the average, greater than 0, such as its number of examples; by default
             equal.
-        grow: Whether there may be more neurons than a network has; otherwise they are only ordered.
         max_growth: Most neurons of a group, as a multiple of those of a network; ``None`` for no limit.
         options: Passed to :func:`~lightning_fed.functional.match_neurons`, such as ``score``.
 
@@ -90,8 +104,8 @@ def match_states(
         The merged network.
 
     Raises:
-        ValueError: If there is no network, ``order`` is unknown, ``max_growth`` is below 1, or as the functions that
-            this is made of.
+        ValueError: If there is no network, ``order`` or ``mode`` is unknown, ``max_growth`` is below 1, or as the
+            functions that this is made of.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -103,13 +117,14 @@ def match_states(
 
     """
     check_option("order", order, get_args(MatchOrder))
+    check_option("mode", mode, get_args(MatchMode))
     if not states:
         raise ValueError("Expected at least one of `states`, but got none.")
     if max_growth is not None and not max_growth >= 1:
         raise ValueError(f"Expected `max_growth` to be at least 1, but got {max_growth}.")
     places = [[torch.arange(group.size) for group in groups] for _ in states]
     sizes = [group.size for group in groups]
-    waiting, seconds = list(range(len(groups))), dict.fromkeys(groups.names, 0.0)
+    waiting, seconds = [] if mode == "none" else list(range(len(groups))), dict.fromkeys(groups.names, 0.0)
     if order == "pfnm":
         waiting.reverse()
     while waiting:
@@ -126,7 +141,7 @@ def match_states(
             neurons.append(torch.cat(parts, 1) if parts else torch.zeros(group.size, 0))
         if not blocks:
             continue
-        if grow and group.is_growable:
+        if mode == "grow" and group.is_growable:
             limit = None if max_growth is None else int(group.size * max_growth)
             match = match_neurons(neurons, generator, **{"blocks": blocks, "max_width": limit, **options})
             sizes[number], found = len(match.owners), match.assignments

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
+from torch import Tensor
+
 from lightning_fed.functional.options import OptionError
 from lightning_fed.matching.groups import PermutationGroups
+from lightning_fed.state import is_running_statistic
 
 StageChoice: TypeAlias = Literal["auto"] | int | Sequence[Sequence[str]]
 
@@ -85,6 +88,39 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
         place = min(places, key=lambda place: sizes[place] + sizes[place + 1])
         stages[place : place + 2] = [stages[place].joined(stages[place + 1])]
     return stages
+
+
+def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
+    """The entries of output layers: of all that come after what makes neurons or stays at home, those with its rows.
+
+    A layer whose neurons cannot move may come before the output layer.
+
+    Args:
+        groups: The network's groups.
+        names: Names of the entries of its last stage.
+        form: All entries that are exchanged; values do not matter.
+
+    Returns:
+        Their names, without running statistics and integers.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
+        >>> groups, state = PermutationGroups.of(net, torch.zeros(2, 2)), net.state_dict()
+        >>> find_outputs(groups, list(state), state)
+        ['2.weight', '2.bias']
+
+    """
+    order = {name: place for place, name in enumerate(groups.order)}
+    made = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}
+    last = max((place for name, place in order.items() if name in made or name not in form), default=-1)
+    found = [
+        name
+        for name in sorted(names, key=lambda name: order.get(name, -1))
+        if order.get(name, -1) > last and not is_running_statistic(name)
+        if form[name].ndim and form[name].is_floating_point()
+    ]
+    return [name for name in found if len(form[name]) == len(form[found[-1]])]
 
 
 def _layer(name: str) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_fed.aggregators import FedMA
 from lightning_fed.callbacks import CommunicationReport, FederatedCallback
 from tests import models
-from tests.fedma import CLASSES, WIDTHS, Visitors, data_of, fit, layers_of, logged, many, mlp, momentum, parts
+from tests.fedma import CLASSES, WIDTHS, Visitors, data_of, fit, layers_of, logged, many, mlp, momentum, norm_net, parts
 from tests.recorders import MemoryLogger, assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -53,26 +53,56 @@ def test_bytes_of_a_pass(federated_trainer):
     assert down == [first, *middle, again, *middle]
 
 
-@pytest.mark.parametrize("mode", ["permute", "grow"])
-def test_a_client_without_its_model_is_sent_its_own_neurons_of_the_global_one(federated_trainer, mode):
+@pytest.mark.parametrize(("mode", "net"), [("permute", mlp), ("grow", mlp), ("grow", norm_net)])
+def test_a_client_without_its_model_is_sent_its_own_neurons_of_the_global_one(federated_trainer, mode, net):
     """At the start of a pass: that costs bytes, and changes nothing else. It is what the client says that counts."""
     layer = [4 * (a * b + b) for a, b in itertools.pairwise(WIDTHS)]
-    states, down = [], []
+    states, down, starts = [], [], {}
+
+    class Watch(FederatedCallback):
+        def on_client_start(self, trainer, module, client, broadcast):
+            if client == "c2" and trainer.current_epoch == 3:
+                starts[lost] = state_of(module)
+
     for lost in (False, True):
         logger, report = MemoryLogger(), CommunicationReport()
-        trainer = federated_trainer(
-            max_rounds=6, aggregator=FedMA(mode), logger=logger, callbacks=[report, *([Forget(3)] if lost else [])]
-        )
-        module = models.Module(mlp(), momentum)
+        rule = FedMA(mode)
+        callbacks = [report, Watch(), *([Forget(3)] if lost else [])]
+        trainer = federated_trainer(max_rounds=6, aggregator=rule, logger=logger, callbacks=callbacks)
+        module = models.Module(net(), momentum)
         fit(trainer, module, data_of(parts()))
         states.append(state_of(module))
         down.append(logged(logger, "comm/down_bytes"))
-        for name, field in (("down", "down_bytes"), ("up", "up_bytes")):
-            counted = [sum(getattr(row, field) for row in report.rows if row.round == round) for round in range(6)]
-            assert counted == logged(logger, f"comm/{name}_bytes")
+        if net is mlp:  # those that measure statistics are not in the report
+            for name, field in (("down", "down_bytes"), ("up", "up_bytes")):
+                counted = [sum(getattr(row, field) for row in report.rows if row.round == round) for round in range(6)]
+                assert counted == logged(logger, f"comm/{name}_bytes")
     assert_same(*states)
+    assert_same(starts[False], starts[True])
     more = [lost - had for had, lost in zip(*down, strict=True)]
-    assert more == [0, 0, 0, layer[0] + layer[1] - 16, 0, 0]  # the message builds on nothing, and need not say on what
+    if net is mlp:
+        assert more == [
+            0,
+            0,
+            0,
+            layer[0] + layer[1] - 16,
+            0,
+            0,
+        ]  # a message that builds on nothing need not say on what
+    else:  # the statistics were sent in both cases
+        numbers = 4 * 6 + 6 + 2 * 6 + 6 * 5 + 5 + 2 * 5
+        assert more == [0, 0, 0, 4 * numbers + 2 * 8 - 16, 0, 0]  # and the numbers of batches
+
+
+def test_a_model_is_in_a_checkpoint_once(federated_trainer):
+    """The last complete pass does not hold it a second time; one that goes on holds what is settled so far."""
+    for rounds, stages in ((3, 0), (4, 1), (5, 2)):
+        rule = FedMA("permute")
+        module = models.Module(mlp(), momentum)
+        fit(federated_trainer(max_rounds=rounds, aggregator=rule), module, data_of(parts()))
+        kept = rule.state_dict()
+        assert kept["last"]["settled"] == {}
+        assert len(kept.get("current", {"settled": ()})["settled"]) == 2 * stages
 
 
 def test_independent_clients_are_sent_nothing_at_the_start(federated_trainer):

@@ -75,7 +75,7 @@ def test_private_neurons_are_kept():
     resize_module(net, merged.state)
     limited = match_states(states, groups, np.random.default_rng(0), max_growth=1.1)
     assert limited.groups.sizes == {"0": 44}
-    assert match_states(states, groups, np.random.default_rng(0), grow=False).groups.sizes == {"0": 40}
+    assert match_states(states, groups, np.random.default_rng(0), mode="permute").groups.sizes == {"0": 40}
 
 
 def test_pfnm_of_one_hidden_layer_by_hand():
@@ -140,3 +140,22 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=words):
             match_states(**{"states": [state], "groups": groups, "generator": np.random.default_rng(0), **change})
+
+
+@pytest.mark.parametrize("mode", ["grow", "permute", "none"])
+def test_who_has_a_neuron_is_counted(mode):
+    """Of three networks, the first two of which are one: by hand, from the places."""
+    torch.manual_seed(8)
+    module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    groups = PermutationGroups.of(module, torch.zeros(2, 4))
+    states = [*permuted(module, groups, 2), {n: torch.randn_like(v) for n, v in module.state_dict().items()}]
+    merged = match_states(states, groups, np.random.default_rng(0), mode=mode, score="published", max_growth=None)
+    width = merged.groups.sizes["0"]
+    counts = [sum(place in own["0"].tolist() for own in merged.places) for place in range(width)]
+    assert merged.owners["0"].tolist() == counts
+    assert merged.matched["0"] == sum(count for count in counts if count > 1) / 18
+    assert (width > 6) == (mode == "grow")
+    if mode == "none":
+        plain = {name: torch.stack([state[name] for state in states]).double().mean(0) for name in states[0]}
+        assert all(torch.equal(value, plain[name].float()) for name, value in merged.state.items())
+        assert [own["0"].tolist() for own in merged.places] == [list(range(6))] * 3
