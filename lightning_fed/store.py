@@ -30,7 +30,7 @@ class ClientStore(ABC):
 
     @abstractmethod
     def put(self, client: Client, round: int, state: State) -> None:
-        """Keeps the client's tensors as of ``round``."""
+        """Keeps the client's tensors as of ``round``, and no others; without any the client is forgotten."""
 
     @abstractmethod
     def checkpoint(self, round: int) -> dict[str, Any]:
@@ -80,18 +80,20 @@ class MemoryStore(ClientStore):
 
     def get(self, client: Client) -> State | None:
         """The client's tensors, or ``None``."""
-        return self._of_round.get(client, self._states.get(client))
+        return self._of_round.get(client, self._states.get(client)) or None
 
     def put(self, client: Client, round: int, state: State) -> None:
         """Keeps a copy of the client's tensors."""
         if round != self._round:
-            self._states |= self._of_round
+            self._add_round(self._states)
             self._round, self._of_round = round, {}
         self._of_round[client] = copy_state(state)
 
     def checkpoint(self, round: int) -> dict[str, Any]:
         """All clients' tensors as of the end of round ``round - 1``."""
-        states = self._states | (self._of_round if self._round < round else {})
+        states = dict(self._states)
+        if self._round < round:
+            self._add_round(states)
         # Names as Python has them: NumPy's do not load with `weights_only=True`.
         clients = [str(client) if isinstance(client, str) else int(client) for client in states]
         return {"clients": clients, "states": [copy_state(state) for state in states.values()]}
@@ -118,6 +120,13 @@ class MemoryStore(ClientStore):
         """Keeps the other's too: a client may be trained by any process next."""
         for client, state in share.items():
             self.put(client, round, state)
+
+    def _add_round(self, states: dict[Client, State]) -> None:
+        """Adds what the round has brought; who has nothing more is forgotten."""
+        for client, state in self._of_round.items():
+            states[client] = state
+            if not state:
+                del states[client]
 
 
 class FolderStore(ClientStore):
@@ -152,13 +161,13 @@ class FolderStore(ClientStore):
         self._written: set[Client] = set()  # by this run: the others' versions from `_resumed_at` on are not ours
         self._prunable: set[Client] = set()
         self._last_checkpoint = 0
-        self._is_first = True  # of several processes, of which one deletes
+        self._rank = 0  # of several processes, of which the first deletes
         self._of_round: tuple[int, list[Client]] = (-1, [])
 
     def get(self, client: Client) -> State | None:
         """Reads the client's newest tensors."""
         versions = self._versions(client)
-        return load_file(versions[-1][1]) if versions else None
+        return (load_file(versions[-1][1]) or None) if versions else None
 
     def put(self, client: Client, round: int, state: State) -> None:
         """Writes the client's tensors as of ``round``."""
@@ -169,13 +178,13 @@ class FolderStore(ClientStore):
         folder.mkdir(parents=True, exist_ok=True)
         ours = {path for _, path in self._versions(client)}
         path = folder / f"{round:08d}.safetensors"
-        partial = path.with_suffix(".partial")
+        partial = folder / f"{round:08d}-{self._rank}.partial"  # what all forget all write
         # Copies, because safetensors refuses tensors that share memory.
         save_file({name: value.contiguous().cpu() for name, value in copy_state(state).items()}, partial)
         partial.replace(path)
         for other in folder.glob("*.safetensors"):
             if other not in ours and other != path:  # of a run that this one, resumed from an earlier round, replaces
-                other.unlink()
+                other.unlink(missing_ok=True)
         self._written.add(client)
         self._prunable.add(client)
         if self._of_round[0] != round:
@@ -191,7 +200,7 @@ class FolderStore(ClientStore):
                 needed_no_more += [path for version, path in versions if version < self._last_checkpoint][:-1]
                 if versions[-1][0] < self._last_checkpoint:
                     self._prunable.discard(client)
-            if not self._is_first:
+            if self._rank:
                 needed_no_more = []
             if needed_no_more:
                 partial = self._oldest.with_suffix(".partial")
@@ -228,7 +237,7 @@ class FolderStore(ClientStore):
         if ranks.size > 1:
             last = self._last_run()
             self._run = ranks.first((0 if last is None else last + 1) if self._run is None else self._run)
-        self._is_first = ranks.rank == 0
+        self._rank = ranks.rank
 
     def share(self, round: int) -> Any:
         """The clients that have new versions."""

@@ -340,3 +340,19 @@ def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
         {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:
+    """Has a client forget what callbacks keep for it under names that begin with ``prefix``, as of ``round``.
+
+    Example:
+        >>> from lightning_fed.store import MemoryStore
+        >>> store = MemoryStore()
+        >>> store.put("a", 0, {"head": torch.tensor(1.0), "memory:visits": torch.tensor(2)})
+        >>> forget_memory(store, "a", 1, "visits")
+        >>> store.get("a")
+        {'head': tensor(1.)}
+
+    """
+    kept = store.get(client) or {}
+    store.put(client, round, {name: kept[name] for name in kept if not name.startswith(f"{_MEMORY}{prefix}")})

@@ -1,14 +1,17 @@
 """Where clients keep what is theirs: versions, going back, crashes, names."""
 
+import copy
 import io
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import lightning_fed.store
 from lightning_fed import FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.store import FolderStore, MemoryStore
 from tests.models import Module
@@ -298,9 +301,9 @@ def test_resuming_from_a_checkpoint_that_is_too_old(tmp_path):
 def test_half_written_files_are_ignored(tmp_path):
     store = FolderStore(tmp_path)
     store.put("a", 0, value(0))
-    (tmp_path / "run-0" / "s-a" / "00000001.partial").write_bytes(b"half")
+    (tmp_path / "run-0" / "s-a" / "00000001-0.partial").write_bytes(b"half")
     (tmp_path / "run-0" / "s-b").mkdir()
-    (tmp_path / "run-0" / "s-b" / "00000000.partial").write_bytes(b"")
+    (tmp_path / "run-0" / "s-b" / "00000000-0.partial").write_bytes(b"")
     (tmp_path / "run-0" / "oldest.partial").write_text("")
     resumed = FolderStore(tmp_path)
     resumed.restore(1, {"folder": str(tmp_path), "run": 0})
@@ -426,3 +429,44 @@ def test_two_fits_with_one_folder(tmp_path):
         results.append(module.state_dict())
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
     assert sorted(path.name for path in (tmp_path / "clients").iterdir()) == ["run-0", "run-1"]
+
+
+def test_who_has_nothing_more_is_forgotten(make):
+    """As of a round: a checkpoint from before it, or inside it, has what there was."""
+    store = make()
+    for client in ("a", "b"):
+        store.put(client, 0, value(0))
+    before = copy.deepcopy(store.checkpoint(1))
+    store.put("a", 1, {})
+    assert store.get("a") is None
+    inside = copy.deepcopy(store.checkpoint(1))
+    after = copy.deepcopy(store.checkpoint(2))
+    assert "a" not in after.get("clients", "")
+    store.put("b", 2, value(2))
+    assert store.get("a") is None
+    for round, state, expected in ((1, before, 0), (1, inside, 0), (2, after, None)):
+        resumed = make()
+        resumed.restore(round, state)
+        assert (number(resumed.get("a")), number(resumed.get("b"))) == (expected, 0)
+    store.put("a", 3, value(3))
+    assert number(store.get("a")) == 3
+
+
+def test_processes_forget_the_same_client(tmp_path, monkeypatch):
+    """Each by itself, one in the middle of the other: none stumbles over another's file."""
+    first, second = (FolderStore(tmp_path) for _ in range(2))
+    first.put("a", 0, value(0))
+    for rank, store in enumerate((first, second)):
+        store.restore(1, {"folder": str(tmp_path), "run": 0})
+        store.start(SimpleNamespace(size=2, rank=rank, first=lambda run: run))
+    save = lightning_fed.store.save_file
+
+    def and_the_other(tensors, path):
+        save(tensors, path)
+        monkeypatch.setattr("lightning_fed.store.save_file", save)
+        second.put("a", 1, {})
+
+    monkeypatch.setattr("lightning_fed.store.save_file", and_the_other)
+    first.put("a", 1, {})
+    assert [store.get("a") for store in (first, second)] == [None, None]
+    assert files(tmp_path) == ["00000000.safetensors", "00000001.safetensors"]

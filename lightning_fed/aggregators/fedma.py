@@ -66,7 +66,8 @@ class FedMA(Aggregator):
             three times as many.
         last_layer: Whether output layers are averaged by the clients' shares of every class, for which they send their
             numbers of examples (or pixels) per class, or by their numbers of examples (``"size"``), as are models
-            without classes. Class counts say something of the clients' labels.
+            without classes. Class counts say something of the clients' labels. Labels are numbers of classes: several
+            classes of one example (multi-hot) go with ``"size"``.
         start: Whether all clients start from the same model (``"shared"``: the module as it is), or each from random
             numbers of its own (``"independent"``), as the authors do, for which nothing is sent.
         order: In what order the groups of one stage are matched, and by what: as in FedMA, or as in PFNM.
@@ -175,6 +176,11 @@ class FedMA(Aggregator):
     def widths(self) -> dict[str, int]:
         """Numbers of neurons of the global model's groups; empty before there is one."""
         return {} if self._last is None else dict(self._last.sizes)
+
+    @property
+    def holders(self) -> frozenset[Client]:
+        """Clients whose own models later rounds may build on: those of the last passes."""
+        return frozenset().union(*(own.places for own in (self._last, self._current) if own is not None))
 
     @property
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:

@@ -16,6 +16,8 @@ from lightning_fed.matching.one_shot import StateMatch
 from lightning_fed.matching.stages import Stage
 from lightning_fed.messages import Client, State
 
+MEMORY = "fedma:"
+"""What everything that clients keep begins with."""
 STEP = "fedma:step"
 """The pass (its first round) and the number of its stages that are settled."""
 NEEDS = "fedma:needs"

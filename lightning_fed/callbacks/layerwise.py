@@ -5,28 +5,27 @@ Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Alg
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_fed.aggregators.fedma import FedMA
-from lightning_fed.aggregators.matching_pass import COUNTS, NEEDS, PLACES, STEP, WIDTH, places_in, widths_in
+from lightning_fed.aggregators.matching_pass import COUNTS, MEMORY, NEEDS, PLACES, STEP, WIDTH, places_in, widths_in
 from lightning_fed.callbacks.batch_norm import batch_norm_layers, measure_statistics, pool_statistics
 from lightning_fed.callbacks.blame import ClientFault
 from lightning_fed.callbacks.door import TakenHook
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.callbacks.layerwise_checks import check_optimizers, check_options, warn_of_rounds
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.functional.batches import Place, find_inputs, find_target
-from lightning_fed.functional.permutation import PermutationGroup
+from lightning_fed.functional.permutation import PermutationGroup, resize_groups
 from lightning_fed.matching.groups import PermutationGroups
 from lightning_fed.matching.stages import find_stages
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
@@ -34,31 +33,31 @@ from lightning_fed.modules.fresh import fresh_state
 from lightning_fed.resize import fit_widths
 from lightning_fed.schedule import Visit, client_key, derive_seed
 from lightning_fed.state import live_entries, trainable_entries
+from lightning_fed.visit import forget_memory
 
-_log = logging.getLogger(__name__)
-
-_MODEL = "fedma:model:"
+_MODEL = f"{MEMORY}model:"
 
 
 class LayerwiseTraining(FederatedCallback):
     """The client's side of :class:`~lightning_fed.aggregators.FedMA`, which adds it to the Trainer.
 
     Before the first round it finds the module's groups of neurons and the stages, and names them in the log. A client
-    keeps its own model between the rounds of a pass: with many clients or large models, give the federation a folder as
-    ``store``. What is settled does not train (``requires_grad`` is off, BatchNorm in evaluation mode).
+    keeps its own model between the rounds of a pass, and until the end of the next: with large models, give the
+    federation a folder as ``store``. What is settled does not train (``requires_grad`` is off, BatchNorm in evaluation mode).
 
     Args:
         example_input: What the module's ``forward`` is called with to follow its neurons, see
             :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default the module's
             ``example_input_array``, or else the inputs of two of a client's examples.
         pin: Patterns of entry names whose neurons stay where they are. Those of entries that do not travel do anyway.
-        extra_groups: Groups of neurons that are not found by themselves.
+        extra_groups: Groups of neurons that are not found by themselves, of a client's widths.
         target: Where a batch has its labels: index, key or function; ``None`` for the usual places.
         inputs: Where a batch has its inputs, likewise.
 
     Raises:
         MisconfigurationException: In ``fit``, if the federation's rule is not FedMA, clients keep their optimizer state
-            or hold rows of entries, or an optimizer has state before its first step (Adagrad).
+            or hold rows of entries, their work is counted in steps where the rule has epochs, or an optimizer has state
+            before its first step (Adagrad) or remembers sizes that change (LBFGS).
         ValueError: In ``fit``, if stages or patterns do not fit the module, or clients are to start from random numbers
             and a layer cannot draw its own.
 
@@ -89,6 +88,7 @@ class LayerwiseTraining(FederatedCallback):
         self._stages: list[frozenset[str]] = []  # entries
         self._settled_parameters: list[nn.Parameter] = []
         self._settled_layers: list[nn.Module] = []
+        self._holders = frozenset[Client]()
         self._counts: Tensor | None = None
         self._batches_left = 0
         self._has_warned = False
@@ -118,20 +118,10 @@ class LayerwiseTraining(FederatedCallback):
         federation = find_federation(trainer)
         rule = _rule(federation)
         local = federation.local_model(pl_module)
-        if federation.optimizer_state == "keep":
-            raise MisconfigurationException(
-                "FedMA cannot go on with a client's optimizer state, which is of other neurons after each stage: use"
-                " optimizer_state='reset'."
-            )
-        if any(optimizer.state for optimizer in trainer.optimizers):
-            raise MisconfigurationException(
-                "FedMA cannot train with an optimizer that has state before its first step (Adagrad): layers change"
-                " their widths. Use another one."
-            )
-        if local.sliced:
-            raise MisconfigurationException(f"FedMA needs whole entries, but clients hold rows of {list(local.sliced)}.")
+        check_options(federation, rule, list(local.sliced))
         pin = [*self.pin, *local.home]
-        found = PermutationGroups.of(pl_module, self._example(federation, pl_module), pin=pin, extra_groups=self.extra_groups)
+        extra = resize_groups(self.extra_groups, [rule.widths.get(own.name, own.size) for own in self.extra_groups])
+        found = PermutationGroups.of(pl_module, self._example(federation, pl_module), pin=pin, extra_groups=extra)
         shared = {name: local.entries[name] for name in local.shared}
         if rule.widths:  # the fit was resumed: groups and entries of a client's widths
             if found.sizes != rule.widths:
@@ -146,6 +136,7 @@ class LayerwiseTraining(FederatedCallback):
         stages = find_stages(found, local.shared, rule.stages)
         while len(stages) > 1 and not trainable_entries(pl_module).difference(*(own.entries for own in stages[:-1])):
             stages[-2:] = [stages[-2].joined(stages[-1])]  # nothing would be left to train
+        check_optimizers(trainer, rule.mode == "grow" and len(stages) > 1 and any(group.is_growable for group in found))
         self._stages = [frozenset(stage.entries) for stage in stages]
         rule.prepare(found, stages, shared)
         if rule.start == "independent":
@@ -157,7 +148,11 @@ class LayerwiseTraining(FederatedCallback):
             f" {'; '.join(', '.join(stage.groups) or stage.entries[0].rpartition('.')[0] for stage in stages)}."
         )
         if trainer.is_global_zero:
-            _warn_of_rounds(trainer, len(stages))
+            warn_of_rounds(trainer, len(stages))
+
+    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Notes who has a model of its own."""
+        self._holders = _rule(find_federation(trainer)).holders
 
     def on_request(self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request) -> None:
         """Says how far the client's own model has come."""
@@ -261,6 +256,13 @@ class LayerwiseTraining(FederatedCallback):
                     measured[entry] = value.to(current.settled[entry])
         rule.put_statistics(measured)
 
+    def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
+        """Has clients forget models that nothing will build on any more."""
+        federation = find_federation(trainer)
+        visited = {visit.client for visit in federation.cohort.visits}
+        for client in (self._holders | visited) - _rule(federation).holders:
+            forget_memory(federation.store, client, trainer.current_epoch, MEMORY)
+
     # ------------------------------------------------------------------------------------------------------------------
 
     def _assemble(
@@ -347,26 +349,6 @@ def _rule(federation: Federation) -> FedMA:
             f"`LayerwiseTraining` goes with the rule FedMA, but the federation's is {type(rule).__name__}."
         )
     return rule
-
-
-def _warn_of_rounds(trainer: L.Trainer, length: int) -> None:
-    """Says where the fit ends, or may, before there is a new model."""
-    rounds = trainer.max_epochs or -1
-    if rounds > 0 and rounds % length:
-        _log.warning(
-            "A pass through the stages takes %d rounds: of the last %d of %d rounds no new model comes.",
-            length,
-            rounds % length,
-            rounds,
-        )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, EarlyStopping) and callback.patience < length:
-            _log.warning(
-                "EarlyStopping has a patience of %d, but there is a new model only every %d rounds: it should wait for"
-                " as many at least.",
-                callback.patience,
-                length,
-            )
 
 
 def _has_what_it_needs(memory: State, broadcast: Broadcast) -> bool:

@@ -10,9 +10,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fed import FederatedDataModule
 from lightning_fed.aggregators import FedAvg, FedMA
 from lightning_fed.callbacks import FederatedCallback, LayerwiseTraining
+from lightning_fed.functional import PermutationGroup
 from tests import models
 from tests.fedma import Stop, data_of, examples, fit, mlp, momentum, norm_net, parts
-from tests.recorders import state_of
+from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -32,15 +33,19 @@ def test_resumed_in_a_pass_it_ends_with_the_same_model(federated_trainer, tmp_pa
             callbacks=list(callbacks),
             enable_checkpointing=bool(callbacks),
             store=None if store == "memory" else tmp_path / name,
+            clients_per_round=2,  # so that some are new in a pass, and others have forgotten theirs
         )
 
     whole = models.Module(norm_net(), momentum)
-    fit(make("whole"), whole, data_of(parts(), 4))
+    expected = fit(make("whole"), whole, data_of(parts(), 4)).callback_metrics
     saver = ModelCheckpoint(tmp_path / "saved", save_last=True, save_on_train_epoch_end=True)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         fit(make("broken", saver, Stop(round, 3)), models.Module(norm_net(), momentum), data_of(parts(), 4))
     resumed = models.Module(norm_net(), momentum)
-    fit(make("broken", saver), resumed, data_of(parts(), 4), ckpt_path=tmp_path / "saved" / "last.ckpt")
+    trainer = make("broken", saver)
+    fit(trainer, resumed, data_of(parts(), 4), ckpt_path=tmp_path / "saved" / "last.ckpt")
+    for name in ("comm/total_up_bytes", "comm/total_down_bytes"):
+        assert trainer.callback_metrics[name] == expected[name]
     assert len(state_of(whole)["net.0.bias"]) > 6
     assert all(torch.equal(value, state_of(resumed)[name]) for name, value in state_of(whole).items())
 
@@ -98,8 +103,52 @@ def test_what_cannot_be_in_a_fit(federated_trainer):
         run(FedAvg(), callbacks=[LayerwiseTraining()])
     with pytest.raises(ValueError, match=r"'net\.4\.weight' matches none"):
         run(FedMA(stages=[["net.0.*"], ["net.2.*"]]))
-    with pytest.raises(ValueError, match="no `local_steps`"):
-        run(FedMA(retrain_epochs=2, stages=[["net.0.*"], ["*"]]), local_steps=2)
+
+    class Never(FederatedCallback):
+        def on_train_start(self, trainer, pl_module):
+            raise AssertionError("it was to be refused before anything trains")
+
+    for options in ({"retrain_epochs": 2}, {"last_epochs": 3}):
+        with pytest.raises(MisconfigurationException, match=rf"no `local_steps` .* got 2 with {next(iter(options))}="):
+            run(FedMA(**options), local_steps=2, callbacks=[Never()])
+    with pytest.raises(MisconfigurationException, match="LBFGS, which remembers"):
+        run(FedMA(), torch.optim.LBFGS, callbacks=[Never()])
+
+
+@pytest.mark.parametrize("options", [{"mode": "permute"}, {"mode": "none"}, {"stages": 1, "max_width": None}])
+def test_lbfgs_trains_where_nothing_grows_in_a_pass(federated_trainer, options):
+    """In one exchange layers grow too, but clients train at their own widths: the optimizer's vectors fit them."""
+    module = models.Module(mlp(), lambda parameters: torch.optim.LBFGS(parameters, lr=0.05, max_iter=3))
+    rule = FedMA(score="published", gamma=7.0, **options)
+    trainer = federated_trainer(max_rounds=6, aggregator=rule)
+    fit(trainer, module, data_of(parts()))
+    assert (module.net[0].out_features > 7) == ("stages" in options)
+    with torch.no_grad():
+        before, after = (sum(F.cross_entropy(net(x), y) for x, y in parts().values()) for net in (mlp(), module))
+    assert after < before
+
+
+def test_groups_of_the_users_grow_with_a_model_that_is_resumed(federated_trainer, tmp_path):
+    """They are given at a client's widths, whatever the checkpoint's are."""
+    saver = ModelCheckpoint(tmp_path, save_last=True, save_on_train_epoch_end=True)
+    state = models.Module(mlp()).state_dict()
+    axes = {("net.0.weight", 0): "out", ("net.0.bias", 0): "vec", ("net.2.weight", 1): "in"}
+    extra = PermutationGroup.over(state, axes, 7)
+
+    def run(rounds, **arguments):
+        module = models.Module(mlp(), momentum)
+        trainer = federated_trainer(
+            max_rounds=rounds,
+            aggregator=FedMA(score="published", gamma=7.0, max_width=None),
+            callbacks=[saver, LayerwiseTraining(extra_groups=[extra])],
+            enable_checkpointing=True,
+        )
+        fit(trainer, module, data_of(parts()), **arguments)
+        return state_of(module)
+
+    whole = run(6)
+    assert len(run(3)["net.0.bias"]) > 7
+    assert_same(run(6, ckpt_path=tmp_path / "last.ckpt"), whole)
 
 
 def test_the_stages_of_a_pass_that_goes_on_cannot_change(federated_trainer, tmp_path):

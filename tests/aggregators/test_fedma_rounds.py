@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fed import Federation
 from lightning_fed.aggregators import FedMA
 from lightning_fed.callbacks import CommunicationReport, FederatedCallback
 from tests import models
@@ -153,6 +154,33 @@ def test_a_pass_has_the_same_clients_and_the_next_one_others(federated_trainer):
     assert set(watch.rounds[3]) - set(watch.rounds[0])
     assert all(watch.widths[3, client] == [7, 6, 3] for client in watch.rounds[3])
     assert trainer.callback_metrics["fed/clients"] == 3
+
+
+@pytest.mark.parametrize("personal", [[], ["net.4.bias"]])
+@pytest.mark.parametrize("store", ["memory", "folder"])
+def test_only_clients_of_the_last_pass_keep_a_model(federated_trainer, tmp_path, store, personal):
+    """With more and more clients that have been there; also where one was left out, or a pass came to nothing."""
+
+    class Broken(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            round, others = trainer.current_epoch, watch.rounds[trainer.current_epoch][:-1]
+            if (round == 4 and not others) or (round == 6 and others):
+                next(iter(update.state.values())).fill_(float("nan"))
+
+    watch = Visitors()
+    folder = None if store == "memory" else tmp_path
+    federation = Federation(
+        FedMA("permute"), clients_per_round=3, min_clients=2, personal=personal, store=folder, seed=4
+    )
+    trainer = federated_trainer(max_rounds=13, federation=federation, callbacks=[watch, Broken()])
+    fit(trainer, models.Module(mlp(), momentum), data_of(many(12)))
+    kept = {client: federation.store.get(client) or {} for client in many(12)}
+    visited = set(itertools.chain(*watch.rounds.values()))
+    assert {client for client, state in kept.items() if "memory:fedma:step" in state} == set(watch.rounds[12])
+    assert {client for client, state in kept.items() if "net.4.bias" in state} == (visited if personal else set())
+    assert len(visited) > 8
+    assert watch.rounds[6][0] not in {*watch.rounds[7], *watch.rounds[10]}  # its update was good
+    assert all(len(state) <= len(personal) for client, state in kept.items() if client not in watch.rounds[12])
 
 
 def test_a_client_that_fails_is_left_out_for_the_rest_of_the_pass(federated_trainer, caplog):

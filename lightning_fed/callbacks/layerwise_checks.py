@@ -1,0 +1,93 @@
+"""What a pass through the layers cannot go with, and what a fit should know of its rounds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping
+
+from lightning_fed.aggregators.fedma import FedMA
+from lightning_fed.callbacks.federation import Federation
+
+_log = logging.getLogger(__name__)
+
+
+def check_options(federation: Federation, rule: FedMA, sliced: Sequence[str]) -> None:
+    """Refuses options of the federation.
+
+    Args:
+        federation: The federation.
+        rule: Its rule.
+        sliced: Names of entries of which clients hold rows.
+
+    Raises:
+        MisconfigurationException: If a pass cannot go with one of them.
+
+    """
+    if federation.optimizer_state == "keep":
+        raise MisconfigurationException(
+            "FedMA cannot go on with a client's optimizer state, which is of other neurons after each stage: use"
+            " optimizer_state='reset'."
+        )
+    if sliced:
+        raise MisconfigurationException(f"FedMA needs whole entries, but clients hold rows of {sliced}.")
+    own = {name: getattr(rule, name) for name in ("retrain_epochs", "last_epochs")}
+    given = ", ".join(f"{name}={epochs}" for name, epochs in own.items() if epochs is not None)
+    if given and federation.schedule.local_steps is not None:
+        raise MisconfigurationException(
+            f"Expected no `local_steps` where FedMA has epochs of its own, but got {federation.schedule.local_steps}"
+            f" with {given}."
+        )
+
+
+def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
+    """Refuses optimizers that cannot follow when layers change their widths.
+
+    Args:
+        trainer: The Trainer, whose optimizers are as they were made.
+        grows: Whether layers may grow between a client's visits of one pass.
+
+    Raises:
+        MisconfigurationException: If there is one.
+
+    """
+    if any(optimizer.state for optimizer in trainer.optimizers):
+        raise MisconfigurationException(
+            "FedMA cannot train with an optimizer that has state before its first step (Adagrad): layers change their"
+            " widths. Use another one."
+        )
+    if grows and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+        raise MisconfigurationException(
+            "FedMA cannot train with LBFGS, which remembers its parameters' sizes, where layers grow in the middle of a"
+            " pass: use mode='permute', stages=1, or another optimizer."
+        )
+
+
+def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
+    """Says where the fit ends, or may, before there is a new model.
+
+    Args:
+        trainer: The Trainer.
+        length: Rounds of a pass.
+
+    """
+    rounds = trainer.max_epochs or -1
+    if rounds > 0 and rounds % length:
+        _log.warning(
+            "A pass through the stages takes %d rounds: of the last %d of %d rounds no new model comes.",
+            length,
+            rounds % length,
+            rounds,
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, EarlyStopping) and callback.patience < length:
+            _log.warning(
+                "EarlyStopping has a patience of %d, but there is a new model only every %d rounds: it should wait for"
+                " as many at least.",
+                callback.patience,
+                length,
+            )
