@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import ArgsType, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 # Imported classes can be named without their path in recipes: `class_path: Dirichlet`.
 import lightning_fed.aggregators
@@ -74,6 +74,7 @@ class FederatedCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
+        self._kept_path: str | None = None
         super().__init__(
             trainer_class=federated_trainer,
             # A run's configuration goes where its logs are. With `logger: false` that is one folder for all runs.
@@ -90,6 +91,26 @@ class FederatedCLI(LightningCLI):
             args=args,
             run=run,
         )  # fmt: skip
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Reads the command line; a checkpoint's hyper-parameters replace the recipe's where it says whose they are.
+
+        Lightning takes those of a checkpoint that was saved without its command line for another recipe's model, which
+        they are not: they do not name a class.
+        """
+        super().parse_arguments(parser, args)
+        own = self.config[self.config.subcommand] if "subcommand" in self.config else {}
+        path = own.get("ckpt_path")
+        if path and Path(path).is_file():
+            saved = torch.load(path, weights_only=True, map_location="cpu", mmap=True).get("hyper_parameters")
+            if saved and "_class_path" not in saved:
+                self._kept_path, own.ckpt_path = path, None
+                sys.stderr.write(f"note: {path} was saved from Python: the model is the recipe's, with its arguments.\n")
+
+    def before_instantiate_classes(self) -> None:
+        """Takes up the checkpoint that Lightning was not to look into."""
+        if self._kept_path is not None:
+            self.config[self.config.subcommand].ckpt_path = self._kept_path
 
     def instantiate_classes(self) -> None:
         """Builds data, model and Trainer; a value that one of them refuses is an error of the command line."""

@@ -166,6 +166,27 @@ def test_a_recipe_trains_on_real_data(recipe, tmp_path):
 
 
 # Lightning says it of every checkpoint that is used in another folder than its run's.
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create:UserWarning")
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_a_checkpoint_that_was_saved_from_python(command, capsys):
+    """It has hyper-parameters, and does not say of which class: the recipe's model is evaluated with its weights."""
+    recipe = str(ROOT / "recipes" / "synthetic.yaml")
+    torch.manual_seed(3)
+    task = ClassificationTask("mlp", 10, 60, 1, model_kwargs={"hidden": [64]})
+    data = Synthetic(1.0, 1.0, num_clients=30, batch_size=20)
+    trainer = FederatedTrainer(max_rounds=0, logger=False, accelerator="cpu", enable_progress_bar=False)
+    trainer.fit(task, datamodule=data)
+    trainer.save_checkpoint("python.ckpt")
+    name = {"validate": "val_loss", "test": "test_loss"}[command]
+    (expected,) = getattr(trainer, command)(task, datamodule=data, verbose=False)
+    options = ["--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.enable_progress_bar", "false"]
+    capsys.readouterr()
+    main([command, "-c", recipe, "--ckpt_path", "python.ckpt", *options])
+    said = capsys.readouterr()
+    assert float(re.search(rf"{name}\W+([\d.]+)", said.out)[1]) == pytest.approx(expected[name])
+    assert "python.ckpt was saved from Python: the model is the recipe's" in said.err
+
+
 @pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")
 def test_fit_validate_test_and_predict(tmp_path, capsys):
     main(["fit", "-c", OFFLINE, *TINY, "--trainer.max_rounds", "2"])
