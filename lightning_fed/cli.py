@@ -99,13 +99,15 @@ class FederatedCLI(LightningCLI):
         they are not: they do not name a class.
         """
         super().parse_arguments(parser, args)
-        own = self.config[self.config.subcommand] if "subcommand" in self.config else {}
+        own = self.config.get(self.config.get("subcommand", ""), {})
         path = own.get("ckpt_path")
         if path and Path(path).is_file():
             saved = torch.load(path, weights_only=True, map_location="cpu", mmap=True).get("hyper_parameters")
             if saved and "_class_path" not in saved:
-                self._kept_path, own.ckpt_path = path, None
-                sys.stderr.write(f"note: {path} was saved from Python: the model is the recipe's, with its arguments.\n")
+                self._kept_path, own["ckpt_path"] = path, None
+                sys.stderr.write(
+                    f"note: {path} was saved from Python: the model is the recipe's, with its arguments.\n"
+                )
 
     def before_instantiate_classes(self) -> None:
         """Takes up the checkpoint that Lightning was not to look into."""
