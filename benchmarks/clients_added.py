@@ -7,11 +7,10 @@ clients that are there train for one pass of FedMA, or as many rounds of another
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import lightning as L
-from common import QUIET, Curve, load_json, machine, parser, prepare, save_json, spread, table, write_section
+from common import QUIET, Curve, machine, parser, prepare, run_all, spread, table, write_section
 from torch.utils.data import Subset
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
@@ -48,19 +47,9 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    made = parser(__doc__.splitlines()[0])
-    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds")
-    made.add_argument("--report", action="store_true", help="only make the table of what is there")
-    arguments = made.parse_args()
+    arguments = parser(__doc__.splitlines()[0], seeds=(0, 1, 2)).parse_args()
     prepare(arguments)
-    results: dict[str, list[dict[str, Any]]] = {}
-    for seed in arguments.seeds[:1] if arguments.quick else arguments.seeds:
-        for name in RULES:
-            path = Path(arguments.runs) / "clients_added" / f"{name.replace(',', '').replace(' ', '_')}_{seed}.json"
-            if not path.exists() and not arguments.report:
-                save_json(path, run(name, seed, arguments))
-            if path.exists():
-                results.setdefault(name, []).append(load_json(path))
+    results = run_all("clients_added", RULES, run, arguments)
     if not results:
         return
     steps = max(len(each["scores"]) for found in results.values() for each in found)

@@ -8,12 +8,11 @@ images, with and without remedies for the bias, and training on images without t
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from common import QUIET, Curve, load_json, machine, parser, prepare, save_json, spread, table, write_section
+from common import QUIET, Curve, machine, parser, prepare, run_all, spread, table, write_section
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -118,20 +117,9 @@ def report(results: dict[str, list[dict[str, Any]]], arguments: argparse.Namespa
 
 
 def main() -> None:
-    made = parser(__doc__.splitlines()[0])
-    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds")
-    made.add_argument("--report", action="store_true", help="only make the table of what is there")
-    arguments = made.parse_args()
+    arguments = parser(__doc__.splitlines()[0], seeds=(0, 1, 2)).parse_args()
     prepare(arguments)
-    names = [*POOLED, *FEDERATED]
-    results: dict[str, list[dict[str, Any]]] = {}
-    for seed in arguments.seeds[:1] if arguments.quick else arguments.seeds:
-        for name in names:
-            path = Path(arguments.runs) / "color_bias" / f"{name.replace(',', '').replace(' ', '_')}_{seed}.json"
-            if not path.exists() and not arguments.report:
-                save_json(path, run(name, seed, arguments))
-            if path.exists():
-                results.setdefault(name, []).append(load_json(path))
+    results = run_all("color_bias", [*POOLED, *FEDERATED], run, arguments)
     if results:
         write_section(arguments.out, "color-bias", report(results, arguments))
 

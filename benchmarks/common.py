@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": 
 """Arguments of a Trainer that does nothing but train and validate."""
 
 
-def parser(description: str, data: bool = True) -> argparse.ArgumentParser:
-    """The arguments that every script has."""
+def parser(description: str, data: bool = True, seeds: Sequence[int] = ()) -> argparse.ArgumentParser:
+    """The arguments that every script has; with ``seeds`` those of :func:`run_all` too."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     if data:
         made.add_argument("--data", type=Path, required=True, help="folder that holds the data set")
@@ -32,6 +32,9 @@ def parser(description: str, data: bool = True) -> argparse.ArgumentParser:
     made.add_argument("--runs", type=Path, default=Path("runs/benchmarks"), help="folder of the results of single runs")
     made.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
     made.add_argument("--quick", action="store_true", help="a smoke run of under a minute; its numbers mean nothing")
+    if seeds:
+        made.add_argument("--seeds", type=int, nargs="+", default=list(seeds), help="seeds")
+        made.add_argument("--report", action="store_true", help="only make the table of what is there")
     return made
 
 
@@ -98,6 +101,36 @@ def save_json(path: Path, value: Any) -> None:
 def load_json(path: Path) -> Any:
     """What :func:`save_json` wrote; ``None`` if there is no such file."""
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def run_all(
+    study: str,
+    names: Iterable[str],
+    run: Callable[[str, int, argparse.Namespace], dict[str, Any]],
+    arguments: argparse.Namespace,
+) -> dict[str, list[dict[str, Any]]]:
+    """Runs everything by every name with every seed, but for what is on disk already.
+
+    Args:
+        study: The folder of the results.
+        names: What is compared.
+        run: Makes the result of a name and a seed.
+        arguments: Those of :func:`parser` with ``seeds``.
+
+    Returns:
+        The results by name, one for each seed; only of what there is with ``--report``.
+
+    """
+    results: dict[str, list[dict[str, Any]]] = {}
+    names = list(names)
+    for seed in arguments.seeds[:1] if arguments.quick else arguments.seeds:
+        for name in names:
+            path = arguments.runs / study / f"{name.replace(',', '').replace(' ', '_')}_{seed}.json"
+            if not path.exists() and not arguments.report:
+                save_json(path, run(name, seed, arguments))
+            if path.exists():
+                results.setdefault(name, []).append(load_json(path))
+    return results
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
