@@ -376,9 +376,10 @@ def spread_out(folder, processes):
 
 
 def matched(folder, processes):
-    """FedMA: two passes of two rounds, in which the module gets wider, and clients keep their models at home."""
+    """FedMA: three passes of two rounds; the module gets wider, clients keep their models at home and forget them."""
     data = FederatedDataModule(clients(), batch_size=4)
-    found = train(folder, processes, Net, data, 4, clients_per_round=3, local_epochs=3, aggregator="fedma")
+    options = {"clients_per_round": 3, "local_epochs": 3, "aggregator": "fedma", "store": f"{folder}/of-clients"}
+    found = train(folder, processes, Net, data, 6, **options)
     found["logged"] = {name: value for name, value in found["logged"].items() if not name.endswith("/seconds")}
     return {**found, "lines": []}
 
