@@ -99,9 +99,9 @@ class Clients:
         loop = self._loop
         return LocalModel(module, loop.policies, loop.store, loop.server.aggregator.resizes)
 
-    def state(self, module: L.LightningModule, client: Client) -> dict[str, Any]:
-        """See :meth:`Federation.client_state`."""
-        if self._population is None and self._loop.policies:  # validation alone does not ask who the clients are
+    def state(self, module: L.LightningModule | None, client: Client) -> dict[str, Any]:
+        """See :meth:`Federation.client_state`; without a module the clients are not known either."""
+        if module is not None and self._population is None and self._loop.policies:  # validation alone does not ask who the clients are
             is_known = not self.local(module).personal or self._loop.store.get(client) is not None
         else:
             is_known = client in self.population.clients
@@ -109,6 +109,7 @@ class Clients:
             raise ValueError(f"Expected one of the federation's clients, but got {client!r}.")
         if self._loop.open is not None:
             raise RuntimeError("A client's own model can be asked for between rounds and after the fit.")
+        assert module is not None
         local = self.local(module)
         state = local.global_state()
         local.load_client(client, self._shared(client, state), trains=False)

@@ -132,6 +132,7 @@ class Federation(L.Callback):
         self.evaluate_clients_every = check_count("evaluate_clients_every", evaluate_clients_every, lowest=0)
         self.client_callbacks: list[L.Callback] = []
         self._is_fit = True
+        self._trainer: L.Trainer | None = None
         self._taken: Takeover | None = None
         self._reset()
 
@@ -222,7 +223,7 @@ class Federation(L.Callback):
             ValueError: If there is no such client.
 
         """
-        return self._clients.state(self._trainer.lightning_module, client)
+        return self._clients.state(None if self._trainer is None else self._trainer.lightning_module, client)
 
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:
         """The module as one client after another sees it; to be asked for while it is the global model."""
@@ -240,7 +241,7 @@ class Federation(L.Callback):
         self._is_fit, self._clients.is_lost = stage == "fit", False
         pooled = [PooledLog()] if ranks_of(trainer).size > 1 else []
         add_callbacks(trainer, self, [*self.client_callbacks, *self.server.aggregator.required_callbacks(), *pooled])
-        previous, self._trainer = getattr(self, "_trainer", None), trainer
+        previous, self._trainer = self._trainer, trainer
         if stage != "fit":
             return
         self._give_back()
@@ -323,9 +324,8 @@ class Federation(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leaves the last complete global model in the module, and says whose visit it was."""
-        planned = self._loop.visit
-        if planned is not None:
-            exception.add_note(note_on(exception, planned))
+        if self._loop.visit is not None:
+            exception.add_note(note_on(exception, self._loop.visit))
         if self._loop.processes is not None:
             self._loop.processes.leave()
         self._abandon(pl_module)
