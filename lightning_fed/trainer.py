@@ -45,6 +45,7 @@ class FederatedTrainer(L.Trainer):
         optimizer_state: Whether optimizer state is fresh in every visit.
         store: Where clients keep what is theirs.
         evaluate_clients_every: Rounds between evaluations client by client.
+        vectorize: At most how many clients train at once.
         seed: Seed of the partition and the schedule.
         trainer_kwargs: Arguments of ``L.Trainer``. Without a ``strategy``, ``devices`` is 1.
 
@@ -83,6 +84,7 @@ class FederatedTrainer(L.Trainer):
         optimizer_state: Literal["reset", "keep"] = "reset",
         store: str | os.PathLike[str] | ClientStore | None = None,
         evaluate_clients_every: int = 1,
+        vectorize: int = 1,
         seed: int | None = None,
         **trainer_kwargs: Any,
     ) -> None:
@@ -102,6 +104,7 @@ class FederatedTrainer(L.Trainer):
             "optimizer_state": optimizer_state,
             "store": store,
             "evaluate_clients_every": evaluate_clients_every,
+            "vectorize": vectorize,
             "seed": seed,
         }
         if not (federation is None or isinstance(federation, Federation)):

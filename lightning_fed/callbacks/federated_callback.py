@@ -20,6 +20,13 @@ class FederatedCallback(L.Callback):
     :meth:`on_model_loaded`. A hook may change the message it is given: what is true of the message after the hook is
     what travels.
 
+    Attributes:
+        takes_stacks: Whether the callback can do with clients that train at once (``vectorize``): in Lightning's hooks of
+            a batch the module's parameters, their gradients and what optimizers keep then have a leading axis of the
+            clients, and the batch is stacked; :meth:`on_client_start` is called for all of them before the first batch,
+            and :meth:`on_client_end` after the last. Where a callback implements hooks of a visit or a batch and does
+            not say so, clients train one after another.
+
     Example:
         >>> class ClipUpdate(FederatedCallback):
         ...     '''Lets no client move further than ``limit``.'''
@@ -37,6 +44,8 @@ class FederatedCallback(L.Callback):
         ...                 update.state[name] = self.start[name] + step * min(1, self.limit / float(step.norm()))
 
     """
+
+    takes_stacks: bool = False
 
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Server side, before the first visit: the module holds the global model, and must hold it again afterwards."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import lightning as L
@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_fed.callbacks.blame import ClientFault
 from lightning_fed.callbacks.federated_callback import FederatedCallback
+from lightning_fed.callbacks.stack import Stack
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.server import Server
@@ -34,12 +35,14 @@ class OpenRound:
         policies: The policy of every entry of the module.
         store: Where clients keep what is theirs.
         optimizer_state: Whether clients start with fresh optimizer state or with their own.
+        stack: Where several visits are under way at once.
 
     Attributes:
         local: The module's entries.
         optimizers: The optimizers and schedulers.
         before: The global model's shared entries as the round found them.
-        visit: The visit that is under way, until its answer is sent; ``None`` between visits.
+        visit: The visit that is under way, until its answer is sent; ``None`` between visits, and while several are.
+        group: The visits that are under way.
         is_new: Whether there is a new global model.
 
     """
@@ -52,8 +55,10 @@ class OpenRound:
         policies: Mapping[str, Policy],
         store: ClientStore,
         optimizer_state: Literal["reset", "keep"],
+        stack: Stack | None = None,
     ) -> None:
         self._trainer = trainer
+        self._stack = stack
         self._module = module
         self._server = server
         self._callbacks = federated_callbacks(trainer)
@@ -79,10 +84,50 @@ class OpenRound:
         )
         self.before = self.local.global_state()
         self.visit: PlannedVisit | None = None
+        self.group: Sequence[PlannedVisit] = ()
+        self._started: set[int] = set()  # places of those visits that are under way at once
         self.is_new = False
         self._broadcast: Broadcast
         server.aggregator.trainable = trainable_entries(module)
         server.start_round(trainer.current_epoch, self.before)
+
+    def start_visits(self, group: Sequence[PlannedVisit]) -> None:
+        """Makes the module the client's, or all the clients' of those who train at once: before their first batch."""
+        self.group = group
+        if len(group) == 1:
+            self.start_visit(group[0])
+            return
+        assert self._stack is not None
+        for planned in group:
+            if planned.fault is None:
+                self.start_visit(planned)
+                self._started.add(planned.place)
+            self._stack.take()  # of who failed already there is a row too, on which nothing is trained
+        self.visit = None
+        self._stack.enter(self._trainer.optimizers)
+
+    def end_batch(self, batches_left: int) -> None:
+        """Notes what those of the group have trained who are done before the others."""
+        if self._stack is None or not self._stack.is_entered or not batches_left:
+            return
+        done = self.group[0].num_batches - batches_left
+        for row, planned in enumerate(self.group):
+            if planned.num_batches == done:
+                self._stack.end(row)
+
+    def end_visits(self, group: Sequence[PlannedVisit]) -> None:
+        """Sends the clients' answers: after their last batch."""
+        if self._stack is not None:
+            self._stack.leave()
+        for row, planned in enumerate(group):
+            if planned.place in self._started:
+                assert self._stack is not None
+                self.visit = planned
+                self._stack.put(row)
+            self.end_visit(planned)
+        if self._stack is not None:
+            self._stack.clear()
+        self.group, self._started = (), set()
 
     def start_visit(self, planned: PlannedVisit) -> None:
         """Makes the module the client's: before its first batch."""
@@ -151,6 +196,9 @@ class OpenRound:
 
     def abandon(self) -> None:
         """Makes the module the global model that the round found."""
+        if self._stack is not None:
+            self._stack.leave()
+            self._stack.clear()
         self._leave()
         self.local.load_global(self.before)
         self.optimizers.start_visit()

@@ -21,7 +21,7 @@ from lightning_fed.callbacks.door import IgnoredWarning, TakenHook, ranks_of
 from lightning_fed.functional.wide import at_least_float32
 from lightning_fed.ranks import ALONE, Ranks
 
-_REDUCTIONS: dict[Any, str] = {
+REDUCTIONS: dict[Any, str] = {
     **{torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min", sum: "sum", max: "max", min: "min"},
     **{name: name for name in ("mean", "sum", "max", "min")},
     "avg": "mean",
@@ -213,7 +213,7 @@ class PooledLog(L.Callback):
     ) -> None:
         """As ``LightningModule.log``."""
         given = dict(locals())
-        reduction = _REDUCTIONS.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
+        reduction = REDUCTIONS.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
         is_metric = isinstance(value, Metric)
         is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
         # What Lightning would refuse goes to it; and metrics that are evaluated, for which all processes have batches.

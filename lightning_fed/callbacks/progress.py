@@ -23,6 +23,8 @@ class FederatedProgressBar(TQDMProgressBar):
 
     """
 
+    takes_stacks = True
+
     def __init__(self, refresh_rate: int = 20, **options: Any) -> None:
         super().__init__(refresh_rate=refresh_rate, **options)
         self._outputs: Any = None

@@ -46,6 +46,8 @@ class ProximalTerm(FederatedCallback):
 
     """
 
+    takes_stacks = True
+
     def __init__(self, mu: float) -> None:
         if not 0 <= mu < float("inf"):
             raise ValueError(f"Expected `mu` to be finite and at least 0, but got {mu}.")
@@ -71,6 +73,8 @@ class ProximalTerm(FederatedCallback):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter in self._starts:
+                    if self._starts[parameter].shape != parameter.shape:  # the first step of several clients at once
+                        self._starts[parameter] = parameter.detach().clone()
                     add_to_gradient(parameter.grad, parameter - self._starts[parameter], mu)
 
     def on_client_end(

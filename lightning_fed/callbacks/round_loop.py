@@ -15,8 +15,10 @@ from lightning_fed.callbacks.open_round import OpenRound, federated_callbacks
 from lightning_fed.callbacks.processes import Processes
 from lightning_fed.callbacks.round_log import RoundLog
 from lightning_fed.callbacks.round_progress import RoundProgress
+from lightning_fed.callbacks.stack import Stack, joint_loss
 from lightning_fed.data.population import PlannedVisit, Population
-from lightning_fed.data.rounds import RoundLoader
+from lightning_fed.data.rounds import RoundLoader, Together
+from lightning_fed.data.turns import Stacked
 from lightning_fed.schedule import Cohort, Schedule
 from lightning_fed.server import Server
 from lightning_fed.state import Policy
@@ -48,6 +50,7 @@ class RoundLoop:
         rounds: Number of rounds that are over.
         open: The round that is under way; ``None`` between rounds.
         processes: Those that share the clients, where there are several.
+        together: Which visits train at once, and the stack that they do it in; ``None`` where they come one by one.
 
     """
 
@@ -72,6 +75,7 @@ class RoundLoop:
         self.rounds = 0
         self.open: OpenRound | None = None
         self.processes: Processes | None = None
+        self.together: tuple[Together, Stack] | None = None
         self._has_warned = False
         self._loader: RoundLoader | None = None
         self._served: RoundLoader | None = None  # the loader whose round is over
@@ -95,21 +99,30 @@ class RoundLoop:
         if self.partial_work == "drop":
             served = Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
         paces = None if self.processes is None else self.processes.paces
-        loader = RoundLoader(self.population, served, self.trainer.limit_train_batches, ranks_of(self.trainer), paces)
+        loader = RoundLoader(
+            self.population,
+            served,
+            self.trainer.limit_train_batches,
+            ranks_of(self.trainer),
+            paces,
+            None if self.together is None else self.together[0],
+        )
         loader.on_start = lambda: self._start(loader, cohort)
         return loader
 
     def start_batch(self) -> None:
-        """Starts the visit if this is its first batch."""
-        planned = None if self._loader is None else self._loader.current
-        if planned is not None and (self.open is None or self.open.visit is not planned):
+        """Starts the visit, or those that train at once, if this is the first batch."""
+        group = () if self._loader is None else self._loader.group
+        if group and (self.open is None or self.open.group is not group):
             round = self._opened()
             if self.processes is not None:
-                self.processes.start_visit(planned)
-            round.start_visit(planned)
+                self.processes.start_visit(group[0])
+            round.start_visits(group)
 
     def step(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The module's own step; where it fails by the client's fault, the client is left out and the round goes on."""
+        if self.open is not None and len(self.open.group) > 1:
+            return self._step_together(training_step, *args)
         visit = self.visit
         if visit is not None and visit.fault is not None:  # it failed before its first batch
             return self._skip()
@@ -131,6 +144,27 @@ class RoundLoop:
             planned.fault = fault
             return self._skip()
 
+    def _step_together(self, training_step: Callable[..., Any], parts: list[Stacked], *rest: Any) -> Any:
+        """One step of all who train at once; those who fail by their own fault are left out."""
+        assert self.open is not None and self.together is not None
+        assert self._loader is not None and self._loader.numbers is not None
+        group, losses = self.open.group, []
+        for part in parts:
+            try:
+                losses.append(self.together[1].step(training_step, part, rest, self._loader.numbers))
+            except Exception as error:
+                faults = {index: client_fault(error, group[index]) for index in part.clients}
+                if None in faults.values():
+                    clients = [group[index].visit.client for index in part.clients]
+                    error.add_note(
+                        f"In round {group[0].visit.round}, in the visits of clients {clients}, who train at once:"
+                        " with `vectorize=1` one trains after another."
+                    )
+                    raise
+                for index, fault in faults.items():
+                    group[index].fault = fault
+        return joint_loss(losses) if losses else self._skip()
+
     def has_trained(self, batch: Any) -> bool:
         """Whether a batch was trained on."""
         planned = None if self._loader is None else self._loader.current
@@ -141,13 +175,15 @@ class RoundLoop:
         loader = self._loader
         if self.processes is not None and self.open is not None:
             self.processes.hold_stop()
+        if self.open is not None and loader is not None:
+            self.open.end_batch(loader.batches_left)
         if loader is None or loader.batches_left or loader is self._served:
             return
         round = self._opened()
-        if loader.current is not None:
-            round.end_visit(loader.current)
+        if loader.group:
+            round.end_visits(loader.group)
             if self.processes is not None:
-                self.processes.end_visit(loader.current)
+                self.processes.end_visit(loader.group[0])
         if loader.is_over:
             self._close(round)
 
@@ -188,7 +224,8 @@ class RoundLoop:
             assert self._loader is not None
             trainer, module = self.trainer, self.trainer.lightning_module
             self.progress.start_round(trainer)
-            self.open = OpenRound(trainer, module, self.server, self.policies, self.store, self.optimizer_state)
+            stack = None if self.together is None else self.together[1]
+            self.open = OpenRound(trainer, module, self.server, self.policies, self.store, self.optimizer_state, stack)
             if self.processes is not None:
                 self.processes.part(module)
             if ranks_of(trainer).rank == 0:

@@ -122,6 +122,38 @@ def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTr
     return list(found.values())
 
 
+def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
+    """Copies of what :func:`side_pass` puts aside of the attributes of a module, its submodules and metrics, by name.
+
+    Example:
+        >>> module = L.LightningModule()
+        >>> module.seen = [1, 2]
+        >>> noted_attributes(module)
+        {'seen': [1, 2]}
+
+    """
+    paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
+    noted = {}
+    for layer in {id(each): each for each in (*module.modules(), *find_metrics(module))}.values():
+        own = _INTERNAL | (_lightnings_own() if isinstance(layer, L.LightningModule) else frozenset())
+        path = paths.get(id(layer), f"{type(layer).__name__}.")
+        noted |= {f"{path}{name}": _copied(value) for name, value in _plain_attributes(layer, own).items()}
+    return noted
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values of :func:`noted_attributes` are equal."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if type(one) in _MAPPINGS:
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if type(one) in (list, tuple, deque):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return one is other or bool(one == other)
+
+
 def to_device(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> Any:
     """The batch as a step gets it, with the transfer hooks of the datamodule or else the module."""
     owner: Any = getattr(trainer, "datamodule", None)
@@ -217,12 +249,7 @@ def _aside(owner: nn.Module, but: frozenset[str]) -> Iterator[None]:
     Among the containers are those in which a module has its parameters and buffers: what is put in their place is gone
     afterwards.
     """
-    kinds = (int, float, str, Tensor)
-    before = {
-        name: value
-        for name, value in vars(owner).items()
-        if name not in but and (isinstance(value, kinds) or type(value) in _CONTAINERS)
-    }
+    before = _plain_attributes(owner, but)
     names = set(vars(owner))
     vars(owner).update((name, _copied(value)) for name, value in before.items())
     try:
@@ -231,6 +258,15 @@ def _aside(owner: nn.Module, but: frozenset[str]) -> Iterator[None]:
         vars(owner).update(before)
         for name in vars(owner).keys() - names:
             del vars(owner)[name]
+
+
+def _plain_attributes(owner: nn.Module, but: frozenset[str]) -> dict[str, Any]:
+    kinds = (int, float, str, Tensor)
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if name not in but and (isinstance(value, kinds) or type(value) in _CONTAINERS)
+    }
 
 
 def _copied(value: Any) -> Any:

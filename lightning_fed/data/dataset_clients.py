@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem, client_keys, seed_everything
+from lightning_fed.data.turns import in_turns, one_by_one
 from lightning_fed.messages import Client
 from lightning_fed.schedule import derive_seed
 
@@ -83,13 +84,13 @@ class DatasetClients(Population):
             **self._loader_options,
         )
 
-    def stream(self, visits: Sequence[PlannedVisit], aside: bool = False) -> Iterator[StreamItem]:
+    def stream(self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()) -> Iterator[StreamItem]:
         """The batches of all visits in order; those aside are fetched in this process, without ``drop_last``."""
         loader = self._loader
         # Without workers and pinned memory a loader does no more than this `map`.
         is_plain = aside or (loader.num_workers == 0 and not loader.pin_memory)
         sampler = _RoundSampler(self, self.drop_last and not aside) if is_plain else self._sampler
-        sampler.visits = visits
+        sampler.visits, sampler.turns = visits, turns
         issued = sampler.issued = deque()
         batches = map(self.source.__getitems__, sampler) if is_plain else iter(loader)
         while True:
@@ -253,17 +254,21 @@ class _RoundSampler:
         self._population = population
         self._drop_last = drop_last
         self.visits: Sequence[PlannedVisit] = ()
+        self.turns: Sequence[range] = ()
         self.issued: deque[int] = deque()
 
     def __iter__(self) -> Iterator[BatchRequest]:
+        for places in self.turns or one_by_one(self.visits):
+            yield from in_turns(self._requests(place, self.visits[place]) for place in places)
+
+    def _requests(self, place: int, planned: PlannedVisit) -> Iterator[BatchRequest]:
         in_workers = self._population.num_workers > 0
-        for place, planned in enumerate(self.visits):
-            client, seed = planned.visit.client, planned.visit.seed
-            for number, places in zip(range(planned.num_batches), self._endless(planned), strict=False):
-                if planned.fault is not None:
-                    break
-                self.issued.append(place)
-                yield BatchRequest(client, places, derive_seed(seed, number) if in_workers else 0)
+        client, seed = planned.visit.client, planned.visit.seed
+        for number, places in zip(range(planned.num_batches), self._endless(planned), strict=False):
+            if planned.fault is not None:
+                break
+            self.issued.append(place)
+            yield BatchRequest(client, places, derive_seed(seed, number) if in_workers else 0)
 
     def _endless(self, planned: PlannedVisit) -> Iterator[np.ndarray]:
         population = self._population

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import WeightedRandomSampler
 
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem, batch_length, client_keys
+from lightning_fed.data.turns import in_turns, one_by_one
 from lightning_fed.messages import Client
 from lightning_fed.schedule import Visit
 
@@ -67,21 +68,24 @@ class LoaderClients(Population):
         draws = getattr(sampler, "replacement", False) or isinstance(sampler, WeightedRandomSampler)
         return not (drops or draws)
 
-    def stream(self, visits: Sequence[PlannedVisit], aside: bool = False) -> Iterator[StreamItem]:
+    def stream(self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()) -> Iterator[StreamItem]:
         """The batches of all visits in order."""
-        for place, planned in enumerate(visits):
-            served = 0
-            try:
-                loader = self.loaders[planned.visit.client]
-                with undisturbed(loader, planned.visit.seed) if aside else nullcontext():
-                    for batch in itertools.islice(self._passes(loader, planned.visit), planned.num_batches):
-                        yield StreamItem(place, batch)
-                        served += 1
-            except Exception as error:
-                yield StreamItem.failed(place, error)
-                continue
-            for _ in range(planned.num_batches - served):  # the loader gave fewer batches than its length
-                yield StreamItem(place)
+        for places in turns or one_by_one(visits):
+            yield from in_turns(self._batches(place, visits[place], aside) for place in places)
+
+    def _batches(self, place: int, planned: PlannedVisit, aside: bool) -> Iterator[StreamItem]:
+        served = 0
+        try:
+            loader = self.loaders[planned.visit.client]
+            with undisturbed(loader, planned.visit.seed) if aside else nullcontext():
+                for batch in itertools.islice(self._passes(loader, planned.visit), planned.num_batches):
+                    yield StreamItem(place, batch)
+                    served += 1
+        except Exception as error:
+            yield StreamItem.failed(place, error)
+            return
+        for _ in range(planned.num_batches - served):  # the loader gave fewer batches than its length
+            yield StreamItem(place)
 
     def _passes(self, loader: Iterable[Any], visit: Visit) -> Iterator[Any]:
         for _ in itertools.count() if visit.steps is not None else range(visit.epochs):

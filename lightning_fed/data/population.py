@@ -103,7 +103,7 @@ class Population(ABC):
         """
 
     @abstractmethod
-    def stream(self, visits: Sequence[PlannedVisit], aside: bool = False) -> Iterator[StreamItem]:
+    def stream(self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()) -> Iterator[StreamItem]:
         """The batches of all visits in order: ``num_batches`` items per visit, unless one of them is an error.
 
         What still comes for a visit after its error, or after it was given a ``fault``, is to be ignored.
@@ -111,6 +111,8 @@ class Population(ABC):
         Args:
             visits: The visits.
             aside: Whether another stream is under way, which goes on afterwards. Nothing is then left out.
+            turns: Which visits take turns (one batch of each, then the next one of each): ranges of places that
+                together are all visits, in order. By default one visit comes after another.
 
         """
 

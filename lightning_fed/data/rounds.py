@@ -5,15 +5,31 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem, seed_everything
 from lightning_fed.data.sharing import Paces, share_out
+from lightning_fed.data.turns import OwnNumbers, Stacked, one_by_one, stack_batches
 from lightning_fed.messages import Client
 from lightning_fed.ranks import ALONE, Ranks
 from lightning_fed.schedule import Cohort, Visit
 
 _log = logging.getLogger(__name__)
+
+
+class Together(NamedTuple):
+    """Which visits train at once.
+
+    Args:
+        size: At most how many.
+        is_equal: Whether all of them must have as many batches.
+        draws: Whether Python's and NumPy's random numbers matter, and not PyTorch's alone.
+
+    """
+
+    size: int
+    is_equal: bool = False
+    draws: bool = True
 
 
 class RoundLoader:
@@ -32,12 +48,15 @@ class RoundLoader:
         limit: Largest number of batches of the round (``limit_train_batches``); visits beyond it are cut or left out.
         ranks: The processes that share the round.
         paces: What the visits are expected to take; by default their batches say so.
+        together: Which visits train at once; by default none do.
 
     Attributes:
         visits: The visits that are served, in order.
         failed: Clients that have no data to serve, with the reason.
-        current: The visit of the batch served last; ``None`` before the first, and behind the last.
-        batches_left: Batches of the current visit that follow the one served last; behind the last visit those that
+        group: The visits of the batch served last: one, or those that train at once, whose batch is a list of
+            :class:`~lightning_fed.data.turns.Stacked`. Nobody before the first, and behind the last.
+        numbers: The random numbers of those that train at once.
+        batches_left: Batches of the group that follow the one served last; behind the last visit those that
             are still given.
         padding: Batches that are given behind the last visit.
         on_start: Called before the first batch is fetched.
@@ -51,12 +70,14 @@ class RoundLoader:
         limit: int | float = 1.0,
         ranks: Ranks = ALONE,
         paces: Paces | None = None,
+        together: Together | None = None,
     ) -> None:
         self.round = cohort.visits[0].round if cohort.visits else None
         self.population = population
         self.visits: list[PlannedVisit] = []
         self.failed: dict[Client, str] = {}
-        self.current: PlannedVisit | None = None
+        self.group: Sequence[PlannedVisit] = ()
+        self.numbers: OwnNumbers | None = None
         self.batches_left = 0
         self.on_start: Callable[[], object] | None = None
         self._chosen = len(cohort.visits)
@@ -73,36 +94,52 @@ class RoundLoader:
         self.padding = 0 if self.visits else 1
         if ranks.size > 1:
             self._share(limit, ranks, paces or Paces())
+        self._turns = one_by_one(self.visits)
+        self._draws = True
+        if together is not None:
+            self._put_together(together)
 
     def __len__(self) -> int:
         """Batches without the limit, which Lightning applies to this number again."""
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        self.current, self.batches_left = None, 0
+        self.group, self.batches_left = (), 0
         if self.on_start is not None:
             self.on_start()
         if not self.visits:
             self._look_at_raised()
         stream: Iterator[StreamItem] | None = None
-        for place, planned in enumerate(self.visits):
-            seed_everything(planned.visit.seed)  # before the first batch is fetched: it may be augmented
+        for places in self._turns:
+            group = [self.visits[place] for place in places]
+            numbers = OwnNumbers([planned.visit.seed for planned in group], self._draws) if len(group) > 1 else None
+            if numbers is None:
+                seed_everything(group[0].visit.seed)  # before the first batch is fetched: it may be augmented
             if stream is None:
-                stream = self.population.stream(self.visits)
-            for left in range(planned.num_batches - 1, -1, -1):
-                batch = None if planned.fault is not None else self._fetch(stream, place)
-                self.current, self.batches_left = planned, left
+                is_plain = len(self._turns) == len(self.visits)
+                stream = self.population.stream(self.visits, **({} if is_plain else {"turns": self._turns}))
+            for left in range(group[0].num_batches - 1, -1, -1):
+                if numbers is None:
+                    batch = None if group[0].fault is not None else self._fetch(stream, places[0])
+                else:
+                    batch = self._fetch_together(stream, places, numbers, left)
+                self.group, self.numbers, self.batches_left = group, numbers, left
                 yield batch
         for left in range(self.padding - 1, -1, -1):
-            self.current, self.batches_left = None, left
+            self.group, self.batches_left = (), left
             yield None
+
+    @property
+    def current(self) -> PlannedVisit | None:
+        """The visit of the batch served last; ``None`` before the first, behind the last, and for one of several."""
+        return self.group[0] if len(self.group) == 1 else None
 
     @property
     def is_over(self) -> bool:
         """Whether the batch served last is the round's last."""
         if self.batches_left:
             return False
-        return self.current is None or (self.current is self.visits[-1] and not self.padding)
+        return not self.group or (self.group[-1] is self.visits[-1] and not self.padding)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: a round that is resumed starts again. That there is one tells Lightning that resuming is exact."""
@@ -150,9 +187,37 @@ class RoundLoader:
             served = int(self._length * limit)
         self.padding = served - batches[ranks.rank]
 
+    def _put_together(self, together: Together) -> None:
+        """Makes groups of visits; those with about as many batches come together, so that few have to wait."""
+        self.visits.sort(key=lambda planned: planned.num_batches, reverse=True)
+        self._draws, self._turns = together.draws, []
+        for place, planned in enumerate(self.visits):
+            last = self._turns[-1] if self._turns else range(0)
+            fits = not together.is_equal or (last and self.visits[last[0]].num_batches == planned.num_batches)
+            if last and fits and len(last) < together.size:
+                self._turns[-1] = range(last.start, place + 1)
+            else:
+                self._turns.append(range(place, place + 1))
+        self._length = max(1, sum(self.visits[places[0]].num_batches for places in self._turns))
+
+    def _fetch_together(
+        self, stream: Iterator[StreamItem], places: range, numbers: OwnNumbers, left: int
+    ) -> list[Stacked] | None:
+        """One batch of each client that is not done yet."""
+        number = self.visits[places[0]].num_batches - 1 - left
+        batches = {}
+        for index, place in enumerate(places):
+            planned = self.visits[place]
+            if planned.fault is None and number < planned.num_batches:
+                with numbers.of(index):
+                    batch = self._fetch(stream, place)
+                if batch is not None:
+                    batches[index] = batch
+        return stack_batches(batches) or None
+
     def _fetch(self, stream: Iterator[StreamItem], place: int) -> Any:
         item = next(stream)
-        while item.place < place:  # fetched ahead by a worker for a visit that has failed since
+        while item.place != place:  # of a visit that has failed since: fetched ahead by a worker, or its turn
             item = next(stream)
         if item.error is not None:
             planned = self.visits[place]

@@ -1,0 +1,236 @@
+"""Several clients' models in one module: what trains has a leading axis of the clients."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.optim import Optimizer
+
+from lightning_fed.callbacks.pooled_log import REDUCTIONS
+from lightning_fed.data.turns import OwnNumbers, Stacked, rebuild, tensors_of
+from lightning_fed.functional.own_draws import OwnDraws
+from lightning_fed.resize import exchange
+from lightning_fed.state import copy_state
+
+_LOG_ARGUMENTS = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]  # after the name and the value
+
+
+class Stack:
+    """The parameters and buffers of several clients, stacked, and the training step that is run for all of them.
+
+    One client after another is loaded into the module, and taken from there (:meth:`take`). Between :meth:`enter` and
+    :meth:`leave` the module's ``Parameter`` objects hold all clients' values, with a leading axis, so that an optimizer
+    that treats every number alone steps all clients. Afterwards each client's values are put back (:meth:`put`).
+
+    Args:
+        module: The module.
+        names: Names of the parameters and buffers that a client may have of its own.
+        size: Largest number of clients.
+        draws: Whether the training step draws random numbers.
+
+    Attributes:
+        is_entered: Whether the module holds the stack.
+
+    """
+
+    def __init__(self, module: L.LightningModule, names: Sequence[str], size: int, draws: bool) -> None:
+        self._module, self._draws = module, draws
+        self._caller = _Caller(module)
+        self._parameters = {name: value for name, value in module.named_parameters() if name in names}
+        self._buffers = {name: value for name, value in module.named_buffers() if name in names}
+        self._whole = {
+            name: many(value, size) for name, value in (*self._parameters.items(), *self._buffers.items())
+        }
+        self._plain: dict[str, Tensor] = {}
+        self._ended: dict[int, dict[str, Tensor]] = {}
+        self._rows: dict[str, Tensor] = {}  # of the clients that there are
+        self._count = 0
+        self.is_entered = False
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """The module's values are those of one more client."""
+        for name, own in self._own():
+            self._whole[name][self._count].copy_(own)
+        self._count += 1
+
+    def enter(self, optimizers: Sequence[Optimizer]) -> None:
+        """Puts the stack into the module's parameters, and into what optimizers remember of them."""
+        self._rows = {name: value[: self._count] for name, value in self._whole.items()}
+        self._plain = {name: own.data for name, own in self._parameters.items()}
+        stack_parameters(self._parameters.values(), (self._rows[name] for name in self._parameters), optimizers)
+        self.is_entered = True
+
+    @torch.no_grad()
+    def end(self, row: int) -> None:
+        """A client has trained on its last batch, while others go on."""
+        self._ended[row] = copy_state(self.row(row))
+
+    def leave(self) -> None:
+        """Gives the module its own tensors back."""
+        for name, plain in self._plain.items():
+            exchange(self._parameters[name], plain)
+        self._plain = {}
+        self.is_entered = False
+
+    @torch.no_grad()
+    def put(self, row: int) -> None:
+        """Makes the module the model of a client, by its row."""
+        values = self._ended.get(row) or self.row(row)
+        for name, own in self._own():
+            own.copy_(values[name])
+
+    def row(self, row: int) -> dict[str, Tensor]:
+        """The values of a client as they are now, by its row."""
+        return {name: value[row] for name, value in self._rows.items()}
+
+    def clear(self) -> None:
+        """Forgets the clients, the module having its own tensors back."""
+        self._count, self._ended, self._rows = 0, {}, {}
+
+    def step(
+        self, training_step: Callable[..., Any], part: Stacked, rest: Sequence[Any], numbers: OwnNumbers
+    ) -> Tensor:
+        """Runs the training step for the clients of a batch.
+
+        Args:
+            training_step: The module's.
+            part: The clients' batches.
+            rest: Further arguments of the training step.
+            numbers: The clients' random numbers.
+
+        Returns:
+            Their losses, shape ``(clients,)``.
+
+        """
+        rows = None if len(part.clients) == self._count else torch.tensor(part.clients)
+        parameters, buffers = (
+            {name: own if rows is None else own[rows.to(own.device)] for name, own in group.items()}
+            for group in (self._parameters, {name: self._rows[name] for name in self._buffers})
+        )
+        tensors = tensors_of(part.batch)
+        logged: list[tuple[str, dict[str, Any]]] = []
+
+        def one(
+            parameters: dict[str, Tensor], buffers: dict[str, Tensor], tensors: list[Tensor], index: Tensor
+        ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+            values: list[Tensor] = []
+
+            def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+                logged.append((name, dict(zip(_LOG_ARGUMENTS, args, strict=False)) | options))
+                values.append(torch.as_tensor(value).detach())
+
+            entries = {f"module.{name}": value for name, value in (*parameters.items(), *buffers.items())}
+            batch = rebuild(part.batch, iter(tensors))
+            draws = OwnDraws(numbers.of, part.clients, index) if self._draws else nullcontext()
+            with Replaced(self._module, "log", log), draws:
+                output = functional_call(self._caller, entries, (training_step, batch, *rest))
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if not isinstance(loss, Tensor):
+                raise TypeError(f"Expected `training_step` to return a loss, but got {loss!r}.")
+            return loss.reshape(()), values, {name: entries[f"module.{name}"] for name in buffers}
+
+        indices = torch.arange(len(part.clients))
+        losses, values, after = vmap(one)(parameters, buffers, tensors, indices)
+        for name, value in after.items():
+            if rows is not None:
+                self._rows[name][rows.to(value.device)] = value
+            elif value.data_ptr() != buffers[name].data_ptr():
+                self._rows[name].copy_(value)
+        for (name, options), value in zip(logged, values, strict=True):
+            self._log(part, name, value, options)
+        return losses
+
+    def _log(self, part: Stacked, name: str, values: Tensor, options: dict[str, Any]) -> None:
+        """Logs what all clients have logged, weighed as if one after another had."""
+        reduction = options.get("reduce_fx", "mean")
+        reduction = REDUCTIONS.get(reduction.lower() if isinstance(reduction, str) else reduction, "mean")
+        if reduction == "mean":
+            size = options.get("batch_size")
+            if size is None:
+                size = extract_batch_size(rebuild(part.batch, iter([tensor[0] for tensor in tensors_of(part.batch)])))
+            options = {**options, "batch_size": size * len(part.clients)}
+        value = values.amax(0) if reduction == "max" else values.amin(0) if reduction == "min" else values
+        value = value.float().mean(0) if reduction == "mean" else value.sum(0) if reduction == "sum" else value
+        self._module.log(name, value, **options)
+
+    def _own(self) -> list[tuple[str, Tensor]]:
+        return [*self._parameters.items(), *self._buffers.items()]
+
+
+def joint_loss(losses: Sequence[Tensor]) -> Tensor:
+    """A loss whose value is the clients' mean, and whose gradient is that of their sum: each has its own.
+
+    Example:
+        >>> losses = torch.tensor([1.0, 3.0], requires_grad=True)
+        >>> loss = joint_loss([losses])
+        >>> loss.backward()
+        >>> loss.item(), losses.grad
+        (2.0, tensor([1., 1.]))
+
+    """
+    every = torch.cat(list(losses))
+    total = every.sum()
+    return every.detach().mean() + (total - total.detach())
+
+
+class Replaced(AbstractContextManager[None]):
+    """An attribute of an object is another one meanwhile.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> with Replaced(layer, "in_features", 7):
+        ...     print(layer.in_features)
+        7
+        >>> layer.in_features
+        1
+
+    """
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self._owner, self._name, self._value = owner, name, value
+
+    def __enter__(self) -> None:
+        self._before = {name: value for name, value in vars(self._owner).items() if name == self._name}
+        vars(self._owner)[self._name] = self._value
+
+    def __exit__(self, *args: object) -> None:
+        del vars(self._owner)[self._name]
+        vars(self._owner).update(self._before)
+
+
+class _Caller(nn.Module):
+    """Calls a function of a module as ``functional_call`` wants it called: from a module that holds it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
+def many(value: Tensor, size: int) -> Tensor:
+    """Room for as many tensors of the same form. Matrices lie transposed, as batched products make their gradients."""
+    if value.ndim == 2:
+        return value.new_empty(size, *value.shape[::-1]).mT
+    return value.new_empty(size, *value.shape)
+
+
+def stack_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
+    """Gives parameters the values of several clients, and each client what optimizers remember from the start."""
+    for own, value in zip(parameters, values, strict=True):
+        for optimizer in optimizers:
+            state = optimizer.state.get(own, {})
+            for key, kept in state.items():
+                if isinstance(kept, Tensor) and kept.shape == own.shape:
+                    state[key] = kept.expand(len(value), *kept.shape).clone()
+        exchange(own, value)
