@@ -44,11 +44,19 @@ class Stack:
     def __init__(self, module: L.LightningModule, names: Sequence[str], size: int, draws: bool) -> None:
         self._module, self._draws = module, draws
         self._caller = _Caller(module)
-        self._parameters = {name: value for name, value in module.named_parameters() if name in names}
-        self._buffers = {name: value for name, value in module.named_buffers() if name in names}
+        known = set(names)
+        self._parameters = {name: value for name, value in module.named_parameters() if name in known}
+        self._buffers = {name: value for name, value in module.named_buffers() if name in known}
+        firsts = {id(value): name for name, value in self._own()}
+        every = (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        )
+        self._firsts = {f"module.{name}": firsts[id(value)] for name, value in every if id(value) in firsts}
         self._whole = {
             name: many(value, size) for name, value in (*self._parameters.items(), *self._buffers.items())
         }
+        self._indices = torch.arange(size)
         self._plain: dict[str, Tensor] = {}
         self._ended: dict[int, dict[str, Tensor]] = {}
         self._rows: dict[str, Tensor] = {}  # of the clients that there are
@@ -128,17 +136,18 @@ class Stack:
                 logged.append((name, dict(zip(_LOG_ARGUMENTS, args, strict=False)) | options))
                 values.append(torch.as_tensor(value).detach())
 
-            entries = {f"module.{name}": value for name, value in (*parameters.items(), *buffers.items())}
+            own = parameters | buffers
+            entries = {name: own[first] for name, first in self._firsts.items()}  # tied ones under every name
             batch = rebuild(part.batch, iter(tensors))
-            draws = OwnDraws(numbers.of, part.clients, index) if self._draws else nullcontext()
+            draws = OwnDraws(numbers.turn_to, part.clients, index) if self._draws else nullcontext()
             with Replaced(self._module, "log", log), draws:
-                output = functional_call(self._caller, entries, (training_step, batch, *rest))
+                output = functional_call(self._caller, entries, (training_step, batch, *rest), tie_weights=False)
             loss = output["loss"] if isinstance(output, Mapping) else output
             if not isinstance(loss, Tensor):
                 raise TypeError(f"Expected `training_step` to return a loss, but got {loss!r}.")
             return loss.reshape(()), values, {name: entries[f"module.{name}"] for name in buffers}
 
-        indices = torch.arange(len(part.clients))
+        indices = self._indices[: len(part.clients)]
         losses, values, after = vmap(one)(parameters, buffers, tensors, indices)
         for name, value in after.items():
             if rows is not None:
@@ -177,9 +186,19 @@ def joint_loss(losses: Sequence[Tensor]) -> Tensor:
         (2.0, tensor([1., 1.]))
 
     """
-    every = torch.cat(list(losses))
-    total = every.sum()
-    return every.detach().mean() + (total - total.detach())
+    joint: Tensor = _JointLoss.apply(losses[0] if len(losses) == 1 else torch.cat(list(losses)))  # type: ignore[no-untyped-call]
+    return joint
+
+
+class _JointLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor) -> Tensor:
+        ctx.size = len(losses)
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].expand(ctx.size)
 
 
 class Replaced(AbstractContextManager[None]):

@@ -84,7 +84,9 @@ class DatasetClients(Population):
             **self._loader_options,
         )
 
-    def stream(self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()) -> Iterator[StreamItem]:
+    def stream(
+        self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()
+    ) -> Iterator[StreamItem]:
         """The batches of all visits in order; those aside are fetched in this process, without ``drop_last``."""
         loader = self._loader
         # Without workers and pinned memory a loader does no more than this `map`.

@@ -68,7 +68,9 @@ class LoaderClients(Population):
         draws = getattr(sampler, "replacement", False) or isinstance(sampler, WeightedRandomSampler)
         return not (drops or draws)
 
-    def stream(self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()) -> Iterator[StreamItem]:
+    def stream(
+        self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()
+    ) -> Iterator[StreamItem]:
         """The batches of all visits in order."""
         for places in turns or one_by_one(visits):
             yield from in_turns(self._batches(place, visits[place], aside) for place in places)

@@ -103,7 +103,9 @@ class Population(ABC):
         """
 
     @abstractmethod
-    def stream(self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()) -> Iterator[StreamItem]:
+    def stream(
+        self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()
+    ) -> Iterator[StreamItem]:
         """The batches of all visits in order: ``num_batches`` items per visit, unless one of them is an error.
 
         What still comes for a visit after its error, or after it was given a ``fault``, is to be ignored.

@@ -115,6 +115,8 @@ class RoundLoader:
             numbers = OwnNumbers([planned.visit.seed for planned in group], self._draws) if len(group) > 1 else None
             if numbers is None:
                 seed_everything(group[0].visit.seed)  # before the first batch is fetched: it may be augmented
+            else:
+                numbers.turn_to(0)
             if stream is None:
                 is_plain = len(self._turns) == len(self.visits)
                 stream = self.population.stream(self.visits, **({} if is_plain else {"turns": self._turns}))
@@ -209,8 +211,8 @@ class RoundLoader:
         for index, place in enumerate(places):
             planned = self.visits[place]
             if planned.fault is None and number < planned.num_batches:
-                with numbers.of(index):
-                    batch = self._fetch(stream, place)
+                numbers.turn_to(index)
+                batch = self._fetch(stream, place)
                 if batch is not None:
                     batches[index] = batch
         return stack_batches(batches) or None

@@ -56,8 +56,8 @@ class OwnNumbers:
         >>> numbers = OwnNumbers([1, 2])
         >>> drawn = []
         >>> for client in (0, 1, 0):
-        ...     with numbers.of(client):
-        ...         drawn.append(torch.rand(1))
+        ...     numbers.turn_to(client)
+        ...     drawn.append(torch.rand(1))
         >>> generator = torch.Generator().manual_seed(1)
         >>> [torch.equal(torch.rand(1, generator=generator), drawn[place]) for place in (0, 2)]
         [True, True]
@@ -70,19 +70,18 @@ class OwnNumbers:
         self._states: list[tuple[Any, ...] | None] = [None] * len(seeds)
         self._now: int | None = None
 
-    @contextmanager
-    def of(self, client: int) -> Iterator[None]:
-        """Makes the generators those of a client, by its index, until the next one's turn."""
-        if client != self._now:
-            if self._now is not None:
-                self._states[self._now] = self._captured()
-            self._now = client
-            state = self._states[client]
-            if state is None:
-                seed_everything(self._seeds[client])
-            else:
-                self._restore(state)
-        yield
+    def turn_to(self, client: int) -> None:
+        """Makes the generators those of a client, by its index."""
+        if client == self._now:
+            return
+        if self._now is not None:
+            self._states[self._now] = self._captured()
+        self._now = client
+        state = self._states[client]
+        if state is None:
+            seed_everything(self._seeds[client])
+        else:
+            self._restore(state)
 
     def _captured(self) -> tuple[Any, ...]:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,18 +29,13 @@ class OwnDraws(TorchFunctionMode):
     have alone. What is not known here goes on to ``vmap``, with whose default ``randomness="error"`` it is an error.
 
     Args:
-        numbers: Makes PyTorch's global generator that of an example, by its index, in a ``with`` statement.
+        turn_to: Makes PyTorch's global generator that of an example, by its index.
         places: The index of each example.
         index: Inside the function that is mapped, its own number: an element of ``torch.arange(examples)``.
 
     Example:
-        >>> from contextlib import contextmanager
-        >>> @contextmanager
-        ... def seeded(example):
-        ...     torch.manual_seed(example)
-        ...     yield
         >>> def noise(index):
-        ...     with OwnDraws(seeded, [5, 7], index):
+        ...     with OwnDraws(torch.manual_seed, [5, 7], index):
         ...         return torch.rand(2)
         >>> both = torch.func.vmap(noise)(torch.arange(2))
         >>> alone = torch.rand(2, generator=torch.Generator().manual_seed(7))
@@ -50,11 +44,9 @@ class OwnDraws(TorchFunctionMode):
 
     """
 
-    def __init__(
-        self, numbers: Callable[[int], AbstractContextManager[None]], places: Sequence[int], index: Tensor
-    ) -> None:
+    def __init__(self, turn_to: Callable[[int], object], places: Sequence[int], index: Tensor) -> None:
         super().__init__()
-        self._numbers, self._places, self._index = numbers, places, index
+        self._turn_to, self._places, self._index = turn_to, places, index
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,8 +59,9 @@ class OwnDraws(TorchFunctionMode):
             if func in _MAKERS:
                 return self._drawn(func, args, kwargs)
             if func in _WRITERS:
-                return args[0].copy_(self._drawn(lambda like, *rest, **options: func(
-                    torch.empty_like(like), *rest, **options), args, kwargs))
+                return args[0].copy_(
+                    self._drawn(lambda own, *rest, **options: func(own.clone(), *rest, **options), args, kwargs)
+                )
         return func(*args, **kwargs)
 
     def _dropout(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -77,8 +70,8 @@ class OwnDraws(TorchFunctionMode):
 
     def _drawn(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         def draw(row: int, *args: Any) -> Tensor:
-            with self._numbers(self._places[row]):
-                return func(*args, **kwargs)
+            self._turn_to(self._places[row])
+            return func(*args, **kwargs)
 
         drawn: Tensor = _Draw.apply(draw, self._index, *args)  # type: ignore[no-untyped-call]
         return drawn
