@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fed.functional.chunks import pieces
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.resize import exchange, resize_module
 from lightning_fed.state import Policy, copy_state, live_entries, load_entries, norm
@@ -141,7 +142,8 @@ class LocalModel:
             if name in update.state and name in broadcast.state
             if update.state[name].shape == broadcast.state[name].shape
         ]
-        return float(norm(update.state[name] - broadcast.state[name] for name in names)) if names else None
+        pairs = (zip(pieces(update.state[name]), pieces(broadcast.state[name]), strict=True) for name in names)
+        return float(norm(one - other for one, other in itertools.chain.from_iterable(pairs))) if names else None
 
 
 class StepScheduler(Protocol):

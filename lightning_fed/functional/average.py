@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lightning_fed.functional.chunks import pieces
 from lightning_fed.functional.rows import RowSums, RowWeighting
 from lightning_fed.functional.wide import narrow, widen
 
@@ -74,13 +75,12 @@ class WeightedMean:
                 self._rows.setdefault(name, RowSums()).add(rows[name], value, weight)
             elif not (value.is_floating_point() or value.is_complex()):
                 self._keep_integer(name, value, size)
+            elif name in self._sums:
+                for total, piece in zip(pieces(self._sums[name]), pieces(value.detach()), strict=True):
+                    total.add_(widen(piece), alpha=weight)  # adding is faster after a cast of its own
             else:
-                wide = widen(value.detach(), copy=True)  # adding is faster after a cast of its own
-                if name in self._sums:
-                    self._sums[name].add_(wide, alpha=weight)
-                else:
-                    self._sums[name] = wide.mul_(weight)
-                    self._likes[name] = value.new_empty(0)
+                self._sums[name] = widen(value.detach().contiguous(), copy=True).mul_(weight)
+                self._likes[name] = value.new_empty(0)
         self._largest = max(self._largest, size)
         self.total += weight
         self.count += 1

@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 CHUNK_ELEMENTS = 1 << 22
 """Most numbers that are converted at a time: 32 MiB in float64."""
+
+_CACHED_ELEMENTS = 1 << 15
+
+
+def pieces(value: Tensor) -> tuple[Tensor, ...]:
+    """The numbers of a tensor, in pieces whose copies fit into a processor's cache; on other devices in one piece.
+
+    What is computed of one piece after another needs no large memory in between, which costs more than the arithmetic.
+
+    Args:
+        value: Any tensor; if it is contiguous, the pieces share its memory.
+
+    Example:
+        >>> import torch
+        >>> [len(piece) for piece in pieces(torch.zeros(3, 20_000))]
+        [32768, 27232]
+
+    """
+    flat = value.reshape(-1)
+    return flat.split(_CACHED_ELEMENTS) if value.device.type == "cpu" and value.numel() > _CACHED_ELEMENTS else (flat,)
 
 
 def chunk_steps(count: int, width: int, positions: int, elements: int | None = None) -> tuple[int, int]:
