@@ -186,19 +186,9 @@ def joint_loss(losses: Sequence[Tensor]) -> Tensor:
         (2.0, tensor([1., 1.]))
 
     """
-    joint: Tensor = _JointLoss.apply(losses[0] if len(losses) == 1 else torch.cat(list(losses)))  # type: ignore[no-untyped-call]
-    return joint
-
-
-class _JointLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, losses: Tensor) -> Tensor:
-        ctx.size = len(losses)
-        return losses.mean()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0].expand(ctx.size)
+    every = losses[0] if len(losses) == 1 else torch.cat(list(losses))
+    total = every.sum()
+    return total + (every.mean() - total).detach()
 
 
 class Replaced(AbstractContextManager[None]):
