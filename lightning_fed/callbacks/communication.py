@@ -105,6 +105,8 @@ class CommunicationReport(FederatedCallback):
 
     """
 
+    takes_stacks = True
+
     def __init__(self, parts: Sequence[str] = (), client_rounds: int = 100) -> None:
         self.parts = tuple(parts)
         self.client_rounds = check_count("client_rounds", client_rounds, lowest=0)

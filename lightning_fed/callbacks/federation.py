@@ -286,6 +286,8 @@ class Federation(L.Callback):
                 self.server.aggregator,
                 self.optimizer_state,
             )
+            if self.batch_norm == "frozen":
+                thaw_batch_norm(pl_module)  # until the round
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Makes sure that the Trainer's loader is ours."""

@@ -85,9 +85,9 @@ class OpenRound:
         self.before = self.local.global_state()
         self.visit: PlannedVisit | None = None
         self.group: Sequence[PlannedVisit] = ()
-        self._started: set[int] = set()  # places of those visits that are under way at once
+        self._memories: dict[int, State] = {}  # of the clients that train at once, by place
         self.is_new = False
-        self._broadcast: Broadcast
+        self._broadcasts: dict[int, Broadcast] = {}  # by place of the visit, while it is under way
         server.aggregator.trainable = trainable_entries(module)
         server.start_round(trainer.current_epoch, self.before)
 
@@ -101,7 +101,7 @@ class OpenRound:
         for planned in group:
             if planned.fault is None:
                 self.start_visit(planned)
-                self._started.add(planned.place)
+                self._memories[planned.place] = self.local.memory
             self._stack.take()  # of who failed already there is a row too, on which nothing is trained
         self.visit = None
         self._stack.enter(self._trainer.optimizers)
@@ -120,14 +120,14 @@ class OpenRound:
         if self._stack is not None:
             self._stack.leave()
         for row, planned in enumerate(group):
-            if planned.place in self._started:
+            if planned.place in self._memories:
                 assert self._stack is not None
-                self.visit = planned
+                self.visit, self.local.memory = planned, self._memories[planned.place]
                 self._stack.put(row)
             self.end_visit(planned)
         if self._stack is not None:
             self._stack.clear()
-        self.group, self._started = (), set()
+        self.group, self._memories, self._broadcasts = (), {}, {}
 
     def start_visit(self, planned: PlannedVisit) -> None:
         """Makes the module the client's: before its first batch."""
@@ -144,20 +144,20 @@ class OpenRound:
             raise MisconfigurationException(
                 f"A callback asks for rows of {whole}, which travel as a whole: name them in its `sliced_entries`."
             )
-        self._broadcast = self._server.send(client, self._shape, request)
+        broadcast = self._broadcasts[planned.place] = self._server.send(client, self._shape, request)
         try:
             for callback in self._callbacks:
-                callback.on_receive(self._trainer, self._module, client, self._broadcast)
+                callback.on_receive(self._trainer, self._module, client, broadcast)
         except ClientFault as error:
             planned.fault = str(error)
             return
-        self.local.load_client(client, self._broadcast.state)
+        self.local.load_client(client, broadcast.state)
         keeps = self.optimizers.mode == "keep"
         held = [(self.local.sliced[name], rows) for name, rows in request.rows.items()]
         self.optimizers.start_visit(self.local.kept_optimizer_state(client) if keeps else None, held)
         self._module.zero_grad()
         for callback in self._callbacks:
-            callback.on_client_start(self._trainer, self._module, client, self._broadcast)
+            callback.on_client_start(self._trainer, self._module, client, broadcast)
 
     def end_visit(self, planned: PlannedVisit) -> None:
         """Sends the client's answer: after its last batch. What a client keeps is kept only if its answer was good."""
@@ -225,7 +225,7 @@ class OpenRound:
         update = self.local.answer(client, num_samples)
         for callback in self._callbacks:
             callback.on_client_end(self._trainer, self._module, client, update)
-        distance = self.local.distance(update, self._broadcast)
+        distance = self.local.distance(update, self._broadcasts[planned.place])
         if distance is not None and not self._server.aggregator.resizes:  # models of other shapes have no distance
             update.metrics["update_norm"] = distance
         if self._server.receive(update, self._unpack):

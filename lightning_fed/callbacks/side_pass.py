@@ -133,7 +133,7 @@ def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
 
     """
     paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
-    noted = {}
+    noted: dict[str, Any] = {}
     for layer in {id(each): each for each in (*module.modules(), *find_metrics(module))}.values():
         own = _INTERNAL | (_lightnings_own() if isinstance(layer, L.LightningModule) else frozenset())
         path = paths.get(id(layer), f"{type(layer).__name__}.")

@@ -74,6 +74,8 @@ class SpreadOut(FederatedCallback):
 
     """
 
+    takes_stacks = True
+
     def __init__(
         self,
         variant: Variant = "top_k",

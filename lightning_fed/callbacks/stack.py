@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_fed.callbacks.pooled_log import REDUCTIONS
 from lightning_fed.data.turns import OwnNumbers, Stacked, rebuild, tensors_of
 from lightning_fed.functional.own_draws import OwnDraws
+from lightning_fed.functional.wide import at_least_float32
 from lightning_fed.resize import exchange
 from lightning_fed.state import copy_state
 
@@ -160,16 +161,13 @@ class Stack:
 
     def _log(self, part: Stacked, name: str, values: Tensor, options: dict[str, Any]) -> None:
         """Logs what all clients have logged, weighed as if one after another had."""
-        reduction = options.get("reduce_fx", "mean")
-        reduction = REDUCTIONS.get(reduction.lower() if isinstance(reduction, str) else reduction, "mean")
+        reduction = reduction_of(options)
         if reduction == "mean":
             size = options.get("batch_size")
             if size is None:
                 size = extract_batch_size(rebuild(part.batch, iter([tensor[0] for tensor in tensors_of(part.batch)])))
             options = {**options, "batch_size": size * len(part.clients)}
-        value = values.amax(0) if reduction == "max" else values.amin(0) if reduction == "min" else values
-        value = value.float().mean(0) if reduction == "mean" else value.sum(0) if reduction == "sum" else value
-        self._module.log(name, value, **options)
+        self._module.log(name, reduced(values, reduction), **options)
 
     def _own(self) -> list[tuple[str, Tensor]]:
         return [*self._parameters.items(), *self._buffers.items()]
@@ -189,6 +187,25 @@ def joint_loss(losses: Sequence[Tensor]) -> Tensor:
     every = losses[0] if len(losses) == 1 else torch.cat(list(losses))
     total = every.sum()
     return total + (every.mean() - total).detach()
+
+
+def reduction_of(options: Mapping[str, Any]) -> str:
+    """What becomes of the values of several batches, by the options of a module's ``log``."""
+    reduction = options.get("reduce_fx", "mean")
+    return REDUCTIONS.get(reduction.lower() if isinstance(reduction, str) else reduction, "mean")
+
+
+def reduced(values: Tensor, reduction: str) -> Tensor:
+    """One value of those of several clients, the first axis.
+
+    Example:
+        >>> reduced(torch.tensor([1.0, 3.0]), "max"), reduced(torch.tensor([1, 3]), "mean")
+        (tensor(3.), tensor(2.))
+
+    """
+    if reduction in ("max", "min"):
+        return values.amax(0) if reduction == "max" else values.amin(0)
+    return values.sum(0) if reduction == "sum" else at_least_float32(values).mean(0)
 
 
 class Replaced(AbstractContextManager[None]):

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.side_pass import is_same, noted_attributes, prepare_batch, side_pass
-from lightning_fed.callbacks.stack import Stack, joint_loss, many, stack_parameters
+from lightning_fed.callbacks.stack import Stack, joint_loss, many, reduced, reduction_of, stack_parameters
 from lightning_fed.data.population import PlannedVisit, Population, own_random_numbers, seed_everything
 from lightning_fed.data.rounds import Together, describe
 from lightning_fed.data.turns import OwnNumbers, noticing_draws, stack_batches
@@ -221,11 +221,13 @@ class _Trial:
         self._start = copy_state(self._own)
         self._trained = [value for value in module.parameters() if value.requires_grad]
         self._logged: list[Tensor] = []
+        self._reductions: list[str] = []
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         if isinstance(value, Metric):
             raise Obstacle(f"the metric {name!r} would take the clients for examples")
         self._logged.append(torch.as_tensor(value).detach())
+        self._reductions.append(reduction_of(options))
 
     def run(self, batch: Any, is_precise: bool) -> bool:
         first = self._alone(0, batch)
@@ -242,7 +244,11 @@ class _Trial:
             together = self._together(batch, draws)
         tolerance = _TOLERANCE if is_precise else _LOW_TOLERANCE
         for what, one, other, both in zip(("loss", "log", "gradients", "buffers"), first, second, together, strict=True):
-            alone = (one + other) / 2 if what in ("loss", "log") else torch.cat([one, other])
+            if what == "log":
+                values = zip(one, other, self._reductions, strict=False)
+                alone = _joined([reduced(torch.stack([left, right]), how) for left, right, how in values])
+            else:
+                alone = (one + other) / 2 if what == "loss" else torch.cat([one, other])
             if alone.shape != both.shape or not (alone - both).norm() <= tolerance * alone.norm() + 1e-12:
                 raise Obstacle(f"in a trial of two clients at once the {what} differed from one after the other")
         return draws
@@ -332,5 +338,5 @@ def _stepped(optimizer: Optimizer, steps: Sequence[Sequence[Tensor]], clients: i
     for gradients in steps:
         for own, gradient in zip(parameters, gradients, strict=True):
             own.grad = gradient.to(own)
-        type(twin).step(twin)  # type: ignore[call-arg]
+        type(twin).step(twin)
     return [own.detach() - before for own, before in zip(parameters, start, strict=True)]

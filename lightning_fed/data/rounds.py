@@ -118,8 +118,8 @@ class RoundLoader:
             else:
                 numbers.turn_to(0)
             if stream is None:
-                is_plain = len(self._turns) == len(self.visits)
-                stream = self.population.stream(self.visits, **({} if is_plain else {"turns": self._turns}))
+                in_turns = len(self._turns) < len(self.visits)
+                stream = self.population.stream(self.visits, turns=self._turns if in_turns else ())
             for left in range(group[0].num_batches - 1, -1, -1):
                 if numbers is None:
                     batch = None if group[0].fault is not None else self._fetch(stream, places[0])

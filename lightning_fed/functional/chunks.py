@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 22
@@ -19,13 +20,14 @@ def pieces(value: Tensor) -> tuple[Tensor, ...]:
         value: Any tensor; if it is contiguous, the pieces share its memory.
 
     Example:
-        >>> import torch
         >>> [len(piece) for piece in pieces(torch.zeros(3, 20_000))]
         [32768, 27232]
 
     """
     flat = value.reshape(-1)
-    return flat.split(_CACHED_ELEMENTS) if value.device.type == "cpu" and value.numel() > _CACHED_ELEMENTS else (flat,)
+    if value.device.type != "cpu" or len(flat) <= _CACHED_ELEMENTS:
+        return (flat,)
+    return torch.split(flat, _CACHED_ELEMENTS)
 
 
 def chunk_steps(count: int, width: int, positions: int, elements: int | None = None) -> tuple[int, int]:

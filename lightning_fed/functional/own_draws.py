@@ -23,7 +23,7 @@ _WRITERS: set[Any] = {
 
 
 class OwnDraws(TorchFunctionMode):
-    """Inside ``torch.func.vmap``: dropout and random tensors are drawn for one example after another, each from its own.
+    """Inside ``torch.func.vmap``, dropout and random tensors are drawn for one example after another.
 
     ``vmap(..., randomness="different")`` draws for all examples at once, which gives numbers that none of them would
     have alone. What is not known here goes on to ``vmap``, with whose default ``randomness="error"`` it is an error.
@@ -73,7 +73,7 @@ class OwnDraws(TorchFunctionMode):
             self._turn_to(self._places[row])
             return func(*args, **kwargs)
 
-        drawn: Tensor = _Draw.apply(draw, self._index, *args)  # type: ignore[no-untyped-call]
+        drawn: Tensor = _Draw.apply(draw, self._index, *args)
         return drawn
 
 
