@@ -77,6 +77,8 @@ def put_together(
     names = [name for name in own if policies.get(name) != "frozen"]
     try:
         check_vectorizable(trainer, module, policies, aggregator, optimizer_state)
+        if "turns" not in inspect.signature(population.stream).parameters:
+            raise Obstacle(f"`{type(population).__name__}.stream` has no argument `turns`")
         with own_random_numbers():
             batch, has_drawn = _first_batch(population, schedule)
             draws = try_out(trainer, module, names, batch)

@@ -118,8 +118,10 @@ class RoundLoader:
             else:
                 numbers.turn_to(0)
             if stream is None:
-                in_turns = len(self._turns) < len(self.visits)
-                stream = self.population.stream(self.visits, turns=self._turns if in_turns else ())
+                if len(self._turns) < len(self.visits):
+                    stream = self.population.stream(self.visits, turns=self._turns)
+                else:
+                    stream = self.population.stream(self.visits)
             for left in range(group[0].num_batches - 1, -1, -1):
                 if numbers is None:
                     batch = None if group[0].fault is not None else self._fetch(stream, places[0])

@@ -262,7 +262,7 @@ def test_a_visit_that_is_given_a_fault_from_outside_is_served_no_more():
 class Ahead(DatasetClients):
     """Serves three items for a visit that has failed already, as workers that ran ahead do."""
 
-    def stream(self, visits, aside=False, turns=()):
+    def stream(self, visits):
         yield StreamItem(0, error=OSError("image 7 is truncated"))
         yield from [StreamItem(0, [torch.tensor([number])]) for number in range(3)]
         yield StreamItem(1, [torch.tensor([70])])
