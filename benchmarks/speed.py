@@ -2,8 +2,8 @@
 
 All four train on the same batches of the same random data, in one process, alternating: every repetition runs a short
 fit of each, and ratios are taken within a repetition. Validation, loggers, progress bars and checkpoints are off. The
-second part measures the peak memory of rounds of 10, 50 and 200 clients, and the third a round over 1,000 and over
-1,000,000 clients.
+second part measures the peak memory of rounds of 10, 50 and 200 clients, the third a round over 1,000 and over
+1,000,000 clients, and the last rounds whose clients train at once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -33,14 +34,16 @@ from lightning_fed.schedule import Schedule, Visit
 from lightning_fed.tasks.networks import build_network
 
 BATCH_SIZE, SAMPLES, COHORT, POPULATION, RATE = 20, 200, 10, 100, 0.05
-PARTS = ["mcmahan_cnn", "mlp", "memory", "population"]
+PARTS = ["mcmahan_cnn", "mlp", "memory", "population", "vectorized"]
 WORDS = {
     "by hand": "(a) PyTorch loop by hand, one model",
     "trainer": "(b) plain `L.Trainer`, same batches",
     "ours": "(c) `FederatedTrainer`",
-    "vectorized": "(e) `FederatedTrainer(vectorize=10)`",
     "trainers": "(d) new `L.Trainer` per client",
+    "vectorized": "(e) `FederatedTrainer(vectorize=...)`, all at once",
 }
+FOUR = ("by hand", "trainer", "ours", "trainers")
+TOGETHER = ("by hand", "trainer", "ours", "vectorized")
 
 
 class Net(L.LightningModule):
@@ -83,15 +86,16 @@ class Experiment:
     Args:
         network: Name of the network.
         rounds: Timed rounds of a fit; one more comes before them.
+        cohort: Clients in a round.
 
     """
 
-    def __init__(self, network: str, rounds: int) -> None:
-        self.rounds = rounds
+    def __init__(self, network: str, rounds: int, cohort: int = COHORT) -> None:
+        self.rounds, self.cohort = rounds, cohort
         generator = torch.Generator().manual_seed(0)
         self.inputs = torch.randn(POPULATION * SAMPLES, 1, 28, 28, generator=generator)
         self.targets = torch.randint(10, (POPULATION * SAMPLES,), generator=generator)
-        self.schedule = Schedule(0, clients_per_round=COHORT)
+        self.schedule = Schedule(0, clients_per_round=cohort)
         self.network = build_network(network, num_classes=10)
         self.start = {name: value.clone() for name, value in self.network.state_dict().items()}
 
@@ -122,12 +126,12 @@ class Experiment:
     def trainer(self) -> tuple[float, float]:
         watch = Stopwatch()
         visits = [visit for number in range(self.rounds + 1) for visit in self.visits(number)]
-        data = Data(Epoch(self, visits, COHORT))
+        data = Data(Epoch(self, visits, self.cohort))
         L.Trainer(max_epochs=self.rounds + 1, callbacks=[watch], **QUIET).fit(Net(self.network), datamodule=data)
         return elapsed(watch.begin, watch.end)
 
     def vectorized(self) -> tuple[float, float]:
-        return self.ours(vectorize=COHORT)
+        return self.ours(vectorize=self.cohort)
 
     def ours(self, vectorize: int = 1) -> tuple[float, float]:
         watch = Stopwatch()
@@ -137,7 +141,7 @@ class Experiment:
         ]
         trainer = FederatedTrainer(
             max_rounds=self.rounds + 1,
-            clients_per_round=COHORT,
+            clients_per_round=self.cohort,
             vectorize=vectorize,
             seed=0,
             callbacks=[watch],
@@ -207,25 +211,40 @@ def elapsed(begin: tuple[float, float], end: tuple[float, float]) -> tuple[float
     return end[0] - begin[0], end[1] - begin[1]
 
 
-def measure(network: str, rounds: int, repetitions: int, warm_up: bool = True) -> dict[str, Any]:
-    """Wall and process seconds per round of each of the four, for every repetition."""
-    experiment = Experiment(network, rounds)
-    runs = {name: getattr(experiment, name.replace(" ", "_")) for name in WORDS}
-    seconds: dict[str, list[list[float]]] = {name: [] for name in WORDS}
-    weights: dict[str, dict[str, Tensor]] = {}
-    names = list(WORDS)
+def measure(
+    network: str,
+    rounds: int,
+    repetitions: int,
+    warm_up: bool = True,
+    names: Sequence[str] = FOUR,
+    cohort: int = COHORT,
+) -> dict[str, Any]:
+    """Wall and process seconds per round of each, for every repetition; how far weights are from those by hand."""
+    experiment = Experiment(network, rounds, cohort)
+    runs = {name: getattr(experiment, name.replace(" ", "_")) for name in names}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
+    weights: dict[str, Tensor] = {}
     for repetition in range(0 if warm_up else 1, repetitions + 1):
-        for name in names[repetition % 4 :] + names[: repetition % 4]:
+        first = repetition % len(names)
+        for name in (*names[first:], *names[:first]):
             experiment.reset()
             wall, own = runs[name]()
-            weights[name] = {key: value.clone() for key, value in experiment.network.state_dict().items()}
+            weights[name] = torch.cat([value.flatten() for value in experiment.network.state_dict().values()])
             if repetition:
                 seconds[name].append([wall / rounds, own / rounds])
         shown = {name: round(values[-1][1], 4) for name, values in seconds.items() if values}
         print(f"{network} {repetition}/{repetitions} {shown}", flush=True)
     hand = weights["by hand"]
-    equal = {name: all(torch.equal(weights[name][key], hand[key]) for key in hand) for name in ("ours", "trainers")}
-    return {"network": network, "rounds": rounds, "seconds": seconds, "equal": equal, "version": version()}
+    equal = {name: torch.equal(weights[name], hand) for name in ("ours", "trainers") if name in names}
+    apart = {name: float((value - hand).norm() / hand.norm()) for name, value in weights.items()}
+    return {
+        "network": network,
+        "rounds": rounds,
+        "seconds": seconds,
+        "equal": equal,
+        "apart": apart,
+        "version": version(),
+    }
 
 
 def population_cost(repetitions: int, rounds: int) -> dict[str, list[list[float]]]:
@@ -264,6 +283,24 @@ def spread(values: np.ndarray) -> str:
     return f"{np.median(values):.2f} ({low:.2f}-{high:.2f})"
 
 
+def report_together(results: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> str:
+    parts = [
+        f"`python benchmarks/speed.py --parts vectorized --out docs/performance.md`. {machine(arguments.threads)},"
+        f" load average {os.getloadavg()[0]:.1f}. MLP 784-64-10, batches of {BATCH_SIZE}, {SAMPLES} examples per client, SGD;"
+        " process seconds. Medians over repetitions, of ratios within a repetition, with the quartiles in brackets."
+    ]
+    rows = []
+    for cohort, result in results.items():
+        seconds = result["seconds"]
+        for name in TOGETHER:
+            own = np.median(np.array(seconds[name])[:, 1])
+            rows.append([cohort, WORDS[name], f"{own:.4f}", spread(ratios(seconds, name, "by hand", 1))])
+        rows[-1].append(f"{result['apart']['vectorized']:.0e}")
+    header = ["clients", "", "s / round", "/ (a)", "weights' distance from (a)'s, relative"]
+    parts.append(table(header, [[*row, *[""] * (len(header) - len(row))] for row in rows]))
+    return "\n\n".join(parts)
+
+
 def report(results: dict[str, Any], arguments: argparse.Namespace) -> str:
     parts = [
         f"`python benchmarks/speed.py --out docs/performance.md`. {machine(arguments.threads)}. Batches of"
@@ -275,7 +312,8 @@ def report(results: dict[str, Any], arguments: argparse.Namespace) -> str:
     header += ["/ (a), process", "/ (a), wall"]
     for network, result in ((name, results[name]) for name in PARTS[:2] if name in results):
         seconds, rows = result["seconds"], []
-        for name, words in WORDS.items():
+        for name in FOUR:
+            words = WORDS[name]
             wall, own = np.median(np.array(seconds[name]), axis=0)
             cells = [spread(ratios(seconds, name, base, clock)) for base in ("trainer", "by hand") for clock in (1, 0)]
             rows.append([words, f"{own:.4f}", f"{wall:.4f}", *cells])
@@ -309,9 +347,7 @@ def main() -> None:
     made.add_argument(
         "--repetitions", type=int, default=12, help="repetitions with the CNN; the MLP gets twice as many"
     )
-    made.add_argument(
-        "--parts", nargs="+", default=["mcmahan_cnn", "mlp", "memory", "population"], help="what to measure"
-    )
+    made.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="what to measure")
     made.add_argument("--peak-memory-of", type=int, default=None, metavar="CLIENTS", help=argparse.SUPPRESS)
     arguments = made.parse_args()
     prepare(arguments)
@@ -331,10 +367,18 @@ def main() -> None:
                 command = [sys.executable, __file__, "--peak-memory-of", str(cohort)]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 results[part][cohort] = json.loads(done.stdout.splitlines()[-1])
+        elif part == "vectorized":
+            results[part] = {
+                str(cohort): measure("mlp", 2 if arguments.quick else rounds, repetitions, True, TOGETHER, cohort)
+                for cohort, rounds in ((10, 10), (50, 3))
+            }
         else:
             results[part] = population_cost(repetitions, 2 if arguments.quick else 10)
         save_json(arguments.runs / "speed.json", results)
-    write_section(arguments.out, "speed", report(results, arguments))
+    if results.keys() - {"vectorized"}:
+        write_section(arguments.out, "speed", report(results, arguments))
+    if "vectorized" in results:
+        write_section(arguments.out, "vectorized", report_together(results["vectorized"], arguments))
 
 
 if __name__ == "__main__":
