@@ -284,10 +284,11 @@ def spread(values: np.ndarray) -> str:
 
 
 def report_together(results: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> str:
+    where = f"{machine(arguments.threads)}, load average {os.getloadavg()[0]:.1f}"
     parts = [
-        f"`python benchmarks/speed.py --parts vectorized --out docs/performance.md`. {machine(arguments.threads)},"
-        f" load average {os.getloadavg()[0]:.1f}. MLP 784-64-10, batches of {BATCH_SIZE}, {SAMPLES} examples per client, SGD;"
-        " process seconds. Medians over repetitions, of ratios within a repetition, with the quartiles in brackets."
+        f"`python benchmarks/speed.py --parts vectorized --out docs/performance.md`. {where}. MLP 784-64-10, batches"
+        f" of {BATCH_SIZE}, {SAMPLES} examples per client, SGD; process seconds. Medians over repetitions, of ratios"
+        " within a repetition, with the quartiles in brackets."
     ]
     rows = []
     for cohort, result in results.items():

@@ -120,9 +120,9 @@ class Stack:
             Their losses, shape ``(clients,)``.
 
         """
-        rows = None if len(part.clients) == self._count else torch.tensor(part.clients)
+        rows = _rows_of(part.clients, self._count)
         parameters, buffers = (
-            {name: own if rows is None else own[rows.to(own.device)] for name, own in group.items()}
+            {name: own if rows is None else own[rows] for name, own in group.items()}
             for group in (self._parameters, {name: self._rows[name] for name in self._buffers})
         )
         tensors = tensors_of(part.batch)
@@ -151,10 +151,8 @@ class Stack:
         indices = self._indices[: len(part.clients)]
         losses, values, after = vmap(one)(parameters, buffers, tensors, indices)
         for name, value in after.items():
-            if rows is not None:
-                self._rows[name][rows.to(value.device)] = value
-            elif value.data_ptr() != buffers[name].data_ptr():
-                self._rows[name].copy_(value)
+            if isinstance(rows, list) or value.data_ptr() != buffers[name].data_ptr():  # not written in place
+                self._rows[name][slice(None) if rows is None else rows] = value.detach()
         for (name, options), value in zip(logged, values, strict=True):
             self._log(part, name, value, options)
         return losses
@@ -242,6 +240,14 @@ class _Caller(nn.Module):
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
+
+
+def _rows_of(clients: Sequence[int], count: int) -> slice | list[int] | None:
+    """Rows in the form that costs least: ``None`` for all, a slice for neighbours."""
+    if len(clients) == count:
+        return None
+    is_run = clients[-1] - clients[0] + 1 == len(clients)
+    return slice(clients[0], clients[-1] + 1) if is_run else list(clients)
 
 
 def many(value: Tensor, size: int) -> Tensor:

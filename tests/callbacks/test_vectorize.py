@@ -12,6 +12,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.callbacks import FederatedCallback, FedBN, ProximalTerm
+from lightning_fed.data import DatasetClients
+from lightning_fed.data.dataset_clients import DatasetsSource
 from tests import models
 from tests.recorders import assert_same, state_of
 
@@ -420,6 +422,19 @@ def test_what_falls_back(make, options, reason, federated_trainer, caplog):
     (record,) = [record for record in caplog.records if record.name == LOGGER]
     assert record.getMessage().startswith("`vectorize=3`: the clients train one after another all the same, because")
     assert reason in record.getMessage()
+
+
+def test_a_population_that_takes_no_turns(federated_trainer, caplog):
+    class Plain(DatasetClients):
+        def stream(self, visits, aside=False):
+            return super().stream(visits, aside)
+
+    class Data(FederatedDataModule):
+        def population(self):
+            return Plain(DatasetsSource(models.as_datasets(models.vectors())), 16)
+
+    fit(federated_trainer, models.Module(models.mlp()), Data({"unused": models.as_datasets(models.vectors())["ann"]}), 3)
+    assert "because `Plain.stream` has no argument `turns`" in caplog.text
 
 
 def test_a_callback_may_say_that_it_takes_stacks(federated_trainer, caplog):
