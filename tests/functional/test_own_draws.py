@@ -63,7 +63,7 @@ def test_gradients_go_through_dropout():
     "function", [nn.AlphaDropout(0.5), F.gumbel_softmax, nn.RReLU()], ids=["alpha", "gumbel", "rrelu"]
 )
 def test_what_is_not_known_is_an_error(function):
-    with pytest.raises(RuntimeError, match="vmap: (called random|we do not yet support)"):
+    with pytest.raises(RuntimeError, match=r"vmap: (called random|we do not yet support)"):
         together(function)
 
 
