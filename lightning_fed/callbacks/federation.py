@@ -15,7 +15,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fed.aggregators import Aggregator, build_aggregator
-from lightning_fed.callbacks.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.callbacks.blame import note_on
 from lightning_fed.callbacks.clients import Clients
 from lightning_fed.callbacks.door import add_callbacks, check_schedulers, put_first, ranks_of
@@ -25,7 +24,6 @@ from lightning_fed.callbacks.pooled_log import PooledLog
 from lightning_fed.callbacks.round_log import RoundLog
 from lightning_fed.callbacks.round_loop import BatchNormMode, RoundLoop
 from lightning_fed.callbacks.takeover import Takeover, check_loader
-from lightning_fed.callbacks.vectorize import put_together
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.data.rounds import RoundLoader
@@ -68,10 +66,7 @@ class Federation(L.Callback):
             :class:`~lightning_fed.store.ClientStore`, or memory (``None``).
         evaluate_clients_every: Rounds between evaluations client by client, where the validation data are a mapping of
             clients; 0 for never, also in ``trainer.validate`` and ``trainer.test``.
-        vectorize: At most how many clients train at once, as one model whose parameters have a leading axis of the
-            clients (``torch.func.vmap``): for small models, whose rounds cost more Python than arithmetic. What the
-            results are does not change. What cannot be trained so is trained one client after another, and the log says
-            why.
+        vectorize: At most how many clients train at once, for small models; where they cannot, the log says why.
         seed: Seed of the partition and the schedule; ``None`` takes that of ``lightning.seed_everything``, or else 0.
 
     Attributes:
@@ -273,21 +268,7 @@ class Federation(L.Callback):
         check_sliced(pl_module, self._loop.policies, self.server.aggregator, self.batch_norm, self.optimizer_state)
         assert self._taken is not None
         self._taken.freeze(pl_module, self._loop.policies)
-        if self.vectorize > 1:
-            if self.batch_norm == "frozen":
-                freeze_batch_norm(pl_module)
-            self._loop.together = put_together(
-                self.vectorize,
-                trainer,
-                pl_module,
-                self.find_population(),
-                self.schedule,
-                self._loop.policies,
-                self.server.aggregator,
-                self.optimizer_state,
-            )
-            if self.batch_norm == "frozen":
-                thaw_batch_norm(pl_module)  # until the round
+        self._loop.put_together(self.vectorize, self.find_population)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Makes sure that the Trainer's loader is ours."""
@@ -344,7 +325,7 @@ class Federation(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, also where the fit ended inside a round."""
-        self._abandon(pl_module)
+        self._loop.leave(pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leaves the last complete global model in the module, and says whose visit it was."""
@@ -352,7 +333,7 @@ class Federation(L.Callback):
             exception.add_note(note_on(exception, self._loop.visit))
         if self._loop.processes is not None:
             self._loop.processes.leave()
-        self._abandon(pl_module)
+        self._loop.leave(pl_module)
         self._give_back()  # Lightning does not call `teardown` after an exception
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -397,11 +378,6 @@ class Federation(L.Callback):
     def _plan(self) -> RoundLoader:
         self._loop.population = self.find_population()
         return self._loop.plan()
-
-    def _abandon(self, pl_module: L.LightningModule) -> None:
-        self._loop.abandon()
-        if self.batch_norm == "frozen":
-            thaw_batch_norm(pl_module)
 
     def _give_back(self) -> None:
         if self._taken is not None:

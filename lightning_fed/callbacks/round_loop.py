@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import lightning as L
 
-from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, warn_of_averaging
+from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, thaw_batch_norm, warn_of_averaging
 from lightning_fed.callbacks.blame import ClientFault, client_fault
 from lightning_fed.callbacks.door import IgnoredWarning, ranks_of
 from lightning_fed.callbacks.open_round import OpenRound, federated_callbacks
@@ -16,6 +16,7 @@ from lightning_fed.callbacks.processes import Processes
 from lightning_fed.callbacks.round_log import RoundLog
 from lightning_fed.callbacks.round_progress import RoundProgress
 from lightning_fed.callbacks.stack import Stack, joint_loss
+from lightning_fed.callbacks.vectorize import put_together
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.data.rounds import RoundLoader, Together
 from lightning_fed.data.turns import Stacked
@@ -85,6 +86,32 @@ class RoundLoop:
     def visit(self) -> PlannedVisit | None:
         """The visit that is under way; ``None`` between visits."""
         return None if self.open is None else self.open.visit
+
+    def put_together(self, size: int, find_population: Callable[[], Population]) -> None:
+        """Decides whether visits can train at once, before the first round.
+
+        Args:
+            size: At most how many.
+            find_population: Asks for the clients' data, where more than one visit at a time is wanted.
+
+        """
+        if size == 1:
+            return
+        trainer, module = self.trainer, self.trainer.lightning_module
+        if self.batch_norm == "frozen":
+            freeze_batch_norm(module)  # as in a round
+        self.together = put_together(
+            size,
+            trainer,
+            module,
+            find_population(),
+            self.schedule,
+            self.policies,
+            self.server.aggregator,
+            self.optimizer_state,
+        )
+        if self.batch_norm == "frozen":
+            thaw_batch_norm(module)
 
     def plan(self) -> RoundLoader:
         """The loader of the next round, which opens it when Lightning asks for its first batch."""
@@ -192,6 +219,12 @@ class RoundLoop:
         if self.open is not None:
             self.open.abandon()
             self._end(is_new=False)
+
+    def leave(self, module: L.LightningModule) -> None:
+        """The same at the end of a fit, which leaves the module as it trains elsewhere."""
+        self.abandon()
+        if self.batch_norm == "frozen":
+            thaw_batch_norm(module)
 
     def cut_short(self) -> None:
         """Gives up the round that is open, if there is one, and says so."""
