@@ -238,6 +238,7 @@ class RoundLoop:
         """Lets warnings be seen again, and gives metrics back."""
         if self.processes is not None:
             self.processes.release()
+        self.together = None  # which has the memory of several models
         for warning in self._ignored:
             warning.give_back()
         self._ignored = []

@@ -131,6 +131,7 @@ def check_vectorizable(
     owned = [name for name, policy in policies.items() if policy == "sliced"]
     obstacles = {
         "manual optimization steps one client's model": not module.automatic_optimization,
+        "there is not one optimizer": len(trainer.optimizers) != 1,
         "several processes share the clients": trainer.world_size > 1,
         f"{type(trainer.strategy).__name__} is not for one device alone": (
             not isinstance(trainer.strategy, SingleDeviceStrategy)
