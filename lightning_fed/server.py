@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lightning_fed.functional.options import BadUpdate, check_count
+from lightning_fed.desk import Desk as Desk
+from lightning_fed.desk import RoundReport as RoundReport
+from lightning_fed.functional.options import BadUpdate
 from lightning_fed.functional.rows import find_bad_rows
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.state import find_fault, find_non_finite
@@ -136,53 +138,7 @@ class RoundPlan:
     present: frozenset[Client] | None = None
 
 
-@dataclass
-class RoundReport:
-    """What happened in a round.
-
-    Args:
-        round: Index of the round, from 0.
-        received: Number of local examples of every client whose update was aggregated.
-        failed: Reason for every client that was left out.
-        metrics: Numbers that the clients sent along.
-        up_bytes: Bytes of the updates that arrived, whether used or not.
-        down_bytes: Bytes of the broadcasts.
-
-    """
-
-    round: int
-    received: dict[Client, int] = field(default_factory=dict)
-    failed: dict[Client, str] = field(default_factory=dict)
-    metrics: dict[Client, dict[str, float]] = field(default_factory=dict)
-    up_bytes: int = 0
-    down_bytes: int = 0
-
-    @classmethod
-    def joined(cls, parts: Sequence[RoundReport], places: Mapping[Client, int]) -> RoundReport:
-        """The report of a round that several processes shared.
-
-        Args:
-            parts: Their reports.
-            places: Client to its place in the cohort: the order in which one process would report.
-
-        Example:
-            >>> one, other = RoundReport(0, {"b": 3}, up_bytes=8), RoundReport(0, {"a": 1}, {"c": "lost"}, up_bytes=4)
-            >>> joined = RoundReport.joined([one, other], {"a": 0, "b": 1, "c": 2})
-            >>> joined.received, joined.failed, joined.up_bytes
-            ({'a': 1, 'b': 3}, {'c': 'lost'}, 12)
-
-        """
-        whole = cls(parts[0].round)
-        for name in ("received", "failed", "metrics"):
-            joint = {client: value for part in parts for client, value in getattr(part, name).items()}
-            ordered = sorted(joint, key=lambda client: places.get(client, len(places)))
-            setattr(whole, name, {client: joint[client] for client in ordered})
-        whole.up_bytes = sum(part.up_bytes for part in parts)
-        whole.down_bytes = sum(part.down_bytes for part in parts)
-        return whole
-
-
-class Server:
+class Server(Desk):
     """One round after another: sends, checks what comes back, counts the bytes, aggregates.
 
     An update that does not fit the broadcast it answers (missing or unexpected entries, other shapes or dtypes, NaN or
@@ -216,10 +172,7 @@ class Server:
     """
 
     def __init__(self, aggregator: Aggregator, min_clients: int = 1) -> None:
-        self.aggregator = aggregator
-        self.min_clients = check_count("min_clients", min_clients)
-        self.report = RoundReport(round=-1)
-        self.state_before: dict[str, Any] = {}
+        super().__init__(aggregator, min_clients)
         self._expected: dict[Client, State] = {}
         self._rows: dict[Client, State] = {}
 
@@ -295,9 +248,7 @@ class Server:
     def fail(self, client: Client, reason: str) -> bool:
         """Leaves a client out of the round, by name and with the reason in the log; always ``False``."""
         self._expected.pop(client, None)
-        self.report.failed[client] = reason
-        _log.warning("Round %d: client %r is left out: %s.", self.report.round, client, reason)
-        return False
+        return super().fail(client, reason)
 
     def end_visits(self) -> None:
         """Waits for no more answers."""
@@ -342,11 +293,3 @@ class Server:
                 raise ValueError(f"Client {request.client!r} asks for rows of {name!r}, but {fault}.")
             broadcast.state[name] = table[rows.to(table.device)]
             broadcast.rows[name] = rows
-
-    def count_down(self, message: Broadcast) -> None:
-        """Counts a message that went down."""
-        self.report.down_bytes += message.nbytes
-
-    def count_up(self, message: ClientUpdate | Request) -> None:
-        """Counts a message that came up."""
-        self.report.up_bytes += message.nbytes

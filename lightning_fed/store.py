@@ -232,6 +232,11 @@ class FolderStore(ClientStore):
         self._written.clear()
         self._prunable.clear()
 
+    def prune(self, client: Client, round: int) -> None:
+        """Deletes what the client kept before its newest version of a round before ``round``."""
+        for _, path in [item for item in self._versions(client) if item[0] < round][:-1]:
+            path.unlink()
+
     def start(self, ranks: Ranks) -> None:
         """Has all processes write to the same run, which the first one names; the others delete nothing."""
         if ranks.size > 1:

@@ -198,6 +198,28 @@ class LocalOptimizers:
         self._start = self._capture()
         self.largest: tuple[int, int, dict[str, Any]] | None = None
 
+    @property
+    def start(self) -> dict[str, Any]:
+        """Hyper-parameters, per-step schedulers and loss scale at the round's start, which every visit starts from."""
+        return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
+
+    def note_visit(self, num_samples: int, place: int, left: Mapping[str, Any]) -> None:
+        """Notes where a client that trained elsewhere left what :attr:`start` has.
+
+        Args:
+            num_samples: The client's examples.
+            place: Index of the visit in the round.
+            left: What its ``largest`` says.
+
+        """
+        if self.goes_on and (self.largest is None or num_samples > self.largest[0]):
+            self.largest = (num_samples, -place, {**self._start, **left})
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether anything goes on from where a client left it."""
+        return bool(self.step_schedulers) or self.scaler is not None
+
     def start_visit(self, kept: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """Puts everything as it was at the start of the round, with the client's own buffers if it kept any.
 
@@ -218,8 +240,7 @@ class LocalOptimizers:
             place: Index of the visit in the round.
 
         """
-        goes_on = self.step_schedulers or self.scaler is not None
-        if goes_on and (self.largest is None or num_samples > self.largest[0]):
+        if self.goes_on and (self.largest is None or num_samples > self.largest[0]):
             self.largest = (num_samples, -place, self._capture(buffers=False))
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
 

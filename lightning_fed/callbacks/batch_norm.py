@@ -15,17 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.callbacks.door import ranks_of
+from lightning_fed.callbacks.elsewhere import Elsewhere
 from lightning_fed.callbacks.open_round import tell_of_model
 from lightning_fed.callbacks.side_pass import forward_step, one_pass, run_step, side_pass
 from lightning_fed.data.population import Population
 from lightning_fed.data.rounds import describe
 from lightning_fed.data.sharing import share_out
+from lightning_fed.desk import Desk
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.modules.batch_norm import InputStatistics as InputStatistics
 from lightning_fed.modules.batch_norm import batch_norm_layers as batch_norm_layers
 from lightning_fed.modules.batch_norm import pool_statistics as pool_statistics
 from lightning_fed.schedule import Cohort, Visit
-from lightning_fed.server import Server
 from lightning_fed.state import BatchNorm, find_non_finite
 from lightning_fed.visit import LocalModel
 
@@ -51,10 +52,11 @@ def thaw_batch_norm(module: nn.Module) -> None:
 def recalibrate(
     trainer: L.Trainer,
     module: L.LightningModule,
-    server: Server,
+    server: Desk,
     local: LocalModel,
     population: Population,
     cohort: Cohort,
+    elsewhere: Elsewhere | None = None,
 ) -> None:
     """Replaces the running statistics of the global model by those that the round's clients measure with it.
 
@@ -71,25 +73,35 @@ def recalibrate(
         local: The module's entries.
         population: The clients' data.
         cohort: The round's clients.
+        elsewhere: Where the clients are, if not here.
 
     """
-    layers = {
-        name: layer for name, layer in batch_norm_layers(module).items() if layer.training
-    }  # not the user's frozen
+    layers = layers_in_training(module)
     if forward_step(module) is None or not layers:
         return
     state = local.global_state()
 
-    def load(visit: Visit) -> None:
+    def send(visit: Visit) -> Broadcast:
         own = server.aggregator.model_of(visit.client)
-        start = state if own is None else own
-        server.count_down(Broadcast(visit.round, start))
-        local.load_client(visit.client, start)
+        message = Broadcast(visit.round, state if own is None else own)
+        server.count_down(message)
+        return message
 
     visits = [visit for visit in cohort.visits if visit.client in server.report.received]
-    measured = measure_statistics(trainer, module, server, population, visits, layers, load)
-    local.load_global(state)
-    tell_of_model(trainer, module, None)
+    if elsewhere is None:
+        measured = measure_statistics(
+            trainer,
+            module,
+            server,
+            population,
+            visits,
+            layers,
+            lambda visit: local.load_client(visit.client, send(visit).state),
+        )
+        local.load_global(state)
+        tell_of_model(trainer, module, None)
+    else:
+        measured = elsewhere.measure(server, visits, send)
     reports = [(server.aggregator.model_of(client), report) for client, report in measured]
     of_global = [report for own, report in reports if own is None] or [report for _, report in reports]
     _write_statistics(local.entries, local.shared, of_global, layers)
@@ -97,10 +109,46 @@ def recalibrate(
         _write_statistics(model, local.shared, [report for own, report in reports if own is model], layers)
 
 
+def layers_in_training(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
+    """The BatchNorm layers by name, but for those that the user has put in evaluation mode."""
+    return {name: layer for name, layer in batch_norm_layers(module).items() if layer.training}
+
+
+def client_statistics(
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    population: Population,
+    visit: Visit,
+    layers: Mapping[str, nn.BatchNorm2d],
+    step: str,
+) -> State:
+    """What goes into BatchNorm layers when a client's data run once through the model that the module is.
+
+    Args:
+        trainer: The Trainer.
+        module: The module, whose parameters and buffers are loaded anew afterwards.
+        population: The clients' data.
+        visit: The client's visit.
+        layers: The layers by name. They normalise with each batch's own statistics.
+        step: Which step of the module to run, of :func:`~lightning_fed.callbacks.side_pass.forward_step`.
+
+    Returns:
+        :meth:`InputStatistics.as_extras`.
+
+    """
+    statistics = InputStatistics(layers)
+    with side_pass(module, is_reloaded=True), statistics.watching():
+        for layer in layers.values():
+            layer.train()
+        for number, batch in enumerate(one_pass(population, visit)):
+            run_step(trainer, module, step, batch, number)
+    return statistics.as_extras()
+
+
 def measure_statistics(
     trainer: L.Trainer,
     module: L.LightningModule,
-    server: Server,
+    server: Desk,
     population: Population,
     visits: Iterable[Visit],
     layers: Mapping[str, nn.BatchNorm2d],
@@ -131,17 +179,12 @@ def measure_statistics(
     for visit in (visits[place] for place in shares[ranks.rank]):
         load(visit)
         tell_of_model(trainer, module, visit.client)
-        statistics = InputStatistics(layers)
         try:
-            with side_pass(module, is_reloaded=True), statistics.watching():
-                for layer in layers.values():
-                    layer.train()
-                for number, batch in enumerate(one_pass(population, visit)):
-                    run_step(trainer, module, step, batch, number)
+            extras = client_statistics(trainer, module, population, visit, layers, step)
         except Exception as error:
             _log.warning("Client %r's BatchNorm statistics are left out: %s.", visit.client, describe(error))
             continue
-        update = ClientUpdate(visit.client, server.report.received[visit.client], {}, statistics.as_extras())
+        update = ClientUpdate(visit.client, server.report.received[visit.client], {}, extras)
         server.count_up(update)
         fault = find_non_finite(update.extras)
         if fault is None:

@@ -18,6 +18,7 @@ from lightning_fed.aggregators import Aggregator, build_aggregator
 from lightning_fed.callbacks.blame import note_on
 from lightning_fed.callbacks.clients import Clients
 from lightning_fed.callbacks.door import add_callbacks, check_schedulers, put_first, ranks_of
+from lightning_fed.callbacks.elsewhere import Elsewhere
 from lightning_fed.callbacks.open_round import federated_callbacks
 from lightning_fed.callbacks.policies import check_sliced, decide_policies
 from lightning_fed.callbacks.pooled_log import PooledLog
@@ -27,6 +28,7 @@ from lightning_fed.callbacks.takeover import Takeover, check_loader
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.data.rounds import RoundLoader
+from lightning_fed.desk import Desk
 from lightning_fed.functional.options import check_count, check_option
 from lightning_fed.messages import Client, State
 from lightning_fed.schedule import Cohort, Schedule, default_seed
@@ -120,7 +122,8 @@ class Federation(L.Callback):
         check_option("optimizer_state", optimizer_state, ("reset", "keep"))
         if not (partition is None or isinstance(partition, Partition)):
             raise TypeError(f"Expected `partition` to be a Partition object such as `IID(10)`, but got {partition!r}.")
-        self.server = Server(build_aggregator(aggregator), min_clients)
+        self.server: Desk = Server(build_aggregator(aggregator), min_clients)
+        self._elsewhere: Elsewhere | None = None
         self._fresh_aggregator = copy.deepcopy(self.server.aggregator.state_dict())
         self.partition = partition
         self.schedule = Schedule(
@@ -142,7 +145,13 @@ class Federation(L.Callback):
 
     def _reset(self) -> None:
         self._loop = RoundLoop(
-            self.server, self.schedule, self.store, self.batch_norm, self.optimizer_state, self.partial_work
+            self.server,
+            self.schedule,
+            self.store,
+            self.batch_norm,
+            self.optimizer_state,
+            self.partial_work,
+            self._elsewhere,
         )
         self._clients = Clients(self._loop)
 
@@ -157,6 +166,12 @@ class Federation(L.Callback):
         made = Federation(**{**self.arguments, **changes})
         made.client_callbacks = self.client_callbacks
         return made
+
+    def take_apart(self, elsewhere: Elsewhere) -> None:
+        """Leaves one half of the federation to another machine: what an engine does before a fit."""
+        self._elsewhere = elsewhere
+        self.server = elsewhere.desk(self.server)
+        self._reset()
 
     @property
     def rounds(self) -> int:

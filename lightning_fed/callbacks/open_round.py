@@ -16,8 +16,8 @@ from lightning_fed.callbacks.blame import ClientFault
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.stack import Stack
 from lightning_fed.data.population import PlannedVisit
+from lightning_fed.desk import Desk
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
-from lightning_fed.server import Server
 from lightning_fed.state import Policy, find_fault, tied_names, trainable_entries
 from lightning_fed.store import ClientStore
 from lightning_fed.visit import LocalModel, LocalOptimizers
@@ -31,7 +31,7 @@ class OpenRound:
     Args:
         trainer: The Trainer.
         module: The module, which holds the global model.
-        server: The server half.
+        server: The server half, or the way to it.
         policies: The policy of every entry of the module.
         store: Where clients keep what is theirs.
         optimizer_state: Whether clients start with fresh optimizer state or with their own.
@@ -51,7 +51,7 @@ class OpenRound:
         self,
         trainer: L.Trainer,
         module: L.LightningModule,
-        server: Server,
+        server: Desk,
         policies: Mapping[str, Policy],
         store: ClientStore,
         optimizer_state: Literal["reset", "keep"],
@@ -129,23 +129,30 @@ class OpenRound:
             self._stack.clear()
         self.group, self._memories, self._broadcasts = (), {}, {}
 
-    def start_visit(self, planned: PlannedVisit) -> None:
-        """Makes the module the client's: before its first batch."""
+    # The client's half: its request, its visit, its answer
+
+    def ask(self, planned: PlannedVisit) -> Request:
+        """What the client asks for before its visit, which begins; it has a ``fault`` if it cannot even ask."""
         self.visit = planned
         client = planned.visit.client
         self.local.recall(client)
         request = Request(client)
         for callback in self._callbacks:
             callback.on_request(self._trainer, self._module, client, request)
-        if planned.fault is not None:  # a client that cannot even ask is sent nothing
-            return
         whole = sorted(request.rows.keys() - self.local.sliced.keys())
-        if whole:
+        if whole and planned.fault is None:
             raise MisconfigurationException(
                 f"A callback asks for rows of {whole}, which travel as a whole: name them in its `sliced_entries`."
             )
-        broadcast = self._broadcasts[planned.place] = self._server.send(client, self._shape, request)
+        return request
+
+    def start_visit(self, planned: PlannedVisit) -> None:
+        """Makes the module the client's: before its first batch."""
+        client, request = planned.visit.client, self.ask(planned)
+        if planned.fault is not None:  # it is sent nothing
+            return
         try:
+            broadcast = self._broadcasts[planned.place] = self.send(client, request)
             for callback in self._callbacks:
                 callback.on_receive(self._trainer, self._module, client, broadcast)
         except ClientFault as error:
@@ -165,7 +172,7 @@ class OpenRound:
             self._server.fail(planned.visit.client, planned.fault)
         else:
             self._answer(planned)
-        self._leave()
+        self.leave()
 
     def prepare(self, batch: Any) -> Any:
         """The batch as the training step gets it."""
@@ -173,6 +180,26 @@ class OpenRound:
         for callback in self._callbacks:
             batch = callback.on_client_batch(self._trainer, self._module, self.visit.visit.client, batch)
         return batch
+
+    # The server's half: what is sent, what comes back, what comes of the round
+
+    def send(self, client: Client, request: Request | None = None) -> Broadcast:
+        """The message for a client, as callbacks change it on its way."""
+
+        def shape(broadcast: Broadcast) -> None:
+            for callback in self._callbacks:
+                callback.on_broadcast(self._trainer, self._module, client, broadcast)
+
+        return self._server.send(client, shape, request)
+
+    def receive(self, update: ClientUpdate) -> bool:
+        """Takes a client's answer, as callbacks unpack it; whether it was good."""
+
+        def unpack(update: ClientUpdate) -> None:
+            for callback in self._callbacks:
+                callback.on_update(self._trainer, self._module, update)
+
+        return self._server.receive(update, unpack)
 
     def close(self) -> bool:
         """Aggregates and makes the module the global model: after the last visit. Whether anything came of the round."""
@@ -199,7 +226,7 @@ class OpenRound:
         if self._stack is not None:
             self._stack.leave()
             self._stack.clear()
-        self._leave()
+        self.leave()
         self.local.load_global(self.before)
         self.optimizers.start_visit()
         self._server.abandon_round()
@@ -228,25 +255,16 @@ class OpenRound:
         distance = self.local.distance(update, self._broadcasts[planned.place])
         if distance is not None and not self._server.aggregator.resizes:  # models of other shapes have no distance
             update.metrics["update_norm"] = distance
-        if self._server.receive(update, self._unpack):
+        if self.receive(update):
             self.local.keep(client, planned.visit.round, self.optimizers.end_visit(num_samples, planned.place))
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Ends the visit that is under way, whatever came of it."""
         if self.visit is None:  # the client's first batch failed, so that its visit never began
             return
         for callback in self._callbacks:
             callback.on_visit_end(self._trainer, self._module, self.visit.visit.client)
         self.visit = None
-
-    def _shape(self, broadcast: Broadcast) -> None:
-        assert self.visit is not None
-        client: Client = self.visit.visit.client
-        for callback in self._callbacks:
-            callback.on_broadcast(self._trainer, self._module, client, broadcast)
-
-    def _unpack(self, update: ClientUpdate) -> None:
-        for callback in self._callbacks:
-            callback.on_update(self._trainer, self._module, update)
 
 
 def federated_callbacks(trainer: L.Trainer) -> list[FederatedCallback]:

@@ -21,9 +21,9 @@ from lightning_fed.callbacks.round_progress import RoundProgress
 from lightning_fed.callbacks.side_pass import find_metrics, unsynchronized
 from lightning_fed.data.population import PlannedVisit, seed_everything
 from lightning_fed.data.sharing import Paces
+from lightning_fed.desk import Desk, RoundReport
 from lightning_fed.messages import Client, State
 from lightning_fed.schedule import Cohort, derive_seed
-from lightning_fed.server import RoundReport, Server
 from lightning_fed.state import norm
 from lightning_fed.store import ClientStore
 
@@ -109,7 +109,7 @@ class Processes:
     def join(
         self,
         round: OpenRound,
-        server: Server,
+        server: Desk,
         store: ClientStore,
         cohort: Cohort,
         seed: int,
@@ -207,7 +207,7 @@ class Processes:
         """Gives metrics back what was taken."""
         self._apart.close()
 
-    def _merge(self, server: Server, before: State) -> None:
+    def _merge(self, server: Desk, before: State) -> None:
         """Has every process's aggregator receive what all have received, in the order of the ranks."""
         aggregator, round = server.aggregator, server.report.round
         known = _tensors([before, aggregator.state_dict()])

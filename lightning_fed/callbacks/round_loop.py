@@ -11,6 +11,8 @@ import lightning as L
 from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, thaw_batch_norm, warn_of_averaging
 from lightning_fed.callbacks.blame import ClientFault, client_fault
 from lightning_fed.callbacks.door import IgnoredWarning, ranks_of
+from lightning_fed.callbacks.elsewhere import Elsewhere
+from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.open_round import OpenRound, federated_callbacks
 from lightning_fed.callbacks.processes import Processes
 from lightning_fed.callbacks.round_log import RoundLog
@@ -20,8 +22,8 @@ from lightning_fed.callbacks.vectorize import put_together
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.data.rounds import RoundLoader, Together
 from lightning_fed.data.turns import Stacked
+from lightning_fed.desk import Desk
 from lightning_fed.schedule import Cohort, Schedule
-from lightning_fed.server import Server
 from lightning_fed.state import Policy
 from lightning_fed.store import ClientStore
 
@@ -34,12 +36,13 @@ class RoundLoop:
     """What :class:`~lightning_fed.callbacks.Federation` does between Lightning's hooks.
 
     Args:
-        server: The server half.
+        server: The server half, or the way to it.
         schedule: Who takes part.
         store: Where clients keep what is theirs.
         batch_norm: What becomes of BatchNorm's running statistics.
         optimizer_state: Whether clients start with fresh optimizer state or with their own.
         partial_work: Whether the work of stragglers is used.
+        elsewhere: The other half of the federation, where it is on another machine.
 
     Attributes:
         trainer: The Trainer; a fit sets it before anything else.
@@ -61,15 +64,17 @@ class RoundLoop:
 
     def __init__(
         self,
-        server: Server,
+        server: Desk,
         schedule: Schedule,
         store: ClientStore,
         batch_norm: BatchNormMode,
         optimizer_state: Literal["reset", "keep"],
         partial_work: Literal["keep", "drop"],
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self.server, self.schedule, self.store = server, schedule, store
         self.batch_norm, self.optimizer_state, self.partial_work = batch_norm, optimizer_state, partial_work
+        self.elsewhere = elsewhere
         self.policies: Mapping[str, Policy] = {}
         self.log_book = RoundLog()
         self.progress = RoundProgress()
@@ -115,16 +120,12 @@ class RoundLoop:
 
     def plan(self) -> RoundLoader:
         """The loader of the next round, which opens it when Lightning asks for its first batch."""
-        round = self.trainer.current_epoch
-        asked = self.server.aggregator.plan(round)
-        cohort = self.schedule.cohort(round, self.population.clients, asked.drawn, asked.local_epochs)
-        if asked.present is not None:
-            visits = tuple(visit for visit in cohort.visits if visit.client in asked.present)
-            absent = [visit.client for visit in cohort.visits if visit.client not in asked.present]
-            cohort = Cohort(visits, (*cohort.dropped, *absent))
+        cohort = self._draw() if self.elsewhere is None else self.elsewhere.cohort(self._draw)
         served = cohort
         if self.partial_work == "drop":
             served = Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
+        if self.elsewhere is not None:
+            served = self.elsewhere.visits_here(served)
         paces = None if self.processes is None else self.processes.paces
         loader = RoundLoader(
             self.population,
@@ -136,6 +137,17 @@ class RoundLoop:
         )
         loader.on_start = lambda: self._start(loader, cohort)
         return loader
+
+    def _draw(self) -> Cohort:
+        """The round's clients, as the schedule and the rule have it."""
+        round = self.trainer.current_epoch
+        asked = self.server.aggregator.plan(round)
+        cohort = self.schedule.cohort(round, self.population.clients, asked.drawn, asked.local_epochs)
+        if asked.present is None:
+            return cohort
+        visits = tuple(visit for visit in cohort.visits if visit.client in asked.present)
+        absent = [visit.client for visit in cohort.visits if visit.client not in asked.present]
+        return Cohort(visits, (*cohort.dropped, *absent))
 
     def start_batch(self) -> None:
         """Starts the visit, or those that train at once, if this is the first batch."""
@@ -258,6 +270,8 @@ class RoundLoop:
             assert self._loader is not None
             trainer, module = self.trainer, self.trainer.lightning_module
             self.progress.start_round(trainer)
+            if self.elsewhere is not None:
+                self.elsewhere.start(self)
             stack = None if self.together is None else self.together[1]
             self.open = OpenRound(trainer, module, self.server, self.policies, self.store, self.optimizer_state, stack)
             if self.processes is not None:
@@ -271,22 +285,28 @@ class RoundLoop:
             if self.batch_norm == "average" and visits and not self._has_warned:
                 warn_of_averaging(module, self.open.local, min(planned.num_batches for planned in visits))
                 self._has_warned = True
-            for callback in federated_callbacks(trainer):
+            for callback in self._server_side():
                 callback.on_round_start(trainer, module)
         return self.open
 
     def _close(self, round: OpenRound) -> None:
         if self.processes is not None:
             self._join(self.processes, round)
+        if self.elsewhere is not None:
+            self.elsewhere.exchange(self)
         has_come = round.close()
         if self.processes is not None:
             self.processes.agree(round)
         if round.is_new and self.batch_norm == "recalibrate":
             module = self.trainer.lightning_module
-            recalibrate(self.trainer, module, self.server, round.local, self.population, self.cohort)
-        after, parameters = round.local.entries, round.local.parameters
-        report, measured = self.server.report, self.server.aggregator.metrics() if has_come else {}
-        self.log_book.end_round(self.trainer, report, self.cohort, round.before, after, parameters, measured)
+            recalibrate(
+                self.trainer, module, self.server, round.local, self.population, self.cohort, self.elsewhere
+            )
+        report = self.server.report
+        if self.elsewhere is None or self.elsewhere.has_server:
+            after, parameters = round.local.entries, round.local.parameters
+            measured = self.server.aggregator.metrics() if has_come else {}
+            self.log_book.end_round(self.trainer, report, self.cohort, round.before, after, parameters, measured)
         if self.processes is not None:
             self.processes.rejoin()
         self._end(round.is_new)
@@ -296,8 +316,13 @@ class RoundLoop:
 
     def _end(self, is_new: bool) -> None:
         self.open = None
-        for callback in federated_callbacks(self.trainer):
+        for callback in self._server_side():
             callback.on_round_end(self.trainer, self.trainer.lightning_module, is_new)
+
+    def _server_side(self) -> list[FederatedCallback]:
+        """The callbacks whose hooks of the server's side are called here."""
+        is_client = self.elsewhere is not None and not self.elsewhere.has_server
+        return [] if is_client else federated_callbacks(self.trainer)
 
     def _join(self, processes: Processes, round: OpenRound, is_cut: bool = False) -> None:
         processes.join(round, self.server, self.store, self.cohort, self.schedule.seed, self.progress, is_cut)

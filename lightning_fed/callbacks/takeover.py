@@ -51,7 +51,8 @@ class Takeover:
             callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
             (pooled_log,) = (callback for callback in callbacks if isinstance(callback, PooledLog))
             loop.processes = Processes(trainer, pooled_log)
-        if isinstance(getattr(trainer, "datamodule", None), FederatedDataModule) == (partition is not None):
+        has_clients = isinstance(getattr(trainer, "datamodule", None), FederatedDataModule)
+        if loop.elsewhere is None and has_clients == (partition is not None):
             raise MisconfigurationException(
                 "Expected a `partition` that splits the training data into clients, or a FederatedDataModule that"
                 f" brings them, but got {'both' if partition is not None else 'neither'}."
@@ -71,7 +72,9 @@ class Takeover:
         self._frozen: list[nn.Parameter] = []
 
     def population(self) -> Population:
-        """All clients, of the user's own data."""
+        """All clients, of the user's own data, or as far as they are known here."""
+        if self._loop.elsewhere is not None:
+            return self._loop.elsewhere.population
         if self._partition is None:
             population: Population = self._trainer.datamodule.population()  # type: ignore[attr-defined]
             return population

@@ -16,7 +16,7 @@ from lightning_fed.functional.partition import IndexArray
 from lightning_fed.messages import Client
 from lightning_fed.schedule import client_key, default_seed
 
-_FORWARDED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "predict_dataloader")
+FORWARDED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "predict_dataloader")
 
 
 class PartitionedData(FederatedDataModule):
@@ -73,7 +73,7 @@ class PartitionedData(FederatedDataModule):
             )
         self.source = source
         self.prepare_data_per_node = source.prepare_data_per_node
-        for hook in _FORWARDED:
+        for hook in FORWARDED:
             setattr(self, hook, getattr(source, hook))  # Lightning's own is one that nobody overrides here either
         self.partition = partition
         self.val_fraction = val_fraction

@@ -1,0 +1,241 @@
+"""A federation's client as a Flower ``ClientApp``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed.callbacks import Federation
+from lightning_fed.data.federated import FederatedDataModule, split_loader
+from lightning_fed.data.population import Population
+from lightning_fed.data.rounds import describe
+from lightning_fed.engines.flower.client_half import ServerElsewhere
+from lightning_fed.engines.flower.data import HalfData
+from lightning_fed.engines.flower.options import check_options
+from lightning_fed.engines.flower.post import from_records, to_records
+from lightning_fed.engines.flower.server import Model
+from lightning_fed.engines.flower.wire import (
+    HELLO,
+    Answer,
+    Fault,
+    Letter,
+    read_letter,
+    read_order,
+    write_fault,
+    write_letter,
+    write_request,
+    write_update,
+)
+from lightning_fed.messages import Client, ClientUpdate
+from lightning_fed.store import FolderStore
+
+_log = logging.getLogger(__name__)
+
+ClientsData = L.LightningDataModule | Mapping[Client, Any]
+
+_QUIET: dict[str, Any] = {
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+_OURS = (
+    "callbacks", "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "fast_dev_run", "strategy",
+    "limit_val_batches", "num_sanity_val_steps", "check_val_every_n_epoch", "val_check_interval",
+    "reload_dataloaders_every_n_epochs",
+)  # fmt: skip
+
+
+def client_app(
+    federation: Federation,
+    model: Model,
+    data: ClientsData | Callable[[Mapping[str, Any]], ClientsData],
+    trainer: Mapping[str, Any] | None = None,
+    *,
+    callbacks: Sequence[L.Callback] = (),
+    store: str | os.PathLike[str] | None = None,
+) -> ClientApp:
+    """The clients' half of a federation, as a Flower app: what runs beside the data.
+
+    A visit is a fit of an ordinary ``L.Trainer``, with this machine's accelerator, precision and loggers. What stays
+    with the clients (personal layers, kept optimizer state, what callbacks remember) stays in ``store``, and what the
+    federation says of it is said here: the server cannot ask for it.
+
+    One machine may have several clients: all that ``data`` has, or, with ``partition-id`` and ``num-partitions`` in the
+    node's configuration, every ``num-partitions``-th of them, as in a simulation.
+
+    Args:
+        federation: The federation, as the server has it.
+        model: The LightningModule, or what makes it (after ``lightning.seed_everything`` with the federation's seed).
+        data: A mapping of clients or a ``FederatedDataModule``; or, where the federation has a ``partition``, a
+            datamodule that it splits. Or a function of the node's configuration that returns one of these.
+        trainer: Arguments of ``L.Trainer``.
+        callbacks: Callbacks beside the federation's own.
+        store: Folder for what is the clients'; by default ``lightning-fed`` in Flower's own (``FLWR_HOME``).
+
+    Raises:
+        ValueError: If the Trainer is asked for what is the server's to say.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import TensorDataset
+        >>> from lightning_fed.tasks import ClassificationTask
+        >>> app = client_app(
+        ...     Federation("fedavg", clients_per_round=2),
+        ...     lambda: ClassificationTask(nn.Linear(4, 2), num_classes=2),
+        ...     lambda node: {node["client"]: TensorDataset(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long))},
+        ...     trainer={"accelerator": "cpu"},
+        ... )
+
+    """
+    runner = ClientRunner(federation, model, data, check_options(trainer, _OURS), callbacks, store)
+    app = ClientApp()
+
+    def answer(message: Message, context: Context) -> Message:
+        letter = runner.answer(message.metadata.message_type, from_records(message.content), context.node_config)
+        return Message(to_records(letter), reply_to=message)
+
+    app.query()(answer)
+    app.query("request")(answer)
+    app.train()(answer)
+    app.evaluate()(answer)
+    return app
+
+
+class ClientRunner:
+    """Answers letters; lives as long as its process, so that the next visit finds model and data built.
+
+    The arguments are those of :func:`client_app`.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        model: Model,
+        data: ClientsData | Callable[[Mapping[str, Any]], ClientsData],
+        options: Mapping[str, Any],
+        callbacks: Sequence[L.Callback] = (),
+        store: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._federation, self._model, self._data = federation, model, data
+        self._options, self._callbacks = dict(options), list(callbacks)
+        home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "lightning-fed"
+        self._store = Path(store) if store is not None else home
+        self._run = ""
+        self._module: L.LightningModule
+        self._population: Population | None = None
+        self._datamodule: HalfData
+
+    def answer(self, kind: str, letter: Letter, node: Mapping[str, Any]) -> Letter:
+        """What a client says to a letter.
+
+        Args:
+            kind: The type of Flower's message.
+            letter: The letter.
+            node: The configuration of the node that it came to.
+
+        Raises:
+            WireError: If the letter is none of ours.
+
+        """
+        population = self._population or self._prepare_data(node)
+        clients = _clients_at(node, population)
+        if kind == HELLO:
+            read_letter(letter, "hello")
+            return write_letter("hello", {"clients": clients})
+        order, broadcast = read_order(letter, kind)
+        client = order.visit.client
+        if client not in clients:
+            return write_fault(Fault(client, "its data are not at this node"))
+        seed = self._federation.schedule.seed
+        if order.seed != seed:
+            return write_fault(Fault(client, f"its federation has seed {seed}, and the server's {order.seed}", True))
+        elsewhere = ServerElsewhere(kind, order, broadcast, population)
+        try:
+            if order.run != self._run:
+                L.seed_everything(order.seed, verbose=False)
+                self._module = self._model if isinstance(self._model, L.LightningModule) else self._model()
+                self._run = order.run
+            steps = self._fit(elsewhere, order.run, order.visit.round)
+        except Exception as error:
+            _log.exception("Round %d: the program of client %r failed.", order.visit.round, client)
+            self._run = ""  # whatever it has done to the module
+            return write_fault(Fault(client, describe(error), is_of_program=True))
+        server = elsewhere.server
+        if elsewhere.request is not None:
+            return write_request(elsewhere.request)
+        if elsewhere.measured is not None:
+            num_samples = population.num_samples(client)
+            return write_update(ClientUpdate(client, num_samples, {}, elsewhere.measured), Answer())
+        if server.update is not None:
+            if order.needed:
+                FolderStore(self._store / order.run, keep_all=True).prune(client, order.needed)
+            return write_update(server.update, Answer(steps, elsewhere.left))
+        return write_fault(Fault(client, server.fault or "it has no answer"))
+
+    def _fit(self, elsewhere: ServerElsewhere, run: str, round: int) -> int:
+        """One round with one visit, or an errand; the number of optimizer steps."""
+        half = self._federation.replace(
+            clients_per_round=1.0,
+            min_clients=1,
+            dropout=0.0,
+            stragglers=0.0,
+            partial_work="keep",
+            partition=None,
+            store=FolderStore(self._store / run, keep_all=True),
+            evaluate_clients_every=0,
+        )
+        half.take_apart(elsewhere)
+        trainer = L.Trainer(
+            **{**_QUIET, **self._options},
+            max_epochs=round + 1,
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            callbacks=[half, *self._callbacks],
+        )
+        # The round is the epoch. There is no public way to say so; these attributes are what checkpoints hold.
+        progress = trainer.fit_loop.epoch_progress
+        for counts in (progress.total, progress.current):
+            counts.load_state_dict(dict.fromkeys(counts.state_dict(), round))
+        trainer.fit(self._module, datamodule=self._datamodule)
+        return trainer.global_step
+
+    def _prepare_data(self, node: Mapping[str, Any]) -> Population:
+        """Reads the data, once."""
+        data: Any = self._data(node) if callable(self._data) else self._data
+        partition = self._federation.partition
+        if isinstance(data, Mapping):
+            data = FederatedDataModule(data)
+        if isinstance(data, FederatedDataModule) == (partition is not None) or not isinstance(
+            data, L.LightningDataModule
+        ):
+            raise MisconfigurationException(
+                "Expected `data` to be clients (a mapping, or a FederatedDataModule), or a datamodule that the"
+                f" federation's `partition` splits, but got {type(data).__name__} and partition={partition!r}."
+            )
+        data.prepare_data()
+        data.setup("fit")
+        if isinstance(data, FederatedDataModule):
+            self._population = data.population()
+        else:
+            assert partition is not None
+            self._population = split_loader(data.train_dataloader(), partition, self._federation.schedule.seed)
+        self._datamodule = HalfData(data)
+        return self._population
+
+
+def _clients_at(node: Mapping[str, Any], population: Population) -> list[Client]:
+    """Whose data a node has."""
+    if "partition-id" in node and "num-partitions" in node:
+        return list(population.clients[int(node["partition-id"]) :: int(node["num-partitions"])])
+    return list(population.clients)

@@ -1,0 +1,36 @@
+"""The data that one half of a federation has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+
+from lightning_fed.data.federated import EvaluationData
+from lightning_fed.data.partitioned import FORWARDED
+from lightning_fed.messages import Client
+
+
+class HalfData(EvaluationData):
+    """Validation data, and how batches reach the device; the clients are the half's own to know.
+
+    Args:
+        data: Validation data, as :class:`~lightning_fed.data.FederatedDataModule` takes them, or a datamodule that is
+            set up.
+
+    """
+
+    def __init__(self, data: Any = None) -> None:
+        self._source = data if isinstance(data, L.LightningDataModule) else None
+        super().__init__(None if self._source is not None else data)
+        if self._source is not None:
+            for hook in (*FORWARDED, "val_dataloader"):
+                setattr(self, hook, getattr(self._source, hook))
+
+    def train_dataloader(self) -> Any:
+        """Nothing: a federation takes its place."""
+        return []
+
+    def val_clients(self) -> dict[Client, Any]:
+        """Every client's validation loader, where they are known here."""
+        return self._source.val_clients() if isinstance(self._source, EvaluationData) else super().val_clients()

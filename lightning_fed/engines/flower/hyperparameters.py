@@ -1,0 +1,98 @@
+"""The round's optimizers as numbers: what a client's learning rates are is the server's to say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fed.messages import State
+
+
+def pack_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an optimizers' state travels as JSON.
+
+    Args:
+        state: Primitives, containers of them, and tensors of one number.
+
+    Raises:
+        MisconfigurationException: If there is anything else in it.
+
+    Example:
+        >>> pack_numbers({"lr": torch.tensor(0.5), "betas": (0.9, 0.99)})
+        {'lr': 0.5, 'betas': [0.9, 0.99]}
+
+    """
+    packed: dict[str, Any] = _pack(state, "")
+    return packed
+
+
+def _pack(value: Any, where: str) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, Mapping):
+        # Tables such as the milestones of `MultiStepLR` are constants, which the other half has too.
+        return {name: _pack(each, f"{where}.{name}") for name, each in value.items() if isinstance(name, str)}
+    if isinstance(value, list | tuple):
+        return [_pack(each, where) for each in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise MisconfigurationException(
+        f"Expected optimizers and schedulers with options that can be sent, but {where.lstrip('.')!r} is a"
+        f" {type(value).__name__}: numbers, texts and lists of them can."
+    )
+
+
+def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Gives optimizers the options that :func:`pack_numbers` made of theirs elsewhere.
+
+    Args:
+        optimizers: The optimizers.
+        groups: For each the options of its parameter groups.
+
+    Raises:
+        ValueError: If these are others than the optimizers have.
+
+    """
+    shapes = [len(optimizer.param_groups) for optimizer in optimizers]
+    if shapes != [len(group) for group in groups]:
+        raise ValueError(
+            f"the server's optimizers have {[len(group) for group in groups]} parameter groups, and the client's"
+            f" {shapes}: both need the same model"
+        )
+    for optimizer, sent in zip(optimizers, groups, strict=True):
+        for own, values in zip(optimizer.param_groups, sent, strict=True):
+            for name, value in values.items():
+                before = own.get(name)
+                if isinstance(before, Tensor):
+                    before.fill_(value)
+                else:
+                    own[name] = tuple(value) if isinstance(before, tuple) else value
+
+
+def load_numbers(owner: Any, numbers: Mapping[str, Any]) -> None:
+    """Gives a scheduler or loss scaler the state that :func:`pack_numbers` made of its twin's."""
+    owner.load_state_dict({**owner.state_dict(), **numbers})
+
+
+def digest(state: State) -> str:
+    """A short name of a state's values: the same wherever they are the same.
+
+    Example:
+        >>> digest({"w": torch.ones(2)}) == digest({"w": torch.ones(2)}), digest({}) == digest({"w": torch.ones(2)})
+        (True, False)
+
+    """
+    found = hashlib.sha256()
+    for name in sorted(state):
+        value = state[name].detach().cpu().contiguous().reshape(-1)
+        found.update(json.dumps([name, str(value.dtype), list(state[name].shape)]).encode())
+        if value.numel():
+            found.update(value.view(torch.uint8).numpy().data)
+    return found.hexdigest()[:32]

@@ -1,0 +1,31 @@
+"""Arguments of a half's Trainer that are the federation's to set."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+
+def check_options(trainer: Mapping[str, Any] | None, ours: Collection[str]) -> dict[str, Any]:
+    """Arguments of ``L.Trainer``, without those that are not the user's here.
+
+    Args:
+        trainer: What was passed.
+        ours: Names that must not be there.
+
+    Raises:
+        TypeError: If it is no mapping.
+        ValueError: If there is one of those names.
+
+    Example:
+        >>> check_options({"accelerator": "cpu"}, ["callbacks"])
+        {'accelerator': 'cpu'}
+
+    """
+    if not (trainer is None or isinstance(trainer, Mapping)):
+        raise TypeError(f"Expected `trainer` to be a mapping of arguments of `L.Trainer`, but got {trainer!r}.")
+    options = dict(trainer or {})
+    refused = [name for name in options if name in ours]
+    if refused:
+        raise ValueError(f"Expected `trainer` without {list(ours)}, which are set here, but got {refused}.")
+    return options

@@ -1,0 +1,73 @@
+"""Flower's grid without Flower's processes: messages go to client apps in this one, by way of their bytes."""
+
+from collections.abc import Callable, Iterable
+from itertools import count
+from types import SimpleNamespace
+
+from flwr.app import Context, Message, RecordDict
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.supercore.task_identity import TaskIdentity
+
+
+class FakeGrid:
+    """Nodes with client apps. Answers are made when they are asked for.
+
+    Args:
+        apps: Node to its client app.
+        configs: Node to its configuration.
+        change: Called with (node, message, answer's content) before an answer is delivered; returns the contents to
+            deliver, one after another.
+
+    Attributes:
+        sent: All (node, message) so far.
+        gone: Nodes that are not there.
+        silent: Nodes that never answer.
+
+    """
+
+    def __init__(self, apps: dict, configs: dict | None = None, change: Callable | None = None):
+        self.apps, self.configs = apps, configs or {}
+        self.change = change or (lambda node, message, content: [content])
+        self.sent, self.gone, self.silent = [], set(), set()
+        self._waiting, self._names = {}, count()
+        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # what Flower's own processes do
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [node for node in self.apps if node not in self.gone]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        names = []
+        for message in messages:
+            assert message.metadata.ttl > 0
+            name = f"message-{next(self._names)}"
+            vars(message.metadata)["_message_id"] = name
+            self.sent.append((message.metadata.dst_node_id, message))
+            self._waiting[name] = message
+            names.append(name)
+        return names
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        answers = []
+        for name in message_ids:
+            message = self._waiting.get(name)
+            node = None if message is None else message.metadata.dst_node_id
+            if message is None or node in self.gone or node in self.silent:
+                continue
+            del self._waiting[name]
+            context = Context(1, node, self.configs.get(node, {}), RecordDict(), {})
+            copy = Message(_copied(message.content), node, message.metadata.message_type)
+            vars(copy.metadata)["_message_id"] = name
+            content = self.apps[node](copy, context).content
+            for changed in self.change(node, message, content):
+                answers.append(_answer(_copied(changed), name))
+        return answers
+
+
+def _answer(content: RecordDict, name: str):
+    return SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=name), content=content, has_error=lambda: False)
+
+
+def _copied(content: RecordDict) -> RecordDict:
+    return recorddict_from_proto(
+        type(recorddict_to_proto(content)).FromString(recorddict_to_proto(content).SerializeToString())
+    )
