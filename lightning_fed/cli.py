@@ -47,6 +47,7 @@ commands:
   predict -c RECIPE         run a checkpoint on the data to predict
   compare RECIPE            train with several methods on equal rounds: --methods fedavg fedmargin --seeds 3
   merge CKPT CKPT -o CKPT   match the neurons of trained models, and average them
+  flower new DIR -c RECIPE  write a Flower app: the same federation, across machines
 
   COMMAND --help            all options of a command
   fit --data.help CamVid    the options of a data set; so too --model.help, --trainer.partition.help
@@ -214,11 +215,13 @@ def main(args: Sequence[str] | None = None) -> None:
         _compare(given[1:])
     elif command == "merge":
         _merge(given[1:])
+    elif command == "flower":
+        _flower(given[1:])
     elif command in _COMMANDS:
         _run(None if args is None else given)
     else:
         sys.stderr.write(
-            f"{_HELP}\nerror: Expected a command of {['demo', 'compare', 'merge', *_COMMANDS]}, but got {command!r}.\n"
+            f"{_HELP}\nerror: Expected a command of {['demo', 'compare', 'merge', 'flower', *_COMMANDS]}, but got {command!r}.\n"
         )
         raise SystemExit(2)
 
@@ -319,6 +322,16 @@ def _merge(args: Sequence[str]) -> None:
     try:
         run_merge(args)
     except (FileNotFoundError, MisconfigurationException, OptionError) as error:
+        _stop(error)
+
+
+def _flower(args: Sequence[str]) -> None:
+    from lightning_fed.cli_flower import run_flower  # which reads recipes with `FederatedCLI`
+
+    _find_own_modules()
+    try:
+        run_flower(args)
+    except (OSError, ModuleNotFoundError, MisconfigurationException, OptionError) as error:
         _stop(error)
 
 

@@ -63,7 +63,7 @@ def client_app(
     *,
     callbacks: Sequence[L.Callback] = (),
     store: str | os.PathLike[str] | None = None,
-) -> ClientApp:
+) -> LightningClientApp:
     """The clients' half of a federation, as a Flower app: what runs beside the data.
 
     A visit is a fit of an ordinary ``L.Trainer``, with this machine's accelerator, precision and loggers. What stays
@@ -98,18 +98,28 @@ def client_app(
         ... )
 
     """
-    runner = ClientRunner(federation, model, data, check_options(trainer, _OURS), callbacks, store)
-    app = ClientApp()
+    return LightningClientApp(ClientRunner(federation, model, data, check_options(trainer, _OURS), callbacks, store))
 
-    def answer(message: Message, context: Context) -> Message:
-        letter = runner.answer(message.metadata.message_type, from_records(message.content), context.node_config)
-        return Message(to_records(letter), reply_to=message)
 
-    app.query()(answer)
-    app.query("request")(answer)
-    app.train()(answer)
-    app.evaluate()(answer)
-    return app
+class LightningClientApp(ClientApp):
+    """What :func:`client_app` makes: an app that has its runner answer.
+
+    Args:
+        runner: Answers letters.
+
+    """
+
+    def __init__(self, runner: ClientRunner) -> None:
+        super().__init__()
+        self.runner = runner
+        self.query()(self._answer)
+        self.query("request")(self._answer)
+        self.train()(self._answer)
+        self.evaluate()(self._answer)
+
+    def _answer(self, message: Message, context: Context) -> Message:
+        kind, letter = message.metadata.message_type, from_records(message.content)
+        return Message(to_records(self.runner.answer(kind, letter, context.node_config)), reply_to=message)
 
 
 class ClientRunner:

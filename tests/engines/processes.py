@@ -1,0 +1,99 @@
+"""A SuperLink and SuperNodes as real processes on the loopback address, and what runs on them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Deployment:
+    """One SuperLink, and nodes that are started by name; everything ends with it.
+
+    Args:
+        folder: Where logs and Flower's own files are.
+        tls: Arguments of the SuperLink and of everyone else beside the address, instead of ``--insecure``.
+
+    """
+
+    def __init__(self, folder: Path, link_options=("--insecure",), environment=None):
+        self.folder = folder
+        self.address = f"127.0.0.1:{free_port()}"
+        self.environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{ROOT}",
+            "OMP_NUM_THREADS": "1",
+            "FLWR_HOME": str(folder / "flower"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+            **(environment or {}),
+        }
+        self.processes: dict[str, subprocess.Popen] = {}
+        (folder / "flower").mkdir(parents=True, exist_ok=True)
+        host, port = self.address.split(":")
+        self.start(
+            "superlink", "flower-superlink", *link_options, "--host", host, "--port", port,
+            "--disable-runtime-dependency-installation",
+        )  # fmt: skip
+        self.wait_for("superlink", "Uvicorn running", 60)
+
+    def start(self, name: str, *command: str) -> subprocess.Popen:
+        log = (self.folder / f"{name}.log").open("ab")
+        self.processes[name] = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=self.environment, cwd=self.folder, start_new_session=True
+        )
+        return self.processes[name]
+
+    def node(self, name: str, config: str, *options: str) -> None:
+        self.start(
+            name, "flower-supernode", *(options or ("--insecure",)), "--superlink", self.address,
+            "--port", str(free_port()), "--node-config", config,
+        )  # fmt: skip
+
+    def run(self, app: Path, *options: str) -> subprocess.Popen:
+        """``flwr run``, until the run is over."""
+        return self.start("run", "flwr", "run", str(app), "here", "--stream", *options)
+
+    def configure(self, lines: str = "insecure = true") -> None:
+        (self.folder / "flower" / "config.toml").write_text(f'[superlink.here]\naddress = "{self.address}"\n{lines}\n')
+
+    def log(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, name: str, text: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.log(name):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{text!r} is not in the log of {name}:\n{self.log(name)[-3000:]}")
+            time.sleep(0.1)
+
+    def kill(self, name: str, how=signal.SIGKILL) -> None:
+        process = self.processes.pop(name)
+        try:
+            os.killpg(process.pid, how)
+        except ProcessLookupError:
+            pass
+        process.wait(timeout=20)
+
+    def close(self) -> None:
+        for name in list(self.processes):
+            self.kill(name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
