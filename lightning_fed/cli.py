@@ -220,9 +220,8 @@ def main(args: Sequence[str] | None = None) -> None:
     elif command in _COMMANDS:
         _run(None if args is None else given)
     else:
-        sys.stderr.write(
-            f"{_HELP}\nerror: Expected a command of {['demo', 'compare', 'merge', 'flower', *_COMMANDS]}, but got {command!r}.\n"
-        )
+        known = ["demo", "compare", "merge", "flower", *_COMMANDS]
+        sys.stderr.write(f"{_HELP}\nerror: Expected a command of {known}, but got {command!r}.\n")
         raise SystemExit(2)
 
 

@@ -24,7 +24,14 @@ _ON_CLIENTS = (
     "accelerator", "devices", "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches",
     "limit_train_batches", "deterministic", "benchmark", "detect_anomaly",
 )  # fmt: skip
-_NOT_ON_SERVER = ("strategy", "max_steps", "max_time", "fast_dev_run", "reload_dataloaders_every_n_epochs", "max_rounds")
+_NOT_ON_SERVER = (
+    "strategy",
+    "max_steps",
+    "max_time",
+    "fast_dev_run",
+    "reload_dataloaders_every_n_epochs",
+    "max_rounds",
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,9 @@ def write_app(folder: Path, recipe: Path) -> None:
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     package = name.replace("-", "_")
     if not package.isidentifier():
-        raise OptionError(f"Expected the app's folder to have a name that begins with a letter, but got {folder.name!r}.")
+        raise OptionError(
+            f"Expected the app's folder to have a name that begins with a letter, but got {folder.name!r}."
+        )
     if not recipe.is_file():
         raise FileNotFoundError(f"Expected a recipe, a YAML file, but there is no {str(recipe)!r}.")
     if (folder / "pyproject.toml").exists():
@@ -110,7 +119,7 @@ def write_app(folder: Path, recipe: Path) -> None:
         "name": name,
         "package": package,
         "clients": getattr(built.federation.partition, "num_clients", 2),
-        "folder": str((Path.cwd() / "runs" / name)),
+        "folder": str(Path.cwd() / "runs" / name),
     }
     (folder / package).mkdir(parents=True, exist_ok=True)
     shutil.copy(recipe, folder / package / "recipe.yaml")
@@ -128,7 +137,9 @@ def run_flower(args: Sequence[str]) -> None:
         args: The command line after ``flower``.
 
     """
-    parser = argparse.ArgumentParser(prog="lightning-fed flower", description="A federation across machines, on Flower.")
+    parser = argparse.ArgumentParser(
+        prog="lightning-fed flower", description="A federation across machines, on Flower."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     new = commands.add_parser("new", help="write a Flower app of a recipe")
     new.add_argument("folder", type=Path, help="where to")

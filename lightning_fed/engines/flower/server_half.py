@@ -100,7 +100,7 @@ class ClientsElsewhere(Elsewhere):
 
     def start(self, loop: RoundLoop) -> None:
         """Nothing: the Trainer's own optimizers and schedulers say what the round's are."""
-        loop.ignore("Detected call of `lr_scheduler.step()` before `optimizer.step()`")  # which clients do
+        loop.ignore("Detected call of `lr_scheduler.step")  # before `optimizer.step`, which clients do
 
     def exchange(self, loop: RoundLoop) -> None:
         """Sends the round's broadcasts, and receives what comes back, in the order of the cohort.
