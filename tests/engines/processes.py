@@ -1,5 +1,6 @@
 """A SuperLink and SuperNodes as real processes on the loopback address, and what runs on them."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -82,10 +83,8 @@ class Deployment:
 
     def kill(self, name: str, how=signal.SIGKILL) -> None:
         process = self.processes.pop(name)
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, how)
-        except ProcessLookupError:
-            pass
         process.wait(timeout=20)
 
     def close(self) -> None:

@@ -56,6 +56,10 @@ def base_and_head():
     return models.Module(models.BaseAndHead(), models.momentum)
 
 
+def cnn_module():
+    return models.Module(models.cnn(), models.momentum)
+
+
 CASES = {
     "fedavg, stragglers, two of three": Case(lambda: Federation(
         local_epochs=3, stragglers=0.5, clients_per_round=2, batch_norm="average", seed=1)),
@@ -73,8 +77,9 @@ CASES = {
     "fedbn": Case(lambda: FedBN(), norm_module),
     "kept optimizers": Case(lambda: Federation(optimizer_state="keep"), norm_module),
     "fedss": Case(lambda: FedSS(num_negatives=3), head_module),
-    "fedfusion": Case(lambda: FedFusion(operator="multi", batch_norm="average"), lambda: models.Module(models.cnn(), models.momentum), models.images),
-    "last local prototypes": Case(lambda: Federation("fedmargin"), callbacks=lambda: [ClassPrototypes(lpm_before="last_local")]),
+    "fedfusion": Case(lambda: FedFusion(operator="multi", batch_norm="average"), cnn_module, models.images),
+    "last local prototypes": Case(
+        lambda: Federation("fedmargin"), callbacks=lambda: [ClassPrototypes(lpm_before="last_local")]),
     "a schedule of rounds": Case(Federation, lambda: models.Module(models.mlp(), models.momentum, milestones)),
     "a schedule of steps": Case(Federation, lambda: models.Module(models.mlp(), models.adam, warm_up)),
     "two optimizers": Case(Federation, models.TwoOptimizers),

@@ -166,7 +166,7 @@ def test_a_node_that_goes_and_comes_back(federated_trainer, tmp_path, caplog):
             assert len(cohort.visits) == 3
 
     grids = []
-    there, trainer, _, _ = on_flower(
+    there, _, _, _ = on_flower(
         tmp_path, make_module, data, lambda: Federation(seed=1), server_callbacks=[Coming()], grids=grids
     )
     here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[LosesOne()])
@@ -182,9 +182,13 @@ class KilledError(Exception):
     """Stands for a killed process: nothing of it goes on."""
 
 
+def head_module():
+    return models.Module(models.BaseAndHead(), models.adam)
+
+
 RESUMED = {
     "fedavg": (lambda: Federation(seed=1), make_module, list),
-    "fedper": (lambda: FedPer("net.head.*", optimizer_state="keep"), lambda: models.Module(models.BaseAndHead(), models.adam), list),
+    "fedper": (lambda: FedPer("net.head.*", optimizer_state="keep"), head_module, list),
     "fedmargin": (lambda: Federation("fedmargin"), make_module, lambda: [ClassPrototypes(lpm_before="last_local")]),
 }  # fmt: skip
 
@@ -238,9 +242,7 @@ def test_a_client_whose_folder_is_lost(tmp_path, caplog):
         tmp_path, lambda: models.Module(models.BaseAndHead()), data, lambda: FedPer("net.head.*"), change=lose,
         rounds=2, server_callbacks=[Lose()],
     )  # fmt: skip
-    assert (
-        "client 'bob' is left out: ValueError: the client does not have any more what it kept in round 0" in caplog.text
-    )
+    assert "client 'bob' is left out: it does not have any more what it kept in round 0." in caplog.text
 
 
 # --- programs that do not fit -----------------------------------------------------------------------------------------
@@ -259,7 +261,7 @@ def test_programs_that_all_fail_end_the_run(tmp_path):
     ("federation", "reason"),
     [
         (lambda: Federation(seed=5), "its federation has seed 5, and the server's 0"),
-        (lambda: Federation(frozen=["net.0.*"]), "missing entries"),
+        (lambda: Federation(frozen=["net.0.*"]), "other values of the entries that never travel"),
     ],
 )
 def test_halves_that_do_not_fit(federation, reason, tmp_path):
@@ -328,7 +330,7 @@ def test_what_needs_data_on_the_server_is_refused(tmp_path):
         on_flower(tmp_path, make_module, data, lambda: Federation("feddane"))
     with pytest.raises(MisconfigurationException, match="`OwnClassConfusion` does not work yet"):
         on_flower(tmp_path, make_module, data, Federation, server_callbacks=[OwnClassConfusion()])
-    with pytest.raises(MisconfigurationException, match="`FeatureFusion` does not work yet.*batch_norm='recalibrate'"):
+    with pytest.raises(MisconfigurationException, match=r"`FeatureFusion` does not work yet.*batch_norm='recalibrate'"):
         on_flower(tmp_path, lambda: models.Module(models.cnn()), models.images(SIZES), FedFusion)
 
 

@@ -14,6 +14,7 @@ from flwr.clientapp import ClientApp
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.callbacks import Federation
+from lightning_fed.callbacks.blame import ClientFault
 from lightning_fed.data.federated import FederatedDataModule, split_loader
 from lightning_fed.data.population import Population
 from lightning_fed.data.rounds import describe
@@ -177,6 +178,8 @@ class ClientRunner:
                 self._module = self._model if isinstance(self._model, L.LightningModule) else self._model()
                 self._run = order.run
             steps = self._fit(elsewhere, order.run, order.visit.round)
+        except ClientFault as fault:
+            return write_fault(Fault(client, str(fault)))
         except Exception as error:
             _log.exception("Round %d: the program of client %r failed.", order.visit.round, client)
             self._run = ""  # whatever it has done to the module

@@ -132,7 +132,8 @@ class ServerElsewhere(Elsewhere):
         """Makes optimizers, schedulers and the client's store what they are at the start of this round.
 
         Raises:
-            ValueError: If the server's are of another model, or the client does not have any more what it kept.
+            ClientFault: If the client does not have any more what it kept.
+            ValueError: If the server has another model.
 
         """
         trainer, order = loop.trainer, self._order
@@ -149,7 +150,7 @@ class ServerElsewhere(Elsewhere):
         loop.store.restore(order.kept + 1, {"run": 0})
         must_have = "personal" in loop.policies.values() or loop.optimizer_state == "keep"
         if order.kept >= 0 and must_have and loop.store.get(order.visit.client) is None:
-            raise ValueError(f"the client does not have any more what it kept in round {order.kept}")
+            raise ClientFault(f"it does not have any more what it kept in round {order.kept}")
         entries = live_entries(trainer.lightning_module)
         frozen = {name: entries[name] for name in entries if loop.policies[name] == "frozen"}
         if digest(frozen) != order.frozen:

@@ -42,7 +42,8 @@ def serve(app: ClientApp, socket: str | os.PathLike[str], count: int | None = No
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.parent.stat().st_mode & 0o077:
         raise PermissionError(
-            f"Expected a folder for the socket that only you can reach (chmod 700), but others reach {str(path.parent)!r}."
+            "Expected a folder for the socket that only you can reach (chmod 700), but others can reach"
+            f" {str(path.parent)!r}."
         )
     path.unlink(missing_ok=True)
     with Listener(str(path), family="AF_UNIX") as listener:
