@@ -2,4 +2,4 @@
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("flwr") else ["lightning_fed/engines/flower/*.py", "tests/engines/grids.py"]
+collect_ignore_glob = [] if find_spec("flwr") else ["lightning_fed/engines/flower/*.py", "tests/engines/*.py"]

@@ -72,6 +72,7 @@ def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recip
     from lightning_fed.cli import FederatedCLI
 
     cli = FederatedCLI(["--config", os.fspath(path), *args], run=False)
+    trainer: Any = cli.trainer
     given = {name: value for name, value in cli.config_init["trainer"].items() if value is not None}
     rounds = given.get("max_rounds", given.get("max_epochs"))
     if rounds is None:
@@ -81,7 +82,7 @@ def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recip
     federations = {"federation", *Federation(seed=0).arguments}
     options = {name: value for name, value in given.items() if name not in federations}
     return Recipe(
-        federation=cli.trainer.federation,
+        federation=trainer.federation,
         model=cli.model,
         data=cli.datamodule,
         server_trainer={name: options[name] for name in options if name not in _NOT_ON_SERVER} | {"max_epochs": rounds},

@@ -51,10 +51,15 @@ class Deployment:
         self.wait_for("superlink", "Uvicorn running", 60)
 
     def start(self, name: str, *command: str) -> subprocess.Popen:
-        log = (self.folder / f"{name}.log").open("ab")
-        self.processes[name] = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=self.environment, cwd=self.folder, start_new_session=True
-        )
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                cwd=self.folder,
+                start_new_session=True,
+            )
         return self.processes[name]
 
     def node(self, name: str, config: str, *options: str) -> None:

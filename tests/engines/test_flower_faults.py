@@ -11,7 +11,7 @@ pytest.importorskip("flwr")
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed import FederatedCallback, Federation
+from lightning_fed import Federation
 from lightning_fed.callbacks import ClassPrototypes, FedFusion, FedPer, OwnClassConfusion
 from lightning_fed.engines.flower.client import client_app
 from lightning_fed.engines.flower.post import FlowerPost, from_records, to_records
@@ -19,24 +19,14 @@ from lightning_fed.engines.flower.server import run_server, server_app
 from lightning_fed.engines.flower.wire import Letter, write_letter
 from tests import models
 from tests.engines.grids import FakeGrid
-from tests.engines.halves import OPTIONS, SIZES, clients_of, in_process, on_flower
+from tests.engines.halves import LOST, OPTIONS, ROUND, SIZES, LosesOne, clients_of, in_process, on_flower
 from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
-ROUND, LOST = 1, "bob"
-
 
 def make_module():
     return models.Module(models.dropout_mlp(), models.momentum)
-
-
-class LosesOne(FederatedCallback):
-    """In one process: an update that cannot be used."""
-
-    def on_client_end(self, trainer, module, client, update):
-        if trainer.current_epoch == ROUND and client == LOST:
-            update.state["net.0.weight"].fill_(float("nan"))
 
 
 def is_lost(message, content):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
+import torch
 
 from lightning_fed.callbacks.batch_norm import client_statistics, layers_in_training
 from lightning_fed.callbacks.blame import ClientFault
@@ -15,7 +16,13 @@ from lightning_fed.callbacks.side_pass import forward_step
 from lightning_fed.data.population import Population
 from lightning_fed.data.rounds import RoundLoader, describe
 from lightning_fed.desk import Desk, RoundReport
-from lightning_fed.engines.flower.hyperparameters import digest, load_hyperparameters, load_numbers, pack_numbers
+from lightning_fed.engines.flower.hyperparameters import (
+    digest,
+    load_hyperparameters,
+    load_numbers,
+    on_device,
+    pack_numbers,
+)
 from lightning_fed.engines.flower.wire import REQUEST, VISIT, Order
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.schedule import Cohort, Visit
@@ -45,6 +52,11 @@ class ServerDesk(Desk):
     def start_round(self, round: int, state: State) -> None:
         """Begins to count."""
         self.report = RoundReport(round)
+
+    def arrive(self, device: torch.device) -> None:
+        """Brings what has come to the module's device."""
+        came = self._broadcast
+        came.state, came.extras = on_device(came.state, device), on_device(came.extras, device)
 
     def send(
         self,
@@ -147,6 +159,7 @@ class ServerElsewhere(Elsewhere):
         trainer.strategy.lr_scheduler_configs = stepwise
         if sent["scaler"] and trainer.precision_plugin.state_dict():
             load_numbers(trainer.precision_plugin, sent["scaler"])
+        self.server.arrive(trainer.lightning_module.device)
         loop.store.restore(order.kept + 1, {"run": 0})
         must_have = "personal" in loop.policies.values() or loop.optimizer_state == "keep"
         if order.kept >= 0 and must_have and loop.store.get(order.visit.client) is None:

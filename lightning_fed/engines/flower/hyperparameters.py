@@ -1,4 +1,4 @@
-"""The round's optimizers as numbers: what a client's learning rates are is the server's to say."""
+"""What is the same in both halves: the round's hyper-parameters, as numbers, and digests of what never travels."""
 
 from __future__ import annotations
 
@@ -79,6 +79,11 @@ def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Seque
 def load_numbers(owner: Any, numbers: Mapping[str, Any]) -> None:
     """Gives a scheduler or loss scaler the state that :func:`pack_numbers` made of its twin's."""
     owner.load_state_dict({**owner.state_dict(), **numbers})
+
+
+def on_device(state: State, device: torch.device) -> State:
+    """What has come, where the module is."""
+    return {name: value.to(device) for name, value in state.items()}
 
 
 def digest(state: State) -> str:

@@ -13,7 +13,7 @@ from lightning_fed.callbacks.elsewhere import Elsewhere
 from lightning_fed.callbacks.round_loop import RoundLoop
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem
 from lightning_fed.desk import Desk
-from lightning_fed.engines.flower.hyperparameters import digest, pack_numbers
+from lightning_fed.engines.flower.hyperparameters import digest, on_device, pack_numbers
 from lightning_fed.engines.flower.ledger import Ledger
 from lightning_fed.engines.flower.wire import (
     REQUEST,
@@ -147,6 +147,8 @@ class ClientsElsewhere(Elsewhere):
                 loop.server.fail(client, answer.reason if isinstance(answer, Fault) else "it asks, and does not answer")
                 continue
             update, said = answer
+            device = loop.trainer.lightning_module.device
+            update.state, update.extras = on_device(update.state, device), on_device(update.extras, device)
             if round.receive(update):
                 self._ledger.put(client, number, {})
                 loop.progress.add_steps(loop.trainer, said.steps)

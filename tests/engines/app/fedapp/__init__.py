@@ -1,0 +1,1 @@
+"""The federations of test_flower_processes.py."""

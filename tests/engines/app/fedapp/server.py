@@ -1,0 +1,21 @@
+"""The server of the case that the run's configuration names."""
+
+import torch
+from flwr.serverapp import ServerApp
+
+torch.set_num_threads(1)
+
+from lightning_fed.engines.flower import server_app  # noqa: E402
+from tests.engines.halves import CASES, OPTIONS, SIZES  # noqa: E402
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    config, case = context.run_config, CASES[context.run_config["case"]]
+    options = {**OPTIONS, **case.options, "max_epochs": config["rounds"]}
+    server_app(
+        case.federation(), case.module, None, options, clients=list(SIZES), folder=config["folder"],
+        callbacks=case.callbacks(), time_limit=config["limit"], patience=60,
+    )(grid, context)  # fmt: skip
