@@ -1,7 +1,12 @@
 """The same with Flower's own processes on the loopback address: a SuperLink and two SuperNodes with their workers."""
 
 import multiprocessing
+import os
+import re
 import shutil
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -202,6 +207,7 @@ def test_encrypted_and_authenticated(federated_trainer, tmp_path):
     link = ("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.crt", "--ssl-keyfile", "server.key")
     with Deployment(tmp_path, (*link, "--enable-supernode-auth")) as deployment, Workers(tmp_path, case):
         deployment.configure(f'root-certificates = "{tmp_path}/ca.crt"')
+        known = ("--root-certificates", "ca.crt")
         for node in range(2):
             name = f"register{node}"
             deployment.start(name, "flwr", "supernode", "register", f"node{node}.key.pub", "here").wait(60)
@@ -217,7 +223,6 @@ def test_encrypted_and_authenticated(federated_trainer, tmp_path):
                 f"node{node}.key",
             )
         everything = f'worker="{socket_of(tmp_path, 0)}"'
-        known = ("--root-certificates", "ca.crt")
         deployment.node("stranger", everything, *known, "--auth-supernode-private-key", "stranger.key")
         deployment.node("keyless", everything, *known)
         deployment.node("plain", everything, "--insecure")

@@ -1,0 +1,241 @@
+"""Where the seconds of a round over Flower go: a SuperLink and two SuperNodes on this machine, McMahan's CNN.
+
+The script is its own Flower app: it writes one in a temporary folder, starts Flower's processes and two workers, and
+trains. What the two clients' training takes is measured in the workers, around `Trainer.fit`; when a message is sent
+and its answer is there, on the server; when a worker gets it and is done, there. All on one clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import machine, parser, prepare, table, write_section
+
+TEMPLATE = Path(__file__).parents[1] / "lightning_fed" / "engines" / "flower" / "template"
+CLIENTS, SAMPLES, BATCH = 2, 300, 20
+
+COMMON = f"""
+import json, os, sys, time
+import torch
+torch.set_num_threads(1)
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from lightning_fed import FederatedDataModule, Federation
+from lightning_fed.tasks import ClassificationTask
+from lightning_fed.tasks.networks import build_network
+
+def note(what, **values):
+    with open(os.environ["LATENCY_LOG"], "a") as log:
+        log.write(json.dumps({{"what": what, "time": time.time(), **values}}) + "\\n")
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return FederatedDataModule({{
+        place: TensorDataset(
+            torch.randn({SAMPLES}, 1, 28, 28, generator=generator),
+            torch.randint(10, ({SAMPLES},), generator=generator),
+        )
+        for place in range({CLIENTS})
+    }}, batch_size={BATCH})
+
+def model():
+    return ClassificationTask(build_network("mcmahan_cnn", num_classes=10), num_classes=10, lr=0.05)
+
+def federation():
+    return Federation("fedavg", local_epochs=1, seed=0)
+
+OPTIONS = {{"accelerator": "cpu", "logger": False}}
+"""
+
+SERVER = """
+from flowerlatency.common import *
+from flwr.serverapp import ServerApp
+from lightning_fed.engines.flower import server, post
+
+class Watched(post.FlowerPost):
+    def ask(self, kind, letters, round):
+        note("ask", round=round)
+        def watched():
+            for client, letter in letters:
+                yield client, letter
+        for client, reply in super().ask(kind, watched(), round):
+            note("answer", round=round, client=client, bytes=len(getattr(reply, "data", b"")))
+            yield client, reply
+        note("asked", round=round)
+
+server.FlowerPost = Watched
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    config = context.run_config
+    server.server_app(
+        federation(), model, None, {**OPTIONS, "max_epochs": config["rounds"]},
+        clients=2, folder=config["folder"], time_limit=300,
+    )(grid, context)
+"""
+
+CLIENTS_APP = """
+from flowerlatency.common import *
+from lightning_fed.engines.flower import client as engine
+
+class Watched(engine.ClientRunner):
+    def answer(self, kind, letter, node):
+        note("arrives", kind=kind, node=node["partition-id"])
+        reply = super().answer(kind, letter, node)
+        note("leaves", kind=kind, node=node["partition-id"])
+        return reply
+
+    def _fit(self, elsewhere, run, round):
+        begin = time.time()
+        steps = super()._fit(elsewhere, run, round)
+        note("fit", round=round, seconds=time.time() - begin, client=elsewhere.server.update.client)
+        return steps
+
+engine.ClientRunner = Watched
+app = engine.client_app(federation(), model, data(), OPTIONS)
+"""
+
+
+def write_app(folder: Path) -> Path:
+    """The app."""
+    package = folder / "app" / "flowerlatency"
+    package.mkdir(parents=True)
+    values = {"name": "flowerlatency", "package": "flowerlatency"}
+    text = (TEMPLATE / "pyproject.toml.txt").read_text().format(**values)
+    (package.parent / "pyproject.toml").write_text(f'{text}rounds = 3\nfolder = "."\n')
+    (package / "client.py").write_text((TEMPLATE / "client.py.txt").read_text().format(**values))
+    for name, source in (("__init__", ""), ("common", COMMON), ("server", SERVER), ("clients", CLIENTS_APP)):
+        (package / f"{name}.py").write_text(source)
+    return package.parent
+
+
+def run(rounds: int, has_workers: bool, limit: float) -> list[dict[str, Any]]:
+    """One run: what the processes have noted."""
+    folder = Path(tempfile.mkdtemp(prefix="flower-"))
+    started: list[subprocess.Popen[bytes]] = []
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "FLWR_HOME": str(folder / "flower"),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+        "OMP_NUM_THREADS": "1",
+        "LATENCY_LOG": str(folder / "latency.jsonl"),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+    }
+    (folder / "flower").mkdir()
+    (folder / "flower" / "config.toml").write_text(f'[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
+
+    def start(*command: str) -> subprocess.Popen[bytes]:
+        with (folder / "log").open("ab") as log:
+            process = subprocess.Popen(
+                command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        started.append(process)
+        return process
+
+    try:
+        app = write_app(folder)
+        start("flower-superlink", "--insecure", "--disable-runtime-dependency-installation", "--port", str(port))
+        time.sleep(5)
+        for node in range(CLIENTS):
+            config = f"partition-id={node} num-partitions={CLIENTS}"
+            if has_workers:
+                at = folder / f"node{node}" / "worker"
+                start(sys.executable, "-m", "lightning_fed", "flower", "worker", str(app), "--socket", str(at))
+                while not at.exists():
+                    time.sleep(0.2)
+                config += f' worker="{at}"'
+            start(
+                "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{port}", "--port", str(port + 1 + node),
+                "--node-config", config,
+            )  # fmt: skip
+        options = f'rounds={rounds} folder="{folder}/run"'
+        start("flwr", "run", str(app), "here", "--stream", "--run-config", options).wait(limit)
+        text = (folder / "latency.jsonl").read_text()
+    except (subprocess.TimeoutExpired, FileNotFoundError) as error:
+        raise SystemExit(f"{error}\n{(folder / 'log').read_text()[-3000:]}") from error
+    finally:
+        for process in started:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            process.wait()
+        shutil.rmtree(folder)
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def rounds_of(notes: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Seconds of every round but the first: in all, training, and what comes before and after it."""
+    found = []
+    asked = {note["round"]: note["time"] for note in notes if note["what"] == "ask"}
+    for round, begin in sorted(asked.items())[1:]:
+        end = max(note["time"] for note in notes if note["what"] == "answer" and note["round"] == round)
+        fits = [note for note in notes if note["what"] == "fit" and note["round"] == round]
+        last = max(fits, key=lambda note: note["time"])
+        inside = [note for note in notes if begin <= note["time"] <= end]
+        arrived = [note["time"] for note in inside if note["what"] == "arrives"]
+        left = [note["time"] for note in inside if note["what"] == "leaves"]
+        found.append(
+            {
+                "round": end - begin,
+                "training": last["seconds"],
+                "before": max(arrived) - begin,
+                "after": end - max(left),
+            }
+        )
+    return found
+
+
+def main() -> None:
+    made = parser(__doc__.splitlines()[0], data=False)
+    made.add_argument("--rounds", type=int, default=8, help="rounds; the first is not counted")
+    arguments: argparse.Namespace = made.parse_args()
+    prepare(arguments)
+    rounds = 3 if arguments.quick else arguments.rounds
+    rows = []
+    for name, has_workers in (("with workers", True), ("a process per message", False)):
+        if arguments.quick and not has_workers:
+            continue
+        found = rounds_of(run(rounds if has_workers else 3, has_workers, limit=1200))
+        values = {key: statistics.median(each[key] for each in found) for key in found[0]}
+        over = statistics.median(each["round"] - each["training"] for each in found)
+        rows.append(
+            [
+                name,
+                len(found),
+                *(f"{values[key]:.1f}" for key in ("round", "training", "before", "after")),
+                f"{over:.1f}",
+            ]
+        )
+    header = ["", "rounds", "round", "training", "until the message is there", "until the answer is back", "added"]
+    text = (
+        f"`python benchmarks/flower_latency.py --rounds {arguments.rounds}`. McMahan's CNN (1.7 million parameters,"
+        f" 6.7 MB each way), {CLIENTS} SuperNodes with a client of {SAMPLES} examples each; seconds, medians over rounds."
+        f" {machine(1)} Other work was on the machine.\n\n{table(header, rows)}"
+    )
+    write_section(arguments.out, "flower", text)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
