@@ -230,8 +230,8 @@ def main() -> None:
     header = ["", "rounds", "round", "training", "until the message is there", "until the answer is back", "added"]
     text = (
         f"`python benchmarks/flower_latency.py --rounds {arguments.rounds}`. McMahan's CNN (1.7 million parameters,"
-        f" 6.7 MB each way), {CLIENTS} SuperNodes with a client of {SAMPLES} examples each; seconds, medians over rounds."
-        f" {machine(1)} Other work was on the machine.\n\n{table(header, rows)}"
+        f" 6.7 MB each way), {CLIENTS} SuperNodes with a client of {SAMPLES} examples each; seconds, medians over"
+        f" rounds. {machine(1)} Other work was on the machine.\n\n{table(header, rows)}"
     )
     write_section(arguments.out, "flower", text)
 

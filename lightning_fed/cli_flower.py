@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -18,6 +19,7 @@ from typing import Any
 import lightning as L
 
 from lightning_fed.callbacks import FederatedCallback, Federation
+from lightning_fed.data import FederatedDataModule
 from lightning_fed.functional.options import OptionError
 
 _ON_CLIENTS = (
@@ -71,7 +73,9 @@ def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recip
     """
     from lightning_fed.cli import FederatedCLI
 
-    cli = FederatedCLI(["--config", os.fspath(path), *args], run=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # Flower's processes have arguments too
+        cli = FederatedCLI(["--config", os.fspath(path), *args], run=False)
     trainer: Any = cli.trainer
     given = {name: value for name, value in cli.config_init["trainer"].items() if value is not None}
     rounds = given.get("max_rounds", given.get("max_epochs"))
@@ -108,18 +112,17 @@ def write_app(folder: Path, recipe: Path) -> None:
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     package = name.replace("-", "_")
     if not package.isidentifier():
-        raise OptionError(
-            f"Expected the app's folder to have a name that begins with a letter, but got {folder.name!r}."
-        )
+        raise OptionError(f"Expected a folder whose name begins with a letter, but got {folder.name!r}.")
     if not recipe.is_file():
         raise FileNotFoundError(f"Expected a recipe, a YAML file, but there is no {str(recipe)!r}.")
     if (folder / "pyproject.toml").exists():
         raise FileExistsError(f"There is an app in {str(folder)!r} already.")
     built = read_recipe(recipe)
+    has_clients = isinstance(built.data, FederatedDataModule) and len(built.data.clients)
     values = {
         "name": name,
         "package": package,
-        "clients": getattr(built.federation.partition, "num_clients", 2),
+        "clients": has_clients or getattr(built.federation.partition, "num_clients", 2),
         "folder": str(Path.cwd() / "runs" / name),
     }
     (folder / package).mkdir(parents=True, exist_ok=True)

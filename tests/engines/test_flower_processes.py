@@ -142,18 +142,18 @@ def wait_until(condition, seconds=120):
 @pytest.mark.slow
 def test_a_node_is_killed_in_a_visit(federated_trainer, tmp_path, sleeper):
     """Its client is left out, by name; the others' round is as without it."""
-    asleep, case = sleeper("bob", 60), CASES["sleeping"]
+    asleep, case = sleeper("bob", 300), CASES["sleeping"]
     here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), 2, [LosesOne()])
     asleep.unlink(missing_ok=True)
     with Deployment(tmp_path) as deployment, Workers(tmp_path, case) as workers:
         deployment.configure()
         start_nodes(deployment)
-        process = run(deployment, write_app(tmp_path), tmp_path / "run", "sleeping", rounds=2, limit=15.0)
+        process = run(deployment, write_app(tmp_path), tmp_path / "run", "sleeping", rounds=2, limit=60.0)
         wait_until(asleep.exists)
         deployment.kill("node1")
         workers.processes[1].kill()
         finish(deployment, process)
-        assert "Round 1: client 'bob' is left out: it did not answer within 15 s" in deployment.log("run")
+        assert "Round 1: client 'bob' is left out: it did not answer within 60 s" in deployment.log("run")
     compare(tmp_path / "run", here)
 
 
@@ -179,7 +179,9 @@ def test_the_server_is_killed_between_and_inside_rounds(federated_trainer, tmp_p
 
 def kill_server(deployment):
     session = deployment.processes["superlink"].pid
-    listed = subprocess.run(["ps", "-s", f"{session}", "-o", "pid=,args="], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["ps", "-s", f"{session}", "-o", "pid=", "-o", "args="], capture_output=True, text=True, check=True
+    )
     servers = [int(line.split()[0]) for line in listed.stdout.splitlines() if "flwr-serverapp" in line]
     assert servers
     for server in servers:
