@@ -180,6 +180,11 @@ def run(rounds: int, has_workers: bool, limit: float) -> list[dict[str, Any]]:
             except ProcessLookupError:
                 continue
             process.wait()
+        # The server's half is in a session of its own.
+        pattern = f"flwr-serverapp --runtime-api-address 127.0.0.1:{port}"
+        found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, check=False)
+        for number in found.stdout.split():
+            os.kill(int(number), signal.SIGKILL)
         shutil.rmtree(folder)
     return [json.loads(line) for line in text.splitlines()]
 

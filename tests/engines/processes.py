@@ -92,9 +92,21 @@ class Deployment:
             os.killpg(process.pid, how)
         process.wait(timeout=20)
 
+    def server_apps(self) -> list[int]:
+        """The processes of the server's half, which are in a session of their own: by the SuperLink's address."""
+        pattern = f"flwr-serverapp --runtime-api-address {self.address}"
+        found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, check=False)
+        return [int(process) for process in found.stdout.split()]
+
+    def kill_server_app(self) -> None:
+        """Kills the server's half; Flower's SuperLink stays."""
+        for process in self.server_apps():
+            os.kill(process, signal.SIGKILL)
+
     def close(self) -> None:
         for name in list(self.processes):
             self.kill(name)
+        self.kill_server_app()
 
     def __enter__(self):
         return self

@@ -1,10 +1,8 @@
 """The same with Flower's own processes on the loopback address: a SuperLink and two SuperNodes with their workers."""
 
 import multiprocessing
-import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -148,12 +146,13 @@ def test_a_node_is_killed_in_a_visit(federated_trainer, tmp_path, sleeper):
     with Deployment(tmp_path) as deployment, Workers(tmp_path, case) as workers:
         deployment.configure()
         start_nodes(deployment)
-        process = run(deployment, write_app(tmp_path), tmp_path / "run", "sleeping", rounds=2, limit=60.0)
+        process = run(deployment, write_app(tmp_path), tmp_path / "run", "sleeping", rounds=2, limit=45.0)
         wait_until(asleep.exists)
         deployment.kill("node1")
         workers.processes[1].kill()
         finish(deployment, process)
-        assert "Round 1: client 'bob' is left out: it did not answer within 60 s" in deployment.log("run")
+        assert "Round 1: client 'bob' is left out" in deployment.log("run")
+        assert deployment.log("run").count("is left out") == 1
     compare(tmp_path / "run", here)
 
 
@@ -178,14 +177,8 @@ def test_the_server_is_killed_between_and_inside_rounds(federated_trainer, tmp_p
 
 
 def kill_server(deployment):
-    session = deployment.processes["superlink"].pid
-    listed = subprocess.run(
-        ["ps", "-s", f"{session}", "-o", "pid=", "-o", "args="], capture_output=True, text=True, check=True
-    )
-    servers = [int(line.split()[0]) for line in listed.stdout.splitlines() if "flwr-serverapp" in line]
-    assert servers
-    for server in servers:
-        os.kill(server, signal.SIGKILL)
+    assert deployment.server_apps()
+    deployment.kill_server_app()
     deployment.kill("run")
 
 
