@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_fed import FederatedCallback, FederatedDataModule, Federation
-from lightning_fed.callbacks import ClassPrototypes, FedBN, FedFusion, FedPer, FedSS, find_federation
+from lightning_fed.callbacks import ClassPrototypes, FedBN, FedFusion, FedPer, FedSS, LayerwiseTraining, find_federation
 from lightning_fed.engines.flower.client import client_app
 from lightning_fed.engines.flower.post import FlowerPost
 from lightning_fed.engines.flower.server import run_server
@@ -148,6 +148,10 @@ def base_and_head():
     return models.Module(models.BaseAndHead(), models.momentum)
 
 
+def plain_module():
+    return models.Module(models.mlp(), models.momentum)
+
+
 def cnn_module():
     return models.Module(models.cnn(), models.momentum)
 
@@ -169,6 +173,9 @@ CASES = {
     "fedprox": Case(lambda: Federation("fedprox")),
     "fedatt": Case(lambda: Federation("fedatt")),
     "fesem": Case(lambda: Federation("fesem")),
+    "fedma": Case(
+        lambda: Federation("fedma"), plain_module,
+        callbacks=lambda: [LayerwiseTraining(example_input=torch.zeros(2, 6))]),
     "fedmargin": Case(lambda: Federation("fedmargin")),
     "recalibrate": Case(lambda: Federation(batch_norm="recalibrate"), norm_module),
     "frozen": Case(lambda: Federation(batch_norm="frozen", frozen=["net.0.*"]), norm_module),

@@ -91,12 +91,13 @@ def test_orders_and_updates():
 
 def test_rows_that_are_the_same_travel_once():
     rows = torch.tensor([1, 5])
-    request = Request("ann", {"weight": rows, "bias": rows.clone(), "words": torch.tensor([0, 2])})
+    request = Request("ann", {"weight": rows, "bias": rows.clone(), "words": torch.tensor([0, 2])}, {"step": rows})
     letter = write_request(request)
-    assert len(letter.data) == request.nbytes == 32
+    assert len(letter.data) == request.nbytes == 48
     came = read_reply(letter, "ann", 0)
     assert isinstance(came, Request)
     assert_same(came.rows, request.rows)
+    assert_same(came.extras, request.extras)
 
 
 def test_nothing_is_unpickled():
@@ -153,10 +154,11 @@ def test_the_ledger_forgets_what_came_to_nothing():
     """It says of every client since when it keeps what it has; a checkpoint in a round does not know of that round."""
     ledger = Ledger()
     run = ledger.run
-    ledger.put("a", 0, {})
-    ledger.put("b", 0, {})
+    ledger.note("a", 0)
+    ledger.note("b", 0)
     ledger.checkpoint(1)
-    ledger.put("a", 1, {})
+    ledger.note("a", 1)
+    ledger.put("b", 1, {})  # what callbacks put on the server is the client's
     assert (ledger.kept("a"), ledger.kept("b"), ledger.kept("c"), ledger.needed) == (1, 0, -1, 0)
     inside = ledger.checkpoint(1)
     after = ledger.checkpoint(2)

@@ -18,6 +18,7 @@ from lightning_fed.data.rounds import RoundLoader, describe
 from lightning_fed.desk import Desk, RoundReport
 from lightning_fed.engines.flower.hyperparameters import (
     digest,
+    digest_request,
     load_hyperparameters,
     load_numbers,
     on_device,
@@ -35,7 +36,7 @@ class ServerDesk(Desk):
     Args:
         server: The desk of the federation's own server, which says what the method is.
         broadcast: What has come.
-        asked: Digest of the rows that the client has asked for before.
+        asked: Digest of what the client has asked for before.
 
     Attributes:
         update: The answer; ``None`` before, and where there is none.
@@ -70,13 +71,13 @@ class ServerDesk(Desk):
             ClientFault: If it is not what the client asked for, or is not finite.
 
         """
-        rows = {} if request is None else request.rows
-        if rows and digest(rows) != self._asked:
-            raise ClientFault("it asks for other rows than before: its data, or their order, are not always the same")
+        request = Request(client) if request is None else request
+        if self._asked and digest_request(request) != self._asked:
+            raise ClientFault("it asks for something else than before: its data are not always in the same order")
         fault = find_non_finite(self._broadcast.state) or find_non_finite(self._broadcast.extras)
         if fault is not None:
             raise ClientFault(f"what the server sent cannot be used: {fault}")
-        self._broadcast.rows = dict(rows)
+        self._broadcast.rows = dict(request.rows)
         self.count_down(self._broadcast)
         return self._broadcast
 

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fed.messages import State
+from lightning_fed.messages import Request, State
 
 
 def pack_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,3 +101,15 @@ def digest(state: State) -> str:
         if value.numel():
             found.update(value.view(torch.uint8).numpy().data)
     return found.hexdigest()[:32]
+
+
+def digest_request(request: Request) -> str:
+    """A short name of what a client asks for.
+
+    Example:
+        >>> len(digest_request(Request("a", {"head.weight": torch.tensor([3])})))
+        32
+
+    """
+    parts = {"rows": request.rows, "extras": request.extras}
+    return digest({f"{kind}:{name}": part[name] for kind, part in parts.items() for name in part})

@@ -21,7 +21,7 @@ class Ledger(ClientStore):
 
     Example:
         >>> ledger = Ledger()
-        >>> ledger.put("a", 3, {})
+        >>> ledger.note("a", 3)
         >>> ledger.kept("a"), ledger.kept("b")
         (3, -1)
 
@@ -43,6 +43,9 @@ class Ledger(ClientStore):
         return None
 
     def put(self, client: Client, round: int, state: State) -> None:
+        """Nothing: what would be kept here is the client's, as :meth:`get` says."""
+
+    def note(self, client: Client, round: int) -> None:
         """Notes that the client's update of ``round`` was good."""
         if round != self._round:
             self._rounds |= self._of_round

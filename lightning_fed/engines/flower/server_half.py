@@ -8,12 +8,15 @@ from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_fed.callbacks.elsewhere import Elsewhere
+from lightning_fed.callbacks.federated_callback import FederatedCallback
+from lightning_fed.callbacks.open_round import federated_callbacks
 from lightning_fed.callbacks.round_loop import RoundLoop
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem
 from lightning_fed.desk import Desk
-from lightning_fed.engines.flower.hyperparameters import digest, on_device, pack_numbers
+from lightning_fed.engines.flower.hyperparameters import digest, digest_request, on_device, pack_numbers
 from lightning_fed.engines.flower.ledger import Ledger
 from lightning_fed.engines.flower.wire import (
     REQUEST,
@@ -136,7 +139,7 @@ class ClientsElsewhere(Elsewhere):
                         raise
                     loop.server.fail(visit.client, str(error))  # it asks for rows that the model does not have
                     continue
-                asked = digest(request.rows) if request is not None else ""
+                asked = digest_request(request) if request is not None else ""
                 yield visit.client, write_order(VISIT, self._order_for(visit, asked), broadcast)
 
         for client, reply in self._post.ask(VISIT, letters(), number):
@@ -150,7 +153,7 @@ class ClientsElsewhere(Elsewhere):
             device = loop.trainer.lightning_module.device
             update.state, update.extras = on_device(update.state, device), on_device(update.extras, device)
             if round.receive(update):
-                self._ledger.put(client, number, {})
+                self._ledger.note(client, number)
                 loop.progress.add_steps(loop.trainer, said.steps)
                 if said.after is not None:
                     round.optimizers.note_visit(update.num_samples, places[client], said.after)
@@ -189,19 +192,23 @@ class ClientsElsewhere(Elsewhere):
         return reports
 
     def _requests(self, loop: RoundLoop) -> dict[Client, Request]:
-        """The rows that clients ask for, where they hold some only."""
-        assert loop.open is not None
+        """What clients ask for, where callbacks have them ask."""
         requests: dict[Client, Request] = {}
-        if not loop.open.local.sliced:
+        callbacks = federated_callbacks(loop.trainer)
+        if not any(is_overridden("on_request", callback, FederatedCallback) for callback in callbacks):
             return requests
         number = loop.server.report.round
         letters = ((visit.client, write_order(REQUEST, self._order_for(visit))) for visit in self._cohort.visits)
         for client, reply in self._post.ask(REQUEST, letters, number):
             answer = _open(reply, client, number)
-            if isinstance(answer, Request):
-                requests[client] = answer
-            else:
-                loop.server.fail(client, answer.reason if isinstance(answer, Fault) else "it does not ask for its rows")
+            if not isinstance(answer, Request):
+                loop.server.fail(client, answer.reason if isinstance(answer, Fault) else "it does not ask")
+                continue
+            answer.extras = on_device(answer.extras, loop.trainer.lightning_module.device)
+            requests[client] = answer
+            fault = find_non_finite(answer.extras)
+            if fault is not None:
+                loop.server.fail(client, fault)
         return requests
 
     def _order_for(self, visit: Visit, asked: str = "") -> Order:

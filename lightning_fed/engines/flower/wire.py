@@ -64,7 +64,7 @@ class Order:
         seed: Seed of the federation, with which the model is built.
         frozen: Digest of the entries that never travel, which both halves must have alike.
         hyperparameters: Those of the round's optimizers, and where per-step schedulers and the loss scale start.
-        asked: Digest of the rows that the client has asked for, if it has.
+        asked: Digest of what the client has asked for, if it has.
 
     """
 
@@ -220,7 +220,7 @@ def write_request(request: Request) -> Letter:
     """A client's request; rows that are the same for several entries travel once."""
     lists = distinct(request.rows)
     same = {name: next(key for key in lists if torch.equal(lists[key], rows)) for name, rows in request.rows.items()}
-    return write_letter("request", {"client": request.client, "same": same}, rows=lists)
+    return write_letter("request", {"client": request.client, "same": same}, rows=lists, extras=request.extras)
 
 
 def write_update(update: ClientUpdate, answer: Answer) -> Letter:
@@ -260,7 +260,7 @@ def read_reply(letter: Letter, client: Client, round: int) -> Request | tuple[Cl
             return Fault(client, str(header["reason"]), bool(header["is_of_program"]))
         if header["kind"] == "request":
             lists = tensors["rows"]
-            return Request(client, {name: lists[key] for name, key in header["same"].items()})
+            return Request(client, {name: lists[key] for name, key in header["same"].items()}, tensors["extras"])
         metrics = {str(name): float(value) for name, value in header["metrics"].items()}
         num_samples, steps = header["num_samples"], header["steps"]
         if type(num_samples) is not int or type(steps) is not int or steps < 0:
