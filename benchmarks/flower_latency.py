@@ -27,6 +27,8 @@ from common import machine, parser, prepare, table, write_section
 TEMPLATE = Path(__file__).parents[1] / "lightning_fed" / "engines" / "flower" / "template"
 CLIENTS, SAMPLES, BATCH = 2, 300, 20
 
+WORDS = ("training", "sent", "picked up", "a process started", "carried to the worker", "back")
+
 COMMON = f"""
 import json, os, sys, time
 import torch
@@ -69,8 +71,8 @@ class Watched(post.FlowerPost):
     def ask(self, kind, letters, round):
         note("ask", round=round)
         def watched():
-            for client, letter in letters:
-                yield client, letter
+            yield from letters
+            note("pushing", round=round)
         for client, reply in super().ask(kind, watched(), round):
             note("answer", round=round, client=client, bytes=len(getattr(reply, "data", b"")))
             yield client, reply
@@ -110,6 +112,21 @@ app = engine.client_app(federation(), model, data(), OPTIONS)
 """
 
 
+PROCESS = """
+import json as _json, os as _os, time as _time
+
+def _note(what, when):
+    with open(_os.environ["LATENCY_LOG"], "a") as log:
+        log.write(_json.dumps({"what": what, "time": when}) + "\\n")
+
+with open("/proc/self/stat") as _stat, open("/proc/uptime") as _up:
+    _ticks = int(_stat.read().rsplit(")", 1)[1].split()[19])
+    _age = float(_up.read().split()[0]) - _ticks / _os.sysconf("SC_CLK_TCK")
+_note("started", _time.time() - _age)
+_note("loaded", _time.time())
+"""
+
+
 def write_app(folder: Path) -> Path:
     """The app."""
     package = folder / "app" / "flowerlatency"
@@ -117,7 +134,8 @@ def write_app(folder: Path) -> Path:
     values = {"name": "flowerlatency", "package": "flowerlatency"}
     text = (TEMPLATE / "pyproject.toml.txt").read_text().format(**values)
     (package.parent / "pyproject.toml").write_text(f'{text}rounds = 3\nfolder = "."\n')
-    (package / "client.py").write_text((TEMPLATE / "client.py.txt").read_text().format(**values))
+    light = (TEMPLATE / "client.py.txt").read_text().format(**values)
+    (package / "client.py").write_text(light + PROCESS)
     for name, source in (("__init__", ""), ("common", COMMON), ("server", SERVER), ("clients", CLIENTS_APP)):
         (package / f"{name}.py").write_text(source)
     return package.parent
@@ -190,22 +208,31 @@ def run(rounds: int, has_workers: bool, limit: float) -> list[dict[str, Any]]:
 
 
 def rounds_of(notes: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Seconds of every round but the first: in all, training, and what comes before and after it."""
+    """Seconds of every round but the first: in all, training, and what comes before and after it.
+
+    All of the client that is later at each step; with a process per message the worker is that process.
+    """
     found = []
     asked = {note["round"]: note["time"] for note in notes if note["what"] == "ask"}
     for round, begin in sorted(asked.items())[1:]:
         end = max(note["time"] for note in notes if note["what"] == "answer" and note["round"] == round)
         fits = [note for note in notes if note["what"] == "fit" and note["round"] == round]
-        last = max(fits, key=lambda note: note["time"])
         inside = [note for note in notes if begin <= note["time"] <= end]
-        arrived = [note["time"] for note in inside if note["what"] == "arrives"]
-        left = [note["time"] for note in inside if note["what"] == "leaves"]
+
+        def last(what: str, inside: list[dict[str, Any]] = inside) -> float:
+            return max(note["time"] for note in inside if note["what"] == what)
+
+        sent, started, loaded = last("pushing"), last("started"), last("loaded")
+        arrived, left = last("arrives"), last("leaves")
         found.append(
             {
                 "round": end - begin,
-                "training": last["seconds"],
-                "before": max(arrived) - begin,
-                "after": end - max(left),
+                "training": max(fits, key=lambda note: note["time"])["seconds"],
+                "sending": sent - begin,
+                "polling": started - sent,
+                "process": loaded - started,
+                "carrying": arrived - loaded,
+                "answering": end - left,
             }
         )
     return found
@@ -224,19 +251,14 @@ def main() -> None:
         found = rounds_of(run(rounds if has_workers else 3, has_workers, limit=1200))
         values = {key: statistics.median(each[key] for each in found) for key in found[0]}
         over = statistics.median(each["round"] - each["training"] for each in found)
-        rows.append(
-            [
-                name,
-                len(found),
-                *(f"{values[key]:.1f}" for key in ("round", "training", "before", "after")),
-                f"{over:.1f}",
-            ]
-        )
-    header = ["", "rounds", "round", "training", "until the message is there", "until the answer is back", "added"]
+        rows.append([name, len(found), *(f"{values[key]:.1f}" for key in values), f"{over:.1f}"])
+    header = ["", "rounds", "round", *WORDS, "added in all"]
     text = (
         f"`python benchmarks/flower_latency.py --rounds {arguments.rounds}`. McMahan's CNN (1.7 million parameters,"
         f" 6.7 MB each way), {CLIENTS} SuperNodes with a client of {SAMPLES} examples each; seconds, medians over"
-        f" rounds. {machine(1)} Other work was on the machine.\n\n{table(header, rows)}"
+        f" rounds. {machine(1)}. Load average {os.getloadavg()[1]:.1f}. A message is sent to the SuperLink, picked up"
+        " by its SuperNode, which looks every 3 s, and brought by a process to the worker; the answer goes back to the"
+        f" server. Times are those of the later of the two clients.\n\n{table(header, rows)}"
     )
     write_section(arguments.out, "flower", text)
 
