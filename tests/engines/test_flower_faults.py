@@ -76,7 +76,13 @@ def renamed(said, data):
 
 
 def huge(said, data):
-    said["tensors"]["state"][0][2] = [2**40, 2**40]
+    group = "state" if said["tensors"]["state"] else "extras"
+    said["tensors"][group][0][2] = [2**40, 2**40]
+    return json.dumps(said), data
+
+
+def reshaped_statistics(said, data):
+    said["tensors"]["extras"][0][2] = [2, 4]
     return json.dumps(said), data
 
 
@@ -131,6 +137,28 @@ def test_one_answer_that_cannot_be_used(change, reason, federated_trainer, tmp_p
     assert len(left_out) == 1
     assert left_out[0].startswith(f"Round {ROUND}: client {LOST!r} is left out")
     assert reason in left_out[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(reshaped_statistics, "does not fit the model"), (poisoned, "has NaN or infinite values"), (huge, "more bytes")],
+)
+def test_statistics_that_cannot_be_used(change, reason, tmp_path, caplog):
+    """The client's statistics are left out, its update is not."""
+
+    def module():
+        return models.Module(models.norm_mlp(), models.momentum)
+
+    def on_the_way(node, message, content):
+        is_statistics = message.metadata.message_type == "evaluate" and is_lost(message, content)
+        return table(change)(content) if is_statistics else [content]
+
+    _, trainer, _, _ = on_flower(tmp_path, module, models.vectors(SIZES), Federation, change=on_the_way)
+    left_out = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert len(left_out) == 1
+    assert left_out[0].startswith("Client 'bob''s BatchNorm statistics are left out")
+    assert reason in left_out[0]
+    assert trainer.callbacks[0].log_book.state_dict()["last"]["fed/failed"] == 0
 
 
 def test_an_answer_that_comes_twice(federated_trainer, tmp_path):
