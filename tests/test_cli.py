@@ -431,7 +431,7 @@ def test_an_unknown_command(capsys):
         main(["train"])
     assert stopped.value.code == 2
     assert (
-        "['demo', 'compare', 'merge', 'fit', 'validate', 'test', 'predict'], but got 'train'" in capsys.readouterr().err
+        "['demo', 'compare', 'merge', 'flower', 'fit', 'validate', 'test', 'predict'], but got 'train'" in capsys.readouterr().err
     )
 
 
