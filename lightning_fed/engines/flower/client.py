@@ -205,6 +205,7 @@ class ClientRunner:
             stragglers=0.0,
             partial_work="keep",
             partition=None,
+            vectorize=1,
             store=FolderStore(self._store / run, keep_all=True),
             evaluate_clients_every=0,
         )

@@ -128,6 +128,7 @@ def run_server(
     half = federation.replace(
         partition=None,
         store=ledger,
+        vectorize=1,
         evaluate_clients_every=0 if is_personal else federation.evaluate_clients_every,
     )
     half.take_apart(ClientsElsewhere(post, ledger, clients, half.schedule.seed))

@@ -57,7 +57,9 @@ class RemotePopulation(Population):
         """Not known here."""
         raise self._error(client)
 
-    def stream(self, visits: Sequence[PlannedVisit], aside: bool = False) -> Iterator[StreamItem]:
+    def stream(
+        self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()
+    ) -> Iterator[StreamItem]:
         """Not here."""
         raise self._error(visits[0].visit.client)
 
