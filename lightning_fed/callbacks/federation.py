@@ -81,8 +81,7 @@ class Federation(L.Callback):
         MisconfigurationException: In ``setup``, if the Trainer is asked for what cannot be right in a round.
 
     Note:
-        In checkpoints are ``rounds`` and ``seed`` (int), ``totals`` (two ints), ``aggregator`` (its own state: nothing
-        for averages) and ``store`` (clients' entries in memory, or the folder's name).
+        Checkpoints hold ``rounds``, ``seed``, ``totals`` (ints), ``aggregator`` (its own state) and ``store`` (its own).
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)
@@ -123,17 +122,13 @@ class Federation(L.Callback):
         if not (partition is None or isinstance(partition, Partition)):
             raise TypeError(f"Expected `partition` to be a Partition object such as `IID(10)`, but got {partition!r}.")
         self.server: Desk = Server(build_aggregator(aggregator), min_clients)
-        self._elsewhere: Elsewhere | None = None
         self._fresh_aggregator = copy.deepcopy(self.server.aggregator.state_dict())
         self.partition = partition
-        self.schedule = Schedule(
-            default_seed() if seed is None else seed, clients_per_round, local_epochs, local_steps, stragglers, dropout
-        )
-        self.partial_work = partial_work
+        seed = default_seed() if seed is None else seed
+        self.schedule = Schedule(seed, clients_per_round, local_epochs, local_steps, stragglers, dropout)
         self.personal = check_selectors("personal", personal)
         self.frozen = check_selectors("frozen", frozen)
-        self.batch_norm = batch_norm
-        self.optimizer_state = optimizer_state
+        self.batch_norm, self.optimizer_state, self.partial_work = batch_norm, optimizer_state, partial_work
         self.store = build_store(store)
         self.evaluate_clients_every = check_count("evaluate_clients_every", evaluate_clients_every, lowest=0)
         self.vectorize = check_count("vectorize", vectorize)
@@ -143,16 +138,9 @@ class Federation(L.Callback):
         self._taken: Takeover | None = None
         self._reset()
 
-    def _reset(self) -> None:
-        self._loop = RoundLoop(
-            self.server,
-            self.schedule,
-            self.store,
-            self.batch_norm,
-            self.optimizer_state,
-            self.partial_work,
-            self._elsewhere,
-        )
+    def _reset(self, elsewhere: Elsewhere | None = None) -> None:
+        parts = self.server, self.schedule, self.store, self.batch_norm, self.optimizer_state, self.partial_work
+        self._loop = RoundLoop(*parts, elsewhere)
         self._clients = Clients(self._loop)
 
     def replace(self, **changes: Any) -> Federation:
@@ -169,9 +157,8 @@ class Federation(L.Callback):
 
     def take_apart(self, elsewhere: Elsewhere) -> None:
         """Leaves one half of the federation to another machine: what an engine does before a fit."""
-        self._elsewhere = elsewhere
         self.server = elsewhere.desk(self.server)
-        self._reset()
+        self._reset(elsewhere)
 
     @property
     def rounds(self) -> int:
@@ -253,8 +240,6 @@ class Federation(L.Callback):
         """The same for every federation, so that a checkpoint of one loads into another with other options."""
         return "Federation"
 
-    # Lightning's hooks, in the order of a fit
-
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Checks the Trainer, puts the round's loader in place, adds the callbacks that the aggregator needs."""
         self._is_fit, self._clients.is_lost = stage == "fit", False
@@ -265,10 +250,9 @@ class Federation(L.Callback):
             return
         self._give_back()
         book, rounds = self.log_book, self.rounds
-        self._reset()
+        self._reset(self._loop.elsewhere)
         self._loop.trainer = trainer
-        if rounds and previous is trainer and trainer.current_epoch == rounds:
-            # The same Trainer goes on: its `max_epochs` was raised.
+        if rounds and previous is trainer and trainer.current_epoch == rounds:  # its `max_epochs` was raised
             self._loop.log_book, self._loop.rounds = book, rounds
             self.store.restore(rounds, self.store.checkpoint(rounds))
         else:
