@@ -157,6 +157,21 @@ def test_what_a_worker_cannot_answer(tmp_path):
         app(Message(to_records(write_letter("hello", {})), 11, "query"), context)
 
 
+def test_one_worker_for_several_nodes(tmp_path):
+    """Data that depend on the node's configuration are each node's own, and are read once."""
+    read = []
+
+    def data(node):
+        read.append(node["client"])
+        return {node["client"]: models.as_datasets(models.vectors(SIZES))["ann"]}
+
+    runner = client_app(Federation(), lambda: None, data, OPTIONS, store=tmp_path).runner
+    for name in ("a", "b", "a"):
+        header, _ = read_letter(runner.answer("query", write_letter("hello", {}), {"client": name}), "hello")
+        assert header == {"clients": [name]}
+    assert read == ["a", "b"]
+
+
 def test_a_folder_that_others_reach_is_refused(tmp_path):
     whole = client_app(Federation(), lambda: None, clients_of(models.vectors(SIZES)), store=tmp_path)
     (tmp_path / "open").mkdir(mode=0o755)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -144,8 +145,7 @@ class ClientRunner:
         self._store = Path(store) if store is not None else home
         self._run = ""
         self._module: L.LightningModule
-        self._population: Population | None = None
-        self._datamodule: HalfData
+        self._found: dict[str, tuple[Population, HalfData]] = {}  # by node
 
     def answer(self, kind: str, letter: Letter, node: Mapping[str, Any]) -> Letter:
         """What a client says to a letter.
@@ -159,7 +159,7 @@ class ClientRunner:
             WireError: If the letter is none of ours.
 
         """
-        population = self._population or self._prepare_data(node)
+        population, datamodule = self._data_at(node)
         clients = _clients_at(node, population)
         if kind == HELLO:
             read_letter(letter, "hello")
@@ -177,7 +177,7 @@ class ClientRunner:
                 L.seed_everything(order.seed, verbose=False)
                 self._module = self._model if isinstance(self._model, L.LightningModule) else self._model()
                 self._run = order.run
-            steps = self._fit(elsewhere, order.run, order.visit.round)
+            steps = self._fit(elsewhere, order.run, order.visit.round, datamodule)
         except ClientFault as fault:
             return write_fault(Fault(client, str(fault)))
         except Exception as error:
@@ -196,7 +196,7 @@ class ClientRunner:
             return write_update(server.update, Answer(steps, elsewhere.left))
         return write_fault(Fault(client, server.fault or "it has no answer"))
 
-    def _fit(self, elsewhere: ServerElsewhere, run: str, round: int) -> int:
+    def _fit(self, elsewhere: ServerElsewhere, run: str, round: int, datamodule: HalfData) -> int:
         """One round with one visit, or an errand; the number of optimizer steps."""
         half = self._federation.replace(
             clients_per_round=1.0,
@@ -221,11 +221,17 @@ class ClientRunner:
         progress = trainer.fit_loop.epoch_progress
         for counts in (progress.total, progress.current):
             counts.load_state_dict(dict.fromkeys(counts.state_dict(), round))
-        trainer.fit(self._module, datamodule=self._datamodule)
+        trainer.fit(self._module, datamodule=datamodule)
         return trainer.global_step
 
-    def _prepare_data(self, node: Mapping[str, Any]) -> Population:
-        """Reads the data, once."""
+    def _data_at(self, node: Mapping[str, Any]) -> tuple[Population, HalfData]:
+        """A node's data, which are read once."""
+        key = json.dumps(dict(node), sort_keys=True) if callable(self._data) else ""
+        if key not in self._found:
+            self._found[key] = self._read_data(node)
+        return self._found[key]
+
+    def _read_data(self, node: Mapping[str, Any]) -> tuple[Population, HalfData]:
         data: Any = self._data(node) if callable(self._data) else self._data
         partition = self._federation.partition
         if isinstance(data, Mapping):
@@ -240,12 +246,9 @@ class ClientRunner:
         data.prepare_data()
         data.setup("fit")
         if isinstance(data, FederatedDataModule):
-            self._population = data.population()
-        else:
-            assert partition is not None
-            self._population = split_loader(data.train_dataloader(), partition, self._federation.schedule.seed)
-        self._datamodule = HalfData(data)
-        return self._population
+            return data.population(), HalfData(data)
+        assert partition is not None
+        return split_loader(data.train_dataloader(), partition, self._federation.schedule.seed), HalfData(data)
 
 
 def _clients_at(node: Mapping[str, Any], population: Population) -> list[Client]:
