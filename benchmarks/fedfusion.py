@@ -169,7 +169,7 @@ def milestone_table(results: Sequence[Mapping[str, Any]], milestones: Sequence[f
             shares = [1 - count / other for count, other in pairs if count is not None and other is not None]
             spread = f" ± {statistics.stdev(shares):.0%}" if len(shares) > 1 else ""
             row.append(f"{statistics.fmean(reached):.1f}{some}" if reached else "never")
-            row.append(f"{statistics.fmean(shares):.0%}{spread}" if shares and method != base else "")
+            row.append(f"{round(100 * statistics.fmean(shares))}%{spread}" if shares and method != base else "")
         rows.append(row)
     return table(["method", *(cell for one in milestones for cell in (f"{one:.0%}", "reduction"))], rows)
 
