@@ -212,7 +212,7 @@ class LocalOptimizers:
             left: What its ``largest`` says.
 
         """
-        if self.goes_on and (self.largest is None or num_samples > self.largest[0]):
+        if self.goes_on and (self.largest is None or (num_samples, -place) > self.largest[:2]):
             self.largest = (num_samples, -place, {**self._start, **left})
 
     @property
@@ -240,7 +240,8 @@ class LocalOptimizers:
             place: Index of the visit in the round.
 
         """
-        if self.goes_on and (self.largest is None or num_samples > self.largest[0]):
+        # Of equals the first by its place: visits that train at once come in another order.
+        if self.goes_on and (self.largest is None or (num_samples, -place) > self.largest[:2]):
             self.largest = (num_samples, -place, self._capture(buffers=False))
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
 

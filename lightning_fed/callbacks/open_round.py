@@ -102,13 +102,16 @@ class OpenRound:
             if planned.fault is None:
                 self.start_visit(planned)
                 self._memories[planned.place] = self.local.memory
+                self.visit = None
             self._stack.take()  # of who failed already there is a row too, on which nothing is trained
-        self.visit = None
         self._stack.enter(self._trainer.optimizers)
 
     def end_batch(self, batches_left: int) -> None:
         """Notes what those of the group have trained who are done before the others."""
-        if self._stack is None or not self._stack.is_entered or not batches_left:
+        if self._stack is None or not self._stack.is_entered:
+            return
+        self._stack.check_step()
+        if not batches_left:
             return
         done = self.group[0].num_batches - batches_left
         for row, planned in enumerate(self.group):
@@ -120,9 +123,10 @@ class OpenRound:
         if self._stack is not None:
             self._stack.leave()
         for row, planned in enumerate(group):
-            if planned.place in self._memories:
+            memory = self._memories.pop(planned.place, None)
+            if memory is not None:
                 assert self._stack is not None
-                self.visit, self.local.memory = planned, self._memories[planned.place]
+                self.visit, self.local.memory = planned, memory
                 self._stack.put(row)
             self.end_visit(planned)
         if self._stack is not None:
@@ -227,6 +231,10 @@ class OpenRound:
             self._stack.leave()
             self._stack.clear()
         self.leave()
+        for planned in self.group:  # of those who train at once the others
+            if self._memories.pop(planned.place, None) is not None:
+                self.visit = planned
+                self.leave()
         self.local.load_global(self.before)
         self.optimizers.start_visit()
         self._server.abandon_round()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning as L
@@ -21,7 +21,7 @@ from lightning_fed.callbacks.stack import Stack, joint_loss
 from lightning_fed.callbacks.vectorize import put_together
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.data.rounds import RoundLoader, Together
-from lightning_fed.data.turns import Stacked
+from lightning_fed.data.turns import Stacked, tensors_of
 from lightning_fed.desk import Desk
 from lightning_fed.schedule import Cohort, Schedule
 from lightning_fed.state import Policy
@@ -82,7 +82,7 @@ class RoundLoop:
         self.open: OpenRound | None = None
         self.processes: Processes | None = None
         self.together: tuple[Together, Stack] | None = None
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_forms = False
         self._loader: RoundLoader | None = None
         self._served: RoundLoader | None = None  # the loader whose round is over
         self._ignored: list[IgnoredWarning] = []
@@ -188,6 +188,8 @@ class RoundLoop:
         assert self.open is not None and self.together is not None
         assert self._loader is not None and self._loader.numbers is not None
         group, losses = self.open.group, []
+        if not self._has_warned_of_forms and len(parts) == len(group):
+            self._has_warned_of_forms = self._warn_of_forms(parts)
         for part in parts:
             try:
                 losses.append(self.together[1].step(training_step, part, rest, self._loader.numbers))
@@ -203,6 +205,17 @@ class RoundLoop:
                 for index, fault in faults.items():
                     group[index].fault = fault
         return joint_loss(losses) if losses else self._skip()
+
+    def _warn_of_forms(self, parts: Sequence[Stacked]) -> bool:
+        shapes = {tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(part.batch)) for part in parts}
+        if len(shapes) == 1:
+            _log.warning(
+                "`vectorize`: the batches of %d clients have the same shapes, but other texts, numbers or objects in them"
+                " (names of files?). Each client's step is run alone, which is slower than with `vectorize=1`: leave"
+                " out of the batches what `training_step` does not need.",
+                len(parts),
+            )
+        return len(shapes) == 1
 
     def has_trained(self, batch: Any) -> bool:
         """Whether a batch was trained on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -46,13 +47,18 @@ class Stack:
         self._module, self._draws = module, draws
         self._caller = _Caller(module)
         known = set(names)
-        self._parameters = {name: value for name, value in module.named_parameters() if name in known}
+        self._parameters: dict[str, Tensor] = {
+            name: value for name, value in module.named_parameters() if name in known
+        }
         self._buffers = {name: value for name, value in module.named_buffers() if name in known}
         firsts = {id(value): name for name, value in self._own()}
-        every = (
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        )
+        # Every layer once, also one that is registered twice: `functional_call` would give it the wrong tensors back.
+        every = [
+            each
+            for path, layer in module.named_modules()
+            for find in (layer.named_parameters, layer.named_buffers)
+            for each in find(path, recurse=False, remove_duplicate=False)
+        ]
         self._firsts = {f"module.{name}": firsts[id(value)] for name, value in every if id(value) in firsts}
         self._whole = {
             name: many(value, size) for name, value in (*self._parameters.items(), *self._buffers.items())
@@ -60,7 +66,9 @@ class Stack:
         self._indices = torch.arange(size)
         self._plain: dict[str, Tensor] = {}
         self._ended: dict[int, dict[str, Tensor]] = {}
+        self._taken = self._parameters  # by a step
         self._rows: dict[str, Tensor] = {}  # of the clients that there are
+        self._used: dict[tuple[int, ...], set[str]] = {}  # of a step's parts, the parameters that got gradients
         self._count = 0
         self.is_entered = False
 
@@ -77,6 +85,32 @@ class Stack:
         self._plain = {name: own.data for name, own in self._parameters.items()}
         stack_parameters(self._parameters.values(), (self._rows[name] for name in self._parameters), optimizers)
         self.is_entered = True
+
+    def part(self) -> None:
+        """The steps take copies from here on, so that what a step has of the module's own tensors can be told apart."""
+        copies = copy_state(self._rows)
+        self._rows = copies
+        self._taken = {
+            name: copies[name].requires_grad_(own.requires_grad) for name, own in self._parameters.items()
+        }
+
+    def check_step(self) -> None:
+        """Looks at the gradients of a step whose clients had batches of several forms.
+
+        Raises:
+            RuntimeError: If the clients' losses were not of the same parameters. One without a gradient stays as it is;
+                as a row of a stack it has a gradient of zeros, with which momentum and weight decay go on.
+
+        """
+        (clients, first), *others = self._used.items() if len(self._used) > 1 else [((), set[str]())]
+        self._used = {}
+        for those, used in others:
+            if used != first:
+                raise RuntimeError(
+                    f"The losses of clients at the places {list(clients)} and {list(those)} of their group are not of"
+                    f" the same parameters (as {min(used ^ first)!r}): they cannot be stepped at once. With"
+                    " `vectorize=1` one trains after another."
+                )
 
     @torch.no_grad()
     def end(self, row: int) -> None:
@@ -103,7 +137,7 @@ class Stack:
 
     def clear(self) -> None:
         """Forgets the clients, the module having its own tensors back."""
-        self._count, self._ended, self._rows = 0, {}, {}
+        self._count, self._ended, self._rows, self._used = 0, {}, {}, {}
 
     def step(
         self, training_step: Callable[..., Any], part: Stacked, rest: Sequence[Any], numbers: OwnNumbers
@@ -121,10 +155,16 @@ class Stack:
 
         """
         rows = _rows_of(part.clients, self._count)
+        trained = {name: own for name, own in self._taken.items() if own.requires_grad}
+        # With the buffers come parameters that the step itself may write, as those of a teacher that follows.
         parameters, buffers = (
             {name: own if rows is None else own[rows] for name, own in group.items()}
-            for group in (self._parameters, {name: self._rows[name] for name in self._buffers})
+            for group in (trained, {name: value for name, value in self._rows.items() if name not in trained})
         )
+        used: set[str] = set()
+        if rows is not None:
+            for name, own in parameters.items():
+                own.register_hook(partial(_note, used, name))  # type: ignore[no-untyped-call]
         tensors = tensors_of(part.batch)
         logged: list[tuple[str, dict[str, Any]]] = []
 
@@ -150,6 +190,8 @@ class Stack:
 
         indices = self._indices[: len(part.clients)]
         losses, values, after = vmap(one)(parameters, buffers, tensors, indices)
+        if rows is not None:
+            self._used[part.clients] = used
         for name, value in after.items():
             if isinstance(rows, list) or value.data_ptr() != buffers[name].data_ptr():  # not written in place
                 self._rows[name][slice(None) if rows is None else rows] = value.detach()
@@ -248,6 +290,10 @@ def _rows_of(clients: Sequence[int], count: int) -> slice | list[int] | None:
         return None
     is_run = clients[-1] - clients[0] + 1 == len(clients)
     return slice(clients[0], clients[-1] + 1) if is_run else list(clients)
+
+
+def _note(names: set[str], name: str, gradient: Tensor) -> None:
+    names.add(name)
 
 
 def many(value: Tensor, size: int) -> Tensor:

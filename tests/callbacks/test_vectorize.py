@@ -1,6 +1,7 @@
 """Clients that train at once: the same results as one after another, or one after another with the reason in the log."""
 
 import random
+from functools import partial
 
 import lightning as L
 import pytest
@@ -74,6 +75,10 @@ def group_norm_cnn():
         nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 8, 3), nn.ReLU(),
         nn.BatchNorm2d(8), nn.Dropout2d(0.2), nn.Flatten(), nn.Linear(32, models.CLASSES),
     )  # fmt: skip
+
+
+def wrapped_in(make):
+    return lambda: make(models.mlp())
 
 
 def wrapped(net, **options):
@@ -177,6 +182,52 @@ def test_schedulers(per_step, federated_trainer):
     compare(federated_trainer, make, clients, max_rounds=3, size=5)
 
 
+class Shared(models.Module):
+    """A layer with two names."""
+
+    def __init__(self):
+        super().__init__(models.norm_mlp(), models.momentum)
+        self.encoder = self.net[0]
+        self.whole = self.net
+
+
+def test_layers_with_two_names(federated_trainer):
+    compare(federated_trainer, Shared, models.vectors())
+
+
+class Teacher(models.Module):
+    """A second net follows the one that is trained."""
+
+    def __init__(self):
+        super().__init__(models.mlp(), models.momentum)
+        self.teacher = models.mlp().requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            for own, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                own.mul_(0.9).add_(0.1 * other)
+        return super().training_step(batch, batch_idx) + F.mse_loss(self(batch[0]), self.teacher(batch[0]))
+
+
+def test_a_teacher_that_follows(federated_trainer):
+    """Also in steps of some of the clients, which are no neighbours in their group."""
+    data = models.vectors({"a": 41, "b": 40, "c": 41, "d": 40, "e": 41})
+    compare(federated_trainer, Teacher, data, size=5)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_of_clients_with_as_many_examples_the_rates_go_on_from_the_same(seed, federated_trainer):
+    """Where some do fewer epochs, so that visits that train at once come in another order."""
+
+    def schedule(optimizer):
+        return {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step), "interval": "step"}
+
+    make = wrapped(models.mlp, optimizer=models.momentum, scheduler=schedule)
+    data = models.vectors(dict.fromkeys("abcde", 40))
+    options = {"local_epochs": 3, "stragglers": 0.5, "max_rounds": 3, "seed": seed}
+    compare(federated_trainer, make, data, size=5, **options)
+
+
 class Noisy(models.Module):
     """Draws in the step, and logs in several ways."""
 
@@ -205,6 +256,47 @@ class Augmented(torch.utils.data.Dataset):
     def __getitem__(self, index):
         inputs, targets = (tensor[index] for tensor in self.tensors)
         return inputs + self.draw(), targets
+
+
+def named(data, name):
+    """Loaders whose batches have a text that the client's name gives."""
+
+    def joined(client, items):
+        inputs, targets = zip(*items, strict=True)
+        return [torch.stack(inputs), torch.stack(targets), name(client)]
+
+    datasets = models.as_datasets(data)
+    return {each: DataLoader(datasets[each], 8, collate_fn=partial(joined, each)) for each in datasets}
+
+
+class Heads(models.Module):
+    """A head for each of two domains, whose name is in the batch."""
+
+    def __init__(self, net):
+        super().__init__(net, models.momentum)
+        self.heads = nn.ModuleDict({name: nn.Linear(models.CLASSES, models.CLASSES) for name in "ab"})
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets, domain = batch
+        return self.loss(self.heads[domain](self(inputs)), targets)
+
+
+def test_clients_whose_losses_are_of_other_parameters(federated_trainer):
+    """Momentum and weight decay would go on in the head that a client has no gradient for."""
+    clients = named(models.vectors(), lambda client: "a" if client < "c" else "b")
+    with pytest.raises(RuntimeError, match=r"are not of the same parameters .* With `vectorize=1`"):
+        fit(federated_trainer, Heads(models.mlp()), clients, 5)
+
+
+class Takes(models.Module):
+    def training_step(self, batch, batch_idx):
+        return self.loss(self(batch[0]), batch[1])
+
+
+def test_names_in_batches_keep_clients_apart(federated_trainer, caplog):
+    data = models.vectors(dict.fromkeys("abc", 40))
+    compare(federated_trainer, wrapped_in(Takes), named(data, str), size=3)
+    assert caplog.text.count("but other texts, numbers or objects in them") == 1
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(6)], ids=["python", "torch"])
@@ -325,6 +417,25 @@ def test_a_checkpoint_inside_a_round_holds_the_global_model(federated_trainer, t
     assert_same(state_of(module), whole)
 
 
+def test_visits_that_break_off_end(federated_trainer):
+    """Callbacks take back what they changed for every client of the group."""
+
+    class Ends(FederatedCallback):
+        takes_stacks = True
+        open, closed = (), ()
+
+        def on_client_start(self, trainer, module, client, broadcast):
+            self.open = (*self.open, client)
+
+        def on_visit_end(self, trainer, module, client):
+            self.closed = (*self.closed, client)
+
+    ends = Ends()
+    with pytest.raises(ZeroDivisionError):
+        fit(federated_trainer, Raises(models.mlp()), models.as_datasets(models.vectors()), 3, callbacks=[ends])
+    assert sorted(ends.open) == sorted(ends.closed)
+
+
 # --- one after another, with the reason -------------------------------------------------------------------------------
 
 
@@ -372,6 +483,67 @@ class Notes(FederatedCallback):
         update.extras["note"] = torch.zeros(1)
 
 
+class Listed(models.Module):
+    """A penalty of parameters that are in a list; it is small."""
+
+    def __init__(self, net):
+        super().__init__(net)
+        self.penalised = [list(net.parameters())]
+
+    def training_step(self, batch, batch_idx):
+        penalty = sum(own.square().sum() for own in self.penalised[0])
+        return super().training_step(batch, batch_idx) + 1e-4 * penalty
+
+
+class Bounded(models.Module):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.net[0].weight.clamp_(-0.2, 0.2)
+        return super().training_step(batch, batch_idx)
+
+
+class Parted(models.Module):
+    def __init__(self, net):
+        super().__init__(net)
+        self.other = nn.Linear(net[0].in_features, net[0].out_features)
+        self.other.weight.data = net[0].weight.data
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.other(batch[0]).mean()
+
+
+def _normalise(own):
+    own.grad.div_(own.grad.norm())
+
+
+class Hooked(models.Module):
+    def __init__(self, net):
+        super().__init__(net)
+        net[0].weight.register_post_accumulate_grad_hook(_normalise)
+
+
+class Shows(models.Module):
+    def training_step(self, batch, batch_idx):
+        self.example = batch[0][:1]
+        return super().training_step(batch, batch_idx)
+
+
+class Center:
+    value = 0.0
+
+
+class Centred(models.Module):
+    def __init__(self, net):
+        super().__init__(net)
+        self.center = Center()
+
+    def training_step(self, batch, batch_idx):
+        outputs = self(batch[0])
+        loss = F.cross_entropy(outputs - 1e-3 * self.center.value, batch[1])
+        self.center.value = 0.9 * self.center.value + 0.1 * outputs.detach().mean(0)
+        return loss
+
+
 class Lars(torch.optim.SGD):
     """A step whose size goes by norms."""
 
@@ -389,6 +561,12 @@ REASONS = [
     (Counts, {}, "`training_step` writes the attribute 'seen'"),
     (Measures, {}, "`training_step` writes the attribute 'accuracy."),
     (Asks, {}, "in a trial `training_step` raised RuntimeError: vmap"),
+    (Listed, {}, "has parameters or buffers from elsewhere than the module's attributes"),
+    (Bounded, {}, "writes parameters that the optimizer trains"),
+    (Parted, {}, "'net.0.weight' and 'other.weight' are two tensors that share their memory"),
+    (Hooked, {}, "a hook of the parameter 'net.0.weight'"),
+    (Shows, {}, "writes the attribute 'example'"),
+    (Centred, {}, "writes the attribute 'center.value'"),
     (Shuffles, {}, "`training_step` draws from Python's or NumPy's random numbers"),
     (Changes, {}, "`Changes.on_before_batch_transfer` is written for one client's batch"),
     (models.ManualModule, {}, "manual optimization"),
