@@ -22,6 +22,7 @@ from lightning_fed.data.turns import OwnNumbers, noticing_draws, stack_batches
 from lightning_fed.state import copy_state
 
 _WRITES = "`training_step` writes the attribute {!r}, which would be all clients'"
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _SEEDS = (1, 2)  # of the two clients of the trial
 _TOLERANCE = 0.01  # of rounding, also of devices that round early; what is wrong is so by more
 _LOW_TOLERANCE = 0.1  # likewise in low precision
@@ -100,10 +101,13 @@ class _Trial:
         for name, value in (noted_attributes(self._module) | self._helpers_attributes()).items():
             if not is_same(before.get(name), value):
                 raise Obstacle(_WRITES.format(name))
-        draws = False
+        # A layer in evaluation mode may be trained later on.
+        draws = any(isinstance(layer, _DROPOUTS) and layer.p for layer in self._module.modules())
         try:
             together = self._together(batch, draws)
         except Exception:
+            if draws:
+                raise
             draws = True  # the most common reason
             together = self._together(batch, draws)
         for name, value in self._all_attributes():
@@ -128,10 +132,10 @@ class _Trial:
     def _alone(self, client: int, batch: Any) -> tuple[Tensor, ...]:
         self._load(client)
         seed_everything(_SEEDS[client])
-        versions = [own._version for own in self._trained]
+        versions = [own._version for own in self._trained]  # noqa: SLF001 - has no public name
         with noticing_draws() as has_drawn:
             output = self._step(batch, *self._rest)
-        if versions != [own._version for own in self._trained]:
+        if versions != [own._version for own in self._trained]:  # noqa: SLF001
             raise Obstacle("`training_step` writes parameters that the optimizer trains")
         if has_drawn[0]:
             raise Obstacle("`training_step` draws from Python's or NumPy's random numbers, which would be all clients'")
@@ -229,7 +233,7 @@ def _restored(helpers: Iterable[Any]) -> Iterator[None]:
 def _has_escaped(value: Any) -> bool:
     """Whether there is a tensor in it of a ``vmap`` that is over."""
     if isinstance(value, Tensor):
-        return torch._C._functorch.is_batchedtensor(value)
+        return bool(torch._C._functorch.is_batchedtensor(value))  # noqa: SLF001 - has no public name
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
     return any(map(_has_escaped, inside))
 

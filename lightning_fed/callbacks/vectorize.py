@@ -167,7 +167,7 @@ def check_entries(module: nn.Module, names: Iterable[str]) -> None:
         if value.numel():
             other = places.setdefault(value.untyped_storage().data_ptr(), name)
             if other != name:
-                raise Obstacle(f"{other!r} and {name!r} are two tensors that share their memory, which a stack would part")
+                raise Obstacle(f"{other!r} and {name!r} are two tensors that share their memory, which would be parted")
 
 
 def _check_hooks(owner: Any, hooks: Iterable[str], base: type) -> None:

@@ -228,6 +228,22 @@ def test_of_clients_with_as_many_examples_the_rates_go_on_from_the_same(seed, fe
     compare(federated_trainer, make, data, size=5, **options)
 
 
+class Wakes(models.Module):
+    """Dropout that is in evaluation mode until the first round."""
+
+    def __init__(self):
+        super().__init__(models.dropout_mlp())
+        self.net.eval()
+
+    def on_train_epoch_start(self):
+        self.net.train()
+
+
+@pytest.mark.filterwarnings("ignore:Found .* module")
+def test_dropout_that_is_off_in_the_trial(federated_trainer):
+    compare(federated_trainer, Wakes, models.vectors())
+
+
 class Noisy(models.Module):
     """Draws in the step, and logs in several ways."""
 
