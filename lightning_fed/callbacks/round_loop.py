@@ -211,8 +211,8 @@ class RoundLoop:
         if len(shapes) == 1:
             _log.warning(
                 "`vectorize`: the batches of %d clients have the same shapes, but other texts, numbers or objects in"
-                " them (names of files?). Each client's step is run alone, which is slower than with `vectorize=1`: leave"
-                " out of the batches what `training_step` does not need.",
+                " them (names of files?). Each client's step is run alone, which is slower than with `vectorize=1`:"
+                " leave out of the batches what `training_step` does not need.",
                 len(parts),
             )
         return len(shapes) == 1
