@@ -101,9 +101,9 @@ class Watched(engine.ClientRunner):
         note("leaves", kind=kind, node=node["partition-id"])
         return reply
 
-    def _fit(self, elsewhere, run, round):
+    def _fit(self, elsewhere, run, round, *more):
         begin = time.time()
-        steps = super()._fit(elsewhere, run, round)
+        steps = super()._fit(elsewhere, run, round, *more)
         note("fit", round=round, seconds=time.time() - begin, client=elsewhere.server.update.client)
         return steps
 
