@@ -195,9 +195,7 @@ class ClientRunner:
             store = FolderStore(self._store / order.run, keep_all=True)
             if order.needed:
                 store.prune(client, order.needed)
-            return write_update(
-                server.update, Answer(steps, elsewhere.left, store.newest(client) == order.visit.round)
-            )
+            return write_update(server.update, Answer(steps, elsewhere.left, store.newest(client) == order.visit.round))
         return write_fault(Fault(client, server.fault or "it has no answer"))
 
     def _fit(self, elsewhere: ServerElsewhere, run: str, round: int, datamodule: HalfData) -> int:

@@ -58,7 +58,7 @@ def alone(folder: Path) -> Iterator[None]:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise RuntimeError(
-                    f"Another server trains in {str(folder)!r}: end it (`flwr ls`, `flwr stop`), or take another folder."
+                    f"Another server trains in {str(folder)!r}: end it (`flwr stop`), or take another folder."
                 ) from error
         yield
 

@@ -52,7 +52,7 @@ def _pack(value: Any, where: str) -> Any:
 
 
 def fit_numbers(numbers: Any, like: Any, where: str = "") -> Any:
-    """Numbers from elsewhere, as :func:`pack_numbers` makes them, in the form of others; what these do not name is left.
+    """Numbers from elsewhere, in the form of others that :func:`pack_numbers` made; what these do not name is left out.
 
     Args:
         numbers: What came.
@@ -74,11 +74,11 @@ def fit_numbers(numbers: Any, like: Any, where: str = "") -> Any:
         return [fit_numbers(each, other, f"{where}.{place}") for place, (each, other) in enumerate(pairs)]
     if isinstance(like, str) and isinstance(numbers, str):
         return numbers
-    if (like is None or isinstance(like, int | float)) and isinstance(numbers, int | float):
-        if numbers == like or abs(numbers) < _LARGE:  # of those that are not finite only what was there
-            return numbers
     if like is None and numbers is None:
         return None
+    is_number = isinstance(numbers, int | float) and (numbers == like or abs(numbers) < _LARGE)
+    if is_number and (like is None or isinstance(like, int | float)):
+        return numbers
     raise ValueError(f"{where.lstrip('.')!r} does not fit the server's")
 
 

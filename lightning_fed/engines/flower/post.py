@@ -204,9 +204,11 @@ class FlowerPost:
         taken = [client for client in clients if self._node_of(client) is not None]
         if taken:
             _log.warning(
-                "Node %d says that it has the clients %s too: the one that said so first is asked.", node, taken
+                "Node %d says that it has the clients %s too: the one that said so first is asked, while it is there.",
+                node,
+                taken,
             )
-        self._nodes[node] = [client for client in clients if client not in taken]
+        self._nodes[node] = clients
         _log.info("Node %d has the clients %s.", node, json.dumps(self._nodes[node]))
 
 

@@ -220,7 +220,7 @@ def read_order(letter: Letter, kind: str) -> tuple[Order, Broadcast]:
     try:
         visit = Visit(**header.pop("visit"))
         order = Order(visit=visit, **header)
-        # The run names a folder. What else is wrong in an order is found where it is used, and said to be the program's.
+        # The run names a folder. What else may be wrong is found where it is used.
         if not isinstance(order.run, str) or not re.fullmatch("[0-9a-f]{1,64}", order.run):
             raise TypeError(f"the run is {order.run!r}")
         for name, number in {"kept": order.kept, "needed": order.needed, "round": visit.round}.items():

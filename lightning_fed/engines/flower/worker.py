@@ -60,7 +60,7 @@ def serve(app: ClientApp, socket: str | os.PathLike[str], count: int | None = No
             try:
                 with listener.accept() as connection:
                     _answer(app.runner, connection)
-            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:  # its bringer is gone, or no `client.py`
+            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:  # whoever brought it
                 _log.warning("A message was not answered: %r.", error)
             count = None if count is None else count - 1
     path.unlink(missing_ok=True)
