@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import socket
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -17,6 +19,7 @@ from flwr.app import Context, RecordDict
 from lightning_fed import Federation
 from lightning_fed.callbacks import ClassPrototypes, FedPer
 from lightning_fed.cli import main
+from lightning_fed.engines.flower import starter
 from lightning_fed.engines.flower.client import client_app
 from lightning_fed.engines.flower.folder import alone
 from lightning_fed.engines.flower.post import FlowerPost, from_records
@@ -298,3 +301,13 @@ def test_names_that_are_taken(name, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["flower", "new", str(tmp_path / name), "-c", "nowhere.yaml"])
     assert "Expected a folder with a name of its own" in capsys.readouterr().err
+
+
+def test_messages_whose_starter_is_gone(tmp_path):
+    """Flower's own command takes its place."""
+    command = tmp_path / "flwr-clientapp"
+    text = starter.COMMAND.format(python=sys.executable, place=str(tmp_path / "gone"), own="/bin/echo")
+    command.write_text(text)
+    command.chmod(0o700)
+    ran = subprocess.run([command, "--token", "x"], capture_output=True, text=True, check=True)
+    assert ran.stdout == "--token x\n"
