@@ -101,9 +101,9 @@ class Watched(engine.ClientRunner):
         note("leaves", kind=kind, node=node["partition-id"])
         return reply
 
-    def _fit(self, elsewhere, run, round):
+    def _fit(self, elsewhere, run, round, *more):
         begin = time.time()
-        steps = super()._fit(elsewhere, run, round)
+        steps = super()._fit(elsewhere, run, round, *more)
         note("fit", round=round, seconds=time.time() - begin, client=elsewhere.server.update.client)
         return steps
 
@@ -183,7 +183,8 @@ def run(rounds: int, has_workers: bool, limit: float) -> list[dict[str, Any]]:
                     time.sleep(0.2)
                 config += f' worker="{at}"'
             start(
-                "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{port}", "--port", str(port + 1 + node),
+                sys.executable, "-m", "lightning_fed", "flower", "supernode", "--insecure",
+                "--superlink", f"127.0.0.1:{port}", "--port", str(port + 1 + node),
                 "--node-config", config,
             )  # fmt: skip
         options = f'rounds={rounds} folder="{folder}/run"'

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
+import keyword
 import logging
 import os
 import re
@@ -113,6 +114,9 @@ def write_app(folder: Path, recipe: Path) -> None:
     package = name.replace("-", "_")
     if not package.isidentifier():
         raise OptionError(f"Expected a folder whose name begins with a letter, but got {folder.name!r}.")
+    found = importlib.util.find_spec(package)
+    if keyword.iskeyword(package) or (found is not None and found.origin is not None):
+        raise OptionError(f"Expected a folder with a name of its own, but {package!r} is a word or package of Python.")
     if not recipe.is_file():
         raise FileNotFoundError(f"Expected a recipe, a YAML file, but there is no {str(recipe)!r}.")
     if (folder / "pyproject.toml").exists():
@@ -151,6 +155,10 @@ def run_flower(args: Sequence[str]) -> None:
     worker = commands.add_parser("worker", help="run the long-lived process beside a client's data")
     worker.add_argument("folder", type=Path, help="the app")
     worker.add_argument("--socket", type=Path, required=True, help="where the SuperNode's processes find it")
+    commands.add_parser("supernode", help="run `flower-supernode`, with what it starts for every message loaded")
+    if args[:1] == ["supernode"]:
+        starter = files("lightning_fed.engines.flower") / "starter.py"
+        os.execv(sys.executable, [sys.executable, "-P", str(starter), *args[1:]])
     options = parser.parse_args(args)
     if options.command == "new":
         write_app(options.folder, options.config)
@@ -160,7 +168,7 @@ def run_flower(args: Sequence[str]) -> None:
 
     logging.basicConfig(level=logging.INFO)
     sys.path.insert(0, str(options.folder.resolve()))
-    (package,) = [path.parent.name for path in options.folder.glob("*/clients.py")] or [""]
-    if not package:
+    packages = [path.parent.name for path in options.folder.glob("*/clients.py")]
+    if len(packages) != 1:
         raise FileNotFoundError(f"Expected an app of `lightning-fed flower new`, but {str(options.folder)!r} is none.")
-    serve(importlib.import_module(f"{package}.clients").app, options.socket)
+    serve(importlib.import_module(f"{packages[0]}.clients").app, options.socket)

@@ -232,6 +232,10 @@ class FolderStore(ClientStore):
         self._written.clear()
         self._prunable.clear()
 
+    def newest(self, client: Client) -> int:
+        """Index of the round of what :meth:`get` reads; -1 where there is nothing."""
+        return max((version for version, _ in self._versions(client)), default=-1)
+
     def prune(self, client: Client, round: int) -> None:
         """Deletes what the client kept before its newest version of a round before ``round``."""
         for _, path in [item for item in self._versions(client) if item[0] < round][:-1]:

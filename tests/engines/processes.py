@@ -6,10 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+STARTER = ROOT / "lightning_fed" / "engines" / "flower" / "starter.py"
 
 
 def free_port() -> int:
@@ -30,12 +32,14 @@ class Deployment:
     def __init__(self, folder: Path, link_options=("--insecure",), environment=None):
         self.folder = folder
         self.address = f"127.0.0.1:{free_port()}"
+        self.temporary = tempfile.TemporaryDirectory(prefix="fl-")  # a socket's path must be short
         self.environment = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": f"{ROOT}",
             "OMP_NUM_THREADS": "1",
             "FLWR_HOME": str(folder / "flower"),
+            "TMPDIR": self.temporary.name,
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
@@ -64,7 +68,7 @@ class Deployment:
 
     def node(self, name: str, config: str, *options: str) -> None:
         self.start(
-            name, "flower-supernode", *(options or ("--insecure",)), "--superlink", self.address,
+            name, sys.executable, "-P", str(STARTER), *(options or ("--insecure",)), "--superlink", self.address,
             "--port", str(free_port()), "--node-config", config,
         )  # fmt: skip
 
@@ -107,6 +111,7 @@ class Deployment:
         for name in list(self.processes):
             self.kill(name)
         self.kill_server_app()
+        self.temporary.cleanup()
 
     def __enter__(self):
         return self

@@ -71,7 +71,7 @@ def test_what_cannot_travel_is_named():
 
 def test_orders_and_updates():
     visit = Visit("ann", 3, 2**32 - 1, epochs=2, portion=0.1, is_straggler=True)
-    order = Order("run", visit, 1, 0, 7, "digest", {"groups": [[{"lr": 0.1}]]}, "asked")
+    order = Order("0a", visit, 1, 0, 7, "digest", {"groups": [[{"lr": 0.1}]]}, "asked")
     broadcast = Broadcast(3, {"w": torch.ones(2)}, {"c": torch.zeros(1)})
     letter = write_order("train", order, broadcast)
     assert len(letter.data) == broadcast.nbytes

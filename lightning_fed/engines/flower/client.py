@@ -26,6 +26,7 @@ from lightning_fed.engines.flower.post import from_records, to_records
 from lightning_fed.engines.flower.server import Model
 from lightning_fed.engines.flower.wire import (
     HELLO,
+    NOT_HERE,
     Answer,
     Fault,
     Letter,
@@ -167,7 +168,7 @@ class ClientRunner:
         order, broadcast = read_order(letter, kind)
         client = order.visit.client
         if client not in clients:
-            return write_fault(Fault(client, "its data are not at this node"))
+            return write_fault(Fault(client, NOT_HERE))
         seed = self._federation.schedule.seed
         if order.seed != seed:
             return write_fault(Fault(client, f"its federation has seed {seed}, and the server's {order.seed}", True))
@@ -191,9 +192,10 @@ class ClientRunner:
             num_samples = population.num_samples(client)
             return write_update(ClientUpdate(client, num_samples, {}, elsewhere.measured), Answer())
         if server.update is not None:
+            store = FolderStore(self._store / order.run, keep_all=True)
             if order.needed:
-                FolderStore(self._store / order.run, keep_all=True).prune(client, order.needed)
-            return write_update(server.update, Answer(steps, elsewhere.left))
+                store.prune(client, order.needed)
+            return write_update(server.update, Answer(steps, elsewhere.left, store.newest(client) == order.visit.round))
         return write_fault(Fault(client, server.fault or "it has no answer"))
 
     def _fit(self, elsewhere: ServerElsewhere, run: str, round: int, datamodule: HalfData) -> int:

@@ -21,6 +21,7 @@ from lightning_fed.engines.flower.hyperparameters import (
     digest_request,
     load_hyperparameters,
     load_numbers,
+    name_optimizers,
     on_device,
     pack_numbers,
 )
@@ -28,6 +29,7 @@ from lightning_fed.engines.flower.wire import REQUEST, VISIT, Order
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.schedule import Cohort, Visit
 from lightning_fed.state import find_non_finite, live_entries
+from lightning_fed.store import FolderStore
 
 
 class ServerDesk(Desk):
@@ -151,6 +153,11 @@ class ServerElsewhere(Elsewhere):
         """
         trainer, order = loop.trainer, self._order
         sent = order.hyperparameters
+        if sent["optimizers"] != name_optimizers(trainer.optimizers):
+            raise ValueError(
+                f"the server's optimizers are {sent['optimizers']}, and the client's"
+                f" {name_optimizers(trainer.optimizers)}: both need the same model"
+            )
         load_hyperparameters(trainer.optimizers, sent["groups"])
         configs: list[Any] = trainer.lr_scheduler_configs
         stepwise = [config for config in configs if _is_stepwise(trainer, config)]
@@ -162,8 +169,8 @@ class ServerElsewhere(Elsewhere):
             load_numbers(trainer.precision_plugin, sent["scaler"])
         self.server.arrive(trainer.lightning_module.device)
         loop.store.restore(order.kept + 1, {"run": 0})
-        must_have = "personal" in loop.policies.values() or loop.optimizer_state == "keep"
-        if order.kept >= 0 and must_have and loop.store.get(order.visit.client) is None:
+        assert isinstance(loop.store, FolderStore)
+        if order.kept >= 0 and loop.store.newest(order.visit.client) != order.kept:
             raise ClientFault(f"it does not have any more what it kept in round {order.kept}")
         entries = live_entries(trainer.lightning_module)
         frozen = {name: entries[name] for name in entries if loop.policies[name] == "frozen"}

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_fed.messages import Request, State
 
+_LARGE = 1e300
+
 
 def pack_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
     """What of an optimizers' state travels as JSON.
@@ -47,6 +49,48 @@ def _pack(value: Any, where: str) -> Any:
         f"Expected optimizers and schedulers with options that can be sent, but {where.lstrip('.')!r} is a"
         f" {type(value).__name__}: numbers, texts and lists of them can."
     )
+
+
+def fit_numbers(numbers: Any, like: Any, where: str = "") -> Any:
+    """Numbers from elsewhere, in the form of others that :func:`pack_numbers` made; what these do not name is left out.
+
+    Args:
+        numbers: What came.
+        like: What they take the place of.
+        where: Its name, for the error.
+
+    Raises:
+        ValueError: If they are of another form, or not numbers.
+
+    Example:
+        >>> fit_numbers({"lr": [0.1], "more": 1}, {"lr": [0.2]})
+        {'lr': [0.1]}
+
+    """
+    if isinstance(like, Mapping) and isinstance(numbers, Mapping) and like.keys() <= numbers.keys():
+        return {name: fit_numbers(numbers[name], like[name], f"{where}.{name}") for name in like}
+    if isinstance(like, list) and isinstance(numbers, list) and len(like) == len(numbers):
+        pairs = zip(numbers, like, strict=True)
+        return [fit_numbers(each, other, f"{where}.{place}") for place, (each, other) in enumerate(pairs)]
+    if isinstance(like, str) and isinstance(numbers, str):
+        return numbers
+    if like is None and numbers is None:
+        return None
+    is_number = isinstance(numbers, int | float) and (numbers == like or abs(numbers) < _LARGE)
+    if is_number and (like is None or isinstance(like, int | float)):
+        return numbers
+    raise ValueError(f"{where.lstrip('.')!r} does not fit the server's")
+
+
+def name_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
+    """What optimizers are.
+
+    Example:
+        >>> name_optimizers([torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])])
+        ['SGD']
+
+    """
+    return [type(getattr(optimizer, "optimizer", optimizer)).__name__ for optimizer in optimizers]
 
 
 def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:

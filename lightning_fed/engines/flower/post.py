@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 
 _STYPE = "lightning-fed"
 _BETWEEN_QUESTIONS = 10.0  # seconds
+_LONGEST_KEY = 1000
 
 
 def to_records(letter: Letter) -> RecordDict:
@@ -129,6 +130,13 @@ class FlowerPost:
                 continue
             yield client, self._await(node, sent, deadline)
 
+    def forget(self, client: Client) -> None:
+        """Asks the node that said that it has the client once more: it was started again, with other data."""
+        node = self._node_of(client)
+        if node is not None:
+            del self._nodes[node]
+            self._look_around()
+
     def _await(self, node: int, sent: str, deadline: float) -> Letter | str:
         looked = time.monotonic()
         while True:
@@ -187,8 +195,8 @@ class FlowerPost:
                 raise WireError(message.error.reason or "it failed")
             header, _ = read_letter(from_records(message.content), "hello")
             clients = header.get("clients")
-            if not isinstance(clients, list) or not all(type(client) in (str, int) for client in clients):
-                raise WireError(f"its clients are {clients!r}")
+            if not isinstance(clients, list) or not all(_is_key(client) for client in clients):
+                raise WireError(f"its clients are {clients!r}"[:200])
         except WireError as error:
             _log.warning("Node %d does not say who its clients are: %s.", node, error)
             self._again[node] = time.monotonic() + _BETWEEN_QUESTIONS
@@ -196,7 +204,15 @@ class FlowerPost:
         taken = [client for client in clients if self._node_of(client) is not None]
         if taken:
             _log.warning(
-                "Node %d says that it has the clients %s too: the one that said so first is asked.", node, taken
+                "Node %d says that it has the clients %s too: the one that said so first is asked, while it is there.",
+                node,
+                taken,
             )
-        self._nodes[node] = [client for client in clients if client not in taken]
+        self._nodes[node] = clients
         _log.info("Node %d has the clients %s.", node, json.dumps(self._nodes[node]))
+
+
+def _is_key(client: object) -> bool:
+    if isinstance(client, str):
+        return client.isprintable() and len(client) <= _LONGEST_KEY  # no halves of characters, no new lines in logs
+    return type(client) is int

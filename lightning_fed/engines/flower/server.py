@@ -12,7 +12,6 @@ import lightning as L
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fed.callbacks import (
     FeatureFusion,
@@ -23,6 +22,7 @@ from lightning_fed.callbacks import (
 )
 from lightning_fed.callbacks.batch_norm import batch_norm_layers
 from lightning_fed.engines.flower.data import HalfData
+from lightning_fed.engines.flower.folder import RoundCheckpoint, alone, note_clients, recall_clients
 from lightning_fed.engines.flower.ledger import Ledger
 from lightning_fed.engines.flower.options import check_options
 from lightning_fed.engines.flower.post import FlowerPost
@@ -71,7 +71,7 @@ def server_app(
             or a datamodule that has them (it is set up for the stage ``"validate"``).
         trainer: Arguments of ``L.Trainer``; ``max_epochs`` is the number of rounds.
         clients: The clients' keys, or how many they are. Training starts when they are there, and is theirs: those that
-            come later are not drawn.
+            come later are not drawn. A run that goes on waits for those whom it began with.
         folder: Where checkpoints are, ``last.ckpt`` among them.
         callbacks: Callbacks beside the federation's own.
         time_limit: Seconds in which the clients of a round must have answered.
@@ -106,8 +106,11 @@ def server_app(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        post = FlowerPost(grid, time_limit)
-        run_server(federation, model, val_data, options, post, post.meet(clients, patience), folder, callbacks)
+        post, place = FlowerPost(grid, time_limit), Path(folder)
+        with alone(place):
+            met = post.meet(recall_clients(clients, place), patience)
+            note_clients(met, place)
+            run_server(federation, model, val_data, options, post, met, folder, callbacks)
 
     return app
 
@@ -136,12 +139,9 @@ def run_server(
     module = model if isinstance(model, L.LightningModule) else model()
     _check(half, module, callbacks)
     last = Path(folder) / "last.ckpt"
-    saving = ModelCheckpoint(
-        last.parent, last.stem, save_on_train_epoch_end=True, enable_version_counter=False, every_n_epochs=1
-    )
     trainer = L.Trainer(
         **{**_QUIET, "default_root_dir": folder, "num_sanity_val_steps": 0, **options},
-        callbacks=[half, *callbacks, saving],
+        callbacks=[half, *callbacks, RoundCheckpoint(last)],
     )
     if last.exists():
         _log.info("Going on from %s.", last)

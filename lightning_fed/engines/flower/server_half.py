@@ -16,9 +16,17 @@ from lightning_fed.callbacks.open_round import federated_callbacks
 from lightning_fed.callbacks.round_loop import RoundLoop
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem
 from lightning_fed.desk import Desk
-from lightning_fed.engines.flower.hyperparameters import digest, digest_request, on_device, pack_numbers
+from lightning_fed.engines.flower.hyperparameters import (
+    digest,
+    digest_request,
+    fit_numbers,
+    name_optimizers,
+    on_device,
+    pack_numbers,
+)
 from lightning_fed.engines.flower.ledger import Ledger
 from lightning_fed.engines.flower.wire import (
+    NOT_HERE,
     REQUEST,
     STATISTICS,
     VISIT,
@@ -44,6 +52,9 @@ class Post(Protocol):
         self, kind: str, letters: Iterable[tuple[Client, Letter]], round: int
     ) -> Iterator[tuple[Client, Letter | str]]:
         """Sends letters and gives the answers in the same order: a letter, or in words why there is none."""
+
+    def forget(self, client: Client) -> None:
+        """Looks for a client anew, who is not where it was."""
 
 
 class RemotePopulation(Population):
@@ -117,12 +128,13 @@ class ClientsElsewhere(Elsewhere):
         round = loop.open
         assert round is not None
         frozen = {name: value for name, value in round.local.home.items() if loop.policies[name] == "frozen"}
+        start = pack_numbers(round.optimizers.start)
         self._order = {
             "run": self._ledger.run,
             "needed": self._ledger.needed,
             "seed": self._seed,
             "frozen": digest(frozen),
-            "hyperparameters": pack_numbers(round.optimizers.start),
+            "hyperparameters": start | {"optimizers": name_optimizers(loop.trainer.optimizers)},
         }
         number = loop.server.report.round
         places = {visit.client: place for place, visit in enumerate(self._cohort.visits)}
@@ -148,17 +160,25 @@ class ClientsElsewhere(Elsewhere):
             answer = _open(reply, client, number)
             if isinstance(answer, Fault) and answer.is_of_program:
                 broken[client] = answer.reason
+            if isinstance(answer, Fault) and answer.reason == NOT_HERE:
+                self._post.forget(client)
             if not isinstance(answer, tuple):
                 loop.server.fail(client, answer.reason if isinstance(answer, Fault) else "it asks, and does not answer")
                 continue
             update, said = answer
+            try:
+                after = None if said.after is None else _fit_after(said.after, start)
+            except ValueError as error:
+                loop.server.fail(client, f"where it left its schedulers cannot be used: {error}")
+                continue
             device = loop.trainer.lightning_module.device
             update.state, update.extras = on_device(update.state, device), on_device(update.extras, device)
             if round.receive(update):
-                self._ledger.note(client, number)
+                if said.keeps:
+                    self._ledger.note(client, number)
                 loop.progress.add_steps(loop.trainer, said.steps)
-                if said.after is not None:
-                    round.optimizers.note_visit(update.num_samples, places[client], said.after)
+                if after is not None:
+                    round.optimizers.note_visit(update.num_samples, places[client], after)
         if broken and len(broken) == len(self._cohort.visits):
             client, reason = next(iter(broken.items()))
             raise RuntimeError(
@@ -203,6 +223,8 @@ class ClientsElsewhere(Elsewhere):
         letters = ((visit.client, write_order(REQUEST, self._order_for(visit))) for visit in self._cohort.visits)
         for client, reply in self._post.ask(REQUEST, letters, number):
             answer = _open(reply, client, number)
+            if isinstance(answer, Fault) and answer.reason == NOT_HERE:
+                self._post.forget(client)
             if not isinstance(answer, Request):
                 loop.server.fail(client, answer.reason if isinstance(answer, Fault) else "it does not ask")
                 continue
@@ -242,6 +264,15 @@ def find_bad_statistics(extras: State, model: State) -> str | None:
         if kind != "mean" and bool((extras[name] < (1 if kind == "count" else 0)).any()):
             return f"entry {name!r} is negative or empty"
     return None
+
+
+def _fit_after(after: Any, start: dict[str, Any]) -> dict[str, Any]:
+    """Where a client left its schedulers; its loss scale only where the server has one too."""
+    if isinstance(after, dict) and not after.get("scaler"):
+        start = {**start, "scaler": {}}
+        after = {**after, "scaler": {}}
+    fitted: dict[str, Any] = fit_numbers(after, start)
+    return fitted
 
 
 def _open(reply: Letter | str, client: Client, round: int) -> Request | tuple[ClientUpdate, Answer] | Fault:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -20,6 +21,8 @@ from lightning_fed.schedule import Visit
 VERSION = 1
 """Of the messages. Halves of different versions do not understand each other, and say so."""
 
+_MANY = 2**53  # whole numbers that a float holds exactly
+
 VISIT, REQUEST, STATISTICS, HELLO = "train", "query.request", "evaluate", "query"
 """What a client is asked for, as the types of Flower's messages: an update, the rows it wants, what goes into its
 BatchNorm layers, and, of a node, who its clients are."""
@@ -31,6 +34,10 @@ _DTYPES = {
         torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
     )
 }  # fmt: skip
+
+
+NOT_HERE = "its data are not at this node"
+"""The fault of a client that is asked for at the wrong node."""
 
 
 class WireError(ValueError):
@@ -58,7 +65,7 @@ class Order:
     Args:
         run: Name of the fit. What a client kept in another one is not seen.
         visit: The visit.
-        kept: Index of the round in which the client's last good update was; -1 before.
+        kept: Index of the round of the client's last good update of which it keeps anything; -1 before.
         needed: Rounds from which on the server may resume: what a client kept before the newest version of an earlier
             round is never asked for again.
         seed: Seed of the federation, with which the model is built.
@@ -85,11 +92,13 @@ class Answer:
     Args:
         steps: Optimizer steps that it has done.
         after: Where it left per-step schedulers and the loss scale.
+        keeps: Whether it has kept anything of the visit for its next one.
 
     """
 
     steps: int = 0
     after: dict[str, Any] | None = None
+    keeps: bool = False
 
 
 @dataclass(frozen=True)
@@ -211,7 +220,13 @@ def read_order(letter: Letter, kind: str) -> tuple[Order, Broadcast]:
     try:
         visit = Visit(**header.pop("visit"))
         order = Order(visit=visit, **header)
-    except TypeError as error:
+        # The run names a folder. What else may be wrong is found where it is used.
+        if not isinstance(order.run, str) or not re.fullmatch("[0-9a-f]{1,64}", order.run):
+            raise TypeError(f"the run is {order.run!r}")
+        for name, number in {"kept": order.kept, "needed": order.needed, "round": visit.round}.items():
+            if type(number) is not int or not -1 <= number < _MANY:
+                raise TypeError(f"{name} is {number!r}")
+    except (TypeError, KeyError) as error:
         raise WireError(f"its order does not have the fields of one: {error}") from error
     return order, Broadcast(visit.round, tensors.get("state", {}), tensors.get("extras", {}))
 
@@ -231,6 +246,7 @@ def write_update(update: ClientUpdate, answer: Answer) -> Letter:
         "metrics": update.metrics,
         "steps": answer.steps,
         "after": answer.after,
+        "keeps": answer.keeps,
     }
     return write_letter("update", header, state=update.state, extras=update.extras)
 
@@ -257,15 +273,21 @@ def read_reply(letter: Letter, client: Client, round: int) -> Request | tuple[Cl
         raise WireError(f"it answers for client {header.get('client')!r}")
     try:
         if header["kind"] == "fault":
-            return Fault(client, str(header["reason"]), bool(header["is_of_program"]))
+            return Fault(client, _cut(str(header["reason"])), bool(header["is_of_program"]))
         if header["kind"] == "request":
             lists = tensors["rows"]
             return Request(client, {name: lists[key] for name, key in header["same"].items()}, tensors["extras"])
         metrics = {str(name): float(value) for name, value in header["metrics"].items()}
         num_samples, steps = header["num_samples"], header["steps"]
-        if type(num_samples) is not int or type(steps) is not int or steps < 0:
-            raise WireError(f"it reports {num_samples!r} examples and {steps!r} steps")
+        if any(type(number) is not int or not 0 <= number < _MANY for number in (num_samples, steps)):
+            raise WireError(_cut(f"it reports {num_samples!r} examples and {steps!r} steps"))
         update = ClientUpdate(client, num_samples, tensors["state"], tensors["extras"], metrics)
-        return update, Answer(steps, header["after"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise error if isinstance(error, WireError) else WireError(f"it has no good header: {error!r}") from error
+        return update, Answer(steps, header["after"], header["keeps"] is True)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise error if isinstance(error, WireError) else WireError(_cut(f"it has no good header: {error!r}")) from error
+
+
+def _cut(text: str) -> str:
+    """What somebody else has written, as one line of a log."""
+    line = " ".join("".join(each if each.isprintable() else " " for each in text[:2000]).split())
+    return line if len(line) <= 500 else f"{line[:500]}..."

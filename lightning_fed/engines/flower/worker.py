@@ -11,9 +11,12 @@ import logging
 import os
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+from socket import AF_UNIX, SOCK_STREAM
+from socket import socket as connect_to
 
 from flwr.clientapp import ClientApp
 
+from lightning_fed.data.rounds import describe
 from lightning_fed.engines.flower.client import ClientRunner, LightningClientApp
 from lightning_fed.engines.flower.wire import Letter, WireError
 
@@ -33,6 +36,7 @@ def serve(app: ClientApp, socket: str | os.PathLike[str], count: int | None = No
 
     Raises:
         TypeError: If the app is another one.
+        FileExistsError: If there is a file, or another worker, already.
         PermissionError: If others can reach the socket's folder.
 
     """
@@ -45,6 +49,10 @@ def serve(app: ClientApp, socket: str | os.PathLike[str], count: int | None = No
             "Expected a folder for the socket that only you can reach (chmod 700), but others can reach"
             f" {str(path.parent)!r}."
         )
+    if path.exists() and not path.is_socket():
+        raise FileExistsError(f"Expected a place for a socket, but {str(path)!r} is a file.")
+    if _is_served(path):
+        raise FileExistsError(f"A worker is waiting at {str(path)!r} already.")
     path.unlink(missing_ok=True)
     with Listener(str(path), family="AF_UNIX") as listener:
         _log.info("Waiting for messages at %s.", path)
@@ -52,19 +60,35 @@ def serve(app: ClientApp, socket: str | os.PathLike[str], count: int | None = No
             try:
                 with listener.accept() as connection:
                     _answer(app.runner, connection)
-            except (OSError, EOFError) as error:  # whoever brought it is gone
-                _log.warning("A message was not answered: %s.", error)
+            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:  # whoever brought it
+                _log.warning("A message was not answered: %r.", error)
             count = None if count is None else count - 1
     path.unlink(missing_ok=True)
+
+
+def _is_served(path: Path) -> bool:
+    with connect_to(AF_UNIX, SOCK_STREAM) as end:
+        end.settimeout(1)
+        try:
+            end.connect(str(path))
+        except BlockingIOError:  # many are waiting for it
+            return True
+        except OSError as error:
+            return isinstance(error, TimeoutError)
+    return True
 
 
 def _answer(runner: ClientRunner, connection: Connection) -> None:
     head = json.loads(connection.recv_bytes())
     letter = Letter(connection.recv_bytes().decode(), connection.recv_bytes())
+    kind, node = head["kind"], head["node"]
     try:
-        reply = runner.answer(head["kind"], letter, head["node"])
-    except WireError as error:
-        connection.send_bytes(json.dumps({"error": str(error)}).encode())
+        reply = runner.answer(kind, letter, node)
+    except Exception as error:  # one message's, or one node's: the worker answers the others
+        if not isinstance(error, WireError):
+            _log.exception("A message of type %r for the node %s could not be answered.", kind, node)
+        said = str(error) if isinstance(error, WireError) else describe(error)
+        connection.send_bytes(json.dumps({"error": said}).encode())
         return
     connection.send_bytes(b"{}")
     connection.send_bytes(reply.text.encode())

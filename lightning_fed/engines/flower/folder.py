@@ -1,0 +1,90 @@
+"""The folder of a server's run: who its clients are, its last complete round, and that one server alone is at it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.callbacks import Checkpoint
+
+from lightning_fed.messages import Client
+
+try:
+    import fcntl
+except ImportError:  # pragma: no cover - there is none on Windows
+    fcntl = None  # type: ignore[assignment]
+
+_log = logging.getLogger(__name__)
+
+
+class RoundCheckpoint(Checkpoint):
+    """Saves every round in the same file, which is never there half-written.
+
+    ``ModelCheckpoint`` writes in the folder for temporary files first; where that is another file system, a process
+    that is killed while the file is copied leaves half of it in the place of the last good one.
+
+    Args:
+        path: The file.
+
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Saves, and then moves what was saved there."""
+        partial = self._path.with_suffix(".partial")
+        trainer.save_checkpoint(partial)
+        _move(partial, self._path)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """While it is open, no other process can be here.
+
+    Raises:
+        RuntimeError: If another one is.
+
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        if fcntl is not None:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise RuntimeError(
+                    f"Another server trains in {str(folder)!r}: end it (`flwr stop`), or take another folder."
+                ) from error
+        yield
+
+
+def recall_clients(clients: int | Sequence[Client], folder: Path) -> int | Sequence[Client]:
+    """Who the clients of the run in a folder are, where only their number is said."""
+    path = folder / "clients.json"
+    if not (folder / "last.ckpt").exists() or not path.exists():
+        return clients
+    known: list[Client] = json.loads(path.read_text())
+    if isinstance(clients, int) and clients == len(known):
+        return known
+    if isinstance(clients, int) or set(clients) != set(known):
+        _log.warning("Expected the clients of the run, %s, but it is to go on with %s.", known, clients)
+    return clients
+
+
+def note_clients(clients: Sequence[Client], folder: Path) -> None:
+    """Notes for :func:`recall_clients` whose run it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / "clients.partial"
+    partial.write_text(json.dumps(list(clients)))
+    _move(partial, folder / "clients.json")
+
+
+def _move(partial: Path, path: Path) -> None:
+    with partial.open("rb") as written:
+        os.fsync(written.fileno())
+    partial.replace(path)
