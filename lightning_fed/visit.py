@@ -60,10 +60,13 @@ class LocalModel:
         known = module.state_dict()
         self._other_buffers = {name: value for name, value in module.named_buffers() if name not in known}
         self._other_values = copy_state(self._other_buffers)
+        buffers = ((name, value) for name, value in module.named_buffers() if name not in self.sliced)
+        self._buffers = {name: (module.get_submodule(name.rpartition(".")[0]), value) for name, value in buffers}
         self.memory: State = {}
 
     def global_state(self) -> State:
         """A copy of the shared entries as they are now; sliced ones themselves, which no visit writes into."""
+        self._find_buffers()
         return {
             name: self.entries[name] if name in self.sliced else self.entries[name].detach().clone()
             for name in self.shared
@@ -100,6 +103,7 @@ class LocalModel:
 
     def keep(self, client: Client, round: int, optimizer_state: Mapping[str, Tensor]) -> None:
         """Keeps the client's personal entries, optimizer state and memory, if it has any, until its next visit."""
+        self._find_buffers()
         kept = {name: self.entries[name] for name in self.personal} | dict(optimizer_state)
         kept |= {f"{_MEMORY}{name}": value for name, value in self.memory.items()}
         if kept:
@@ -125,6 +129,7 @@ class LocalModel:
         if self._module is not None:  # whose tensors may be others by now
             resize_module(self._module, {name: value for name, value in state.items() if name not in self.sliced})
             self.entries = live_entries(self._module)
+        self._find_buffers()
         load_entries(
             {name: value for name, value in self.entries.items() if name not in self.sliced},
             {name: value for name, value in state.items() if name not in self.sliced},
@@ -133,6 +138,19 @@ class LocalModel:
             exchange(owner, state.get(name, owner).detach())
             self.entries[name] = owner.detach()
         load_entries(self._other_buffers, self._other_values)
+
+    def _find_buffers(self) -> None:
+        """A module may assign a buffer instead of writing into it: the tensor is another one then."""
+        for name, (owner, known) in self._buffers.items():
+            now = getattr(owner, name.rpartition(".")[2])
+            if now is known:
+                continue
+            if not isinstance(now, Tensor):
+                raise ValueError(f"Expected buffer {name!r} to stay a tensor, but in training it became {now!r}.")
+            self._buffers[name] = owner, now
+            for entries in (self.entries, self._other_buffers):
+                if name in entries:
+                    entries[name] = now.detach()
 
     def distance(self, update: ClientUpdate, broadcast: Broadcast) -> float | None:
         """How far the parameters moved, as far as both messages hold them alike: the norm of their difference."""

@@ -10,6 +10,7 @@ from lightning_fed.messages import Broadcast
 from lightning_fed.state import entry_policies
 from lightning_fed.store import FolderStore, MemoryStore
 from lightning_fed.visit import LocalModel, LocalOptimizers, pack_optimizers, unpack_optimizers
+from tests import models
 
 OPTIMIZERS = {
     "ASGD": {"lr": 0.1, "t0": 1},
@@ -435,6 +436,63 @@ def test_buffers_that_are_not_saved_start_anew():
     module.cache.fill_(5.0)
     local.load_global(local.global_state())
     assert module.cache.tolist() == [0.0, 0.0]
+
+
+class Centred(models.Module):
+    """Keeps a running mean, in a buffer that it writes into or replaces."""
+
+    def __init__(self, replaces, persistent):
+        super().__init__(models.mlp(), models.momentum)
+        self.replaces = replaces
+        self.register_buffer("centre", torch.zeros(models.CLASSES), persistent=persistent)
+
+    def training_step(self, batch, batch_idx):
+        outputs = self(batch[0])
+        loss = nn.functional.cross_entropy(outputs - self.centre, batch[1])
+        mean = 0.9 * self.centre + 0.1 * outputs.detach().mean(0)
+        if self.replaces:
+            self.centre = mean
+        else:
+            self.centre.copy_(mean)
+        return loss
+
+
+WITHOUT_VALIDATION = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+@WITHOUT_VALIDATION
+@pytest.mark.parametrize("options", [{}, {"personal": ["centre"]}])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffers_that_are_replaced_are_as_those_that_are_written_into(options, persistent, federated_trainer):
+    """No client starts from another one's, and what is sent and kept is what the module has."""
+    if options and not persistent:
+        options = {}
+    states = []
+    for replaces in (False, True):
+        torch.manual_seed(0)
+        module, store = Centred(replaces, persistent), MemoryStore()
+        trainer = federated_trainer(max_rounds=2, seed=0, store=store, **options)
+        trainer.fit(module, models.as_datasets(models.vectors()))
+        states.append([dict(module.named_parameters()) | dict(module.named_buffers())])
+        states[-1] += [store.get(client) or {} for client in models.vectors()]
+    for ours, theirs in zip(*states, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert bool(states[0][0]["centre"].any()) == (persistent and not options)
+
+
+@WITHOUT_VALIDATION
+def test_a_buffer_that_is_no_tensor_any_more_is_refused(federated_trainer):
+    class Forgetful(models.Module):
+        def __init__(self):
+            super().__init__(models.mlp())
+            self.register_buffer("centre", torch.zeros(2))
+
+        def on_train_batch_end(self, *arguments):
+            self.centre = None
+
+    with pytest.raises(ValueError, match="Expected buffer 'centre' to stay a tensor, but in training it became None"):
+        federated_trainer(max_rounds=1).fit(Forgetful(), models.as_datasets(models.vectors()))
 
 
 def test_rows_that_do_not_fit_leave_the_module_as_it_was():
