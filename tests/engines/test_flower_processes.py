@@ -20,7 +20,7 @@ from tests.recorders import assert_same, state_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 
 TEMPLATE = Path(__file__).parents[2] / "lightning_fed" / "engines" / "flower" / "template" / "client.py.txt"
@@ -77,7 +77,7 @@ def run(deployment, app, folder, case="fedavg", rounds=3, limit=60.0):
     return deployment.run(app, "--run-config", config)
 
 
-def finish(deployment, process, seconds=240):
+def finish(deployment, process, seconds=500):
     process.wait(seconds)
     assert "max_epochs" in deployment.log("run"), deployment.log("run")
 
@@ -130,7 +130,7 @@ def sleeper(tmp_path, monkeypatch):
     return set_up
 
 
-def wait_until(condition, seconds=120):
+def wait_until(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
