@@ -138,6 +138,11 @@ class LocalModel:
             exchange(owner, state.get(name, owner).detach())
             self.entries[name] = owner.detach()
         load_entries(self._other_buffers, self._other_values)
+        for name, value in self._other_buffers.items():
+            owner, now = self._buffers[name]
+            if now is not value:  # the module's own tensor comes back, whatever took its place
+                setattr(owner, name.rpartition(".")[2], value)
+                self._buffers[name] = owner, value
 
     def _find_buffers(self) -> None:
         """A module may assign a buffer instead of writing into it: the tensor is another one then."""
@@ -148,19 +153,15 @@ class LocalModel:
             if not isinstance(now, Tensor):
                 raise ValueError(f"Expected buffer {name!r} to stay a tensor, but in training it became {now!r}.")
             self._buffers[name] = owner, now
-            for entries in (self.entries, self._other_buffers):
-                if name in entries:
-                    entries[name] = now.detach()
+            if name in self.entries:
+                self.entries[name] = now.detach()
 
     def distance(self, update: ClientUpdate, broadcast: Broadcast) -> float | None:
         """How far the parameters moved, as far as both messages hold them alike: the norm of their difference."""
-        names = [
-            name
-            for name in self.parameters
-            if name in update.state and name in broadcast.state
-            if update.state[name].shape == broadcast.state[name].shape
-        ]
-        pairs = (zip(pieces(update.state[name]), pieces(broadcast.state[name]), strict=True) for name in names)
+        ours, theirs = update.state, broadcast.state
+        names = [name for name in self.parameters if name in ours and name in theirs]
+        names = [name for name in names if ours[name].shape == theirs[name].shape]
+        pairs = (zip(pieces(ours[name]), pieces(theirs[name]), strict=True) for name in names)
         return float(norm(one - other for one, other in itertools.chain.from_iterable(pairs))) if names else None
 
 
