@@ -139,10 +139,10 @@ class LocalModel:
             self.entries[name] = owner.detach()
         load_entries(self._other_buffers, self._other_values)
         for name, value in self._other_buffers.items():
-            owner, now = self._buffers[name]
+            holder, now = self._buffers[name]
             if now is not value:  # the module's own tensor comes back, whatever took its place
-                setattr(owner, name.rpartition(".")[2], value)
-                self._buffers[name] = owner, value
+                setattr(holder, name.rpartition(".")[2], value)
+                self._buffers[name] = holder, value
 
     def _find_buffers(self) -> None:
         """A module may assign a buffer instead of writing into it: the tensor is another one then."""
@@ -159,8 +159,8 @@ class LocalModel:
     def distance(self, update: ClientUpdate, broadcast: Broadcast) -> float | None:
         """How far the parameters moved, as far as both messages hold them alike: the norm of their difference."""
         ours, theirs = update.state, broadcast.state
-        names = [name for name in self.parameters if name in ours and name in theirs]
-        names = [name for name in names if ours[name].shape == theirs[name].shape]
+        both = (name for name in self.parameters if name in ours and name in theirs)
+        names = [name for name in both if ours[name].shape == theirs[name].shape]
         pairs = (zip(pieces(ours[name]), pieces(theirs[name]), strict=True) for name in names)
         return float(norm(one - other for one, other in itertools.chain.from_iterable(pairs))) if names else None
 
