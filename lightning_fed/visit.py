@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_fed.functional.chunks import pieces
+from lightning_fed.local_optimizers import OPTIMIZER
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.resize import exchange, resize_module
 from lightning_fed.state import Policy, copy_state, live_entries, load_entries, norm
 from lightning_fed.store import ClientStore
 
-_OPTIMIZER = "optimizer:"
 _MEMORY = "memory:"
 _TRAVELS = ("shared", "sliced")
 
@@ -92,7 +88,7 @@ class LocalModel:
 
         """
         kept = self.store.get(client) or {}
-        personal = {name: value for name, value in kept.items() if not name.startswith((_OPTIMIZER, _MEMORY))}
+        personal = {name: value for name, value in kept.items() if not name.startswith((OPTIMIZER, _MEMORY))}
         own = {name: state[name].clone() for name in self.sliced if name in state} if trains else {}
         self._load({**state, **own, **self.home, **personal})
 
@@ -111,7 +107,7 @@ class LocalModel:
 
     def kept_optimizer_state(self, client: Client) -> State:
         """The optimizer state that the client kept, as :func:`pack_optimizers` made it."""
-        return {name: value for name, value in (self.store.get(client) or {}).items() if name.startswith(_OPTIMIZER)}
+        return {name: value for name, value in (self.store.get(client) or {}).items() if name.startswith(OPTIMIZER)}
 
     def answer(self, client: Client, num_samples: int) -> ClientUpdate:
         """The client's update: a copy of the shared entries; of sliced ones the rows themselves, which go with it."""
@@ -163,226 +159,6 @@ class LocalModel:
         names = [name for name in both if ours[name].shape == theirs[name].shape]
         pairs = (zip(pieces(ours[name]), pieces(theirs[name]), strict=True) for name in names)
         return float(norm(one - other for one, other in itertools.chain.from_iterable(pairs))) if names else None
-
-
-class StepScheduler(Protocol):
-    """What is needed of a learning-rate scheduler."""
-
-    optimizer: Optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores its state."""
-
-
-class LocalOptimizers:
-    """Optimizers, per-step schedulers and loss scaling of one round, started anew for every visit.
-
-    Every visit starts from the round's state: the optimizers' buffers as they were made (or, with ``mode="keep"``, as
-    the client left them), the hyper-parameters of the round (learning rates that epoch schedulers have set), the
-    schedulers that step per batch and the loss scale as they were. After the round the latter two go on from where the
-    client with the most examples left them, as integer entries of the model do; with one client this is what plain
-    training does.
-
-    Args:
-        optimizers: The optimizers.
-        step_schedulers: Those learning-rate schedulers that step per batch.
-        scaler: Anything with ``state_dict`` and ``load_state_dict`` that holds the loss scale.
-        mode: ``"reset"`` or ``"keep"``.
-        epoch_schedulers: Those that the Trainer steps at the round's last batch, whoever's it is; where they share an
-            optimizer with ``step_schedulers``, they step from where the client with the most examples left it.
-
-    Attributes:
-        largest: The client with the most examples so far, of equals the first: their number, its place in the round
-            times -1, and where it left the schedulers; ``None`` where nothing goes on after the visits.
-
-    """
-
-    def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        step_schedulers: Sequence[StepScheduler] = (),
-        scaler: Any = None,
-        mode: Literal["reset", "keep"] = "reset",
-        epoch_schedulers: Sequence[Any] = (),
-    ) -> None:
-        self.optimizers = optimizers
-        self.step_schedulers = step_schedulers
-        stepped = {id(scheduler.optimizer) for scheduler in step_schedulers}
-        self.epoch_schedulers = [scheduler for scheduler in epoch_schedulers if id(scheduler.optimizer) in stepped]
-        self.scaler = scaler
-        self.mode = mode
-        self._start = self._capture()
-        self.largest: tuple[int, int, dict[str, Any]] | None = None
-
-    @property
-    def start(self) -> dict[str, Any]:
-        """Hyper-parameters, per-step schedulers and loss scale at the round's start, which every visit starts from."""
-        return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
-
-    def note_visit(self, num_samples: int, place: int, left: Mapping[str, Any]) -> None:
-        """Notes where a client that trained elsewhere left what :attr:`start` has.
-
-        Args:
-            num_samples: The client's examples.
-            place: Index of the visit in the round.
-            left: What its ``largest`` says.
-
-        """
-        if self.goes_on and (self.largest is None or (num_samples, -place) > self.largest[:2]):
-            self.largest = (num_samples, -place, {**self._start, **left})
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether anything goes on from where a client left it."""
-        return bool(self.step_schedulers) or self.scaler is not None
-
-    def start_visit(self, kept: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-        """Puts everything as it was at the start of the round, with the client's own buffers if it kept any.
-
-        Args:
-            kept: What :meth:`end_visit` returned after the client's last visit.
-            rows: Parameters of which the client holds some rows only, and which.
-
-        """
-        self._load({**self._start, "buffers": self._sliced(self._start["buffers"], rows)} if rows else self._start)
-        if kept:
-            unpack_optimizers(self.optimizers, kept)
-
-    def end_visit(self, num_samples: int, place: int = 0) -> State:
-        """Notes where this client left the schedulers; its packed optimizer state in ``"keep"`` mode.
-
-        Args:
-            num_samples: The client's examples.
-            place: Index of the visit in the round.
-
-        """
-        # Of equals the first by its place: visits that train at once come in another order.
-        if self.goes_on and (self.largest is None or (num_samples, -place) > self.largest[:2]):
-            self.largest = (num_samples, -place, self._capture(buffers=False))
-        return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
-
-    def end_round(self) -> None:
-        """Empties the buffers, keeps the learning rates that epoch schedulers have set."""
-        stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
-        largest = self._start if self.largest is None else self.largest[2]
-        groups = [
-            theirs if id(optimizer) in stepped else _hyperparameters(optimizer)
-            for optimizer, theirs in zip(self.optimizers, largest["groups"], strict=True)
-        ]
-        self._load({**self._start, **{key: largest[key] for key in ("schedulers", "scaler")}, "groups": groups})
-        for scheduler, then in zip(self.epoch_schedulers, largest["epoch_schedulers"], strict=True):
-            # It has stepped since, but from where another client left the learning rate.
-            if getattr(scheduler, "last_epoch", None) != then.get("last_epoch"):
-                scheduler.load_state_dict(copy.deepcopy(then))
-                scheduler.step()
-
-    def checkpoint(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-        """The states of optimizers, per-step schedulers and loss scale at the round's start, as checkpoints hold them.
-
-        The last is empty where there is none.
-        """
-        states = []
-        for optimizer, buffers, groups in zip(
-            self.optimizers, self._start["buffers"], self._start["groups"], strict=True
-        ):
-            now = optimizer.state_dict()["param_groups"]
-            states.append(
-                {
-                    "state": copy.deepcopy(buffers),
-                    "param_groups": [{**group, **values} for group, values in zip(now, groups, strict=True)],
-                }
-            )
-        return states, copy.deepcopy(self._start["schedulers"]), copy.deepcopy(self._start["scaler"])
-
-    def _capture(self, buffers: bool = True) -> dict[str, Any]:
-        state: dict[str, Any] = {
-            "groups": [_hyperparameters(optimizer) for optimizer in self.optimizers],
-            "schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in self.step_schedulers],
-            "epoch_schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in self.epoch_schedulers],
-            "scaler": copy.deepcopy(self.scaler.state_dict()) if self.scaler is not None else {},
-        }
-        if buffers:
-            state["buffers"] = [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
-        return state
-
-    def _sliced(
-        self, buffers: Sequence[Mapping[Any, Any]], rows: Sequence[tuple[Tensor, Tensor]]
-    ) -> list[dict[Any, Any]]:
-        """The buffers with some rows of those of some parameters, as Adagrad's sums, which are there from the start."""
-        sliced = []
-        for optimizer, own in zip(self.optimizers, buffers, strict=True):
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            copies = dict(own)
-            for place, parameter in enumerate(parameters):
-                held = next((held for other, held in rows if other is parameter), None)
-                if held is not None and place in own:
-                    copies[place] = {
-                        name: value[held.to(value.device)]
-                        if isinstance(value, Tensor) and value.ndim and value.shape[1:] == parameter.shape[1:]
-                        else value
-                        for name, value in own[place].items()
-                    }
-            sliced.append(copies)
-        return sliced
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        for optimizer, buffers, groups in zip(self.optimizers, state["buffers"], state["groups"], strict=True):
-            now = optimizer.state_dict()["param_groups"]
-            merged = [{**group, **values} for group, values in zip(now, groups, strict=True)]
-            optimizer.load_state_dict({"state": copy.deepcopy(buffers), "param_groups": merged})
-        for scheduler, values in zip(self.step_schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(copy.deepcopy(values))
-        if state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
-
-
-def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
-    """The optimizers' buffers as a flat dictionary of tensors.
-
-    Raises:
-        TypeError: If a buffer is neither a tensor nor a number.
-
-    """
-    packed: State = {}
-    for number, optimizer in enumerate(optimizers):
-        for parameter, buffers in optimizer.state_dict()["state"].items():
-            for name, value in buffers.items():
-                key = f"{_OPTIMIZER}{number}:{parameter}:{name}"
-                if isinstance(value, Tensor):
-                    packed[f"{key}:tensor"] = value
-                elif isinstance(value, int | float):
-                    kind = type(value).__name__
-                    packed[f"{key}:{kind}"] = torch.tensor(
-                        value, dtype=torch.float64 if kind == "float" else torch.int64
-                    )
-                elif value is not None:
-                    raise TypeError(
-                        f"Expected the state of {type(optimizer).__name__} to hold tensors and numbers, but {name!r} is"
-                        f" a {type(value).__name__}: use optimizer_state='reset'."
-                    )
-    return packed
-
-
-def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tensor]) -> None:
-    """Puts back what :func:`pack_optimizers` took; hyper-parameters are left as they are."""
-    states: list[dict[Any, dict[str, Any]]] = [{} for _ in optimizers]
-    for key, value in packed.items():
-        number, parameter, name, kind = key.removeprefix(_OPTIMIZER).split(":")
-        index: Any = int(parameter) if parameter.lstrip("-").isdigit() else parameter
-        kept = value.clone() if kind == "tensor" else {"float": float, "int": int, "bool": bool}[kind](value.item())
-        states[int(number)].setdefault(index, {})[name] = kept
-    for optimizer, state in zip(optimizers, states, strict=True):
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [
-        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
 
 
 def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fed.local_optimizers import LocalOptimizers, pack_optimizers, unpack_optimizers
 from lightning_fed.messages import Broadcast
 from lightning_fed.state import entry_policies
 from lightning_fed.store import FolderStore, MemoryStore
-from lightning_fed.visit import LocalModel, LocalOptimizers, pack_optimizers, unpack_optimizers
+from lightning_fed.visit import LocalModel
 from tests import models
 
 OPTIMIZERS = {

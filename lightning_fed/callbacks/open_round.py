@@ -17,10 +17,11 @@ from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.stack import Stack
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.desk import Desk
+from lightning_fed.local_optimizers import LocalOptimizers
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.state import Policy, find_fault, tied_names, trainable_entries
 from lightning_fed.store import ClientStore
-from lightning_fed.visit import LocalModel, LocalOptimizers
+from lightning_fed.visit import LocalModel
 
 _log = logging.getLogger(__name__)
 
