@@ -165,6 +165,7 @@ def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -
     """Has a client forget what callbacks keep for it under names that begin with ``prefix``, as of ``round``.
 
     Example:
+        >>> import torch
         >>> from lightning_fed.store import MemoryStore
         >>> store = MemoryStore()
         >>> store.put("a", 0, {"head": torch.tensor(1.0), "memory:visits": torch.tensor(2)})
