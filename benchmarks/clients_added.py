@@ -19,7 +19,7 @@ from lightning_fed.data import Dirichlet
 from lightning_fed.data.cifar10 import CIFAR10
 from lightning_fed.tasks.classification import ClassificationTask
 
-IMAGES, VALIDATION, CLIENTS, GROUP, ROUNDS, BATCH, LR = 8000, 2000, 16, 4, 9, 32, 0.02
+IMAGES, VALIDATION, CLIENTS, GROUP, ROUNDS, BATCH, LR = 4800, 2000, 16, 4, 9, 20, 0.02
 RULES = {
     "FedMA": lambda: FedMA(),
     "FedMA, independent starts": lambda: FedMA(start="independent"),
@@ -34,7 +34,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     frames = source.train_dataset
     parts = list(Dirichlet(CLIENTS, alpha=0.5).split(frames, seed).items())
     L.seed_everything(seed, verbose=False)
-    task = ClassificationTask("vgg9", 10, 3, 32, model_kwargs={"width": 0.25}, lr=LR, momentum=0.9)
+    task = ClassificationTask("vgg9", 10, 3, 32, model_kwargs={"width": 0.25, "init": "kaiming"}, lr=LR, momentum=0.9)
     curve = Curve(f"{name} {seed}:")
     trainer = FederatedTrainer(max_rounds=1, aggregator=RULES[name](), seed=seed, callbacks=[curve], **QUIET)
     scores = []

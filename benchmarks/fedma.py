@@ -64,9 +64,9 @@ STUDIES = {
     ),
     "cifar10": Study(
         "compare_fedma_cifar10.yaml",
-        "CIFAR-10 (8,000 images) with a quarter of VGG-9's channels: 16 clients, Dirichlet 0.5 per class, 1 epoch;"
-        " three passes through nine layers",
-        (0.01, 0.02, 0.05),
+        "CIFAR-10 (4,800 images) with a quarter of VGG-9's channels: 16 clients, Dirichlet 0.5 per class, 1 epoch;"
+        " two passes through nine layers",
+        (0.01, 0.02, 0.03),
         (*METHODS[:4], "fedma", "fedma:start=independent", "fedma:mode=none"),
     ),
     "shakespeare": Study(

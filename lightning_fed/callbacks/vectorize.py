@@ -75,6 +75,7 @@ def put_together(
         _log.warning("`vectorize=%d`: the clients train one after another all the same, because %s.", size, obstacle)
         return None
     is_equal = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
+    size = min(size, schedule.cohort_size(len(population.clients)))  # a stack has room for as many models
     return Together(size, is_equal, has_drawn), Stack(module, names, size, draws)
 
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
+
+from lightning_fed.tasks.base import check_choice
 
 __all__ = ["NETWORKS", "build_network", "fedfusion_cifar_cnn", "lenet", "mcmahan_cnn", "mlp", "vgg9"]
 
@@ -227,7 +229,14 @@ def lenet(
     return _network(features, [nn.Flatten(), nn.Linear(second * side**2, hidden), nn.Linear(hidden, num_classes)])
 
 
-def vgg9(num_classes: int = 10, in_channels: int = 3, input_size: int = 32, *, width: float = 1.0) -> nn.Sequential:
+def vgg9(
+    num_classes: int = 10,
+    in_channels: int = 3,
+    input_size: int = 32,
+    *,
+    width: float = 1.0,
+    init: Literal["default", "kaiming"] = "default",
+) -> nn.Sequential:
     """FedMA's VGG-9: 3x3 convolutions 32, 64, pool, 128, 128, pool, 256, 256, pool, then 512 and 512 units.
 
     No normalisation layers; dropout of whole channels (0.05) after the second pool, dropout (0.1) before the first
@@ -238,13 +247,17 @@ def vgg9(num_classes: int = 10, in_channels: int = 3, input_size: int = 32, *, w
         in_channels: Channels of the images.
         input_size: Side of the square images, in pixels, at least 8.
         width: Share of the channels and units, for a narrower network.
+        init: Weights to start from: PyTorch's own, with which the paper's long local training begins, or normal ones
+            that keep the activations' size in a network of ReLU (He et al. 2015), with biases of zero. With the former
+            nine layers without normalisation hardly learn in their first rounds of a single epoch.
 
     Returns:
         Network of 3,491,530 parameters for 32x32 colour images and 10 classes.
 
     Raises:
-        ValueError: If the images are too small, or a layer would have no channel.
+        ValueError: If the images are too small, a layer would have no channel, or ``init`` is none of these.
     """
+    check_choice("init", init, ("default", "kaiming"))
     side = _at_least_one(input_size // 2 // 2 // 2, input_size, minimum=8)
     a, b, c, d, hidden = (int(width * channels) for channels in (32, 64, 128, 256, 512))
     if not a >= 1:
@@ -263,6 +276,10 @@ def vgg9(num_classes: int = 10, in_channels: int = 3, input_size: int = 32, *, w
         *(nn.Linear(hidden, hidden), nn.ReLU(), nn.Dropout(0.1)),
         nn.Linear(hidden, num_classes),
     ]
+    for layer in (*features, *classifier) if init == "kaiming" else ():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            nn.init.constant_(layer.get_parameter("bias"), 0.0)
     return _network(features, classifier)
 
 

@@ -20,7 +20,7 @@ from lightning_fed.cli import FederatedCLI, main
 from lightning_fed.engines.flower.client import client_app
 from lightning_fed.engines.flower.post import FlowerPost, from_records, to_records
 from lightning_fed.engines.flower.server import run_server
-from lightning_fed.engines.flower.wire import Letter, read_letter, write_letter
+from lightning_fed.engines.flower.wire import STAY, Letter, read_letter, write_letter
 from lightning_fed.engines.flower.worker import serve
 from tests import models
 from tests.engines.grids import FakeGrid
@@ -128,11 +128,45 @@ def test_visits_in_workers(federated_trainer, tmp_path):
         thread.join(0.01)
     assert socket.parent.stat().st_mode & 0o077 == 0
     there = module()
-    post = FlowerPost(FakeGrid({11: light_app()}, {11: {"worker": str(socket)}}), 30, 0.01)
+    grid = FakeGrid({11: light_app()}, {11: {"worker": str(socket)}})
+    post = FlowerPost(grid, 30, 0.01)
     run_server(Federation(), there, None, {**OPTIONS, "max_epochs": 2}, post, post.meet(3, 1), tmp_path / "server")
     thread.join(10)
     assert not socket.exists()
     assert_same(state_of(there), state_of(here))
+    (stay,) = [message for _, message in grid.sent if message.metadata.message_type == STAY]
+    assert 0.2 < stay.content["stay"]["seconds"] < 3.2  # of the second round: how long the pause after the first was
+
+
+@pytest.mark.parametrize(("is_awake", "longest", "stays"), [(True, 3.0, 2), (True, 0.0, 0), (False, 3.0, 0)])
+def test_who_is_kept_awake(is_awake, longest, stays, monkeypatch):
+    """Nodes that have a worker, once for every ask but the first, where the server's pause is short."""
+    monkeypatch.setattr("lightning_fed.engines.flower.post._LONGEST_PAUSE", longest)
+    app, waited = ClientApp(), []
+
+    @app.query()
+    def meet(message, context):
+        hello = write_letter("hello", {"clients": ["ann", "bob"], "stays": is_awake})
+        return Message(to_records(hello), reply_to=message)
+
+    @app.train()
+    def train(message, context):
+        return Message(to_records(Letter("done")), reply_to=message)
+
+    @app.query("stay")
+    def stay(message, context):
+        waited.append(message.content["stay"]["seconds"])
+        return Message(RecordDict(), reply_to=message)
+
+    grid = FakeGrid({11: app})
+    post = FlowerPost(grid, 30, 0.01)
+    post.meet(2, 1)
+    for round in range(3):
+        letters = [("ann", Letter("go")), ("bob", Letter("go"))]
+        assert list(post.ask("train", letters, round)) == [("ann", Letter("done")), ("bob", Letter("done"))]
+    asked = [node for node, message in grid.sent if message.metadata.message_type == STAY]
+    assert asked == [11] * stays
+    assert len(waited) == max(stays - 1, 0)  # the first one's answer is taken away before the second is sent
 
 
 def test_what_a_worker_cannot_answer(tmp_path):
@@ -151,7 +185,7 @@ def test_what_a_worker_cannot_answer(tmp_path):
         connection.send_bytes(b"{}")
     reply = app(Message(to_records(write_letter("hello", {})), 11, "query"), context)
     header, _ = read_letter(from_records(reply.content), "hello")
-    assert header == {"clients": ["ann", "bob", "cid"]}
+    assert header == {"clients": ["ann", "bob", "cid"], "stays": True}
     thread.join(10)
     with pytest.raises(FileNotFoundError):
         app(Message(to_records(write_letter("hello", {})), 11, "query"), context)
@@ -168,7 +202,7 @@ def test_one_worker_for_several_nodes(tmp_path):
     runner = client_app(Federation(), lambda: None, data, OPTIONS, store=tmp_path).runner
     for name in ("a", "b", "a"):
         header, _ = read_letter(runner.answer("query", write_letter("hello", {}), {"client": name}), "hello")
-        assert header == {"clients": [name]}
+        assert header == {"clients": [name], "stays": False}
     assert read == ["a", "b"]
 
 

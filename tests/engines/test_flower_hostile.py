@@ -185,7 +185,7 @@ def test_a_node_that_is_back_before_it_is_missed(tmp_path, caplog):
         list(post.ask("train", [], 0))
     grid.gone = {11}
     ((client, reply),) = post.ask("query", [("ann", write_letter("hello", {}))], 1)
-    assert (client, read_letter(reply, "hello")[0]) == ("ann", {"clients": ["ann", "bob", "cid"]})
+    assert (client, read_letter(reply, "hello")[0]) == ("ann", {"clients": ["ann", "bob", "cid"], "stays": False})
 
 
 # --- the server's folder ----------------------------------------------------------------------------------------------

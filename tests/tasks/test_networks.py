@@ -172,6 +172,22 @@ def test_no_layer_without_channels():
         build_network("vgg9", 10, 3, 32, width=0.01)
 
 
+def test_kaiming_initialisation():
+    """Activations keep their size through nine layers, where PyTorch's own weights make them ever smaller."""
+    torch.manual_seed(0)
+    images = torch.randn(16, 3, 32, 32)
+    sizes = {}
+    for init in ("default", "kaiming"):
+        network = build_network("vgg9", 10, 3, 32, width=0.5, init=init).eval()
+        sizes[init] = float(network(images).detach().var(0).mean().sqrt())  # what differs between images
+        has_biases = any(bool(m.bias.any()) for m in network.modules() if isinstance(m, nn.Conv2d | nn.Linear))
+        assert has_biases == (init == "default")
+    assert sizes["default"] < 0.01
+    assert 0.1 < sizes["kaiming"] < 3
+    with pytest.raises(ValueError, match=r"`init` to be one of \['default', 'kaiming'\], but got 'he'"):
+        build_network("vgg9", 10, 3, 32, init="he")
+
+
 def test_the_smallest_sizes_named_in_the_refusals_work():
     for name, size in (("mcmahan_cnn", 4), ("lenet", 16), ("vgg9", 8), ("fedfusion_cifar_cnn", 1), ("mlp", 1)):
         assert build_network(name, 10, 1, size)(torch.zeros(2, 1, size, size)).shape == (2, 10)

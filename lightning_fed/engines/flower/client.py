@@ -164,7 +164,7 @@ class ClientRunner:
         clients = _clients_at(node, population)
         if kind == HELLO:
             read_letter(letter, "hello")
-            return write_letter("hello", {"clients": clients})
+            return write_letter("hello", {"clients": clients, "stays": "worker" in node})
         order, broadcast = read_order(letter, kind)
         client = order.visit.client
         if client not in clients:

@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from lightning_fed.data.population import client_keys
-from lightning_fed.engines.flower.wire import HELLO, Letter, WireError, read_letter, write_letter
+from lightning_fed.engines.flower.wire import HELLO, STAY, Letter, WireError, read_letter, write_letter
 from lightning_fed.messages import Client
 
 _log = logging.getLogger(__name__)
@@ -19,6 +19,7 @@ _log = logging.getLogger(__name__)
 _STYPE = "lightning-fed"
 _BETWEEN_QUESTIONS = 10.0  # seconds
 _LONGEST_KEY = 1000
+_LONGEST_PAUSE, _MARGIN = 3.0, 0.2  # seconds
 
 
 def to_records(letter: Letter) -> RecordDict:
@@ -70,6 +71,10 @@ class FlowerPost:
         self._nodes: dict[int, list[Client]] = {}
         self._asked: dict[int, str] = {}
         self._again: dict[int, float] = {}  # when to ask a node again that did not say who its clients are
+        self._staying: set[int] = set()  # nodes that stay awake when asked to
+        self._stays: list[str] = []
+        self._pauses: dict[str, float] = {}  # seconds between the last answers of a kind and the next letters
+        self._answered: tuple[str, float] | None = None
         self.sent = self.received = 0
 
     def meet(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
@@ -124,11 +129,15 @@ class FlowerPost:
             sent = None if node is None else self._push(node, kind, letter, f"{round}")
             self.sent += len(letter.data)
             waiting.append((client, node, sent))
+        if self._answered is not None:
+            self._pauses[self._answered[0]] = time.monotonic() - self._answered[1]
+        self._keep_awake([node for _, node, sent in waiting if node is not None and sent is not None], kind)
         for client, node, sent in waiting:
             if node is None or sent is None:
                 yield client, "it is not connected" if node is None else "its message could not be sent"
                 continue
             yield client, self._await(node, sent, deadline)
+        self._answered = kind, time.monotonic()
 
     def forget(self, client: Client) -> None:
         """Asks the node that said that it has the client once more: it was started again, with other data."""
@@ -160,6 +169,28 @@ class FlowerPost:
                     self._nodes.pop(node, None)
                     return "its connection was lost"
             time.sleep(self._poll)
+
+    def _keep_awake(self, nodes: Sequence[int], kind: str) -> None:
+        """Has nodes look for letters again as soon as these are answered and the next ones are likely to be there.
+
+        A SuperNode that has just handled a message looks for another at once; one that found none, after three seconds.
+        So each gets a second message, which it handles by waiting as long as it took the server the last time. Longer
+        pauses, and nodes that start a whole process for it, are not worth it.
+        """
+        for _ in self._grid.pull_messages(self._stays):  # of the last time: they are not kept
+            pass
+        pause = self._pauses.get(kind, _LONGEST_PAUSE)
+        content = RecordDict({"stay": ConfigRecord({"seconds": pause + _MARGIN})})
+        self._stays = (
+            []
+            if pause >= _LONGEST_PAUSE
+            else [
+                name
+                for node in dict.fromkeys(nodes)
+                if node in self._staying
+                for name in self._grid.push_messages([Message(content, node, STAY, ttl=self._limit)])
+            ]
+        )
 
     def _push(self, node: int, kind: str, letter: Letter, group: str, limit: float | None = None) -> str | None:
         message = Message(to_records(letter), node, kind, ttl=limit or self._limit, group_id=group)
@@ -209,6 +240,7 @@ class FlowerPost:
                 taken,
             )
         self._nodes[node] = clients
+        (self._staying.add if header.get("stays") is True else self._staying.discard)(node)
         _log.info("Node %d has the clients %s.", node, json.dumps(self._nodes[node]))
 
 

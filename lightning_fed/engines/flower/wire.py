@@ -23,9 +23,9 @@ VERSION = 1
 
 _MANY = 2**53  # whole numbers that a float holds exactly
 
-VISIT, REQUEST, STATISTICS, HELLO = "train", "query.request", "evaluate", "query"
+VISIT, REQUEST, STATISTICS, HELLO, STAY = "train", "query.request", "evaluate", "query", "query.stay"
 """What a client is asked for, as the types of Flower's messages: an update, the rows it wants, what goes into its
-BatchNorm layers, and, of a node, who its clients are."""
+BatchNorm layers, and, of a node, who its clients are, and to stay awake for the next letter."""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
