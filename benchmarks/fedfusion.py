@@ -90,6 +90,12 @@ STUDIES = {
         overrides=("--trainer.local_epochs", "5", "--trainer.max_rounds", "10"),
         rate_of="permuted_mnist",
     ),
+    "permuted_mnist_paper_rate": Study(
+        "compare_permuted_mnist.yaml",
+        "The same with five local epochs and the paper's learning rate, a tenth of the best here",
+        methods=("fedavg", f"{CONV}:cache_global_features=true", f"{LOCAL}:cache_global_features=true"),
+        overrides=("--trainer.local_epochs", "5", "--trainer.max_rounds", "40", "--model.lr", "0.002"),
+    ),
     "cifar10_classes": Study(
         "compare_cifar10_classes.yaml",
         "CIFAR-10 by classes (artificial non-IID data; a and b in the paper): 5 clients of 800 images of four classes,"
