@@ -177,8 +177,8 @@ class FlowerPost:
         So each gets a second message, which it handles by waiting as long as it took the server the last time. Longer
         pauses, and nodes that start a whole process for it, are not worth it.
         """
-        for _ in self._grid.pull_messages(self._stays):  # of the last time: they are not kept
-            pass
+        if self._stays:  # what came of the last ones is not kept
+            list(self._grid.pull_messages(self._stays))
         pause = self._pauses.get(kind, _LONGEST_PAUSE)
         content = RecordDict({"stay": ConfigRecord({"seconds": pause + _MARGIN})})
         self._stays = (
