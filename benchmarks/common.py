@@ -141,6 +141,13 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return f"{statistics.fmean(values):.{digits}f}{std}"
 
 
+def picture(arguments: argparse.Namespace, name: str, words: str) -> str:
+    """The link to a figure, if figures are drawn."""
+    if arguments.figures is None or arguments.out is None:
+        return ""
+    return f"![{words}]({os.path.relpath(arguments.figures / f'{name}.png', arguments.out.parent)})"
+
+
 def version() -> str:
     """The commit that is measured, as git names it."""
     found = subprocess.run(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 
 import newcomers
 import tuning
-from common import load_json, machine, parser, prepare, table, write_section
+from common import load_json, machine, parser, picture, prepare, table, write_section
 
 from lightning_fed.compare import Method, Plan, draw, load_results, run_comparison, summarize
 from lightning_fed.compare.run import Run
@@ -243,13 +242,6 @@ def report(
             picture(arguments, f"fedfusion_{name}_newcomers", "Accuracy of clients that were never seen, by epoch."),
         ]
     return "\n\n".join(part for part in parts if part)
-
-
-def picture(arguments: argparse.Namespace, name: str, words: str) -> str:
-    """The link to a figure, if figures are drawn."""
-    if arguments.figures is None or arguments.out is None:
-        return ""
-    return f"![{words}]({os.path.relpath(arguments.figures / f'{name}.png', arguments.out.parent)})"
 
 
 def run_study(name: str, arguments: argparse.Namespace) -> None:

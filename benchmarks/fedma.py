@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import tuning
-from common import load_json, machine, parser, prepare, spread, table, write_section
+from common import load_json, machine, parser, picture, prepare, spread, table, write_section
 
 from lightning_fed.compare import CENTRAL, Method, Plan, load_results, run_comparison
 
@@ -219,7 +219,8 @@ def main() -> None:
             run_comparison(plan)
         runs = load_results(plan)
         if runs:
-            write_section(arguments.out, f"fedma-{name}", report(name, runs, arguments))
+            link = picture(arguments, f"fedma_{name}", f"`{STUDIES[name].monitor}` by round and by megabytes, means.")
+            write_section(arguments.out, f"fedma-{name}", f"{report(name, runs, arguments)}\n\n{link}".strip())
             if arguments.figures is not None:
                 draw(name, runs, arguments.figures / f"fedma_{name}.png")
 
