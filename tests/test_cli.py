@@ -120,7 +120,7 @@ def where_data_are(recipe, folder):
         ("compare_cifar10_classes", ClassificationTask, CIFAR10, LabelsPerClient(5, 4, "even"), 24, 1.0),
         ("compare_cifar10_iid", ClassificationTask, CIFAR10, IID(5), 24, 1.0),
         ("compare_fashion_mnist", ClassificationTask, FashionMNIST, LabelsPerClient(50, 2), 25, 10),
-        ("compare_fedma_cifar10", ClassificationTask, CIFAR10, Dirichlet(16, 0.5), 27, 1.0),
+        ("compare_fedma_cifar10", ClassificationTask, CIFAR10, Dirichlet(16, 0.5), 18, 1.0),
         ("compare_fedma_mnist", ClassificationTask, MNIST, Dirichlet(8, 0.5), 20, 1.0),
         ("compare_fedma_resnet", ClassificationTask, CIFAR10, Dirichlet(8, 0.5), 15, 1.0),
         ("compare_fedma_shakespeare", CharLanguageTask, Shakespeare, None, 12, 1.0),
