@@ -84,6 +84,8 @@ app = ServerApp()
 @app.main()
 def main(grid, context):
     config = context.run_config
+    if not config["awake"]:
+        Watched._keep_awake = lambda self, nodes, kind: None
     server.server_app(
         federation(), model, None, {**OPTIONS, "max_epochs": config["rounds"]},
         clients=2, folder=config["folder"], time_limit=300,
@@ -133,7 +135,7 @@ def write_app(folder: Path) -> Path:
     package.mkdir(parents=True)
     values = {"name": "flowerlatency", "package": "flowerlatency"}
     text = (TEMPLATE / "pyproject.toml.txt").read_text().format(**values)
-    (package.parent / "pyproject.toml").write_text(f'{text}rounds = 3\nfolder = "."\n')
+    (package.parent / "pyproject.toml").write_text(f'{text}rounds = 3\nfolder = "."\nawake = true\n')
     light = (TEMPLATE / "client.py.txt").read_text().format(**values)
     (package / "client.py").write_text(light + PROCESS)
     for name, source in (("__init__", ""), ("common", COMMON), ("server", SERVER), ("clients", CLIENTS_APP)):
@@ -141,8 +143,8 @@ def write_app(folder: Path) -> Path:
     return package.parent
 
 
-def run(rounds: int, has_workers: bool, limit: float) -> list[dict[str, Any]]:
-    """One run: what the processes have noted."""
+def run(rounds: int, has_workers: bool, is_awake: bool, limit: float) -> list[dict[str, Any]]:
+    """One run, whose nodes are kept awake or not: what the processes have noted."""
     folder = Path(tempfile.mkdtemp(prefix="flower-"))
     started: list[subprocess.Popen[bytes]] = []
     with socket.socket() as found:
@@ -187,7 +189,7 @@ def run(rounds: int, has_workers: bool, limit: float) -> list[dict[str, Any]]:
                 "--superlink", f"127.0.0.1:{port}", "--port", str(port + 1 + node),
                 "--node-config", config,
             )  # fmt: skip
-        options = f'rounds={rounds} folder="{folder}/run"'
+        options = f'rounds={rounds} folder="{folder}/run" awake={str(is_awake).lower()}'
         start("flwr", "run", str(app), "here", "--stream", "--run-config", options).wait(limit)
         text = (folder / "latency.jsonl").read_text()
     except (subprocess.TimeoutExpired, FileNotFoundError) as error:
@@ -247,10 +249,13 @@ def main() -> None:
     prepare(arguments)
     rounds = 3 if arguments.quick else arguments.rounds
     rows = []
-    for name, has_workers in (("with workers", True), ("a process per message", False)):
-        if arguments.quick and not has_workers:
-            continue
-        found = rounds_of(run(rounds if has_workers else 3, has_workers, limit=1200))
+    settings = {
+        "with workers": (True, True),
+        "with workers, nodes not kept awake": (True, False),
+        "a process per message": (False, True),
+    }
+    for name, (has_workers, is_awake) in list(settings.items())[: 1 if arguments.quick else None]:
+        found = rounds_of(run(rounds if has_workers else 3, has_workers, is_awake, limit=1200))
         values = {key: statistics.median(each[key] for each in found) for key in found[0]}
         over = statistics.median(each["round"] - each["training"] for each in found)
         rows.append([name, len(found), *(f"{values[key]:.1f}" for key in values), f"{over:.1f}"])

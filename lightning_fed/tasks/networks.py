@@ -247,9 +247,8 @@ def vgg9(
         in_channels: Channels of the images.
         input_size: Side of the square images, in pixels, at least 8.
         width: Share of the channels and units, for a narrower network.
-        init: Weights to start from: PyTorch's own, with which the paper's long local training begins, or normal ones
-            that keep the activations' size in a network of ReLU (He et al. 2015), with biases of zero. With the former
-            nine layers without normalisation hardly learn in their first rounds of a single epoch.
+        init: Weights to start from: PyTorch's own, with which activations shrink from layer to layer, or normal ones
+            that keep their size in a network of ReLU (He et al. 2015), with biases of zero.
 
     Returns:
         Network of 3,491,530 parameters for 32x32 colour images and 10 classes.

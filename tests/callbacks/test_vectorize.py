@@ -13,6 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.callbacks import FederatedCallback, FedBN, ProximalTerm
+from lightning_fed.callbacks.stack import many
 from lightning_fed.data import DatasetClients
 from lightning_fed.data.dataset_clients import DatasetsSource
 from tests import models
@@ -104,6 +105,20 @@ def wrapped(net, **options):
 def test_results_are_those_of_one_after_another(make, data, federated_trainer):
     """Clients of different sizes, short last batches, two epochs; dropout has the same masks."""
     compare(federated_trainer, make, data(), local_epochs=2)
+
+
+@pytest.mark.parametrize(("options", "rooms"), [({}, len(models.vectors())), ({"clients_per_round": 2}, 2), ({"vectorize": 2}, 2)])
+def test_a_stack_has_room_for_the_cohort_only(options, rooms, federated_trainer, monkeypatch):
+    sizes = set()
+
+    def noted(value, size):
+        sizes.add(size)
+        return many(value, size)
+
+    monkeypatch.setattr("lightning_fed.callbacks.stack.many", noted)
+    data = models.as_datasets(models.vectors())
+    fit(federated_trainer, models.Module(models.mlp()), data, **{"vectorize": 50, **options})
+    assert sizes == {rooms}
 
 
 def test_ten_rounds_differ_by_rounding(federated_trainer):

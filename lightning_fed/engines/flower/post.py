@@ -179,18 +179,13 @@ class FlowerPost:
         """
         if self._stays:  # what came of the last ones is not kept
             list(self._grid.pull_messages(self._stays))
+        self._stays = []
+        awake = [node for node in dict.fromkeys(nodes) if node in self._staying]
         pause = self._pauses.get(kind, _LONGEST_PAUSE)
-        content = RecordDict({"stay": ConfigRecord({"seconds": pause + _MARGIN})})
-        self._stays = (
-            []
-            if pause >= _LONGEST_PAUSE
-            else [
-                name
-                for node in dict.fromkeys(nodes)
-                if node in self._staying
-                for name in self._grid.push_messages([Message(content, node, STAY, ttl=self._limit)])
-            ]
-        )
+        if awake and pause < _LONGEST_PAUSE:
+            content = RecordDict({"stay": ConfigRecord({"seconds": pause + _MARGIN})})
+            messages = [Message(content, node, STAY, ttl=self._limit) for node in awake]
+            self._stays = list(self._grid.push_messages(messages))
 
     def _push(self, node: int, kind: str, letter: Letter, group: str, limit: float | None = None) -> str | None:
         message = Message(to_records(letter), node, kind, ttl=limit or self._limit, group_id=group)
