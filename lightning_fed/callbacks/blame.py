@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_fed.data.population import PlannedVisit
 
 
-class ClientFault(Exception):  # noqa: N818 - it is the client's, and no error of the program
+class ClientFault(Exception):
     """What is wrong with a client that is left out for it, in words: raised by callbacks in ``on_client_batch``."""
 
 

@@ -101,7 +101,8 @@ class Clients:
 
     def state(self, module: L.LightningModule | None, client: Client) -> dict[str, Any]:
         """See :meth:`Federation.client_state`; without a module the clients are not known either."""
-        if module is not None and self._population is None and self._loop.policies:  # validation alone does not ask who the clients are
+        # Validation alone does not ask who the clients are.
+        if module is not None and self._population is None and self._loop.policies:
             is_known = not self.local(module).personal or self._loop.store.get(client) is not None
         else:
             is_known = client in self.population.clients

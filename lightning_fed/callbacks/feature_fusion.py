@@ -69,8 +69,8 @@ class FeatureFusion(FederatedCallback):
         ValueError: If an option is unknown or out of its range; in ``setup``, if the features or their channels cannot
             be found.
         MisconfigurationException: In ``setup``, if the module is fused with another operator, at another layer or with
-            other options, or the Trainer has no federation to fit with, or one by FedMA; in ``fit``, if the optimizers cannot train the
-            operator, the module does not run it, or a checkpoint to go on from is of a fit without it.
+            other options, or the Trainer has no federation to fit with, or one by FedMA; in ``fit``, if the optimizers
+            cannot train the operator, the module does not run it, or a checkpoint to go on from is of a fit without it.
 
     Note:
         The callback's checkpoint state holds ``reference``: the extractor of the global model before the current one,

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning as L
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -81,7 +80,7 @@ class Federation(L.Callback):
         MisconfigurationException: In ``setup``, if the Trainer is asked for what cannot be right in a round.
 
     Note:
-        Checkpoints hold ``rounds``, ``seed``, ``totals`` (ints), ``aggregator`` (its own state) and ``store`` (its own).
+        Checkpoints hold ``rounds``, ``seed``, ``totals`` (ints), and the states of ``aggregator`` and ``store``.
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)

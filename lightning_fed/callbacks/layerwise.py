@@ -5,7 +5,7 @@ Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Alg
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -43,7 +43,8 @@ class LayerwiseTraining(FederatedCallback):
 
     Before the first round it finds the module's groups of neurons and the stages, and names them in the log. A client
     keeps its own model between the rounds of a pass, and until the end of the next: with large models, give the
-    federation a folder as ``store``. What is settled does not train (``requires_grad`` is off, BatchNorm in evaluation mode).
+    federation a folder as ``store``. What is settled does not train (``requires_grad`` is off, BatchNorm in evaluation
+    mode).
 
     Args:
         example_input: What the module's ``forward`` is called with to follow its neurons, see
@@ -144,8 +145,8 @@ class LayerwiseTraining(FederatedCallback):
         if not len(found) and rule.mode != "none":
             rank_zero_warn("FedMA has found no neurons that can change places: layers are averaged as they are.")
         rank_zero_info(
-            f"FedMA: {len(found)} groups with {sum(found.sizes.values())} neurons in {len(stages)} stages, one round each:"
-            f" {'; '.join(', '.join(stage.groups) or stage.entries[0].rpartition('.')[0] for stage in stages)}."
+            f"FedMA: {len(found)} groups with {sum(found.sizes.values())} neurons in {len(stages)} stages, one round"
+            f" each: {'; '.join(', '.join(stage.groups) or stage.entries[0].rpartition('.')[0] for stage in stages)}."
         )
         if trainer.is_global_zero:
             warn_of_rounds(trainer, len(stages))
@@ -355,4 +356,3 @@ def _has_what_it_needs(memory: State, broadcast: Broadcast) -> bool:
     """Whether a client has the model that a message builds on."""
     needed, own = broadcast.extras.get(NEEDS), memory.get(STEP)
     return needed is None or (own is not None and torch.equal(own.cpu(), needed.cpu()))
-

@@ -207,7 +207,7 @@ class OpenRound:
         return self._server.receive(update, unpack)
 
     def close(self) -> bool:
-        """Aggregates and makes the module the global model: after the last visit. Whether anything came of the round."""
+        """Aggregates and makes the module the global model: after the last visit. Whether anything came of it."""
         state = self._server.finish_round()
         has_come = state is not None
         if state is not None:

@@ -1,8 +1,8 @@
 """What a module logs per epoch, where several processes train a round's clients: summed up apart, logged by all alike.
 
-Lightning reduces a logged value over the processes when the epoch ends, if all of them have logged it. Here one may have
-had no client in the round, or another client's branch of the step: so every process sums up what its own batches log,
-and at the end of the round all log the joint values.
+Lightning reduces a logged value over the processes when the epoch ends, if all of them have logged it. Here one may
+have had no client in the round, or another client's branch of the step: so every process sums up what its own batches
+log, and at the end of the round all log the joint values.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ class _Entry:
     def as_numbers(self) -> _Entry:
         """The same without tensors."""
         total, last = (None if value is None else float(value) for value in (self.total, self.last))
-        return _Entry(
-            self.options, self.reduction, total, self.weight, self.metric, self.is_per_step, last, self.place
-        )
+        return _Entry(self.options, self.reduction, total, self.weight, self.metric, self.is_per_step, last, self.place)
 
 
 class PooledLog(L.Callback):
@@ -87,8 +85,8 @@ class PooledLog(L.Callback):
 
     What is logged per step goes on to Lightning, in every process for itself: loggers see the first one's. What is
     logged per epoch is summed up here, as Lightning does, and logged by all processes alike: after the last visit of a
-    round (:meth:`log_all`), and at the end of an evaluation. A metric of torchmetrics is handed to Lightning then, which
-    asks all processes for what they have seen. :class:`~lightning_fed.callbacks.Federation` adds this callback.
+    round (:meth:`log_all`), and at the end of an evaluation. A metric of torchmetrics is handed to Lightning then,
+    which asks all processes for what they have seen. :class:`~lightning_fed.callbacks.Federation` adds this callback.
     """
 
     def __init__(self) -> None:

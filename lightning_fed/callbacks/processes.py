@@ -153,7 +153,8 @@ class Processes:
         if cut:
             raise RuntimeError(
                 f"Round {number} ended in process {cut[0]} before its visits were over, and the other processes cannot"
-                " know: `on_train_batch_start` must not return -1, and nothing may leave the epoch in one process alone."
+                " know: `on_train_batch_start` must not return -1, and nothing may leave the epoch in one process"
+                " alone."
             )
         trainer.should_stop = any(each.should_stop for each in notes)
         progress.add_steps(trainer, sum(each.steps for each in notes) - steps)
@@ -188,9 +189,9 @@ class Processes:
         if max(lengths) - min(lengths) > _ROUNDING * max(lengths):
             raise RuntimeError(
                 f"The processes have made different global models (their norms are {lengths}): an aggregator or a"
-                " callback's `on_aggregate` does not do the same in all of them. What it draws must come from PyTorch's,"
-                " NumPy's or Python's global generators, which have the same seed, and what it has noted in `on_update`"
-                " must be shared: see `FederatedCallback.share_round`."
+                " callback's `on_aggregate` does not do the same in all of them. What it draws must come from"
+                " PyTorch's, NumPy's or Python's global generators, which have the same seed, and what it has noted in"
+                " `on_update` must be shared: see `FederatedCallback.share_round`."
             )
         local.load_global(self.ranks.first(state))
 

@@ -47,8 +47,9 @@ class ClassPrototypes(FederatedCallback):
     ``passes="online"`` takes the features that training computes anyway: the prototypes *before* are those of the
     visit's first pass over the data and those *after* of its last (of its first and second half, where it has only
     one). A visit of a single batch has no *before*, and so no LPM, for which
-    :class:`~lightning_fed.aggregators.FedMargin` takes the mean of the others': the log says so. The weights move meanwhile, augmentation and dropout are on, and two
-    halves hold different examples: good for watching and for long visits, while margins of short visits are noisy.
+    :class:`~lightning_fed.aggregators.FedMargin` takes the mean of the others': the log says so. The weights move
+    meanwhile, augmentation and dropout are on, and two halves hold different examples: good for watching and for long
+    visits, while margins of short visits are noisy.
 
     The exact passes run the module's ``training_step`` (with manual optimization its ``validation_step``), so that
     the model is fed as in training. An augmentation inside the data set cannot be switched off from here; both passes
@@ -164,8 +165,8 @@ class ClassPrototypes(FederatedCallback):
         self._measured = str(self._layer)
         if self._former not in (None, self._measured) and self._compares_rounds(trainer):
             raise OptionError(
-                f"Expected `layer` of `ClassPrototypes` to be that of the checkpoint, with whose prototypes the new ones"
-                f" are compared: {self._former}, but got {self._measured}."
+                f"Expected `layer` of `ClassPrototypes` to be that of the checkpoint, with whose prototypes the new"
+                f" ones are compared: {self._former}, but got {self._measured}."
             )
         classes = count_of_classes(pl_module) if self.num_classes == "auto" else self.num_classes
         if classes is None:
@@ -327,8 +328,8 @@ class ClassPrototypes(FederatedCallback):
         loader: Any = trainer.train_dataloader
         if isinstance(loader, Mapping | list | tuple):
             raise ValueError(
-                f"Expected one training loader for exact passes, but got a {type(loader).__name__} of {len(loader)}: use"
-                " passes='online'."
+                f"Expected one training loader for exact passes, but got a {type(loader).__name__} of {len(loader)}:"
+                " use passes='online'."
             )
         limit = trainer.num_training_batches
         with own_random_numbers(), undisturbed(loader, trainer.current_epoch):

@@ -185,8 +185,10 @@ class RoundLoop:
 
     def _step_together(self, training_step: Callable[..., Any], parts: list[Stacked], *rest: Any) -> Any:
         """One step of all who train at once; those who fail by their own fault are left out."""
-        assert self.open is not None and self.together is not None
-        assert self._loader is not None and self._loader.numbers is not None
+        assert self.open is not None
+        assert self.together is not None
+        assert self._loader is not None
+        assert self._loader.numbers is not None
         group, losses = self.open.group, []
         if not self._has_warned_of_forms and len(parts) == len(group):
             self._has_warned_of_forms = self._warn_of_forms(parts)
@@ -312,9 +314,7 @@ class RoundLoop:
             self.processes.agree(round)
         if round.is_new and self.batch_norm == "recalibrate":
             module = self.trainer.lightning_module
-            recalibrate(
-                self.trainer, module, self.server, round.local, self.population, self.cohort, self.elsewhere
-            )
+            recalibrate(self.trainer, module, self.server, round.local, self.population, self.cohort, self.elsewhere)
         report = self.server.report
         if self.elsewhere is None or self.elsewhere.has_server:
             after, parameters = round.local.entries, round.local.parameters

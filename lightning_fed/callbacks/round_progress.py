@@ -29,7 +29,7 @@ class RoundProgress:
 
     def add_steps(self, trainer: L.Trainer, count: int) -> None:
         """Counts steps that other processes have done: Lightning's callbacks go by ``global_step`` in all of them."""
-        loop = trainer.fit_loop.epoch_loop  # there is no public way to count; these attributes are what checkpoints hold
+        loop = trainer.fit_loop.epoch_loop  # there is no public way to count; these are what checkpoints hold
         for steps in (
             loop.automatic_optimization.optim_progress.optimizer.step.total,
             loop.manual_optimization.optim_step_progress.total,

@@ -60,9 +60,7 @@ class Stack:
             for each in find(path, recurse=False, remove_duplicate=False)
         ]
         self._firsts = {f"module.{name}": firsts[id(value)] for name, value in every if id(value) in firsts}
-        self._whole = {
-            name: many(value, size) for name, value in (*self._parameters.items(), *self._buffers.items())
-        }
+        self._whole = {name: many(value, size) for name, value in (*self._parameters.items(), *self._buffers.items())}
         self._indices = torch.arange(size)
         self._plain: dict[str, Tensor] = {}
         self._ended: dict[int, dict[str, Tensor]] = {}
@@ -90,9 +88,7 @@ class Stack:
         """The steps take copies from here on, so that what a step has of the module's own tensors can be told apart."""
         copies = copy_state(self._rows)
         self._rows = copies
-        self._taken = {
-            name: copies[name].requires_grad_(own.requires_grad) for name, own in self._parameters.items()
-        }
+        self._taken = {name: copies[name].requires_grad_(own.requires_grad) for name, own in self._parameters.items()}
 
     def check_step(self) -> None:
         """Looks at the gradients of a step whose clients had batches of several forms.

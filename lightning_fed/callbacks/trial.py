@@ -28,7 +28,7 @@ _TOLERANCE = 0.01  # of rounding, also of devices that round early; what is wron
 _LOW_TOLERANCE = 0.1  # likewise in low precision
 
 
-class Obstacle(Exception):  # noqa: N818 - no error: the visits are then trained one after another
+class Obstacle(Exception):
     """Why visits cannot be trained at once, in words."""
 
 
@@ -114,7 +114,9 @@ class _Trial:
             if _has_escaped(value):
                 raise Obstacle(_WRITES.format(name))
         tolerance = _TOLERANCE if is_precise else _LOW_TOLERANCE
-        for what, one, other, both in zip(("loss", "log", "gradients", "buffers"), first, second, together, strict=True):
+        for what, one, other, both in zip(
+            ("loss", "log", "gradients", "buffers"), first, second, together, strict=True
+        ):
             if what == "log":
                 values = zip(one, other, self._reductions, strict=False)
                 alone = _joined([reduced(torch.stack([left, right]), how) for left, right, how in values])
@@ -239,7 +241,9 @@ def _has_escaped(value: Any) -> bool:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *(each.detach().double().cpu().flatten() for each in tensors)])
+    return torch.cat(
+        [torch.zeros(0, dtype=torch.float64), *(each.detach().double().cpu().flatten() for each in tensors)]
+    )
 
 
 def _try_optimizer(optimizer: Optimizer) -> None:
@@ -248,7 +252,10 @@ def _try_optimizer(optimizer: Optimizer) -> None:
     shapes = [own.shape for group in optimizer.param_groups for own in group["params"]]
     # Of another size for the second client, as a norm of both would show.
     steps = [
-        [torch.randn(2, *shape, generator=generator) * torch.tensor([1.0, 3.0]).view(2, *[1] * len(shape)) for shape in shapes]
+        [
+            torch.randn(2, *shape, generator=generator) * torch.tensor([1.0, 3.0]).view(2, *[1] * len(shape))
+            for shape in shapes
+        ]
         for _ in range(2)
     ]
     alone = [_stepped(optimizer, [[each[client] for each in step] for step in steps], None) for client in range(2)]

@@ -176,6 +176,8 @@ def _check_hooks(owner: Any, hooks: Iterable[str], base: type) -> None:
         if not is_overridden(hook, owner, base):
             continue
         first = next((each for each in type(owner).__mro__ if hook in vars(each)), base)
-        is_lightnings = first.__module__.startswith("lightning.") and type(owner) is not L.pytorch.callbacks.LambdaCallback
+        is_lightnings = (
+            first.__module__.startswith("lightning.") and type(owner) is not L.pytorch.callbacks.LambdaCallback
+        )
         if not is_lightnings:
             raise Obstacle(f"`{type(owner).__name__}.{hook}` is written for one client's batch or model")

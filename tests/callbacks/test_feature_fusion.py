@@ -680,8 +680,8 @@ def test_no_operator_and_few_classes_of_many(federated_trainer):
 def test_weights_stay_in_their_range_whatever_the_server_does(federated_trainer):
     recorder = Recorder()
     fit(
-        federated_trainer, make("multi", clamp=(-0.001, 0.002), ema=0.0), callbacks=[recorder], local_epochs=3, rounds=4,
-        aggregator=FedAvgM(lr=3.0, momentum=0.9),
+        federated_trainer, make("multi", clamp=(-0.001, 0.002), ema=0.0), callbacks=[recorder], local_epochs=3,
+        rounds=4, aggregator=FedAvgM(lr=3.0, momentum=0.9),
     )  # fmt: skip
     sent = torch.stack([visit.broadcast[WEIGHT] for visit in recorder.visits])
     assert sent.min().item() == pytest.approx(-0.001)

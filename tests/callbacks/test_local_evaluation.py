@@ -43,7 +43,9 @@ class Losses(FederatedCallback):
             images, labels = models.images(VAL)[client]
             net = copy.deepcopy(module.net).eval()
             with torch.no_grad():
-                parts = [F.cross_entropy(net(x), y) * len(y) for x, y in zip(images.split(32), labels.split(32))]
+                parts = [
+                    F.cross_entropy(net(x), y) * len(y) for x, y in zip(images.split(32), labels.split(32), strict=True)
+                ]
             self.rounds[-1].append(sum(parts).item() / len(labels))
 
 

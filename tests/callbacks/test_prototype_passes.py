@@ -43,7 +43,7 @@ def test_what_comes_after_the_features_is_not_run(manual, federated_trainer):
         def careful(self, step, batch):
             try:
                 return step(batch, 0)
-            except Exception:  # noqa: BLE001 - as people write it
+            except Exception:
                 seen.append("caught")
                 raise
             finally:
@@ -150,9 +150,7 @@ def test_a_client_whose_batches_are_all_left_out(passes, federated_trainer):
     """It has no prototypes; that is no fault of the layer."""
     clients = models.vectors(TWO)
     clients["b"] = clients["b"][0], torch.zeros_like(clients["b"][1])
-    visits = sent(
-        federated_trainer, ClassPrototypes(passes=passes), Picky(models.mlp()), models.as_datasets(clients)
-    )
+    visits = sent(federated_trainer, ClassPrototypes(passes=passes), Picky(models.mlp()), models.as_datasets(clients))
     assert "prototypes:classes" in visits["a"].extras
     assert visits["b"].extras == {}
 
