@@ -27,6 +27,7 @@ from lightning_fed.compare import (
     Plan,
     Progress,
     load_results,
+    markdown,
     method_names,
     run_comparison,
     write_report,
@@ -746,6 +747,15 @@ def test_the_files_of_a_report(tmp_path):
         assert picture.format == "PNG"
         assert len(np.unique(np.asarray(picture.convert("RGB")).reshape(-1, 3), axis=0)) > 10
     assert sorted(path.name for path in out.iterdir()) == ["curves.png", "rounds.csv", "summary.csv", "summary.md"]
+
+
+@pytest.mark.parametrize(("loss", "shown"), [(999_999.0, "999999.000"), (9.853e32, "9.9e+32"), (np.nan, "nan")])
+def test_the_loss_of_what_diverges(loss, shown, tmp_path):
+    results = made_up(seeds=1)
+    for run in results:
+        run["rounds"][-1]["train_loss"] = loss
+    number = r"\| [\d.]+ "
+    assert re.search(rf"^\| `fedavg` .* \| {re.escape(shown)} {3 * number}\|$", markdown(results), re.M)
 
 
 def test_without_matplotlib(tmp_path, monkeypatch, caplog):

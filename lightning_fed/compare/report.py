@@ -268,7 +268,10 @@ def _shown(numbers: Sequence[float]) -> str:
 
 
 def _mean(numbers: Sequence[float], digits: int) -> str:
-    return f"{statistics.fmean(numbers):.{digits}f}" if numbers else ""
+    if not numbers:
+        return ""
+    mean = statistics.fmean(numbers)
+    return f"{mean:.1e}" if abs(mean) >= 1e6 else f"{mean:.{digits}f}"  # the loss of what diverges
 
 
 def _shown_rounds(numbers: Sequence[int | None]) -> str:
