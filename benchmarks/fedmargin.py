@@ -33,6 +33,7 @@ OPTIONS = (  # of FedMargin: with OPTION_STRAGGLERS alone
     "fedmargin:server_lr=0.5",
     "fedmargin:server_lr=1.5",
 )
+LAYER = "fedmargin:layer=model.classifier.0"  # LeNet's convolutions, before the hidden units
 OPTION_STRAGGLERS = 0.5
 
 
@@ -49,7 +50,6 @@ class Study:
         monitors: What is compared: a table for each.
         stragglers: Fractions of the cohort that straggle.
         variants: Name to further arguments of the recipe; a folder, and a panel of the report, for each.
-        layer: Another layer than FedMargin finds, whose features are one more of its options; empty if there is none.
 
     """
 
@@ -61,13 +61,6 @@ class Study:
     monitors: Sequence[str]
     stragglers: Sequence[float] = (0.0, 0.5, 0.8)
     variants: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"": ()})
-    layer: str = ""
-
-    @property
-    def option_labels(self) -> list[str]:
-        """What the runs of the options are called."""
-        layers = [f"fedmargin, {self.layer}"] if self.layer else []
-        return [*(Method.parse(text).label for text in self.options), *layers]
 
 
 STUDIES = {
@@ -84,18 +77,16 @@ STUDIES = {
         "FEMNIST with a narrow LeNet: 105 writers, 10 in a round, 5 local epochs",
         "--data.source.data_dir",
         (*BASELINES, "fedmargin"),
-        OPTIONS,
+        (*OPTIONS, LAYER),
         ("fed/val_acc/mean", "val_acc"),
-        layer="model.classifier.0",  # of the convolutions, before the hidden units
     ),
     "fashion_mnist": Study(
         "compare_fashion_mnist.yaml",
         "Fashion-MNIST (10,000 images) with a narrow LeNet: 50 clients of two labels, 10 in a round, 5 local epochs",
         "--data.source.data_dir",
         (*BASELINES, "fedmargin"),
-        OPTIONS,
+        (*OPTIONS, LAYER),
         ("fed/val_acc/mean", "val_acc"),
-        layer="model.classifier.0",  # of the convolutions, before the hidden units
     ),
     "camvid": Study(
         "compare_camvid.yaml",
@@ -111,49 +102,37 @@ STUDIES = {
 
 
 def make_plan(
-    name: str,
-    variant: str,
-    methods: Sequence[str],
-    stragglers: Sequence[float],
-    arguments: argparse.Namespace,
-    layer: str = "",
+    name: str, variant: str, methods: Sequence[str], stragglers: Sequence[float], arguments: argparse.Namespace
 ) -> Plan:
     study = STUDIES[name]
     overrides = [study.data, str(arguments.data)] if study.data else []
     overrides += study.variants[variant]
-    if layer:
-        overrides += ["--trainer.callbacks+=ClassPrototypes", f"--trainer.callbacks.layer={layer}"]
     overrides += ["--trainer.max_rounds", "1"] if arguments.quick else []
     return Plan(
         recipe=ROOT / "recipes" / study.recipe,
         methods=[Method.parse(text) for text in methods],
         seeds=arguments.seeds,
         stragglers=stragglers,
-        out=arguments.runs / "fedmargin" / "_".join([name, *study.variants[variant][1:], *filter(None, [layer])]),
+        out=arguments.runs / "fedmargin" / " ".join([name, *study.variants[variant][1:]]).replace(" ", "_"),
         monitor=study.monitors[0],
         test=arguments.test,
         overrides=overrides,
     )
 
 
-def make_plans(name: str, arguments: argparse.Namespace) -> dict[str, list[tuple[str, Plan]]]:
-    """The plans of a study, by variant, each with the layer that is not the one found.
-
-    Centralised training knows no partition: once is enough.
-    """
-    study = STUDIES[name]
-    plans: dict[str, list[tuple[str, Plan]]] = {}
-    for variant in study.variants:
+def make_plans(name: str, arguments: argparse.Namespace) -> dict[str, list[Plan]]:
+    """The plans of a study, by variant; centralised training knows no partition: once is enough."""
+    plans: dict[str, list[Plan]] = {}
+    for variant in STUDIES[name].variants:
         plans[variant] = []
-        for known, stragglers, layer in (
-            (study.methods, arguments.stragglers or study.stragglers, ""),
-            (study.options, [OPTION_STRAGGLERS], ""),
-            (["fedmargin"] if study.layer else [], [OPTION_STRAGGLERS], study.layer),
+        for known, stragglers in (
+            (STUDIES[name].methods, arguments.stragglers or STUDIES[name].stragglers),
+            (STUDIES[name].options, [OPTION_STRAGGLERS]),
         ):
             methods = [text for text in known if not arguments.methods or text in arguments.methods]
             methods = [text for text in methods if text != CENTRAL or len(plans) == 1]
             if methods:
-                plans[variant].append((layer, make_plan(name, variant, methods, stragglers, arguments, layer)))
+                plans[variant].append(make_plan(name, variant, methods, stragglers, arguments))
     return plans
 
 
@@ -162,7 +141,7 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
     study = STUDIES[name]
     command = f"python benchmarks/fedmargin.py --data DATA --studies {name} --out docs/results.md"
     parts = [f"`{command}`. {study.words}; `recipes/{study.recipe}`. {machine(arguments.threads)}."]
-    options = study.option_labels
+    options = [Method.parse(text).label for text in study.options]
     main = {variant: [run for run in found if run["method"] not in options] for variant, found in results.items()}
     if len(results) > 1:
         parts += [
@@ -225,19 +204,19 @@ def main() -> None:
         for variant, plans in make_plans(name, arguments).items():
             central = [run for run in next(iter(results.values()), []) if run["method"] == CENTRAL]
             found = list(central)
-            for layer, plan in plans:
+            for plan in plans:
                 if not arguments.report:
-                    print(f"{name} {variant}{layer}".strip(), flush=True)
+                    print(f"{name} {variant}".strip(), flush=True)
                     run_comparison(plan)
-                added = f", {layer}" if layer else ""
-                found += [{**run, "method": run["method"] + added} for run in load_results(plan)]
+                found += load_results(plan)
             if len(found) == len(central):
                 continue
             results[variant] = found
             if arguments.figures is not None:
                 arguments.figures.mkdir(parents=True, exist_ok=True)
-                curves = [run for run in found if run["method"] not in STUDIES[name].option_labels]
-                draw(curves, arguments.figures / f"fedmargin_{plans[0][1].out.name}.png", last=arguments.last)
+                options = [Method.parse(text).label for text in STUDIES[name].options]
+                curves = [run for run in found if run["method"] not in options]
+                draw(curves, arguments.figures / f"fedmargin_{plans[0].out.name}.png", last=arguments.last)
             write_section(arguments.out, f"fedmargin-{name}", report(name, results, arguments))
 
 
