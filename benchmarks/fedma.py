@@ -32,6 +32,7 @@ METHODS = (
     "fedma:mode=permute",
     "fedma:mode=none",
     "fedma:score=published",
+    "fedma:start=independent:score=published",
 )
 
 
@@ -67,14 +68,14 @@ STUDIES = {
         "CIFAR-10 (4,800 images) with a quarter of VGG-9's channels: 16 clients, Dirichlet 0.5 per class, 1 epoch;"
         " two passes through nine layers",
         (0.01, 0.02, 0.03),
-        (*METHODS[:4], "fedma", "fedma:mode=none"),
+        (*METHODS[:4], "fedma", "fedma:mode=none", METHODS[-1]),
     ),
     "shakespeare": Study(
         "compare_fedma_shakespeare.yaml",
         "Shakespeare's plays with a small LSTM (embedding 8, 64 neurons) that tells the next character at every step:"
         " 16 roles, 2 local epochs; four passes through three layers",
         (1.0, 2.0, 4.0),
-        ("central", "fedavg", "fedprox:mu=0.01", "fedma", "fedma:start=independent", "fedma:mode=none"),
+        (*METHODS[:4], "fedma", "fedma:start=independent", "fedma:mode=none", METHODS[-1]),
     ),
     "resnet": Study(
         "compare_fedma_resnet.yaml",
@@ -82,9 +83,7 @@ STUDIES = {
         " 8 clients, Dirichlet 0.5 per class, 1 epoch; three passes through five stages",
         (0.02, 0.05, 0.1),
         (
-            "central",
-            "fedavg",
-            "fedprox:mu=0.01",
+            *METHODS[:4],
             *(f"fedma:stages=5{more}" for more in ("", ":mode=permute", ":mode=none")),
         ),
     ),
@@ -92,7 +91,7 @@ STUDIES = {
         "compare_camvid.yaml",
         "CamVid at 96x64 (184 frames) with a narrow DeepLabV3+ (mobilenet_v2): 8 clients of equal sizes, 4 in a round,"
         " Dirichlet 0.1, 2 local epochs; two passes through five stages",
-        methods=("fedavg", "fedma:stages=5", "fedma:stages=5:mode=permute", "fedma:stages=5:mode=none"),
+        methods=(*METHODS[:4], *(f"fedma:stages=5{more}" for more in ("", ":mode=permute", ":mode=none"))),
         monitor="val_miou",
     ),
 }

@@ -149,7 +149,7 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
             overview(main, arguments.last),
         ]
     for variant, found in results.items():
-        for monitor in study.monitors:
+        for monitor in study.monitors if main[variant] else ():
             parts += [f"**{variant}**"] if variant else []
             parts.append(markdown([{**run, "monitor": monitor} for run in main[variant]], last=arguments.last))
         if any(run["method"] in options for run in found):
