@@ -61,8 +61,8 @@ def main() -> None:
         f"`python benchmarks/clients_added.py --data DATA --out docs/results.md`. CIFAR-10, {IMAGES:,} images over"
         f" {CLIENTS} clients (Dirichlet 0.5 per class), a quarter of VGG-9's channels. Clients come {GROUP} at a time;"
         f" after each all that are there train for {ROUNDS} rounds of one epoch, one pass of FedMA, with a learning"
-        f" rate of {LR} (not tuned) and momentum. Accuracy in % on {VALIDATION:,} other images, mean ± standard deviation"
-        f" over seeds. {machine(arguments.threads)}."
+        f" rate of {LR} (not tuned) and momentum. Accuracy in % on {VALIDATION:,} other images, mean ± standard"
+        f" deviation over seeds. {machine(arguments.threads)}."
     )
     header = ["", *(f"{(step + 1) * GROUP} clients" for step in range(steps)), "seeds"]
     write_section(arguments.out, "clients-added", f"{words}\n\n{table(header, rows)}")
