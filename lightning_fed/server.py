@@ -84,6 +84,10 @@ class Aggregator(ABC):
     def merge(self, other: Aggregator) -> None:
         """Joins what ``other`` has received in the same round."""
 
+    def leave_out(self) -> dict[Client, str]:
+        """Whose updates turn out not to fit, now that all are there, and why; nothing of them is kept."""
+        return {}
+
     @abstractmethod
     def aggregate(self) -> State:
         """The new global values of the shared entries, from all updates of the round (at least one).
@@ -142,8 +146,8 @@ class Server(Desk):
     """One round after another: sends, checks what comes back, counts the bytes, aggregates.
 
     An update that does not fit the broadcast it answers (missing or unexpected entries, other shapes or dtypes, NaN or
-    infinite values) is left out by name; the round goes on. With fewer than ``min_clients`` good updates the global
-    model stays as it was.
+    infinite values), or that the rule cannot use, is left out by name; the round goes on. With fewer than
+    ``min_clients`` good updates the global model stays as it was.
 
     Args:
         aggregator: The rule.
@@ -258,6 +262,10 @@ class Server(Desk):
     def finish_round(self) -> State | None:
         """The new global values of the shared entries, or ``None`` where the global model stays as it was."""
         self.end_visits()
+        for client, reason in self.aggregator.leave_out().items():
+            self.report.received.pop(client, None)
+            self.report.metrics.pop(client, None)
+            self.fail(client, reason)
         count = len(self.report.received)
         if count < self.min_clients:
             _log.warning(

@@ -7,10 +7,11 @@ words (see :mod:`lightning_fed.functional.margin`), and every alternative is an 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -27,8 +28,14 @@ from lightning_fed.functional.margin import (
     combine_attention,
     margin_attention,
 )
-from lightning_fed.functional.options import BadUpdate, OptionError, check_count
-from lightning_fed.functional.packing import find_bad_prototypes, lpm_name, pack_prototypes, unpack_prototypes
+from lightning_fed.functional.options import BadUpdate, OptionError, check_count, check_number, check_option
+from lightning_fed.functional.packing import (
+    find_bad_prototypes,
+    find_odd_prototypes,
+    lpm_name,
+    pack_prototypes,
+    unpack_prototypes,
+)
 from lightning_fed.functional.prototypes import (
     PrototypeMemory,
     PrototypeReference,
@@ -42,6 +49,8 @@ from lightning_fed.functional.wide import narrow, widen
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.server import Aggregator
 from lightning_fed.state import is_running_statistic
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -105,6 +114,8 @@ class FedMargin(Aggregator):
     Attributes:
         prototypes: Aggregate prototypes over clients and rounds; ``None`` before the first.
         last: Margins and weights of the last round.
+        num_classes: Number of classes, which :class:`~lightning_fed.callbacks.ClassPrototypes` finds in a fit; ``None``
+            where nobody has said so.
         updates: What has been received in this round.
 
     Raises:
@@ -146,6 +157,23 @@ class FedMargin(Aggregator):
         amm_normalize: bool = False,
         clients_by_name: int = 20,
     ) -> None:
+        for name, value, kinds in (
+            ("margin", margin, MarginKind),
+            ("class_reduction", class_reduction, ClassReduction),
+            ("attention", attention, AttentionKind),
+            ("combine", combine, Combination),
+            ("proto_weighting", proto_weighting, PrototypeWeighting),
+            ("proto_memory", proto_memory, PrototypeMemory),
+            ("apm_reference", apm_reference, PrototypeReference),
+            ("amm", amm, MeanMarginKind),
+        ):
+            check_option(name, value, get_args(kinds))
+        if not 0 < check_number("temperature", temperature) < math.inf:
+            raise ValueError(f"Expected `temperature` to be greater than 0 and finite, but got {temperature}.")
+        if not 0 <= check_number("proto_ema", proto_ema) <= 1:
+            raise ValueError(f"Expected `proto_ema` to be in 0 to 1, but got {proto_ema}.")
+        if not 0 < check_number("server_lr", server_lr) < math.inf:
+            raise ValueError(f"Expected `server_lr` to be greater than 0 and finite, but got {server_lr}.")
         self.margin: MarginKind = margin
         self.class_reduction: ClassReduction = class_reduction
         self.attention: AttentionKind = attention
@@ -157,18 +185,16 @@ class FedMargin(Aggregator):
         self.proto_ema = proto_ema
         self.apm_reference: PrototypeReference = apm_reference
         self.size_weighting = size_weighting
-        if not 0 < server_lr < math.inf:
-            raise ValueError(f"Expected `server_lr` to be greater than 0 and finite, but got {server_lr}.")
         self.server_lr = server_lr
         self.amm: MeanMarginKind = amm
         self.amm_normalize = amm_normalize
         self.clients_by_name = check_count("clients_by_name", clients_by_name, lowest=0)
         self.prototypes: Prototypes | None = None
         self.last = MarginReport()
+        self.num_classes: int | None = None
         self._round = -1
         self._state: State = {}
         self.updates: list[ClientUpdate] = []
-        self._try_options()
 
     def required_callbacks(self) -> Sequence[Any]:
         """The measurement of prototypes."""
@@ -192,10 +218,10 @@ class FedMargin(Aggregator):
 
         Raises:
             OptionError: If its margin was measured in another way.
-            BadUpdate: If its prototypes are malformed, or of other features than those of the clients before it.
+            BadUpdate: If its prototypes are malformed.
 
         """
-        fault = find_bad_prototypes(update.extras, self._width())
+        fault = find_bad_prototypes(update.extras, self.num_classes)
         if fault is not None:
             raise BadUpdate(fault)
         self._local_margin(update)
@@ -211,6 +237,13 @@ class FedMargin(Aggregator):
         if not isinstance(other, FedMargin):
             raise TypeError(f"Expected `other` to be a FedMargin, but got {type(other).__name__}.")
         self.updates += other.updates
+
+    def leave_out(self) -> dict[Client, str]:
+        """Whose prototypes have more or fewer features than those of most of the round's clients."""
+        known = None if self.prototypes is None else self.prototypes.means.shape[1]
+        odd = find_odd_prototypes({update.client: update.extras for update in self.updates}, known)
+        self.updates = [update for update in self.updates if update.client not in odd]
+        return odd
 
     def aggregate(self) -> State:
         """The weighted mean, after the step of ``server_lr``."""
@@ -296,15 +329,9 @@ class FedMargin(Aggregator):
             )
         return math.nan
 
-    def _width(self) -> int | None:
-        """Number of features of the prototypes that are known; ``None`` where there are none yet."""
-        if self.prototypes is not None:
-            return self.prototypes.means.shape[1]
-        packed = (update.extras for update in self.updates if len(update.extras.get("prototypes:classes", ())))
-        return next((extras["prototypes:means"].shape[1] for extras in packed), None)
-
     def _unpack(self) -> tuple[list[int], list[Prototypes]]:
         """Places of the updates with prototypes, and these over all classes seen so far."""
+        self._forget_others()
         known = 0 if self.prototypes is None else len(self.prototypes.counts)
         owners, classes = [], [known - 1]
         for place, update in enumerate(self.updates):
@@ -322,18 +349,22 @@ class FedMargin(Aggregator):
         sets = [unpack_prototypes(self.updates[owner].extras, count) for owner in owners]
         return owners, [prototypes for prototypes in sets if prototypes is not None]
 
+    def _forget_others(self) -> None:
+        """Forgets aggregate prototypes of other features than the round's: who sent them was alone, or wrong."""
+        packed = (update.extras for update in self.updates if len(update.extras.get("prototypes:classes", ())))
+        width = next((extras["prototypes:means"].shape[1] for extras in packed), None)
+        if self.prototypes is None or width in (None, self.prototypes.means.shape[1]):
+            return
+        _log.warning(
+            "Round %d: the aggregate prototypes start anew: those of the clients have %d features instead of %d.",
+            self._round,
+            width,
+            self.prototypes.means.shape[1],
+        )
+        self.prototypes = None
+
     def _step(self, name: str, mean: Tensor) -> Tensor:
         if not mean.is_floating_point() or is_running_statistic(name):
             return mean
         old = widen(self._state[name])
         return narrow(old + self.server_lr * (widen(mean) - old), mean)
-
-    def _try_options(self) -> None:
-        """Runs every function with its options, so that an unknown one is refused here and not after a round."""
-        one = Prototypes(torch.zeros(2, 1), torch.ones(2, dtype=torch.int64))
-        current = aggregate_prototypes([one], self.proto_weighting, [1])
-        aggregate = update_prototypes(one, current, decay=self.proto_ema, memory=self.proto_memory)
-        reference = reference_prototypes(one, current, aggregate, self.apm_reference)
-        aggregate_prototype_margin(one, reference, margin=self.margin, class_reduction=self.class_reduction)
-        aggregate_mean_margin(one, self.amm, normalize=self.amm_normalize)
-        self._weights([1.0], [1.0], [1])

@@ -132,6 +132,10 @@ class ServerOptimizer(Aggregator):
             self.held[name] = self.held.get(name, held) | held
         self.inner.merge(other.inner)
 
+    def leave_out(self) -> dict[Client, str]:
+        """Whose updates the averaging rule cannot use."""
+        return self.inner.leave_out()
+
     def aggregate(self) -> State:
         """The averaging rule's result, and the step."""
         new = dict(self.inner.aggregate())

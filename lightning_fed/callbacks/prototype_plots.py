@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import lightning as L
@@ -18,13 +19,15 @@ from lightning_fed.callbacks.images import checked_colors, default_colors
 from lightning_fed.callbacks.pictures import Color, figure_pixels, has_matplotlib, report_others, tensorboards
 from lightning_fed.callbacks.prototypes import ClassPrototypes, is_federated
 from lightning_fed.functional.options import check_option
-from lightning_fed.functional.packing import unpack_prototypes
+from lightning_fed.functional.packing import find_bad_prototypes, find_odd_prototypes, unpack_prototypes
 from lightning_fed.functional.projection import PrincipalAxes, principal_axes
 from lightning_fed.functional.prototypes import Prototypes, aggregate_prototypes
 from lightning_fed.messages import Client, ClientUpdate, State
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_log = logging.getLogger(__name__)
 
 Basis = Literal["each", "first"]
 
@@ -141,7 +144,7 @@ class PrototypePlots(FederatedCallback):
         if isinstance(rule, FedMargin):
             prototypes = rule.prototypes
         else:
-            prototypes = _over_clients([self._sent[client] for client in server.report.received])
+            prototypes = self._over_clients(trainer, server.report.received)
         self._sent = {}
         self._draw(trainer, prototypes, f"Round {trainer.current_epoch}")
 
@@ -150,9 +153,7 @@ class PrototypePlots(FederatedCallback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draws the prototypes at the end of the epoch."""
         if not is_federated(trainer):
-            callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-            (measured, *_) = (callback for callback in callbacks if isinstance(callback, ClassPrototypes))
-            self._draw(trainer, measured.prototypes, f"Epoch {trainer.current_epoch}")
+            self._draw(trainer, _measuring(trainer).prototypes, f"Epoch {trainer.current_epoch}")
 
     # Both
 
@@ -168,6 +169,21 @@ class PrototypePlots(FederatedCallback):
         self._view = None if view is None else PrincipalAxes(view["center"], view["axes"])
         self._known = self._known if view is None else view["classes"]
 
+    def _over_clients(self, trainer: L.Trainer, clients: Iterable[Client]) -> Prototypes | None:
+        """Prototypes over the clients that have sent some; none of those whose cannot be drawn, by name."""
+        num_classes = _measuring(trainer).classes_found
+        assert num_classes is not None
+        sent = {client: self._sent[client] for client in clients}
+        faults = {client: find_bad_prototypes(packed, num_classes) for client, packed in sent.items()}
+        good = {client: packed for client, packed in sent.items() if faults[client] is None}
+        faults |= find_odd_prototypes(good)
+        for client, fault in faults.items():
+            if fault is not None:
+                _log.warning("The prototypes of client %r are not drawn: %s.", client, fault)
+        sets = [unpack_prototypes(packed, num_classes) for client, packed in sent.items() if faults[client] is None]
+        known = [prototypes for prototypes in sets if prototypes is not None and prototypes.present.any()]
+        return aggregate_prototypes(known) if known else None
+
     def _draw(self, trainer: L.Trainer, prototypes: Prototypes | None, title: str) -> None:
         epoch = trainer.current_epoch
         is_early = self._last_epoch is not None and epoch - self._last_epoch < self.every_n_epochs
@@ -177,6 +193,8 @@ class PrototypePlots(FederatedCallback):
         if len(classes) < 2:
             return
         means = prototypes.means.detach().cpu()[classes]
+        if self._view is not None and self._view.center.shape != means.shape[1:]:
+            self._view = None  # of other features
         self._last_epoch = epoch
         if self._view is None or self.basis == "each" or not torch.isin(classes, self._known).all():
             fresh = principal_axes(means)
@@ -198,11 +216,10 @@ class PrototypePlots(FederatedCallback):
 _TRAVELLING = ("prototypes:classes", "prototypes:means", "prototypes:counts")
 
 
-def _over_clients(sent: Sequence[State]) -> Prototypes | None:
-    """Prototypes over the clients that have sent some."""
-    known = [1 + int(packed[_TRAVELLING[0]].max()) for packed in sent if len(packed.get(_TRAVELLING[0], ()))]
-    sets = [unpack_prototypes(packed, max(known)) for packed in sent] if known else []
-    return aggregate_prototypes([prototypes for prototypes in sets if prototypes is not None]) if known else None
+def _measuring(trainer: L.Trainer) -> ClassPrototypes:
+    """The callback that measures prototypes."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next(callback for callback in callbacks if isinstance(callback, ClassPrototypes))
 
 
 def _figure(view: PrincipalAxes, means: Tensor, shown: Sequence[tuple[str, Color]], title: str) -> Figure:

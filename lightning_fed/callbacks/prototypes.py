@@ -24,7 +24,7 @@ from lightning_fed.data.loader_clients import undisturbed
 from lightning_fed.data.population import PlannedVisit, own_random_numbers, seed_everything
 from lightning_fed.data.rounds import describe
 from lightning_fed.functional.margin import ClassReduction, MarginKind, aggregate_mean_margin, local_prototype_margin
-from lightning_fed.functional.options import OptionError, check_option
+from lightning_fed.functional.options import OptionError, check_count, check_option
 from lightning_fed.functional.packing import lpm_name, pack_prototypes, unpack_prototypes
 from lightning_fed.functional.prototypes import Prototypes, VoidLabel
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
@@ -81,6 +81,7 @@ class ClassPrototypes(FederatedCallback):
 
     Attributes:
         prototypes: On a plain Trainer, those at the end of the last epoch; ``None`` before.
+        classes_found: Number of classes in a fit; ``None`` before.
 
     Raises:
         ValueError: If an option is unknown or out of its range; in ``fit``, if the layer or the number of classes
@@ -116,10 +117,11 @@ class ClassPrototypes(FederatedCallback):
         check_option("lpm_before", lpm_before, ("download", "last_local"))
         empty = Prototypes(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
         local_prototype_margin(empty, empty, margin=margin, class_reduction=class_reduction)  # checks both names
-        if max_batches is not None and max_batches < 1:
-            raise ValueError(f"Expected `max_batches` to be at least 1, but got {max_batches}.")
-        if min_count < 1:
-            raise ValueError(f"Expected `min_count` to be at least 1, but got {min_count}.")
+        if num_classes != "auto":
+            check_count("num_classes", num_classes)
+        if max_batches is not None:
+            check_count("max_batches", max_batches)
+        check_count("min_count", min_count)
         self.layer = layer
         self.num_classes = num_classes
         self.ignore_index: VoidLabel = ignore_index
@@ -133,6 +135,7 @@ class ClassPrototypes(FederatedCallback):
         self.class_reduction: ClassReduction = class_reduction
         self.lpm_before = lpm_before
         self.prototypes: Prototypes | None = None
+        self.classes_found: int | None = None
         self._layer: FeatureLayer
         self._measured: str | None = None  # that layer in words
         self._former: str | None = None  # that of the fit that is resumed
@@ -174,6 +177,10 @@ class ClassPrototypes(FederatedCallback):
         self._rules = FeatureRules(
             classes, self.ignore_index, self.exclude_classes, self.target, self.normalize_features, self.min_count
         )
+        self.classes_found = classes
+        rule = averaging_rule(find_federation(trainer).server.aggregator) if is_federated(trainer) else None
+        if isinstance(rule, FedMargin):
+            rule.num_classes = classes
         self._before, self._watched, self._has_warned = None, None, False  # nothing is left of another fit
         if self.layer == "auto":
             rank_zero_info(f"ClassPrototypes: the features of {classes} classes are {self._layer}.")
@@ -245,8 +252,11 @@ class ClassPrototypes(FederatedCallback):
         update.extras |= pack_prototypes(after)
         if self._before is None:
             return
+        others = self._others
+        if others is not None and others.means.shape != after.means.shape:
+            others = None  # of other features: the next aggregate starts anew
         margin = local_prototype_margin(
-            after, self._before, margin=self.margin, class_reduction=self.class_reduction, fallback=self._others
+            after, self._before, margin=self.margin, class_reduction=self.class_reduction, fallback=others
         )
         if not margin.isnan():
             update.extras[lpm_name(self.margin, self.class_reduction)] = margin

@@ -28,6 +28,7 @@ from lightning_fed.functional.matched_mean import matched_mean as matched_mean
 from lightning_fed.functional.matching import NeuronMatch as NeuronMatch
 from lightning_fed.functional.matching import match_neurons as match_neurons
 from lightning_fed.functional.packing import find_bad_prototypes as find_bad_prototypes
+from lightning_fed.functional.packing import find_odd_prototypes as find_odd_prototypes
 from lightning_fed.functional.packing import lpm_name as lpm_name
 from lightning_fed.functional.packing import pack_prototypes as pack_prototypes
 from lightning_fed.functional.packing import unpack_prototypes as unpack_prototypes
@@ -91,6 +92,7 @@ __all__ = [
     "dirichlet_per_client",
     "feature_entropy",
     "find_bad_prototypes",
+    "find_odd_prototypes",
     "fuse_conv",
     "fuse_multi",
     "fuse_single",

@@ -80,7 +80,15 @@ def _find(batch: Any, place: Place, keys: Sequence[str], otherwise: Any, name: s
     if callable(place):
         found = place(batch)
     elif place is not None:
-        found = batch[place]
+        try:
+            found = batch[place]
+        except (LookupError, TypeError) as error:
+            has = f"keys {list(batch)}" if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
+            if isinstance(batch, Sequence):
+                has = f"places 0 to {len(batch) - 1}"
+            raise ValueError(
+                f"Expected `{name}` to be in the batch, but got {place!r} for a batch of {has}."
+            ) from error
     elif isinstance(batch, Mapping):
         found = next((batch[key] for key in keys if key in batch), None)
     else:

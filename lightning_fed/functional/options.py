@@ -51,3 +51,23 @@ def check_count(name: str, value: object, lowest: int = 1) -> int:
     if value < lowest:
         raise ValueError(f"Expected `{name}` to be at least {lowest}, but got {value}.")
     return int(value)
+
+
+def check_number(name: str, value: object) -> float:
+    """A real number, of any kind but a bool.
+
+    Args:
+        name: Name of the argument.
+        value: What was passed; numbers of NumPy are fine.
+
+    Raises:
+        ValueError: If it is none.
+
+    Example:
+        >>> check_number("server_lr", 1)
+        1.0
+
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"Expected `{name}` to be a number, but got {value!r}.")
+    return float(value)

@@ -6,12 +6,16 @@ the name that :func:`lpm_name` gives it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_fed.functional.prototypes import Prototypes
+
+_Client = TypeVar("_Client")
 
 _NAMES = ("prototypes:classes", "prototypes:means", "prototypes:counts")
 
@@ -72,17 +76,17 @@ def lpm_name(margin: str, class_reduction: str) -> str:
     return f"prototypes:lpm:{margin}:{class_reduction}"
 
 
-def find_bad_prototypes(packed: Mapping[str, Tensor], width: int | None = None) -> str | None:
+def find_bad_prototypes(packed: Mapping[str, Tensor], num_classes: int | None = None) -> str | None:
     """What is wrong with prototypes that somebody else packed, in words, or ``None``; nothing if there are none.
 
     Args:
         packed: What travelled: prototypes, margins and whatever else.
-        width: Number of features that the means must have; ``None`` if any will do.
+        num_classes: Number of classes; ``None`` where it is not known.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
-        >>> find_bad_prototypes(packed), find_bad_prototypes(packed, width=2)
-        (None, 'its prototypes have 1 features instead of 2')
+        >>> find_bad_prototypes(packed), find_bad_prototypes(packed, num_classes=1)
+        (None, 'its prototypes are of class 1 instead of 0 to 0')
 
     """
     margins = [value for name, value in packed.items() if name.startswith("prototypes:lpm:")]
@@ -102,10 +106,36 @@ def find_bad_prototypes(packed: Mapping[str, Tensor], width: int | None = None) 
         return None
     if int(classes.min()) < 0:
         return f"its prototypes are of class {int(classes.min())}"
+    if num_classes is not None and int(classes.max()) >= num_classes:
+        return f"its prototypes are of class {int(classes.max())} instead of 0 to {num_classes - 1}"
     if len(set(classes.tolist())) < len(classes):
         return "its prototypes have a class twice"
     if int(counts.min()) < 1:
         return f"one of its prototypes is the mean of {int(counts.min())} feature vectors"
-    if width is not None and means.shape[1] != width:
-        return f"its prototypes have {means.shape[1]} features instead of {width}"
     return None
+
+
+def find_odd_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]], known: int | None = None) -> dict[_Client, str]:
+    """Whose prototypes have other numbers of features than most clients', and what is wrong with them, in words.
+
+    No single client says how many features there are, also not the first one. Of equally frequent numbers the known one
+    counts, or else the larger.
+
+    Args:
+        packed: What each client sent, in which :func:`find_bad_prototypes` has found nothing.
+        known: Number of features of earlier prototypes, if there are any.
+
+    Example:
+        >>> means = {"a": torch.ones(2, 3), "b": torch.ones(2, 8), "c": torch.ones(1, 8)}
+        >>> find_odd_prototypes({k: pack_prototypes(Prototypes(v, torch.ones(len(v)).int())) for k, v in means.items()})
+        {'a': 'its prototypes have 3 features instead of 8'}
+
+    """
+    widths = {client: one["prototypes:means"].shape[1] for client, one in packed.items() if len(one.get(_NAMES[0], ()))}
+    votes = Counter(widths.values())
+    most = max(votes, key=lambda width: (votes[width], width == known, width), default=None)
+    return {
+        client: f"its prototypes have {width} features instead of {most}"
+        for client, width in widths.items()
+        if width != most
+    }

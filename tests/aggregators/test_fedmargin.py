@@ -442,7 +442,6 @@ def test_margins_measured_in_another_way():
 
 
 BAD = {  # what is sent instead, and what is said of it
-    "width": ({"prototypes:means": torch.ones(2, 3)}, "3 features instead of 2"),
     "class": ({"prototypes:classes": torch.tensor([-1, 1])}, "of class -1"),
     "twice": ({"prototypes:classes": torch.tensor([1, 1])}, "a class twice"),
     "fractions": ({"prototypes:classes": torch.tensor([0.0, 1.0])}, "types torch.float32, torch.float32, torch.int64"),
@@ -476,17 +475,116 @@ def test_prototypes_that_cannot_be_used(name, known):
     assert rule.last == without.last
 
 
-def test_whose_prototypes_cannot_be_used_is_left_out_by_name():
-    """And the round goes on."""
-    server, state = Server(FedMargin()), {"w": torch.tensor(0.0)}
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("first", ["k1", "k2"])
+def test_whose_prototypes_have_other_features_is_left_out_by_name(first, wrapped):
+    """Also if they come first, and in the first round: the others' round is what it is without that client."""
+    rule, without, state = FedMargin(), FedMargin(), {"w": torch.tensor(0.0)}
+    server = Server(ServerOptimizer("SGD", rule, lr=1.0) if wrapped else rule)
+    updates = sorted(example(), key=lambda update: update.client != first)
     server.start_round(0, state)
+    without.start_round(0, state)
+    for update in updates:
+        server.send(update.client)
+        if update.client == first:
+            update.extras["prototypes:means"] = torch.ones(len(update.extras["prototypes:means"]), 7)
+        else:
+            without.receive(copy.deepcopy(update))
+        update.metrics["lpm"] = 1.0
+        assert server.receive(update)
+    assert_same(without.aggregate(), server.finish_round())
+    assert server.report.failed == {first: "its prototypes have 7 features instead of 2"}
+    assert first not in server.report.received
+    assert first not in server.report.metrics
+    assert len(server.report.received) == 2
+    assert_same(without.state_dict(), rule.state_dict())
+
+
+def test_left_out_clients_are_not_counted():
+    server = Server(FedMargin(), min_clients=3)
+    server.start_round(0, {"w": torch.tensor(0.0)})
     for update in example():
         server.send(update.client)
-        if update.client == "k2":
-            update.extras["prototypes:means"] = torch.ones(2, 3)
-        assert server.receive(update) == (update.client != "k2")
-    assert server.finish_round() is not None
-    assert server.report.failed == {"k2": "its prototypes have 3 features instead of 2"}
+        if update.client == "k3":
+            update.extras["prototypes:means"] = torch.ones(1, 3)
+        server.receive(update)
+    assert server.finish_round() is None
+    assert server.aggregator.prototypes is None
+
+
+def test_classes_that_are_none():
+    """Where the number of classes is known: a place in the aggregate is made for no other."""
+    for wrong in (3, 10**12):
+        rule = started(FedMargin())
+        rule.num_classes = 3
+        first, second, third = example()
+        first.extras["prototypes:classes"] = torch.tensor([0, 1, wrong])
+        with pytest.raises(BadUpdate, match=f"of class {wrong} instead of 0 to 2"):
+            rule.receive(first)
+        for update in (second, third):
+            rule.receive(update)
+        rule.aggregate()
+        assert rule.prototypes.means.shape == (3, 2)
+
+
+def test_a_client_alone_locks_nobody_out(caplog):
+    """Alone in its round nothing tells that its prototypes are wrong; the next round starts anew, and says so."""
+    server, state = Server(FedMargin()), {"w": torch.tensor(0.0)}
+    for round, widths in enumerate([[3], [2, 2], [5, 2], [4, 4, 2]]):
+        server.start_round(round, state)
+        for place, width in enumerate(widths):
+            server.send(f"k{place}")
+            extras = pack_prototypes(prototypes({0: (1,) * width, 1: (0,) * width}))
+            server.receive(ClientUpdate(f"k{place}", 1, state, extras))
+        assert server.finish_round() is not None
+        most = max(widths, key=lambda width: (widths.count(width), width == 2))
+        assert list(server.report.failed) == [f"k{place}" for place, width in enumerate(widths) if width != most]
+        assert server.aggregator.prototypes.means.shape == (2, most)
+    assert [record.getMessage() for record in caplog.records if "anew" in record.getMessage()] == [
+        "Round 1: the aggregate prototypes start anew: those of the clients have 2 features instead of 3.",
+        "Round 3: the aggregate prototypes start anew: those of the clients have 4 features instead of 2.",
+    ]
+
+
+class Tampers(FederatedCallback):
+    """One client's prototypes are changed in the first round."""
+
+    def __init__(self, client, change):
+        self.client, self.change = client, change
+
+    def on_client_end(self, trainer, module, client, update):
+        if (client, trainer.current_epoch) == (self.client, 0):
+            self.change(update.extras)
+
+
+def narrowed(extras):
+    extras["prototypes:means"] = extras["prototypes:means"][:, :3]
+
+
+def another_class(extras):
+    extras["prototypes:classes"] = extras["prototypes:classes"].clone()
+    extras["prototypes:classes"][-1] = 5000
+
+
+@pytest.mark.parametrize("margin", ["semantic", "hypothesis"])
+@pytest.mark.parametrize("per_round", [1.0, 1], ids=["all", "one"])
+@pytest.mark.parametrize("change", [narrowed, another_class])
+def test_a_fit_goes_on_without_one_client(change, per_round, margin, federated_trainer):
+    """Whoever it is, and however many there are in a round."""
+    data, failed, is_alone = models.vectors(), [], isinstance(per_round, int)
+    first = Federation("fedavg", clients_per_round=per_round).schedule.cohort(0, list(data)).visits[0].client
+
+    class Notes(FederatedCallback):
+        def on_round_end(self, trainer, module, *_):
+            failed.append(list(trainer.federation.server.report.failed))
+
+    rule = FedMargin(margin)
+    trainer = federated_trainer(
+        max_rounds=3, aggregator=rule, clients_per_round=per_round, callbacks=[Tampers(first, change), Notes()]
+    )
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(data))
+    assert failed == [[] if is_alone and change is narrowed else [first], [], []]
+    assert rule.prototypes.means.shape == (3, 8)
 
 
 def test_the_first_prototypes_may_have_any_features():
@@ -533,13 +631,16 @@ def test_resuming_with_another_layer(kind, federated_trainer, tmp_path):
     [
         ({"margin": "wide"}, r"`margin` .*, but got 'wide'"),
         ({"class_reduction": "median"}, r"`class_reduction` .*, but got 'median'"),
-        ({"attention": "all"}, r", but got 'all'"),
+        ({"attention": "all"}, r"`attention` .*, but got 'all'"),
         ({"combine": "max"}, r"`combine` .*, but got 'max'"),
-        ({"proto_weighting": "none"}, r"but got 'none'"),
-        ({"proto_memory": "long"}, r"but got 'long'"),
-        ({"proto_ema": 1.5}, r"but got 1.5"),
-        ({"apm_reference": "next"}, r"but got 'next'"),
-        ({"amm": "far"}, r"but got 'far'"),
+        ({"proto_weighting": "none"}, r"`proto_weighting` .*, but got 'none'"),
+        ({"proto_memory": "long"}, r"`proto_memory` .*, but got 'long'"),
+        ({"proto_ema": 1.5}, "`proto_ema` to be in 0 to 1, but got 1.5"),
+        ({"proto_ema": "0.1"}, "`proto_ema` to be a number, but got '0.1'"),
+        ({"temperature": "1"}, "`temperature` to be a number, but got '1'"),
+        ({"server_lr": None}, "`server_lr` to be a number, but got None"),
+        ({"apm_reference": "next"}, r"`apm_reference` .*, but got 'next'"),
+        ({"amm": "far"}, r"`amm` .*, but got 'far'"),
         ({"temperature": 0.0, "attention": "softmax"}, r"`temperature` .*, but got 0.0"),
         ({"clients_by_name": -1}, "`clients_by_name` to be at least 0, but got -1"),
         ({"server_lr": 0.0}, "`server_lr` to be greater than 0 and finite, but got 0.0"),

@@ -22,6 +22,7 @@ from lightning_fed.callbacks import AttentionMap, ClassPrototypes, PrototypePlot
 from tests import models
 from tests.callbacks.test_images import logged
 from tests.conftest import QUIET
+from tests.recorders import assert_same
 
 # Most fits here only train, with modules that could validate.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -200,6 +201,28 @@ def test_pictures_of_an_aggregator_without_prototypes(tmp_path):
     pictures = logged(logger, TAG)
     for (_, picture), (classes, means), seen_from in zip(pictures, history, planes(history, "first"), strict=True):
         assert_drawn(picture, classes, means, seen_from)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "reason"),
+    [
+        ("prototypes:means", lambda means: means[:, :3], "its prototypes have 3 features instead of 8"),
+        ("prototypes:classes", lambda classes: classes + 10**12, "its prototypes are of class 1000000000003 instead"),
+    ],
+)
+def test_prototypes_that_cannot_be_drawn(tmp_path, caplog, name, changed, reason):
+    """Those of the client are missing in the picture, and the fit goes on as without the callback."""
+
+    class Tampers(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            if client == "a":
+                update.extras[name] = changed(update.extras[name])
+
+    logger = TensorBoardLogger(tmp_path)
+    module = federate([ClassPrototypes(), PrototypePlots(1), Tampers()], logger, 2, aggregator="fedavg")
+    assert len(logged(logger, TAG)) == 2
+    assert_same(module.state_dict(), federate([], False, 2, aggregator="fedavg").state_dict())
+    assert f"The prototypes of client 'a' are not drawn: {reason}" in caplog.text
 
 
 class Inputs(models.Module):

@@ -929,6 +929,7 @@ def test_manual_optimization(federated_trainer):
         ({"class_reduction": "median"}, r"`class_reduction` .* but got 'median'"),
         ({"max_batches": 0}, "`max_batches` to be at least 1, but got 0"),
         ({"min_count": 0}, "`min_count` to be at least 1, but got 0"),
+        ({"num_classes": "4"}, "`num_classes` to be a whole number, but got '4'"),
     ],
 )
 def test_options_that_are_wrong(options, message):
@@ -944,6 +945,8 @@ def test_options_that_are_wrong(options, message):
         ({"ignore_index": 2}, "`ignore_index` to be no class"),
         ({"num_classes": 300, "ignore_index": 255}, "Pass `ignore_index=None`"),
         ({"exclude_classes": [3]}, "`exclude_classes` to be in 0 to 2, but got 3"),
+        ({"target": "z"}, "`target` to be in the batch, but got 'z' for a batch of places 0 to 1"),
+        ({"target": 5}, "`target` to be in the batch, but got 5 for a batch of places 0 to 1"),
         ({"num_classes": 2}, r"`labels` to be in 0 to 1 or `ignore_index` \(255\), but got 2"),
     ],
 )
