@@ -30,6 +30,7 @@ from lightning_fed.compare import (
     markdown,
     method_names,
     run_comparison,
+    summarize,
     write_report,
 )
 from lightning_fed.data import Synthetic
@@ -524,6 +525,12 @@ def test_labels_that_look_alike_as_folders(capsys):
     assert "but other method made it" in capsys.readouterr().err
 
 
+def test_the_guide_names_all_methods():
+    guide = (ROOT / "docs" / "guides" / "compare.md").read_text()
+    table = "".join(re.findall(r"^\| `.*", guide.split("## Methods")[1].split("\n## ")[0], re.M))
+    assert set(re.findall(r"`(\w+)[:`]", table)) == set(method_names())
+
+
 def test_values_of_options():
     options = Method.parse("fedmargin:proto_ema=1e-1:combine=lpm:size_weighting=true:min_clients=2").options
     assert options == {"proto_ema": 0.1, "combine": "lpm", "size_weighting": True, "min_clients": 2}
@@ -740,13 +747,77 @@ def test_the_files_of_a_report(tmp_path):
         assert all((row[name] == "") == (row["method"] == "central") for name in OF_MODELS)
     assert "| MB | wall s | CPU s |" in text
     wall = [sum(values["seconds"] for values in run["rounds"]) for run in made_up() if run["method"] == "central"]
-    assert re.search(rf"^\| `central` .* {np.mean(wall):.1f} \| [\d.]+ \|$", text, re.M)
+    shown = rf"{np.mean(wall):.1f} ± {np.std(wall, ddof=1):.1f}"
+    assert re.search(rf"^\| `central` .* {shown} \| [\d.]+ ± [\d.]+ \|$", text, re.M)
     assert (out / "summary.md").read_text() == f"{text}\n"
     with Image.open(out / "curves.png") as picture:
         picture.load()
         assert picture.format == "PNG"
         assert len(np.unique(np.asarray(picture.convert("RGB")).reshape(-1, 3), axis=0)) > 10
     assert sorted(path.name for path in out.iterdir()) == ["curves.png", "rounds.csv", "summary.csv", "summary.md"]
+
+
+def shown(numbers, digits):
+    return f"{np.mean(numbers):.{digits}f} ± {np.std(numbers, ddof=1):.{digits}f}"
+
+
+def test_the_table():
+    """Every cell once more: over seeds, or over the fractions of stragglers."""
+    results = made_up()
+    cells = summarize(results, 0.7)
+    for cell, rounds in ((("fedavg", 0.5), [2, None, None]), (("fedmargin", 0.0), [2, 4, 4])):
+        for run, reached in zip(
+            [run for run in results if (run["method"], run["stragglers"]) == cell], rounds, strict=True
+        ):
+            (central,) = [each for each in results if (each["method"], each["seed"]) == ("central", run["seed"])]
+            for number, values in enumerate(run["rounds"], start=1):
+                values["acc"] = central["rounds"][-1]["acc"] * (0.75 if reached and number >= reached else 0.5)
+    for run in results:
+        if (run["method"], run["stragglers"]) == ("fedavg", 0.0):
+            for values in run["rounds"]:
+                values["acc"] = 0.0
+        if run["method"] == "fedmargin":  # of every seed the same
+            run["rounds"][-1] |= {"comm/total_up_bytes": 10**6, "comm/total_down_bytes": 2 * 10**6 + run["seed"]}
+    cells = summarize(results, 0.7)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in markdown(results, 0.7).splitlines()[:5]]
+    header = ["method", "acc, 0% stragglers", "#R@70%, 0% stragglers", "acc, 50% stragglers", "#R@70%, 50% stragglers"]
+    header += ["acc over stragglers", "#R@70% over stragglers", "train_loss", "MB", "wall s", "CPU s"]
+    assert lines[0] == header
+    table = {line[0]: dict(zip(header, line, strict=True)) for line in lines[2:]}
+    fedavg, fedmargin, central = (table[f"`{method}`"] for method in ("fedavg", "fedmargin", "central"))
+    assert (fedavg["#R@70%, 0% stragglers"], fedavg["#R@70%, 50% stragglers"]) == ("never", "2.0 (1 of 3)")
+    assert fedavg["#R@70% over stragglers"] == "2.0 (1 of 6)"
+    assert fedmargin["#R@70%, 0% stragglers"] == shown([2, 4, 4], 1)
+    late = cells["fedmargin", 0.5].rounds_to_target
+    assert None not in late
+    assert fedmargin["#R@70% over stragglers"] == shown([10 / 3, np.mean(late)], 1)
+    assert central["#R@70%, 0% stragglers"] == central["#R@70% over stragglers"] == central["acc over stragglers"] == ""
+    for method, row in (("fedavg", fedavg), ("fedmargin", fedmargin)):
+        none, half = cells[method, 0.0], cells[method, 0.5]
+        assert row["acc, 50% stragglers"] == shown(half.score, 3)
+        assert row["acc over stragglers"] == shown([np.mean(none.score), np.mean(half.score)], 3)
+        assert row["train_loss"] == shown(np.mean([none.loss, half.loss], 0), 3)
+        assert row["wall s"] == shown(np.mean([none.seconds, half.seconds], 0), 1)
+        assert row["CPU s"] == shown(np.mean([none.cpu_seconds, half.cpu_seconds], 0), 1)
+    assert fedavg["MB"] == shown(np.mean([cells["fedavg", part].megabytes for part in (0.0, 0.5)], 0), 1)
+    assert (fedmargin["MB"], central["MB"]) == ("3.0", "")
+    assert central["train_loss"] == shown(cells["central", None].loss, 3)
+
+
+def test_the_table_of_one_seed():
+    """Nothing deviates but over the fractions of stragglers; and with one fraction there is no such column."""
+    both, one = made_up(seeds=1), [run for run in made_up(seeds=1) if run["stragglers"] != 0.5]
+    assert all(line.count("±") == 2 for line in markdown(both, 0.5).splitlines()[3:5])
+    assert "±" not in markdown(one, 0.5).split("\n\n")[0]
+    assert "over stragglers" not in markdown(one, 0.5)
+
+
+def test_a_loss_that_is_no_number_for_one_seed(tmp_path):
+    results = made_up()
+    for run, loss in zip(results, [np.nan, 1e9, np.inf] * 5, strict=True):
+        run["rounds"][-1]["train_loss"] = loss
+    text = write_report(results, tmp_path)
+    assert len(re.findall(r"\| (?:nan|inf|[\d.]+e\+08) ± nan \|", text)) == 3
 
 
 @pytest.mark.parametrize(("loss", "shown"), [(999_999.0, "999999.000"), (9.853e32, "9.9e+32"), (np.nan, "nan")])

@@ -124,22 +124,27 @@ def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: in
     for part in parts:
         suffix = f", {part:.0%} stragglers" if len(parts) > 1 else ""
         header += [monitor + suffix, *(["test" + suffix] * has_test), *([f"#R@{target:.0%}" + suffix] * has_target)]
-    header += [f"{monitor} over stragglers"] * (len(parts) > 1) + ["train_loss", "MB", "wall s", "CPU s"]
+    if len(parts) > 1:
+        header += [f"{monitor} over stragglers", *([f"#R@{target:.0%} over stragglers"] * has_target)]
+    header += ["train_loss", "MB", "wall s", "CPU s"]
+    seeds = dict.fromkeys(run["seed"] for run in results)
+    by_seed = [summarize([run for run in results if run["seed"] == seed], target, last) for seed in seeds]
     lines = []
     for method in dict.fromkeys(run["method"] for run in results):
         own = [cells.get((method, None if method == CENTRAL else part), Cell()) for part in parts]
         line = [f"`{method}`"]
         for cell in own:
-            line += [_shown(cell.score), *([_shown(cell.test)] * has_test)]
+            line += [_shown(cell.score, 3), *([_shown(cell.test, 3)] * has_test)]
             line += [_shown_rounds(cell.rounds_to_target)] * has_target
         if len(parts) > 1:
             line.append(
-                _shown([] if method == CENTRAL else [statistics.fmean(cell.score) for cell in own if cell.score])
+                _shown([] if method == CENTRAL else [statistics.fmean(cell.score) for cell in own if cell.score], 3)
             )
-        line.append(_mean([loss for cell in own for loss in cell.loss], 3))
-        line.append(_mean([size for cell in own for size in cell.megabytes], 1))
-        line.append(_mean([seconds for cell in own for seconds in cell.seconds], 1))
-        line.append(_mean([seconds for cell in own for seconds in cell.cpu_seconds], 1))
+            line += [_shown_rounds(*(cell.rounds_to_target for cell in own))] * has_target
+        line.append(_shown(_over_parts(by_seed, method, "loss"), 3))
+        line.append(_shown(_over_parts(by_seed, method, "megabytes"), 1, is_fixed=True))
+        line.append(_shown(_over_parts(by_seed, method, "seconds"), 1))
+        line.append(_shown(_over_parts(by_seed, method, "cpu_seconds"), 1))
         lines.append(line)
     rows = [header, ["---", *["---:"] * (len(header) - 1)], *lines]
     return "\n".join(["| " + " | ".join(row) + " |" for row in rows] + ["", _note(results, target, last)])
@@ -259,27 +264,42 @@ def _first_round(run: Mapping[str, Any], target: float, central: float) -> int |
 def _mean_std(numbers: Sequence[float]) -> tuple[float | None, float | None]:
     """Mean and sample standard deviation; ``None`` where they do not exist."""
     mean = statistics.fmean(numbers) if numbers else None
-    return mean, statistics.stdev(numbers) if len(numbers) > 1 else None
+    if len(numbers) < 2:
+        return mean, None
+    return mean, statistics.stdev(numbers) if all(map(math.isfinite, numbers)) else math.nan
 
 
-def _shown(numbers: Sequence[float]) -> str:
-    std = _mean_std(numbers)[1]
-    return _mean(numbers, 3) + ("" if std is None else f" ± {std:.3f}")
+def _over_parts(by_seed: Sequence[Mapping[tuple[str, float | None], Cell]], method: str, name: str) -> list[float]:
+    """A method's mean over the fractions of stragglers, for every seed."""
+    numbers = [
+        [number for key, cell in cells.items() if key[0] == method for number in getattr(cell, name)]
+        for cells in by_seed
+    ]
+    return [statistics.fmean(each) for each in numbers if each]
 
 
-def _mean(numbers: Sequence[float], digits: int) -> str:
-    if not numbers:
+def _shown(numbers: Sequence[float], digits: int, is_fixed: bool = False) -> str:
+    """Mean and standard deviation; not that of what is the same for all seeds, but for less than is shown."""
+    mean, std = _mean_std(numbers)
+    if mean is None:
         return ""
-    mean = statistics.fmean(numbers)
-    return f"{mean:.1e}" if abs(mean) >= 1e6 else f"{mean:.{digits}f}"  # the loss of what diverges
+    if std is None or (is_fixed and std < 0.5 * 10**-digits):
+        return _number(mean, digits)
+    return f"{_number(mean, digits)} ± {_number(std, digits)}"
 
 
-def _shown_rounds(numbers: Sequence[int | None]) -> str:
-    reached = [number for number in numbers if number is not None]
-    if numbers and not reached:
+def _number(value: float, digits: int) -> str:
+    return f"{value:.1e}" if abs(value) >= 1e6 else f"{value:.{digits}f}"  # the loss of what diverges
+
+
+def _shown_rounds(*parts: Sequence[int | None]) -> str:
+    """Of one fraction of stragglers over its seeds; of several over their means."""
+    reached = [[number for number in part if number is not None] for part in parts]
+    count, total = sum(map(len, reached)), sum(map(len, parts))
+    if total and not count:
         return "never"
-    some = f" ({len(reached)} of {len(numbers)})" if len(reached) < len(numbers) else ""
-    return _mean(reached, 1) + some
+    some = f" ({count} of {total})" if count < total else ""
+    return _shown(reached[0] if len(parts) == 1 else [statistics.fmean(part) for part in reached if part], 1) + some
 
 
 def _csv(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
