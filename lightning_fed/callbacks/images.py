@@ -16,7 +16,7 @@ from lightning_fed.callbacks.pictures import GREY, Color, paint_numbers, report_
 from lightning_fed.data.population import own_random_numbers
 from lightning_fed.functional.batches import TARGET_KEYS, Place, find_inputs, find_target
 from lightning_fed.functional.entropy import Activation, feature_entropy, softmax_entropy
-from lightning_fed.functional.options import check_option
+from lightning_fed.functional.options import OptionError, check_count, check_option
 from lightning_fed.modules.extraction import evaluating
 from lightning_fed.modules.features import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
 
@@ -46,8 +46,9 @@ class SegmentationImages(L.Callback):
     Works on a plain `lightning.Trainer` and on a federated one, where it shows the global model. The grid is logged at
     the end of the first validation, and then whenever ``every_n_epochs`` epochs (rounds) have passed since the last
     one; in ``trainer.validate`` always. The step on TensorBoard's axis is the epoch. The images are the first of the
-    (first) validation loader, taken once per fit and kept on the CPU, so every grid shows the same. Nothing but the
-    first batches is touched, and neither the weights, nor the random state, nor the metrics, nor the train/eval modes.
+    (first) validation loader, or those that ``images`` names, taken once per fit and kept on the CPU, so every grid
+    shows the same. Nothing but the batches up to the last of them is touched, and neither the weights, nor the random
+    state, nor the metrics, nor the train/eval modes.
 
     The module is called with one image at a time, ``pl_module(x)`` with x of shape ``(1, C, H, W)``, and returns logits
     of shape ``(1, num_classes, H, W)`` (or ``(1, 1, H, W)`` for a binary task: positive is class 1). Loggers other than
@@ -70,10 +71,13 @@ class SegmentationImages(L.Callback):
             or ``batch["image"]``, ``["x"]``, ``["input"]`` or their plurals.
         target: Where it has its masks, likewise; by default the second element, or ``batch["mask"]``, ``["target"]``,
             ``["label"]``, ``["y"]`` or their plurals.
+        images: Positions of the images to draw, in this order, in place of the first ``num_images``: from 0, in the
+            order in which the validation loader gives them (that of its data set, unless it is shuffled; with several
+            processes in the part of each).
 
     Raises:
-        ValueError: If ``every_n_epochs`` or ``num_images`` is below 1, ``class_colors`` holds no colours, or an option
-            is unknown; in ``fit`` and ``validate``, if there is no such layer.
+        ValueError: If ``every_n_epochs`` or ``num_images`` is below 1, ``class_colors`` holds no colours, ``images`` no
+            positions, or an option is unknown; in ``fit`` and ``validate``, if there is no such layer or image.
 
     Example:
         >>> callback = SegmentationImages(every_n_epochs=10, num_images=2, mean=(0.485, 0.456, 0.406),
@@ -96,6 +100,7 @@ class SegmentationImages(L.Callback):
         activation: Activation = "relu",
         inputs: Place = None,
         target: Place = None,
+        images: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         for argument, value in (("every_n_epochs", every_n_epochs), ("num_images", num_images)):
@@ -104,9 +109,12 @@ class SegmentationImages(L.Callback):
         for name in maps:
             check_option("maps", name, get_args(EntropyMap))
         check_option("activation", activation, get_args(Activation))
+        if images is not None and not (isinstance(images, Sequence) and len(images)):
+            raise ValueError(f"Expected `images` to be a list of at least one position, but got {images!r}.")
         self.tag = "_".join([self.tag, *maps])
         self._every_n_epochs = every_n_epochs
-        self._num_images = num_images
+        self._wanted = range(num_images) if images is None else [check_count("images", place, 0) for place in images]
+        self._needs_all = images is not None
         self._class_colors = checked_colors(class_colors)
         self._mean = mean
         self._std = std
@@ -120,14 +128,14 @@ class SegmentationImages(L.Callback):
         self._last_epoch: int | None = None
         self._is_due = False
         self._is_choosing = False
-        self._images: list[Tensor] = []
-        self._masks: list[Tensor] = []
+        self._num_seen = 0
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forget an earlier run, and say once which loggers get no images."""
         if stage not in ("fit", "validate"):
             return
-        self._images, self._masks, self._layer = [], [], None
+        self._kept, self._layer = {}, None
         if stage == "fit":
             self._last_epoch = None
         report_others("SegmentationImages", trainer)
@@ -140,7 +148,7 @@ class SegmentationImages(L.Callback):
         """Decide whether this validation ends with a grid."""
         self._find_layer(trainer, pl_module)  # in `trainer.validate` no fit has started
         self._is_due = not trainer.sanity_checking and bool(tensorboards(trainer)) and self._is_time(trainer)
-        self._is_choosing = self._is_due and not self._images
+        self._is_choosing, self._num_seen = self._is_due and not self._kept, 0
 
     def on_validation_batch_start(
         self,
@@ -150,29 +158,40 @@ class SegmentationImages(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep the first images, as the model gets them."""
+        """Keep the images that are to be drawn, as the model gets them."""
         if not self._is_choosing or dataloader_idx > 0:
             return
         images, masks = find_inputs(batch, self._inputs), find_target(batch, self._target, _MASK_KEYS)
-        missing = self._num_images - len(self._images)
-        # copies: a slice would keep the whole batch in memory, and the step may write into it
-        self._images += [image.detach().cpu().clone() for image in images[:missing]]
-        self._masks += [mask.detach().cpu().clone() for mask in masks[:missing]]
-        self._is_choosing = len(self._images) < self._num_images
+        for place in set(self._wanted) & set(range(self._num_seen, self._num_seen + len(images))):
+            pair = images[place - self._num_seen], masks[place - self._num_seen]
+            # copies: a slice would keep the whole batch in memory, and the step may write into it
+            image, mask = (each.detach().cpu().clone() for each in pair)
+            self._kept[place] = image, mask
+        self._num_seen += len(images)
+        self._is_choosing = self._num_seen <= max(self._wanted)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Predict the kept images and log the grid."""
-        if not self._is_due or not self._images:
+        if not self._is_due:
+            return
+        missing = [place for place in self._wanted if place not in self._kept]
+        if missing and self._needs_all and self._num_seen:
+            raise OptionError(
+                f"Expected `images` of `SegmentationImages` to be positions in the {self._num_seen} validation images,"
+                f" 0 to {self._num_seen - 1}, but got {missing}."
+            )
+        if not self._kept:
             return
         self._is_due = False
+        images, masks = zip(*(self._kept[place] for place in self._wanted if place in self._kept), strict=True)
         self._last_epoch = trainer.current_epoch
         # on every rank: a sharded model's forward needs them all
-        seen = _predict(pl_module, self._images, self._maps, self._layer, self._activation)
+        seen = _predict(pl_module, images, self._maps, self._layer, self._activation)
         if not trainer.is_global_zero:
             return
         grid = segmentation_grid(
-            self._images,
-            self._masks,
+            images,
+            masks,
             seen.predictions,
             class_colors=self._class_colors or default_colors(max(seen.num_classes)),
             mean=self._mean,

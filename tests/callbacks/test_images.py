@@ -15,7 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_fed import FederatedTrainer
 from lightning_fed.callbacks.images import SegmentationImages, default_colors, segmentation_grid
+from lightning_fed.functional.options import OptionError
+from tests.conftest import QUIET
 
 COLORS = [(10, 0, 0), (0, 200, 0), (0, 0, 90)]
 GREY, WHITE = (128, 128, 128), (255, 255, 255)
@@ -340,6 +343,53 @@ def test_the_first_images_of_the_first_loader_stay_the_same(tmp_path):
     for picture in pictures:
         assert picture.shape == expected.shape
         assert np.array_equal(picture[:, :, :20], expected[:, :, :20])
+
+
+@pytest.mark.parametrize("federated", [False, True])
+@pytest.mark.parametrize("images", [[4, 0, 3], [2], range(1, 4)], ids=str)
+def test_chosen_images(tmp_path, federated, images):
+    """By position in the data set, of several batches, in the order in which they are named."""
+    logger, pairs = TensorBoardLogger(tmp_path), dataset(seed=1)
+    callback, val = SegmentationImages(1, class_colors=COLORS, images=images), DataLoader(pairs, batch_size=2)
+    if federated:
+        options = {**QUIET, "max_rounds": 2, "logger": logger, "callbacks": [callback]}
+        clients = {name: DataLoader(dataset(seed=seed), batch_size=2) for seed, name in enumerate("ab")}
+        FederatedTrainer(**options).fit(Segmenter(), clients, val)
+    else:
+        fit(Segmenter(), logger, [callback], val, max_epochs=2)
+    x, y = (torch.stack(parts) for parts in zip(*(pairs[place] for place in images), strict=True))
+    expected = segmentation_grid(x, y, y, COLORS).numpy()
+    assert steps(logger) == [0, 1]
+    for _, picture in logged(logger):
+        assert picture.shape == expected.shape
+        assert np.array_equal(picture[:, :, :20], expected[:, :, :20])
+
+
+def test_images_that_are_not_there(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    for images, missing in (([0, 5], r"\[5\]"), ([7, 6], r"\[7, 6\]")):
+        with pytest.raises(
+            OptionError, match=f"`images` .* positions in the 5 validation images, 0 to 4, but got {missing}"
+        ):
+            fit(Segmenter(), logger, [SegmentationImages(images=images)], max_epochs=1)
+    with pytest.raises(OptionError, match=r"in the 2 validation images, 0 to 1, but got \[2\]"):
+        fit(Segmenter(), logger, [SegmentationImages(images=[0, 2])], max_epochs=1, limit_val_batches=1)
+    fit(Segmenter(), logger, [SegmentationImages(num_images=9)], max_epochs=1)  # as many as there are
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ([], r"a list of at least one position, but got \[\]"),
+        (3, "a list of at least one position, but got 3"),
+        ([0, -1], "at least 0, but got -1"),
+        ([True], "a whole number, but got True"),
+        ("12", "a whole number, but got '1'"),
+    ],
+)
+def test_positions_that_cannot_be(images, message):
+    with pytest.raises(ValueError, match=f"Expected `images` to be {message}"):
+        SegmentationImages(images=images)
 
 
 def test_only_the_first_batches_are_touched(tmp_path):
