@@ -178,6 +178,11 @@ class FedMA(Aggregator):
         return {} if self._last is None else dict(self._last.sizes)
 
     @property
+    def num_classes(self) -> int:
+        """Rows of the output layers; 0 where none was found."""
+        return len(self._form[self.outputs[0]]) if self.outputs else 0
+
+    @property
     def holders(self) -> frozenset[Client]:
         """Clients whose own models later rounds may build on: those of the last passes."""
         return frozenset().union(*(own.places for own in (self._last, self._current) if own is not None))
@@ -268,8 +273,12 @@ class FedMA(Aggregator):
 
         """
         counts = update.extras.get(COUNTS)
-        if counts is not None and (counts.ndim != 1 or bool((counts < 0).any())):
-            raise BadUpdate("its class counts are not one number of at least 0 for each class")
+        if counts is not None:
+            is_right = counts.dtype == torch.int64 and counts.shape == (self.num_classes,)
+            if not is_right or bool((counts < 0).any()):
+                raise BadUpdate(
+                    f"its class counts are not one whole number of at least 0 for each of {self.num_classes} classes"
+                )
         self.received[update.client] = update
 
     def merge(self, other: Aggregator) -> None:
@@ -377,10 +386,9 @@ class FedMA(Aggregator):
         weights = [float(update.num_samples) for update in updates]
         sizes, means = list(match.groups.sizes.values()), {}
         for name in self.outputs:
-            if len(self._form[name]) == len(counts[0]):
-                layers = [
-                    grow_neurons({name: update.state[name]}, groups, list(found.values()), sizes)[name]
-                    for update, found in zip(updates, match.places, strict=True)
-                ]
-                means[name] = class_mean(layers, counts, weights)
+            layers = [
+                grow_neurons({name: update.state[name]}, groups, list(found.values()), sizes)[name]
+                for update, found in zip(updates, match.places, strict=True)
+            ]
+            means[name] = class_mean(layers, counts, weights)
         return means
