@@ -22,7 +22,7 @@ from lightning_fed.functional.options import BadUpdate, OptionError, check_count
 from lightning_fed.functional.permutation import PermutationGroup, grow_neurons
 from lightning_fed.matching.groups import PermutationGroups
 from lightning_fed.matching.one_shot import MatchMode, MatchOrder, StateMatch, match_states
-from lightning_fed.matching.stages import Stage, StageChoice, find_outputs
+from lightning_fed.matching.stages import Stage, StageChoice, check_stages, find_outputs
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.schedule import client_key
 from lightning_fed.server import Aggregator, RoundPlan
@@ -120,10 +120,10 @@ class FedMA(Aggregator):
         check_option("score", score, get_args(MatchScore))
         if gamma is not None and not 0 < gamma < float("inf"):
             raise ValueError(f"Expected `gamma` to be greater than 0 and finite, but got {gamma}.")
-        if max_width is not None and not max_width >= 1:
-            raise ValueError(f"Expected `max_width` to be at least 1, but got {max_width}.")
+        if max_width is not None and not 1 <= max_width < float("inf"):
+            raise ValueError(f"Expected `max_width` to be at least 1 and finite, or None, but got {max_width}.")
         self.mode: MatchMode = mode
-        self.stages: StageChoice = stages
+        self.stages = check_stages(stages)
         self.retrain_epochs = None if retrain_epochs is None else check_count("retrain_epochs", retrain_epochs)
         self.last_epochs = None if last_epochs is None else check_count("last_epochs", last_epochs)
         self.last_layer = last_layer
@@ -133,7 +133,7 @@ class FedMA(Aggregator):
         self.gamma = gamma
         self.passes = check_count("passes", passes, 0)
         self.max_width = max_width
-        self.seed = seed
+        self.seed = check_count("seed", seed, 0)
         self.client_widths: dict[str, int] = {}
         self._groups = PermutationGroups(())
         self._stages: list[Stage] = []

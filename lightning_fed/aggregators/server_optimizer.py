@@ -51,7 +51,8 @@ class ServerOptimizer(Aggregator):
         inner: The averaging rule.
 
     Raises:
-        ValueError: If the optimizer is not known or refuses its arguments, or the averaging rule keeps several models.
+        ValueError: If the optimizer is not known or refuses its arguments, or the averaging rule keeps several models,
+            changes their shapes or takes several rounds for one.
 
     Note:
         Its state, which is part of checkpoints, is what the optimizer remembers of every entry: with momentum 8 bytes
@@ -87,6 +88,12 @@ class ServerOptimizer(Aggregator):
         if type(self.inner).model_of is not Aggregator.model_of:
             raise ValueError(
                 f"Expected `aggregator` to make one global model, but {type(self.inner).__name__} keeps several."
+            )
+        if self.inner.resizes or type(self.inner).plan is not Aggregator.plan:
+            raise ValueError(
+                "Expected `aggregator` to make a model of the same shapes in every round, but"
+                f" {type(self.inner).__name__} takes several rounds for one, or changes its shapes: use it by"
+                " itself."
             )
         self.takes_rows = self.inner.takes_rows  # of the class elsewhere, here of the object
         self._memory: dict[str, dict[str, Any]] = {}

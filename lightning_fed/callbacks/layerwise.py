@@ -32,7 +32,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, Sta
 from lightning_fed.modules.fresh import fresh_state
 from lightning_fed.resize import fit_widths
 from lightning_fed.schedule import Visit, client_key, derive_seed
-from lightning_fed.state import live_entries, trainable_entries
+from lightning_fed.state import trainable_entries
 from lightning_fed.visit import forget_memory
 
 _MODEL = f"{MEMORY}model:"
@@ -119,7 +119,7 @@ class LayerwiseTraining(FederatedCallback):
         federation = find_federation(trainer)
         rule = _rule(federation)
         local = federation.local_model(pl_module)
-        check_options(federation, rule, list(local.sliced))
+        check_options(federation, rule, local)
         pin = [*self.pin, *local.home]
         extra = resize_groups(self.extra_groups, [rule.widths.get(own.name, own.size) for own in self.extra_groups])
         found = PermutationGroups.of(pl_module, self._example(federation, pl_module), pin=pin, extra_groups=extra)
@@ -176,15 +176,12 @@ class LayerwiseTraining(FederatedCallback):
         self._hold(module, stage)
         rule = _rule(federation)
         self._counts, self._batches_left = None, 0
-        if rule.last_layer == "class" and stage == len(self._stages) - 1:
-            entries = live_entries(module)
-            rows = max((len(entries[name]) for name in rule.outputs), default=0)
-            if rows > 1:
-                self._counts = torch.zeros(rows, dtype=torch.int64)
-                batches = federation.population.batches_per_epoch(client)
-                planned = federation.current_visit
-                assert planned is not None
-                self._batches_left = batches or planned.num_batches
+        if rule.last_layer == "class" and stage == len(self._stages) - 1 and rule.num_classes > 1:
+            self._counts = torch.zeros(rule.num_classes, dtype=torch.int64)
+            batches = federation.population.batches_per_epoch(client)
+            planned = federation.current_visit
+            assert planned is not None
+            self._batches_left = batches or planned.num_batches
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
         """Counts the client's classes, in one epoch of the last stage."""

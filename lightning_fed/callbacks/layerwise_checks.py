@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import lightning as L
 import torch
@@ -12,17 +11,18 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_fed.aggregators.fedma import FedMA
 from lightning_fed.callbacks.federation import Federation
+from lightning_fed.visit import LocalModel
 
 _log = logging.getLogger(__name__)
 
 
-def check_options(federation: Federation, rule: FedMA, sliced: Sequence[str]) -> None:
+def check_options(federation: Federation, rule: FedMA, local: LocalModel) -> None:
     """Refuses options of the federation.
 
     Args:
         federation: The federation.
         rule: Its rule.
-        sliced: Names of entries of which clients hold rows.
+        local: The module as a client sees it.
 
     Raises:
         MisconfigurationException: If a pass cannot go with one of them.
@@ -33,8 +33,10 @@ def check_options(federation: Federation, rule: FedMA, sliced: Sequence[str]) ->
             "FedMA cannot go on with a client's optimizer state, which is of other neurons after each stage: use"
             " optimizer_state='reset'."
         )
-    if sliced:
-        raise MisconfigurationException(f"FedMA needs whole entries, but clients hold rows of {sliced}.")
+    if local.sliced:
+        raise MisconfigurationException(f"FedMA needs whole entries, but clients hold rows of {list(local.sliced)}.")
+    if not local.shared:
+        raise MisconfigurationException("Expected entries that clients send, but got none: all are personal or frozen.")
     own = {name: getattr(rule, name) for name in ("retrain_epochs", "last_epochs")}
     given = ", ".join(f"{name}={epochs}" for name, epochs in own.items() if epochs is not None)
     if given and federation.schedule.local_steps is not None:

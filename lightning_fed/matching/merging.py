@@ -128,8 +128,8 @@ class MatchedAverage:
         check_option("batch_norm", batch_norm, ("recalibrate", "average"))
         if gamma is not None and not 0 < gamma < float("inf"):
             raise ValueError(f"Expected `gamma` to be greater than 0 and finite, but got {gamma}.")
-        if max_growth is not None and not max_growth >= 1:
-            raise ValueError(f"Expected `max_growth` to be at least 1, but got {max_growth}.")
+        if max_growth is not None and not 1 <= max_growth < float("inf"):
+            raise ValueError(f"Expected `max_growth` to be at least 1 and finite, or None, but got {max_growth}.")
         self.mode: MatchMode = mode
         self.order: MatchOrder = order
         self.score: MatchScore = score

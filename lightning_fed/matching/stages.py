@@ -65,10 +65,7 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
         [('0',), ('2',), ()]
 
     """
-    if choice != "auto" and (isinstance(choice, str) or (isinstance(choice, int) and choice < 1)):
-        raise OptionError(
-            f"Expected `stages` to be 'auto', a number of at least 1 or patterns for each stage, but got {choice!r}."
-        )
+    choice = check_stages(choice)
     if not isinstance(choice, str | int):
         return _given(groups, names, choice)
     known = set(names)
@@ -88,6 +85,25 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
         place = min(places, key=lambda place: sizes[place] + sizes[place + 1])
         stages[place : place + 2] = [stages[place].joined(stages[place + 1])]
     return stages
+
+
+def check_stages(choice: StageChoice) -> StageChoice:
+    """Refuses a choice of stages that no network could have.
+
+    Raises:
+        ValueError: If it is not one of those that :func:`find_stages` knows.
+
+    """
+    if isinstance(choice, Sequence) and not isinstance(choice, str):
+        is_right = len(choice) > 0 and all(_are_patterns(own) for own in choice)
+    else:
+        is_right = choice == "auto" or (isinstance(choice, int) and not isinstance(choice, bool) and choice >= 1)
+    if not is_right:
+        raise OptionError(
+            "Expected `stages` to be 'auto', a whole number of at least 1 or a list of patterns for each stage, but got"
+            f" {choice!r}."
+        )
+    return choice
 
 
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
@@ -121,6 +137,10 @@ def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[
         if form[name].ndim and form[name].is_floating_point()
     ]
     return [name for name in found if len(form[name]) == len(form[found[-1]])]
+
+
+def _are_patterns(own: object) -> bool:
+    return isinstance(own, Sequence) and not isinstance(own, str) and all(isinstance(one, str) for one in own)
 
 
 def _layer(name: str) -> str:

@@ -79,6 +79,15 @@ def test_validation_and_checkpoints_go_on_with_a_grown_model(federated_trainer, 
         ({"start": "zero"}, "start"),
         ({"retrain_epochs": 0}, "retrain_epochs"),
         ({"max_width": 0.5}, "max_width"),
+        ({"max_width": float("inf")}, "`max_width` to be at least 1 and finite, or None, but got inf"),
+        ({"seed": -1}, "`seed` to be at least 0, but got -1"),
+        ({"seed": 0.5}, "`seed` to be a whole number"),
+        ({"stages": 1.5}, r"`stages` to be 'auto', .* but got 1\.5"),
+        ({"stages": 0}, "but got 0"),
+        ({"stages": True}, "but got True"),
+        ({"stages": "all"}, "but got 'all'"),
+        ({"stages": []}, r"but got \[\]"),
+        ({"stages": ["net.0.*", "*"]}, r"a list of patterns for each stage, but got \['net"),
         ({"gamma": 0.0}, "gamma"),
         ({"passes": -1}, "passes"),
     ],
@@ -101,6 +110,8 @@ def test_what_cannot_be_in_a_fit(federated_trainer):
         run(optimizer=torch.optim.Adagrad)
     with pytest.raises(MisconfigurationException, match=r"is FedAvg\."):
         run(FedAvg(), callbacks=[LayerwiseTraining()])
+    with pytest.raises(MisconfigurationException, match="entries that clients send, but got none: all are personal or"):
+        run(frozen=["*"])
     with pytest.raises(ValueError, match=r"'net\.4\.weight' matches none"):
         run(FedMA(stages=[["net.0.*"], ["net.2.*"]]))
 
@@ -201,18 +212,33 @@ def test_rounds_of_which_nothing_comes_are_named(federated_trainer, caplog, roun
     assert all(text in message for text, message in zip(texts, warned, strict=True))
 
 
-def test_counts_that_cannot_be_leave_the_client_out(federated_trainer, caplog):
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        lambda counts: counts - 1000,
+        lambda counts: counts[:2],
+        lambda counts: torch.cat([counts, counts]),
+        lambda counts: counts + 0.5,
+        lambda counts: counts / 0,
+    ],
+)
+def test_counts_that_cannot_be_leave_the_client_out(federated_trainer, caplog, breaks):
+    """Also the first that come: what is right, the server knows."""
+    received = []
+
     class Broken(FederatedCallback):
         def on_update(self, trainer, module, update):
-            if update.client == "c1" and "fedma:counts" in update.extras:
-                update.extras["fedma:counts"] -= 1000
+            if "fedma:counts" in update.extras:
+                received.append(update.client)
+                if len(received) == 1:
+                    update.extras["fedma:counts"] = breaks(update.extras["fedma:counts"])
 
-    fit(
-        federated_trainer(max_rounds=3, aggregator=FedMA(), callbacks=[Broken()]),
-        models.Module(mlp(), momentum),
-        data_of(parts()),
-    )
-    assert "client 'c1' is left out: its class counts are not" in caplog.text
+    trainer = federated_trainer(max_rounds=3, aggregator=FedMA(), callbacks=[Broken()])
+    fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
+    assert len(received) == 3
+    assert list(trainer.federation.server.report.failed) == received[:1]
+    assert f"client '{received[0]}' is left out: " in caplog.text
+    assert "fedma/growth" in trainer.callback_metrics
 
 
 def test_targets_without_classes_are_averaged_by_size(federated_trainer):

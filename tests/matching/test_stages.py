@@ -120,8 +120,8 @@ def test_given_stages():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (0, "'auto', a number"),
-        ("all", "'auto', a number"),
+        (0, "'auto', a whole number"),
+        ("all", "'auto', a whole number"),
         ([["conv1.*"], ["bn1.*"]], "'layer1.0.conv1.weight' matches none"),
         ([["conv1.*"], ["*"]], r"neurons of 'conv1' .* but they are in \[0, 1\]"),
         ([["fc.*"], ["*"]], "neurons of"),
