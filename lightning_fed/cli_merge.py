@@ -50,6 +50,11 @@ def run_merge(args: Sequence[str]) -> None:
     out = Path(config.out)
     if any(out.resolve() == Path(path).resolve() for path in config.checkpoints):
         parser.error(f"Expected `--out` to be another file than those that are merged, but got {out}.")
+    if out.is_dir() or config.out.endswith("/"):
+        parser.error(f"Expected `--out` to be a file, but got the folder {config.out}.")
+    count = len(config.checkpoints)
+    if config.weights is not None and len(config.weights) != count:
+        parser.error(f"Expected a weight for each of {count} checkpoints, but got {len(config.weights)} `--weights`.")
     if config.seed_everything is not False:
         L.seed_everything(None if config.seed_everything is True else config.seed_everything, True, verbose=False)
     try:
@@ -58,12 +63,15 @@ def run_merge(args: Sequence[str]) -> None:
     except ValueError as error:
         parser.error(str(error))
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)  # what cannot be written is not matched first
+    except OSError as error:
+        parser.error(f"Expected `--out` to be in a folder that can be made, but got {out}: {error.strerror}.")
+    try:
         first = read_checkpoint(config.checkpoints[0])
         before = {name: value.shape for name, value in built.model.state_dict().items()}
         merged = _merge(average, built.model, built.data, config)
     except ValueError as error:
         raise OptionError(str(error)) from error
-    out.parent.mkdir(parents=True, exist_ok=True)
     torch.save(with_state(first, {**state_of(first), **merged.state}), out)
     is_resized = any(before[name] != value.shape for name, value in merged.state.items())
     sys.stdout.write(_report(merged, out, is_resized))

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_fed.widths import find_seams, layer_numbers
+
 
 class Change(NamedTuple):
     """An attribute of a layer that was given another value."""
@@ -76,7 +78,8 @@ def fit_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
         state: A state as ``module.state_dict()`` has it.
 
     Raises:
-        ValueError: If an entry has another number of axes.
+        ValueError: If an entry has another number of axes, or layers do not fit each other then: the tensors of one
+            layer, or those that come one after another in an ``nn.Sequential``. The module is as it was then.
 
     """
     own = named_tensors(module)
@@ -85,8 +88,19 @@ def fit_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
         for name, value in state.items()
         if isinstance(value, Tensor) and name in own and own[name].shape != value.shape
     }
-    if other:
-        resize_module(module, other)
+    if not other:
+        return
+    before, values = find_seams(module), {name: own[name].data for name in other}
+    resize_module(module, other)
+    for old, new in zip(before, find_seams(module), strict=True):
+        if old.made * new.read != new.made * old.read:
+            for name, value in values.items():
+                exchange(own[name], value)
+            fit_layers(module)
+            raise ValueError(
+                f"Expected layers that fit each other, where {old.maker} has {old.made} and {old.reader} {old.read},"
+                f" but got {new.made} and {new.read}."
+            )
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -100,7 +114,7 @@ def fit_layers(module: nn.Module) -> list[Change]:
     """Makes the numbers that layers keep those of their tensors; which have changed."""
     changes = []
     for layer in module.modules():
-        for name, value in _numbers(layer).items():
+        for name, value in layer_numbers(layer).items():
             before = getattr(layer, name)
             if before != value:
                 changes.append(Change(layer, name, before))
@@ -108,36 +122,3 @@ def fit_layers(module: nn.Module) -> list[Change]:
         if isinstance(layer, nn.RNNBase):
             layer.flatten_parameters()  # for cuDNN
     return changes
-
-
-def _numbers(layer: nn.Module) -> dict[str, Any]:
-    """What a layer says of its tensors' shapes, as they are."""
-    if isinstance(layer, nn.modules.conv._ConvNd):  # noqa: SLF001  the base class of all convolutions
-        first, second = layer.weight.shape[:2]
-        if layer.transposed:
-            groups = first if layer.groups == layer.in_channels > 1 and second == 1 else layer.groups
-            return {"in_channels": first, "out_channels": second * groups, "groups": groups}
-        is_depthwise = layer.groups == layer.in_channels > 1
-        groups = first // (layer.out_channels // layer.groups) if is_depthwise else layer.groups
-        return {"in_channels": second * groups, "out_channels": first, "groups": groups}
-    if isinstance(layer, nn.Linear):
-        return {"in_features": layer.weight.shape[1], "out_features": layer.weight.shape[0]}
-    if isinstance(layer, nn.modules.batchnorm._NormBase):  # noqa: SLF001  batch and instance normalisation
-        vector = layer.weight if layer.weight is not None else layer.running_mean
-        return {} if vector is None else {"num_features": len(vector)}
-    if isinstance(layer, nn.LayerNorm):
-        return {} if layer.weight is None else {"normalized_shape": tuple(layer.weight.shape)}
-    if isinstance(layer, nn.Embedding):
-        return {"num_embeddings": layer.weight.shape[0], "embedding_dim": layer.weight.shape[1]}
-    if isinstance(layer, nn.PReLU):
-        return {"num_parameters": len(layer.weight)}
-    if isinstance(layer, nn.RNNBase):
-        gates = {"LSTM": 4, "GRU": 3}.get(layer.mode, 1)
-        numbers = {
-            "hidden_size": layer.get_parameter("weight_hh_l0").shape[0] // gates,
-            "input_size": layer.get_parameter("weight_ih_l0").shape[1],
-        }
-        return numbers | ({"proj_size": layer.get_parameter("weight_hr_l0").shape[0]} if layer.proj_size else {})
-    if isinstance(layer, nn.RNNCellBase):
-        return {"hidden_size": layer.weight_hh.shape[1], "input_size": layer.weight_ih.shape[1]}
-    return {}

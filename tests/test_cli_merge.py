@@ -205,6 +205,8 @@ def test_what_is_wrong_is_one_line(capsys):
     save(ClassificationTask("mlp", num_classes=5, input_size=4, model_kwargs={"hidden": [12, 7]}), "deeper.ckpt")
     save(ClassificationTask("mlp", num_classes=5, input_size=4, model_kwargs={"hidden": [13]}), "wider.ckpt")
     torch.save({"state_dict": {}}, "empty.ckpt")
+    Path("text.ckpt").write_text("hello")
+    Path("folder").mkdir()
     torch.save({"state_dict": module.state_dict(), "hyper_parameters": {"model": nn.ReLU()}}, "unsafe.ckpt")
     named = ("--model", "ClassificationTask")
     for arguments, status, words in (
@@ -212,6 +214,18 @@ def test_what_is_wrong_is_one_line(capsys):
         (["a.ckpt", "-o", "a.ckpt", *named], 2, "`--out` to be another file"),
         (["a.ckpt", *named], 2, "are required: out"),
         (["-o", "b.ckpt"], 2, "are required: checkpoints"),
+        (["a.ckpt", "a.ckpt", "-o", "folder", *named], 2, "`--out` to be a file, but got the folder folder"),
+        (["a.ckpt", "a.ckpt", "-o", "new/", *named], 2, "`--out` to be a file, but got the folder new/"),
+        (
+            ["a.ckpt", "a.ckpt", "-o", "text.ckpt/b.ckpt", *named],
+            2,
+            "in a folder that can be made, but got text.ckpt/b",
+        ),
+        (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--weights", "[1]"], 2, "each of 2 checkpoints, but got 1 `--we"),
+        (["a.ckpt", "text.ckpt", "-o", "b.ckpt", *named], 1, "text.ckpt to be a checkpoint with nothing but"),
+        (["text.ckpt", "a.ckpt", "-o", "b.ckpt", *named], 2, "text.ckpt to be a checkpoint with nothing but"),
+        (["a.ckpt", "folder", "-o", "b.ckpt", *named], 1, "folder to be a checkpoint, but got a folder"),
+        (["folder", "a.ckpt", "-o", "b.ckpt", *named], 2, "folder to be a checkpoint, but got a folder"),
         (["a.ckpt", "none.ckpt", "-o", "b.ckpt", *named], 1, "none.ckpt"),
         (["none.ckpt", "a.ckpt", "-o", "b.ckpt", *named], 1, "none.ckpt"),
         (["a.ckpt", "deeper.ckpt", "-o", "b.ckpt", *named], 1, "deeper.ckpt to have the module's entries, but it has"),

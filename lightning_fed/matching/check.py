@@ -130,6 +130,13 @@ class Trial:
         return torch.randperm(count, generator=self._generator)
 
 
+def split_inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as positional inputs and inputs by name: a tensor, a tuple of positional ones, or a dictionary."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (example if isinstance(example, tuple) else (example,)), {}
+
+
 @contextmanager
 def on_loan(module: nn.Module) -> Iterator[None]:
     """A module to try things on, in evaluation mode without gradients; it has everything back afterwards."""

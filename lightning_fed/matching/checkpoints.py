@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import lightning as L
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from lightning_fed.matching.check import on_loan, split_inputs
 from lightning_fed.resize import fit_widths
 
 Checkpoint: TypeAlias = str | Path | Mapping[str, Any]
@@ -21,25 +22,30 @@ M = TypeVar("M", bound=nn.Module)
 _OF_ONE_RUN = ("callbacks", "loops", "lr_schedulers", "optimizer_states")
 
 
-def load_matched(module: M, checkpoint: Checkpoint) -> M:
+def load_matched(module: M, checkpoint: Checkpoint, example_input: Any = None) -> M:
     """Loads a checkpoint of a model whose layers have got other widths, as they do in matched averaging.
 
     ``load_from_checkpoint`` makes a module as it is written in the code and then finds that tensors have other shapes.
     Here the layers get the widths of the checkpoint first (:func:`~lightning_fed.matching.resize_module`). Where widths
     are equal it is ``load_state_dict``. Files are loaded with ``weights_only=True``, which runs no code of theirs.
 
+    Another number of classes is a width too. Layers must fit each other: as far as they alone say, and where there is
+    an example, as a run of the module shows.
+
     Args:
         module: A module of the same architecture, changed in place. Of a LightningModule ``on_load_checkpoint`` is
             called, as in ``load_from_checkpoint``.
         checkpoint: Path of a checkpoint, its content, or a state.
+        example_input: What the module's ``forward`` is called with, once, where widths differ: a tensor, a tuple of
+            positional inputs, or a dictionary of named ones. By default a LightningModule's ``example_input_array``.
 
     Returns:
         The same module.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file is no checkpoint, entries are missing or there are others, or one has another number of
-            axes. The module is as it was then.
+        ValueError: If the file is no checkpoint, entries are missing or there are others, one has another number of
+            axes, or layers do not fit each other. The module is as it was then.
 
     Example:
         >>> wide = nn.Sequential(nn.Linear(2, 9), nn.ReLU(), nn.Linear(9, 1))
@@ -52,10 +58,46 @@ def load_matched(module: M, checkpoint: Checkpoint) -> M:
     if "state_dict" in content and isinstance(module, L.LightningModule):
         module.on_load_checkpoint(content)
     state = state_of(content)
-    check_entries(module.state_dict(), state, "the checkpoint")
+    own = module.state_dict()
+    check_entries(own, state, "the checkpoint")
+    for name, value in own.items():
+        if isinstance(value, Tensor) and not isinstance(state[name], Tensor):
+            raise ValueError(
+                f"Expected {name!r} of the checkpoint to be a tensor, but got {type(state[name]).__name__}."
+            )
+    if example_input is None and isinstance(module, L.LightningModule):
+        example_input = module.example_input_array
+    if example_input is not None and any(own[name].shape != value.shape for name, value in _tensors(state).items()):
+        _try_out(module, state, example_input)
     fit_widths(module, state)
     module.load_state_dict(state)
     return module
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _try_out(module: nn.Module, state: Mapping[str, Any], example: Any) -> None:
+    """Runs a module with a state's widths, in evaluation mode; it has everything back afterwards.
+
+    Raises:
+        ValueError: If it fails.
+
+    """
+    device = next((value.device for value in module.state_dict().values() if isinstance(value, Tensor)), None)
+    example = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, example)
+    args, kwargs = split_inputs(example)
+    with on_loan(module), torch.random.fork_rng(devices=[]):
+        fit_widths(module, state)
+        try:
+            module(*args, **kwargs)
+        except Exception as error:  # whatever a module raises that has its widths written into it
+            words = str(error).splitlines()
+            raise ValueError(
+                "Expected the module to run with the widths of the checkpoint, but with its example it raises"
+                f" {type(error).__name__}{f': {words[0]}' if words else '.'}"
+            ) from error
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -63,23 +105,34 @@ def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file has something else than tensors and primitives.
+        ValueError: If it is a folder, or has something else than tensors and primitives.
 
     """
     if isinstance(checkpoint, Mapping):
-        content = dict(checkpoint)
+        content, label = dict(checkpoint), "the checkpoint"
     else:
+        label = str(checkpoint)
+        if Path(checkpoint).is_dir():
+            raise ValueError(f"Expected {label} to be a checkpoint, but got a folder.")
         try:
             content = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        except OSError:  # there is none, or it must not be read
+            raise
+        except Exception as error:  # whatever the bytes of another kind of file are taken for
+            words = str(error).splitlines()
             raise ValueError(
-                f"Expected {checkpoint} to be a checkpoint with nothing but tensors and primitives, but got:"
-                f" {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+                f"Expected {label} to be a checkpoint with nothing but tensors and primitives, but got"
+                f" {type(error).__name__}{f': {words[0]}' if words else '.'}"
             ) from error
         if not isinstance(content, dict):
-            raise ValueError(f"Expected {checkpoint} to be a checkpoint, but got {type(content).__name__}.")
-    if isinstance(content.get("state_dict"), Mapping):
-        content["state_dict"] = dict(content["state_dict"])
+            raise ValueError(f"Expected {label} to be a checkpoint, but got {type(content).__name__}.")
+    state = content.get("state_dict", {})
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"Expected the `state_dict` of {label} to have entries by name, but got {type(state).__name__}."
+        )
+    if "state_dict" in content:
+        content["state_dict"] = dict(state)
     return content
 
 

@@ -28,7 +28,7 @@ from lightning_fed.functional.permutation import (
     resize_groups,
     slice_neurons,
 )
-from lightning_fed.matching.check import Trial, on_loan
+from lightning_fed.matching.check import Trial, on_loan, split_inputs
 from lightning_fed.matching.grouping import find_groups
 from lightning_fed.matching.layers import LAYERS
 from lightning_fed.matching.rules import RULES
@@ -117,12 +117,7 @@ class PermutationGroups:
             unknown = [name for name, _ in group.entries if name not in tensors]
             if unknown:
                 raise ValueError(f"Expected `extra_groups` to have entries of the module, but got {unknown}.")
-        if isinstance(example_input, Mapping):
-            args, kwargs = (), dict(example_input)
-        else:
-            args = example_input if isinstance(example_input, tuple) else (example_input,)
-            kwargs = {}
-
+        args, kwargs = split_inputs(example_input)
         with on_loan(module):
             tracer = _trace(module, args, kwargs, names)
             found = [*extra_groups]

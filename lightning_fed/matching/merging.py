@@ -172,9 +172,9 @@ class MatchedAverage:
 
         Raises:
             FileNotFoundError: If there is no such file.
-            ValueError: If networks differ in their entries or widths or have values that are not finite, there is
-                nothing to follow the neurons with or none that can change places, or a module with BatchNorm comes
-                without data.
+            ValueError: If networks differ in their entries or widths, have widths that do not fit each other or values
+                that are not finite, there is not one weight for each, there is nothing to follow the neurons with or
+                none that can change places, or a module with BatchNorm comes without data.
 
         """
         module = _module(networks) if module is None else module
@@ -184,6 +184,8 @@ class MatchedAverage:
                 " batch_norm='average' they are averaged, which belongs to no network."
             )
         states = _states(networks, module)
+        if weights is not None and len(weights) != len(states):
+            raise ValueError(f"Expected one of `weights` per network, but got {len(weights)} for {len(states)}.")
         example, data = self._example(module, example_input, data)
         fit_widths(module, states[0])
         found = self._groups(module, example)

@@ -107,13 +107,82 @@ def test_what_is_no_checkpoint(tmp_path, monkeypatch):
     Path("b.ckpt").write_bytes(b"not a checkpoint")
     Path("c.ckpt").write_bytes(Path("a.ckpt").read_bytes()[:2000])
     Path("d.ckpt").write_bytes(b"")
-    for name in "abcd":
+    Path("f.ckpt").write_text("hello\n")  # which is taken for instructions of a pickle
+    Path("g.ckpt").write_text("{}")
+    for name in "abcdfg":
         with pytest.raises(ValueError, match=rf"Expected {name}\.ckpt to be a checkpoint with nothing but tensors"):
             load_matched(Letters(), f"{name}.ckpt")
     assert not Path("harmed").exists()
     torch.save([1], "e.ckpt")
     with pytest.raises(ValueError, match=r"Expected e\.ckpt to be a checkpoint, but got list"):
         load_matched(Letters(), "e.ckpt")
+    with pytest.raises(ValueError, match=r"to be a checkpoint, but got a folder\."):
+        load_matched(Letters(), tmp_path)
+    torch.save({"state_dict": None}, "h.ckpt")
+    with pytest.raises(ValueError, match=r"the `state_dict` of h\.ckpt to have entries by name, but got NoneType"):
+        load_matched(Letters(), "h.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes", "message"),
+    [
+        (
+            lambda: nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)),
+            {"0_weight": (5, 2), "0_bias": (5,), "2_weight": (1, 4)},
+            "where 0 has 3 and 2 3, but got 5 and 4",
+        ),
+        (lambda: nn.Sequential(nn.Linear(2, 3)), {"0_weight": (5, 2)}, "where 0.weight has 3 and 0.bias 3"),
+        (lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), {"1_bias": (5,)}, "1.weight has 4 and 1.bias 4"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 2)),
+            {"0_weight": (5, 1, 3, 3), "0_bias": (5,), "4_weight": (2, 40)},
+            "where 0 has 4 and 4 36, but got 5 and 40",
+        ),
+        (lambda: nn.LSTM(2, 3, 2), {"weight_ih_l0": (16, 2)}, "weight_ih_l0 has 12 and weight_hh_l0 12"),
+    ],
+)
+def test_layers_that_do_not_fit_each_other(make, shapes, message):
+    """The module stays as it was: tensors, and what layers say of themselves."""
+    module = make()
+    text, before = repr(module), copy.deepcopy(module.state_dict())
+    shapes = {name if "_ih" in name else name.replace("_", "."): shape for name, shape in shapes.items()}
+    broken = {**before, **{name: torch.zeros(shape) for name, shape in shapes.items()}}
+    with pytest.raises(ValueError, match=f"Expected layers that fit each other, .*{message}"):
+        load_matched(module, broken)
+    assert repr(module) == text
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_layers_that_read_another_axis_need_not_fit():
+    """A linear layer over the length, not the channels."""
+    make = nn.Sequential(nn.Conv1d(1, 4, 3), nn.Linear(4, 2)), nn.Sequential(nn.Conv1d(1, 5, 3), nn.Linear(4, 2))
+    assert load_matched(make[0], make[1].state_dict())(torch.zeros(1, 1, 6)).shape == (1, 5, 2)
+
+
+@pytest.mark.parametrize("door", ["argument", "module", "by name"])
+def test_an_example_shows_what_does_not_fit(door):
+    class Gated(models.Module):
+        def forward(self, inputs, scale=1.0):
+            return self.net["head"](torch.relu(self.net["stem"](inputs)) * scale)
+
+    def make(width, read):
+        return Gated(nn.ModuleDict({"stem": nn.Linear(2, width), "head": nn.Linear(read, 3)})).train()
+
+    module, example = make(4, 4), torch.zeros(2, 2)
+    before = copy.deepcopy(module.state_dict())
+    if door == "module":
+        module.example_input_array = example
+    given = {"argument": example, "module": None, "by name": {"inputs": example, "scale": torch.ones(())}}[door]
+    with pytest.raises(
+        ValueError, match="to run with the widths of the checkpoint, but with its example it raises Runt"
+    ):
+        load_matched(module, make(6, 5).state_dict(), given)
+    assert module.training
+    assert (module.net["stem"].out_features, module.net["head"].in_features) == (4, 4)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert load_matched(module, make(6, 6).state_dict(), given).net["stem"].out_features == 6
+    with pytest.raises(ValueError, match=r"'net\.head\.bias' of the checkpoint to be a tensor, but got float"):
+        load_matched(module, {**before, "net.head.bias": 0.0})
 
 
 def test_names_must_be_the_modules():
