@@ -85,6 +85,12 @@ class FedMA(Aggregator):
     Raises:
         ValueError: If an option is unknown or out of its range.
 
+    Note:
+        Logged are ``fedma/stage`` (the stage that the round has settled, from 0 on) and, of each of its groups,
+        ``fedma/<group>/width``, ``fedma/<group>/matched`` (the share of the clients' neurons that others have too) and
+        ``fedma/<group>/seconds``; at the end of a pass also ``fedma/growth``, the global model's numbers over a
+        client's.
+
     Example:
         >>> rule = FedMA("permute", retrain_epochs=5)
         >>> rule.resizes, [type(callback).__name__ for callback in rule.required_callbacks()]

@@ -22,7 +22,7 @@ from lightning_fed.callbacks.blame import ClientFault
 from lightning_fed.callbacks.door import TakenHook
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import Federation, find_federation
-from lightning_fed.callbacks.layerwise_checks import check_optimizers, check_options, warn_of_rounds
+from lightning_fed.callbacks.layerwise_checks import check_growth, check_optimizers, check_options, warn_of_rounds
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.functional.batches import Place, find_inputs, find_target
 from lightning_fed.functional.permutation import PermutationGroup, resize_groups
@@ -30,7 +30,7 @@ from lightning_fed.matching.groups import PermutationGroups
 from lightning_fed.matching.stages import find_stages
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.modules.fresh import fresh_state
-from lightning_fed.resize import fit_widths
+from lightning_fed.resize import fit_widths, named_tensors
 from lightning_fed.schedule import Visit, client_key, derive_seed
 from lightning_fed.state import trainable_entries
 from lightning_fed.visit import forget_memory
@@ -46,6 +46,10 @@ class LayerwiseTraining(FederatedCallback):
     federation a folder as ``store``. What is settled does not train (``requires_grad`` is off, BatchNorm in evaluation
     mode).
 
+    Checkpoints of models that have grown load into modules of the first widths, in all that the Trainer does. Other
+    widths than those of groups that can grow, as of another number of classes, are refused: its state, which is part of
+    checkpoints, names the groups' axes, a few numbers for each entry.
+
     Args:
         example_input: What the module's ``forward`` is called with to follow its neurons, see
             :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default the module's
@@ -59,8 +63,9 @@ class LayerwiseTraining(FederatedCallback):
         MisconfigurationException: In ``fit``, if the federation's rule is not FedMA, clients keep their optimizer state
             or hold rows of entries, their work is counted in steps where the rule has epochs, or an optimizer has state
             before its first step (Adagrad) or remembers sizes that change (LBFGS).
-        ValueError: In ``fit``, if stages or patterns do not fit the module, or clients are to start from random numbers
-            and a layer cannot draw its own.
+        ValueError: If a checkpoint has widths that cannot have grown, or that do not fit each other. In ``fit``, if
+            stages or patterns do not fit the module, or clients are to start from random numbers and a layer cannot
+            draw its own.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -93,17 +98,31 @@ class LayerwiseTraining(FederatedCallback):
         self._counts: Tensor | None = None
         self._batches_left = 0
         self._has_warned = False
+        self._growable: dict[str, list[int]] = {}  # axes of groups that can grow, of the fit or the last one
+        self._resized: dict[str, tuple[torch.Size, torch.Size]] = {}  # by a checkpoint: before and after
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Lets a checkpoint of a wider model load."""
         self._give_back()
+        self._resized = {}
+        if stage == "fit":
+            self._growable = {}
 
         def resize(checkpoint: dict[str, Any]) -> None:
-            fit_widths(pl_module, checkpoint["state_dict"])
+            state, known = checkpoint["state_dict"], checkpoint.get("callbacks", {}).get(self.state_key)
+            own = {name: value.shape for name, value in named_tensors(pl_module).items() if name in state}
+            self._resized = {name: (shape, state[name].shape) for name, shape in own.items()}
+            if known is not None:
+                check_growth(self._resized, known["growable"])
+            fit_widths(pl_module, state)
             assert self._hook is not None
             self._hook.original(checkpoint)
 
         self._hook = TakenHook(pl_module, "on_load_checkpoint", resize)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The axes of every entry that belong to groups which can grow."""
+        return {"growable": self._growable}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Gives back what ``setup`` took."""
@@ -124,6 +143,8 @@ class LayerwiseTraining(FederatedCallback):
         extra = resize_groups(self.extra_groups, [rule.widths.get(own.name, own.size) for own in self.extra_groups])
         found = PermutationGroups.of(pl_module, self._example(federation, pl_module), pin=pin, extra_groups=extra)
         shared = {name: local.entries[name] for name in local.shared}
+        self._growable = _growable_axes(found)
+        check_growth(self._resized, self._growable)
         if rule.widths:  # the fit was resumed: groups and entries of a client's widths
             if found.sizes != rule.widths:
                 raise MisconfigurationException(
@@ -347,6 +368,15 @@ def _rule(federation: Federation) -> FedMA:
             f"`LayerwiseTraining` goes with the rule FedMA, but the federation's is {type(rule).__name__}."
         )
     return rule
+
+
+def _growable_axes(groups: PermutationGroups) -> dict[str, list[int]]:
+    """The axes of entries that groups can make longer, tied ones under all names."""
+    axes: dict[str, set[int]] = {}
+    for name, axis in (own for group in groups if group.is_growable for own in group.entries):
+        for other in (name, *(other for other, first in groups.tied.items() if first == name)):
+            axes.setdefault(other, set()).add(axis)
+    return {name: sorted(own) for name, own in axes.items()}
 
 
 def _has_what_it_needs(memory: State, broadcast: Broadcast) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 
 import lightning as L
 import torch
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_fed.aggregators.fedma import FedMA
 from lightning_fed.callbacks.federation import Federation
+from lightning_fed.functional.options import OptionError
 from lightning_fed.visit import LocalModel
 
 _log = logging.getLogger(__name__)
@@ -67,6 +69,28 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
             "FedMA cannot train with LBFGS, which remembers its parameters' sizes, where layers grow in the middle of a"
             " pass: use mode='permute', stages=1, or another optimizer."
         )
+
+
+def check_growth(
+    shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], growable: Mapping[str, Sequence[int]]
+) -> None:
+    """Refuses widths of a checkpoint that no group of neurons can have got.
+
+    Args:
+        shapes: Shapes of entries in the module and in the checkpoint.
+        growable: The axes of entries that belong to groups which can grow.
+
+    Raises:
+        OptionError: If an entry has another length on another axis.
+
+    """
+    for name, (own, other) in shapes.items():
+        axes = [axis for axis, (a, b) in enumerate(zip(own, other, strict=False)) if a != b]
+        if not set(axes) <= set(growable.get(name, ())):
+            raise OptionError(
+                f"Expected a checkpoint in which only neurons that FedMA can add make a difference, but got {name!r} of"
+                f" shape {tuple(other)} for the module's {tuple(own)}."
+            )
 
 
 def warn_of_rounds(trainer: L.Trainer, length: int) -> None:

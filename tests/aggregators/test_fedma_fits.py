@@ -68,6 +68,34 @@ def test_validation_and_checkpoints_go_on_with_a_grown_model(federated_trainer, 
     assert fresh.net[0].out_features > 7
 
 
+@pytest.mark.parametrize("kind", ["fedma", "of another rule"])
+def test_a_checkpoint_with_other_classes_is_refused(federated_trainer, tmp_path, kind):
+    """What FedMA cannot have grown is another architecture, where a FedMA's checkpoint is used, and in its fits."""
+    saver = ModelCheckpoint(tmp_path, save_last=True, save_on_train_epoch_end=True)
+
+    def run(aggregator, rounds, widths, **arguments):
+        module = models.Module(mlp(widths), momentum)
+        trainer = federated_trainer(
+            max_rounds=rounds, aggregator=aggregator, callbacks=[saver], enable_checkpointing=True
+        )
+        try:
+            fit(trainer, module, data_of(parts()), **arguments)
+        finally:
+            run.module = module
+
+    run(FedMA(score="published", gamma=7.0) if kind == "fedma" else FedAvg(), 3, (4, 7, 6, 5))
+    words = r"but got 'net\.4\.weight' of shape \(5, \d\) for the module's \(3, 6\)"
+    with pytest.raises(ValueError, match=words):
+        run(FedMA(), 6, (4, 7, 6, 3), ckpt_path=tmp_path / "last.ckpt")
+    if kind == "fedma":
+        assert run.module.net[4].out_features == 3
+        module = models.Module(mlp(), momentum)
+        trainer = federated_trainer(max_rounds=3, aggregator=FedMA())
+        with pytest.raises(ValueError, match=words):
+            trainer.predict(module, DataLoader(torch.zeros(4, 4), 2), ckpt_path=tmp_path / "last.ckpt")
+        assert [module.net[place].out_features for place in (0, 4)] == [7, 3]
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
