@@ -170,7 +170,11 @@ def build(make):
 def outputs(module, example, dtype=torch.float64):
     module = copy.deepcopy(module).to(dtype).eval()
     with torch.no_grad():
-        result = module(example.to(dtype) if example.is_floating_point() else example)
+        return compute(module, example.to(dtype) if example.is_floating_point() else example)
+
+
+def compute(module, example):
+    result = module(example)
     return result["out"] if isinstance(result, dict) else result
 
 
@@ -207,6 +211,10 @@ SLOW = {
     "ResNet-18, GroupNorm(2)": (lambda: (resnet18(norm_layer=group_norm(2)), images()), 12, 2880, 0, "fc.bias"),
     "ResNet-18, GroupNorm(1)": (lambda: (resnet18(norm_layer=group_norm(1)), images()), 12, 2880, 0, "fc.bias"),
     "ResNet-50": (lambda: (torchvision.models.resnet50(num_classes=10), images()), 37, 11456, 37, "fc.bias"),
+    "ResNet-50, GroupNorm": (
+        lambda: (torchvision.models.resnet50(num_classes=10, norm_layer=group_norm(32)), images()),
+        37, 11456, 0, "fc.bias",
+    ),
     "ResNeXt-50": (lambda: (torchvision.models.resnext50_32x4d(num_classes=10), images()), 533, 11692, 21, "fc.bias"),
     "MobileNetV3": (
         lambda: (torchvision.models.mobilenet_v3_large(num_classes=10), images()), 30, 8696, 30, "classifier.3.bias",
