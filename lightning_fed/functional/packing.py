@@ -18,6 +18,7 @@ from lightning_fed.functional.prototypes import Prototypes
 _Client = TypeVar("_Client")
 
 _NAMES = ("prototypes:classes", "prototypes:means", "prototypes:counts")
+_MOST = 2**48  # feature vectors: what thousands of clients add up to fits an integer
 
 
 def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
@@ -110,8 +111,9 @@ def find_bad_prototypes(packed: Mapping[str, Tensor], num_classes: int | None = 
         return f"its prototypes are of class {int(classes.max())} instead of 0 to {num_classes - 1}"
     if len(set(classes.tolist())) < len(classes):
         return "its prototypes have a class twice"
-    if int(counts.min()) < 1:
-        return f"one of its prototypes is the mean of {int(counts.min())} feature vectors"
+    for count in (int(counts.min()), int(counts.max())):
+        if not 1 <= count <= _MOST:
+            return f"one of its prototypes is the mean of {count} feature vectors"
     return None
 
 

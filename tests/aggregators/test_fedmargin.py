@@ -449,6 +449,7 @@ BAD = {  # what is sent instead, and what is said of it
     "numbers": ({"prototypes:counts": torch.tensor([5])}, r"shapes \(2,\), \(2, 2\), \(1,\)"),
     "flat": ({"prototypes:means": torch.ones(2)}, r"shapes \(2,\), \(2,\), \(2,\)"),
     "nothing": ({"prototypes:counts": torch.tensor([5, 0])}, "the mean of 0 feature vectors"),
+    "too many": ({"prototypes:counts": torch.tensor([5, 2**62])}, f"the mean of {2**62} feature vectors"),
     "no means": ({"prototypes:means": None}, "without 'prototypes:means'"),
     "margins": ({"prototypes:lpm:semantic:mean": torch.ones(2)}, "margin is not a number"),
 }
