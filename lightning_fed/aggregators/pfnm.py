@@ -15,7 +15,9 @@ class PFNM(FedMA):
     """Probabilistic federated neural matching: all layers are matched at once, without training in between.
 
     From the last layer to the first, with the published score; see :class:`FedMA` for what happens around it. The
-    published algorithm is for fully connected networks and has one round.
+    published algorithm is for fully connected networks and has one round. The authors' program has besides a prior mean
+    of 0.1 for biases, and for the last hidden layer's outgoing weights variances by the clients' shares of the classes:
+    both are left out here, where prior means are 0 and variances the same for all clients.
 
     Args:
         last_layer: How output layers are averaged.

@@ -94,8 +94,11 @@ def match_neurons(
     which is twice a log-probability, up to what all scores of a neuron have in common.
 
     - ``"published"``: without the terms in brackets, with :math:`c = 1` and :math:`n_i` counted up to 10, and with new
-      neurons up to 700 global ones, but always one: what the programs of PFNM and FedMA compute. With their variances
-      of 1 the data have little to say: every client after the first adds one neuron, whatever its weights are.
+      neurons up to 700 global ones, but always one: the score of the programs of PFNM and FedMA. With their variances
+      of 1 the data have little to say where neurons are short. Of clients with equally many neurons, whose norms are
+      well below 1, every one after the first adds as many as there are numbers :math:`k < \gamma \sqrt{J - 1} / J`,
+      whatever its weights are: with :math:`\gamma = 7` three of 2 to 4 clients, two of 5 to 11, one of 12 to 47 and
+      none of more. The nearer such a number is to the limit, and the longer neurons are, the more their weights decide.
     - ``"marginal"``: with the terms in brackets and :math:`c = 2`, as the model has it. With estimated variances it
       finds what clients share, and gives what they do not share neurons of its own.
 

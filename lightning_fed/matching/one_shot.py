@@ -86,6 +86,9 @@ def match_states(
     the last to the first by outgoing weights and biases, and where the inputs are the network's own also by incoming
     ones (``"pfnm"``). Groups that are not growable are only ordered, like the networks before them.
 
+    Prior means are 0, and variances are the same for all networks, unless ``options`` say otherwise; the programs of
+    PFNM and FedMA have 0.1 for biases, and PFNM's a variance by class for the last layer's columns.
+
     BatchNorm's running statistics are averaged like all else; those of a merged network have to be measured anew.
 
     Args:

@@ -208,13 +208,45 @@ def test_the_published_score_merges_private_neurons():
     assert len(match_neurons(clients, np.random.default_rng(0)).owners) == 184
 
 
-@pytest.mark.parametrize("shares", [True, False], ids=["shared", "random"])
-def test_the_published_prior_sets_the_width(shares):
-    """One neuron per client after the first, whatever the weights; with gamma 0.001 none."""
-    clients = random_clients((12,) * 16, 20, scale=0.02) if shares else [0.02 * torch.randn(12, 20) for _ in range(16)]
-    for gamma, width in ((7.0, 12 + 15), (1e-3, 12)):
+@pytest.mark.parametrize("kind", ["random", "shared", "opposite"])
+def test_the_published_prior_sets_the_width(kind):
+    """Of short neurons every client after the first adds as many as there are k < gamma sqrt(J - 1) / J.
+
+    The second client's k-th new neuron is worth more than one of the first's as long as 2 log(gamma / (J k)) is greater
+    than log(1 / (J - 1)), and later ones have the same choice beside neurons that all share, which are worth more.
+    """
+    with_seven = [(2, 3), (4, 3), (5, 2), (11, 2), (12, 1), (16, 1), (47, 1), (48, 0)]
+    cases = [*((count, 7.0, added) for count, added in with_seven), (16, 1e-3, 0), (16, 20.0, 4), (3, 1.0, 0)]
+    for count, gamma, added in cases:
+        clients = _of_norm(0.1, kind, count)
         match = match_neurons(clients, np.random.default_rng(0), "published", gamma=gamma)
-        assert len(match.owners) == width
+        assert len(match.owners) == 12 + added * (count - 1)
+        assert added == sum(k < gamma * math.sqrt(count - 1) / count for k in range(1, 13))
+
+
+def test_of_long_neurons_the_weights_decide_too():
+    """Where the prior alone gives 27, and 47."""
+    widths = [
+        len(match_neurons(_of_norm(norm, kind, 16), np.random.default_rng(0), "published").owners)
+        for norm in (0.3, 3.0)
+        for kind in ("random", "shared", "opposite")
+    ]
+    assert widths[:3] == [27] * 3
+    assert 27 not in widths[3:]
+    clients = [torch.randn(32, 28, generator=torch.Generator().manual_seed(client)) for client in range(16)]
+    assert len(match_neurons(clients, np.random.default_rng(0), "published").owners) > 200
+
+
+def _of_norm(norm, kind, count):
+    """Clients of 12 neurons of a given norm: with nothing in common, with all of it, each the opposite of the last."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(12, 20, generator=generator)
+    clients = {
+        "random": [torch.randn(12, 20, generator=generator) for _ in range(count)],
+        "shared": [first[torch.randperm(12, generator=generator)] for _ in range(count)],
+        "opposite": [first * (-1) ** client for client in range(count)],
+    }[kind]
+    return [norm * own / own.norm(dim=1, keepdim=True) for own in clients]
 
 
 @pytest.mark.parametrize("options", [{"score": "marginal"}, {"score": "published", "gamma": 1e-3}], ids=str)
