@@ -1,5 +1,6 @@
 """The papers' equations on tensors; nothing here knows Lightning or the rest of the package."""
 
+from lightning_fed.functional.alignment import align_networks as align_networks
 from lightning_fed.functional.alignment import align_neurons as align_neurons
 from lightning_fed.functional.attention import SoftmaxMean as SoftmaxMean
 from lightning_fed.functional.average import WeightedMean as WeightedMean
@@ -80,6 +81,7 @@ __all__ = [
     "aggregate_mean_margin",
     "aggregate_prototype_margin",
     "aggregate_prototypes",
+    "align_networks",
     "align_neurons",
     "by_group",
     "class_margins",

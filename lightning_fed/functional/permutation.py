@@ -303,14 +303,17 @@ def neuron_features(
     features = {}
     for (name, axis), entry in group.entries.items():
         is_chosen = entry.role in roles or (entry.role == "both" and bool({"out", "in"} & set(roles)))
-        if not is_chosen or name not in state or names.count(name) > 1 or not state[name].is_floating_point():
-            continue
-        if name.rpartition(".")[2] in ("running_mean", "running_var"):
+        if not is_chosen or name not in state or names.count(name) > 1 or not is_compared(name, state[name]):
             continue
         _check_length(name, axis, entry, state[name])
         value = state[name].movedim(axis, 0)
         features[name, axis] = value[entry.positions.to(value.device)].flatten(1)
     return features
+
+
+def is_compared(name: str, value: Tensor) -> bool:
+    """Whether neurons are compared by an entry: not by integers, nor by running statistics."""
+    return value.is_floating_point() and name.rpartition(".")[2] not in ("running_mean", "running_var")
 
 
 class _Run(NamedTuple):

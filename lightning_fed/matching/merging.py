@@ -38,7 +38,7 @@ class MergedGroup(NamedTuple):
         before: Neurons that each network has.
         width: Neurons of the merged one.
         matched: Share of the networks' neurons that another network has too.
-        seconds: Time that the matching took.
+        seconds: Time that the matching took, without sweeps.
 
     """
 
@@ -85,12 +85,14 @@ class MatchedAverage:
         score: Score of a match, see :func:`~lightning_fed.functional.match_neurons`.
         gamma: The larger, the more neurons are added; ``None`` for the score's own.
         passes: Most passes over the networks in the matching of a group.
+        sweeps: Most sweeps over all networks and groups that order them anew, each like the mean of the others; they
+            end when nothing changes. With ``"grow"`` they come before the matching. 0 to order every group once.
         max_growth: Most neurons of a group, as a multiple of those of a network; ``None`` for no limit.
         batch_norm: Whether BatchNorm's running statistics are measured with data, or ``"average"``d.
         inputs: Where a batch of the data has its inputs: index, key or function; ``None`` for the usual places.
         pin: Patterns of entry names whose neurons stay where they are.
         extra_groups: Groups of neurons that are not found by themselves.
-        seed: Seed of the order in which networks are matched.
+        seed: Seed of the order in which networks are matched and ordered.
 
     Raises:
         ValueError: If an option is unknown or out of its range.
@@ -115,6 +117,7 @@ class MatchedAverage:
         score: MatchScore = "marginal",
         gamma: float | None = None,
         passes: int = 5,
+        sweeps: int = 30,
         max_growth: float | None = 1.25,
         batch_norm: Literal["recalibrate", "average"] = "recalibrate",
         inputs: Place = None,
@@ -135,6 +138,7 @@ class MatchedAverage:
         self.score: MatchScore = score
         self.gamma = gamma
         self.passes = check_count("passes", passes, 0)
+        self.sweeps = check_count("sweeps", sweeps, 0)
         self.max_growth = max_growth
         self.batch_norm = batch_norm
         self.inputs = inputs
@@ -197,6 +201,7 @@ class MatchedAverage:
             mode=self.mode,
             weights=weights,
             max_growth=self.max_growth,
+            sweeps=self.sweeps,
             score=self.score,
             gamma=self.gamma,
             passes=self.passes,

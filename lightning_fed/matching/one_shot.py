@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.functional.alignment import align_neurons
+from lightning_fed.functional.alignment import align_networks, align_neurons
 from lightning_fed.functional.matched_mean import matched_mean
 from lightning_fed.functional.matching import match_neurons
 from lightning_fed.functional.options import check_option
@@ -44,7 +44,7 @@ class StateMatch(NamedTuple):
         groups: The merged network's groups; :func:`~lightning_fed.matching.resize_module` gives a module its widths.
         places: For every network and group the place of each of its neurons in the merged one, int64, shape
             ``(neurons,)``.
-        seconds: Time that each group took to match.
+        seconds: Time that each group took to match, without sweeps.
 
     """
 
@@ -77,6 +77,7 @@ def match_states(
     mode: MatchMode = "grow",
     weights: Sequence[float] | None = None,
     max_growth: float | None = 1.25,
+    sweeps: int = 0,
     **options: Any,
 ) -> StateMatch:
     """Matches the neurons of several networks, group by group, and averages.
@@ -86,6 +87,12 @@ def match_states(
     the last to the first by outgoing weights and biases, and where the inputs are the network's own also by incoming
     ones (``"pfnm"``). Groups that are not growable are only ordered, like the networks before them.
 
+    That is one pass, in which every network is ordered like those before it, and by a part of what its neurons have.
+    With ``sweeps`` the networks are then brought nearer to each other, all groups jointly, until nothing changes
+    (:func:`~lightning_fed.functional.align_networks`). With ``"grow"`` this comes first, and groups are then matched by
+    all incoming weights (``"pfnm"``: all weights) of neurons, which now have a common order; in a chain of layers and
+    with ``"fedma"`` these are the same as without.
+
     Prior means are 0, and variances are the same for all networks, unless ``options`` say otherwise; the programs of
     PFNM and FedMA have 0.1 for biases, and PFNM's a variance by class for the last layer's columns.
 
@@ -94,13 +101,14 @@ def match_states(
     Args:
         states: One state per network, with the same entries.
         groups: Their groups.
-        generator: Draws the order of the networks.
+        generator: Draws the order of the networks, and in sweeps of the groups.
         order: ``"fedma"`` or ``"pfnm"``.
         mode: ``"grow"``: there may be more neurons than a network has; ``"permute"``: they are only ordered;
             ``"none"``: every neuron stays where it is.
         weights: Weight of each network in the average, greater than 0, such as its number of examples; by default
             equal.
         max_growth: Most neurons of a group, as a multiple of those of a network; ``None`` for no limit.
+        sweeps: Most sweeps over all networks and groups in which they are ordered anew; 0 for none.
         options: Passed to :func:`~lightning_fed.functional.match_neurons`, such as ``score``.
 
     Returns:
@@ -125,6 +133,11 @@ def match_states(
         raise ValueError("Expected at least one of `states`, but got none.")
     if max_growth is not None and not max_growth >= 1:
         raise ValueError(f"Expected `max_growth` to be at least 1, but got {max_growth}.")
+    aligned = None
+    if mode == "grow" and sweeps:
+        aligned = match_states(states, groups, generator, order, mode="permute", sweeps=sweeps)
+        orders = [{name: torch.argsort(place) for name, place in own.items()} for own in aligned.places]
+        states = [groups.permute(state, own) for state, own in zip(states, orders, strict=True)]
     places = [[torch.arange(group.size) for group in groups] for _ in states]
     sizes = [group.size for group in groups]
     waiting, seconds = [] if mode == "none" else list(range(len(groups))), dict.fromkeys(groups.names, 0.0)
@@ -133,7 +146,10 @@ def match_states(
     while waiting:
         number, start = waiting.pop(0), time.perf_counter()
         group = groups.groups[number]
-        chosen = _common(group, [groups.groups[other] for other in waiting], _ROLES[order])
+        if aligned is not None and not group.is_growable:
+            continue
+        unknown = [] if aligned is not None else [groups.groups[other] for other in waiting]
+        chosen = _common(group, unknown, _ROLES[order])
         wide = resize_groups(groups.groups, sizes)[number]
         neurons, blocks = [], list[int]()
         for state, own in zip(states, places, strict=True):
@@ -153,9 +169,19 @@ def match_states(
         for own, place in zip(places, found, strict=True):
             own[number] = place.cpu()
         seconds[group.name] = time.perf_counter() - start
+    if mode == "permute" and sweeps:
+        inverse = [[torch.argsort(place) for place in own] for own in places]
+        inverse = align_networks(states, groups.groups, inverse, generator, sweeps)
+        places = [[torch.argsort(own) for own in network] for network in inverse]
     state = matched_mean(states, groups.groups, places, sizes, [1.0] * len(states) if weights is None else weights)
     resized = groups.resized(dict(zip(groups.names, sizes, strict=True)))
     named = [dict(zip(groups.names, own, strict=True)) for own in places]
+    if aligned is not None:
+        named = [
+            {name: own[name][place] for name, place in first.items()}
+            for own, first in zip(named, aligned.places, strict=True)
+        ]
+        seconds = {name: seconds[name] + first for name, first in aligned.seconds.items()}
     return StateMatch(groups.tie(state), resized, named, seconds)
 
 

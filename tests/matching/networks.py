@@ -33,6 +33,25 @@ class HardLeNet(LeNet):
         return self.fc2(self.fc1(features.view(-1, 800)))
 
 
+class Residual(nn.Module):
+    """A stem and two blocks, whose channels are one group, with the inner channels of each block."""
+
+    def __init__(self, norm=nn.BatchNorm2d):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), norm(8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 8, 3, padding=1), norm(8))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, inputs):
+        features = F.relu(self.norm(self.stem(inputs)))
+        for block in self.blocks:
+            features = F.relu(features + block(features))
+        return self.head(features.mean((2, 3)))
+
+
 def vgg9():
     layers, channels = [], 3
     for place, width in enumerate([32, 64, 128, 128, 256, 256]):

@@ -170,11 +170,15 @@ def test_networks_of_every_kind_and_wider_than_the_module(tmp_path):
     assert parts == [("0", 9, 9)] * 2
 
 
-def test_the_seed_decides():
+@pytest.mark.parametrize("mode", ["grow", "permute"])
+def test_the_seed_decides(mode):
     torch.manual_seed(0)
     nets = [nn.Sequential(nn.Linear(6, 30), nn.ReLU(), nn.Linear(30, 3)) for _ in range(5)]
     example = torch.zeros(2, 6)
-    states = [MatchedAverage(seed=seed).merge(nets, example_input=example).state["0.bias"] for seed in (0, 0, 1, 2, 3)]
+    states = [
+        MatchedAverage(mode, seed=seed).merge(nets, example_input=example).state["0.bias"].sort()[0]
+        for seed in (0, 0, 1, 2, 3)
+    ]
     assert torch.equal(states[0], states[1])
     assert not all(own.shape == states[0].shape and torch.equal(own, states[0]) for own in states[2:])
 
@@ -314,6 +318,7 @@ def test_batch_norm_without_data():
         ({"max_growth": 0.9}, "`max_growth` to be at least 1 and finite, or None, but got 0.9"),
         ({"max_growth": float("inf")}, "`max_growth` to be at least 1 and finite, or None, but got inf"),
         ({"passes": -1}, "`passes` to be at least 0"),
+        ({"sweeps": -1}, "`sweeps` to be at least 0"),
         ({"seed": -1}, "`seed` to be at least 0"),
     ],
 )

@@ -1,5 +1,7 @@
 """Whole networks merged at once: permuted copies are found again, private neurons kept, PFNM by hand."""
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch import nn
 
 from lightning_fed.functional import match_neurons
 from lightning_fed.matching import PermutationGroups, match_states, resize_module
-from tests.matching.networks import Characters, LeNet, build, group_norm, images, outputs, resnet18, tokens
+from tests.matching.networks import Characters, LeNet, Residual, build, group_norm, images, outputs, resnet18, tokens
 
 CASES = {
     "LeNet": lambda: (LeNet(), images(28, 1)),
@@ -76,6 +78,62 @@ def test_private_neurons_are_kept():
     limited = match_states(states, groups, np.random.default_rng(0), max_growth=1.1)
     assert limited.groups.sizes == {"0": 44}
     assert match_states(states, groups, np.random.default_rng(0), mode="permute").groups.sizes == {"0": 40}
+
+
+def test_sweeps_bring_networks_nearer():
+    """One pass orders every network like those before it: networks in another order are ordered otherwise."""
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 3))
+            for _ in range(3)]  # fmt: skip
+    groups = PermutationGroups.of(nets[0], torch.zeros(2, 6))
+    found = {}
+    for sweeps in (0, 1, 30):
+        for chosen in permutations(range(3)):
+            states = [nets[place].state_dict() for place in chosen]
+            merged = match_states(states, groups, np.random.default_rng(0), mode="permute", sweeps=sweeps)
+            squares = 0.0
+            for state, places in zip(states, merged.places, strict=True):
+                moved = groups.permute(state, {name: torch.argsort(place) for name, place in places.items()})
+                squares += sum(float((moved[name] - mean).square().sum()) for name, mean in merged.state.items())
+            found.setdefault(sweeps, []).append(squares)
+    assert all(after < before for before, after in zip(found[0], found[1], strict=True))
+    assert all(after <= before for before, after in zip(found[1], found[30], strict=True))
+    assert max(found[30]) < 0.97 * min(found[0])
+
+
+@pytest.mark.parametrize("mode", ["permute", "grow"])
+def test_sweeps_order_a_residual_stage_by_all_that_its_neurons_have(mode):
+    """Two networks that share the convolutions of the blocks only, whose inputs are not known when the stage comes."""
+    torch.manual_seed(0)
+    module, example = build(lambda: (Residual(), images(8)))
+    groups = PermutationGroups.of(module, example)
+    orders = {group.name: torch.randperm(group.size) for group in groups}
+    state = module.state_dict()
+    drawn = [name for name in state if name.startswith(("stem", "norm")) or ".3." in name]
+    own = {name: torch.randn_like(state[name].float()).abs() / 5 for name in drawn}
+    other = groups.permute({**state, **own}, orders)
+    is_found = []
+    for sweeps in (0, 30):
+        merged = match_states([module.state_dict(), other], groups, np.random.default_rng(0), mode=mode, sweeps=sweeps)
+        first, second = merged.places
+        is_found.append(all(torch.equal(first[name][order], second[name]) for name, order in orders.items()))
+    assert is_found == [False, True]
+
+
+def test_in_a_chain_growth_is_the_same_with_sweeps():
+    """By incoming weights, from the first layer to the last: all that neurons have is known without them."""
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 3))
+            for _ in range(2)]  # fmt: skip
+    groups, states = PermutationGroups.of(nets[0], torch.zeros(2, 6)), [net.state_dict() for net in nets]
+    without, swept = (match_states(states, groups, np.random.default_rng(0), sweeps=sweeps) for sweeps in (0, 30))
+    assert without.groups.sizes == swept.groups.sizes
+    for name, size in swept.groups.sizes.items():
+        pairs = [[torch.full((size,), -1).index_copy_(0, own[name], torch.arange(len(own[name]))) for own in one.places]
+                 for one in (without, swept)]  # fmt: skip
+        assert {*zip(*(own.tolist() for own in pairs[0]), strict=True)} == {
+            *zip(*(own.tolist() for own in pairs[1]), strict=True)
+        }
 
 
 def test_pfnm_of_one_hidden_layer_by_hand():
