@@ -64,7 +64,7 @@ def _within(name: str, layer: nn.Module) -> Iterator[Seam]:
         for key, value in chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))
     }
     if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
-        pairs = _in_recurrent(own)
+        pairs = list(_in_recurrent(own))
     elif isinstance(layer, _HAVE_ROWS):
         keys = [key for key in ("weight", "bias", "running_mean", "running_var") if key in own]
         pairs = [((keys[0], 0), (key, 0)) for key in keys[1:]]
