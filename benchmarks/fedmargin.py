@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import machine, parser, prepare, table, write_section
+from common import machine, parser, prepare, spread, table, write_section
 
 from lightning_fed.compare import CENTRAL, Method, Plan, draw, load_results, markdown, run_comparison, summarize
 
@@ -153,17 +153,27 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
             parts += [f"**{variant}**"] if variant else []
             parts.append(markdown([{**run, "monitor": monitor} for run in main[variant]], last=arguments.last))
         if any(run["method"] in options for run in found):
-            compared = [
-                run
-                for run in found
-                if run["method"] in (CENTRAL, "fedavg", "fedmargin", *options)
-                and run["stragglers"] in (None, OPTION_STRAGGLERS)
-            ]
             parts += [
-                f"Options of FedMargin, {OPTION_STRAGGLERS:.0%} stragglers:",
-                markdown(compared, last=arguments.last),
+                f"Options of FedMargin, {OPTION_STRAGGLERS:.0%} stragglers; differences to the default of the same seeds:",
+                compare_options(found, options, study.monitors[0], arguments.last),
             ]
     return "\n\n".join(parts)
+
+
+def compare_options(found: Sequence[Any], options: Sequence[str], monitor: str, last: int) -> str:
+    """Score of each option, and its difference to the default over the seeds that both have."""
+    scores: dict[str, dict[int, float]] = {}
+    for run in found:
+        if run["method"] in ("fedavg", "fedmargin", *options) and run["stragglers"] == OPTION_STRAGGLERS:
+            values = [values[monitor] for values in run["rounds"] if monitor in values]
+            scores.setdefault(run["method"], {})[run["seed"]] = statistics.fmean(values[-last:])
+    default = scores.get("fedmargin", {})
+    rows = []
+    for method, own in scores.items():
+        gains = [score - default[seed] for seed, score in own.items() if seed in default]
+        shown = spread(gains) if method != "fedmargin" else ""
+        rows.append([f"`{method}`", spread(list(own.values())), shown, f"{len(own)}"])
+    return table(["method", f"`{monitor}`", "difference", "seeds"], rows)
 
 
 def overview(results: Mapping[str, Sequence[Any]], last: int) -> str:
