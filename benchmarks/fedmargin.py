@@ -154,7 +154,7 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
             parts.append(markdown([{**run, "monitor": monitor} for run in main[variant]], last=arguments.last))
         if any(run["method"] in options for run in found):
             parts += [
-                f"Options of FedMargin, {OPTION_STRAGGLERS:.0%} stragglers; difference to the default, paired by seeds:",
+                f"Options of FedMargin, {OPTION_STRAGGLERS:.0%} stragglers; difference to the default by seed:",
                 compare_options(found, options, study.monitors[0], arguments.last),
             ]
     return "\n\n".join(parts)
