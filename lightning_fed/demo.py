@@ -19,7 +19,8 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from lightning_fed.callbacks.images import SegmentationImages, default_colors, segmentation_grid
+from lightning_fed.callbacks.images import SegmentationImages
+from lightning_fed.callbacks.segmentation_grid import default_colors, segmentation_grid
 from lightning_fed.data import ArrayDataset, CamVid, Dirichlet, Shapes
 from lightning_fed.data.array_module import ArrayDataModule
 from lightning_fed.data.labels import labels_of

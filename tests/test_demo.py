@@ -12,7 +12,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fed import demo
-from lightning_fed.callbacks.images import SegmentationImages, default_colors
+from lightning_fed.callbacks.images import SegmentationImages
+from lightning_fed.callbacks.segmentation_grid import default_colors
 from lightning_fed.cli import main
 from lightning_fed.data import Shapes
 from lightning_fed.demo import run_demo

@@ -12,7 +12,6 @@ from lightning_fed.callbacks.federation import find_federation as find_federatio
 from lightning_fed.callbacks.gradient_correction import GradientCorrection as GradientCorrection
 from lightning_fed.callbacks.head_then_body import HeadThenBody as HeadThenBody
 from lightning_fed.callbacks.images import SegmentationImages as SegmentationImages
-from lightning_fed.callbacks.images import segmentation_grid as segmentation_grid
 from lightning_fed.callbacks.layerwise import LayerwiseTraining as LayerwiseTraining
 from lightning_fed.callbacks.local_evaluation import LocalEvaluation as LocalEvaluation
 from lightning_fed.callbacks.own_class_confusion import Confusion as Confusion
@@ -28,6 +27,7 @@ from lightning_fed.callbacks.prototype_plots import PrototypePlots as PrototypeP
 from lightning_fed.callbacks.prototypes import ClassPrototypes as ClassPrototypes
 from lightning_fed.callbacks.proximal import ProximalTerm as ProximalTerm
 from lightning_fed.callbacks.sampled_softmax import SampledSoftmax as SampledSoftmax
+from lightning_fed.callbacks.segmentation_grid import segmentation_grid as segmentation_grid
 from lightning_fed.callbacks.spreadout import SpreadOut as SpreadOut
 
 __all__ = [

@@ -15,9 +15,9 @@ from lightning_fed.aggregators.fedmargin import FedMargin
 from lightning_fed.aggregators.server_optimizer import averaging_rule
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.callbacks.images import checked_colors, default_colors
 from lightning_fed.callbacks.pictures import Color, figure_pixels, has_matplotlib, report_others, tensorboards
 from lightning_fed.callbacks.prototypes import ClassPrototypes, is_federated
+from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors
 from lightning_fed.functional.options import check_option
 from lightning_fed.functional.packing import find_bad_prototypes, find_odd_prototypes, unpack_prototypes
 from lightning_fed.functional.projection import PrincipalAxes, principal_axes

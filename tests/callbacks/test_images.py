@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedTrainer
-from lightning_fed.callbacks.images import SegmentationImages, default_colors, segmentation_grid
+from lightning_fed.callbacks.images import SegmentationImages
+from lightning_fed.callbacks.segmentation_grid import default_colors, segmentation_grid
 from lightning_fed.functional.options import OptionError
 from tests.conftest import QUIET
 

@@ -1,0 +1,149 @@
+"""Segmentations as one picture: a row per image; input, truth, prediction and maps side by side."""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_fed.callbacks.pictures import GREY, Color, paint_numbers
+
+_BORDER: Color = (255, 255, 255)
+# Class 0 is most often the background. None of them is the grey of ignored pixels or the white of the border.
+_COLORS: tuple[Color, ...] = (
+    *((0, 0, 0), (230, 25, 75), (60, 180, 75), (255, 225, 25), (0, 130, 200), (245, 130, 48), (145, 30, 180)),
+    *((70, 240, 240), (240, 50, 230), (210, 245, 60), (250, 190, 212), (0, 128, 128), (170, 110, 40), (128, 0, 0)),
+    *((128, 128, 0), (0, 0, 128), (220, 190, 255), (170, 255, 195), (255, 215, 180), (255, 250, 200)),
+)
+
+
+def segmentation_grid(
+    images: Tensor | Sequence[Tensor],
+    truth: Tensor | Sequence[Tensor],
+    prediction: Tensor | Sequence[Tensor],
+    class_colors: Sequence[Sequence[int]] | None = None,
+    mean: float | Sequence[float] | None = None,
+    std: float | Sequence[float] | None = None,
+    ignore_index: int | None = 255,
+    padding: int = 2,
+    maps: Sequence[Tensor | Sequence[Tensor]] = (),
+) -> Tensor:
+    """Draw segmentations as one picture: a row per image; input, truth, prediction and maps side by side.
+
+    Args:
+        images: Images of shape ``(N, C, H, W)``, or N images of shape ``(C, H, W)`` of any sizes. One or two channels
+            are drawn in grey (the first), more in colour (the first three). Integers count as 0 to 255.
+        truth: Class indices of shape ``(N, H, W)`` or ``(N, 1, H, W)``. Pixels of ``ignore_index`` are grey.
+        prediction: Class indices of the same shape. They are drawn everywhere, also where the truth is ignored.
+        class_colors: Colour (red, green, blue; 0 to 255) of each class. None: a palette with black for class 0.
+        mean: Mean that the data pipeline subtracted from the channels (one number per channel, or one for all).
+        std: Standard deviation that it divided them by. With neither, an image outside 0 to 1 is stretched to it.
+        ignore_index: Class index of pixels without a label; None if there are none.
+        padding: White border around each tile, in pixels.
+        maps: M more columns: each holds numbers from 0 to 1 (entropies, say), shape ``(N, H, W)``, drawn in the colours
+            of viridis: 0 is dark blue, 1 yellow, NaN grey.
+
+    Returns:
+        Picture of shape ``(3, N (H + padding) + padding, (3 + M) (W + padding) + padding)``, uint8. Smaller images sit
+        in the upper left corner of their tile.
+
+    Raises:
+        ValueError: If the numbers of images differ, there are none, or a class has no colour.
+
+    Example:
+        >>> image, truth = torch.zeros(1, 3, 4, 4), torch.tensor([[[0, 1], [1, 255]]]).repeat(1, 2, 2)
+        >>> grid = segmentation_grid(image, truth, prediction=torch.ones(1, 4, 4, dtype=torch.long))
+        >>> grid.shape
+        torch.Size([3, 8, 20])
+    """
+    if not len(images) == len(truth) == len(prediction) >= 1:
+        raise ValueError(
+            "Expected `images`, `truth` and `prediction` to hold the same number of images, at least 1, "
+            f"but got {len(images)}, {len(truth)} and {len(prediction)}."
+        )
+    if any(len(column) != len(images) for column in maps):
+        raise ValueError(f"Expected `maps` of {len(images)} images, but got {[len(column) for column in maps]}.")
+    truths, predictions = [_indices(mask) for mask in truth], [_indices(mask) for mask in prediction]
+    given = checked_colors(class_colors)
+    colors = torch.tensor(given or default_colors(_num_classes([*truths, *predictions], ignore_index)))
+    rows = [
+        (
+            _to_rgb(image, mean, std),
+            *(_paint(mask, colors, ignore_index) for mask in masks),
+            *(paint_numbers(column[place]) for column in maps),
+        )
+        for place, (image, *masks) in enumerate(zip(images, truths, predictions, strict=True))
+    ]
+    height, width = max(row[0].shape[1] for row in rows), max(row[0].shape[2] for row in rows)
+    canvas = torch.tensor(_BORDER, dtype=torch.uint8)[:, None, None].repeat(
+        1, len(rows) * (height + padding) + padding, len(rows[0]) * (width + padding) + padding
+    )
+    for i, row in enumerate(rows):
+        for j, tile in enumerate(row):
+            top, left = padding + i * (height + padding), padding + j * (width + padding)
+            canvas[:, top : top + tile.shape[1], left : left + tile.shape[2]] = tile
+    return canvas
+
+
+def default_colors(num_classes: int) -> list[Color]:
+    """Return a palette: black for class 0, 19 colours that are easy to tell apart, then hues by the golden ratio."""
+    more = (colorsys.hsv_to_rgb(0.618033988749895 * i % 1, 0.6, 0.8) for i in range(num_classes - len(_COLORS)))
+    extra: list[Color] = [(round(255 * r), round(255 * g), round(255 * b)) for r, g, b in more]
+    return [*_COLORS[:num_classes], *extra]
+
+
+def _indices(mask: Tensor) -> Tensor:
+    return (mask[0] if mask.ndim == 3 else mask).detach().cpu().long()
+
+
+def _num_classes(masks: Sequence[Tensor], ignore_index: int | None) -> int:
+    labels = torch.cat([mask.flatten() for mask in masks])
+    labels = labels[labels != ignore_index] if ignore_index is not None else labels
+    return int(labels.max()) + 1 if labels.numel() else 1
+
+
+def _paint(mask: Tensor, colors: Tensor, ignore_index: int | None) -> Tensor:
+    is_ignored = mask == ignore_index if ignore_index is not None else torch.zeros_like(mask, dtype=torch.bool)
+    labels = mask.masked_fill(is_ignored, 0)
+    if int(labels.min()) < 0 or int(labels.max()) >= len(colors):
+        raise ValueError(
+            f"Expected class indices from 0 to {len(colors) - 1}, one colour each, or `ignore_index` {ignore_index}, "
+            f"but got {int(labels.min())} to {int(labels.max())}."
+        )
+    painted = colors[labels]
+    painted[is_ignored] = torch.tensor(GREY)
+    return painted.permute(2, 0, 1).to(torch.uint8)
+
+
+def _to_rgb(image: Tensor, mean: float | Sequence[float] | None, std: float | Sequence[float] | None) -> Tensor:
+    pixels = image.detach().cpu().float()
+    if not image.is_floating_point():
+        pixels = pixels / 255
+    if std is not None:
+        pixels = pixels * torch.as_tensor(std, dtype=torch.float32).reshape(-1, 1, 1)
+    if mean is not None:
+        pixels = pixels + torch.as_tensor(mean, dtype=torch.float32).reshape(-1, 1, 1)
+    pixels = pixels[:3] if len(pixels) >= 3 else pixels[:1].repeat(3, 1, 1)
+    low, high = pixels.min(), pixels.max()
+    if mean is None and std is None and (low < 0 or high > 1):
+        pixels = (pixels - low) / (high - low).clamp_min(1e-12)
+    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def checked_colors(class_colors: Sequence[Sequence[int]] | None) -> list[Color] | None:
+    """The colours as tuples.
+
+    Raises:
+        ValueError: If they are no colours, or there are none.
+
+    """
+    if class_colors is None:
+        return None
+    colors = [tuple(color) for color in class_colors]
+    if not colors or not all(len(color) == 3 and all(0 <= value <= 255 for value in color) for color in colors):
+        raise ValueError(
+            f"Expected `class_colors` to hold a (red, green, blue) from 0 to 255 per class, but got {class_colors}."
+        )
+    return [(int(red), int(green), int(blue)) for red, green, blue in colors]
