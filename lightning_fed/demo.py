@@ -24,6 +24,7 @@ from lightning_fed.callbacks.segmentation_grid import default_colors, segmentati
 from lightning_fed.data import ArrayDataset, CamVid, Dirichlet, Shapes
 from lightning_fed.data.array_module import ArrayDataModule
 from lightning_fed.data.labels import labels_of
+from lightning_fed.data.population import own_random_numbers
 from lightning_fed.modules.extraction import evaluating
 from lightning_fed.tasks import SegmentationTask
 from lightning_fed.trainer import FederatedTrainer
@@ -161,8 +162,7 @@ def run_demo(
         data = CamVid(data_dir, image_size=(96, 128), augment=True, batch_size=8, eval_batch_size=32)
         # There is no background among CamVid's classes.
         partition = Dirichlet(num_clients, alpha=0.5, background=None, min_size=4)
-    with _alone_and_quiet():
-        L.seed_everything(0, verbose=False)
+    with _alone_and_quiet(), own_random_numbers(seed=0):
         data.setup("fit")
         task = SegmentationTask(
             "DeepLabV3Plus",
@@ -180,6 +180,7 @@ def run_demo(
             local_epochs=3,
             partition=partition,
             batch_norm="recalibrate",
+            seed=0,
             logger=logger,
             callbacks=[table, SegmentationImages(every_n_epochs=4)],
             enable_progress_bar=False,

@@ -18,7 +18,7 @@ import numpy as np
 from lightning_fed.functional.options import OptionError, check_count
 from lightning_fed.messages import Client
 
-_COHORT, _STRAGGLERS, _DROPOUT, _VISIT, _SECOND = range(5)  # one independent stream of random numbers per purpose
+_COHORT, _STRAGGLERS, _DROPOUT, _VISIT, _SECOND, _START, _END = range(7)  # one independent stream of random numbers per purpose
 
 
 def client_key(client: Client) -> int:
@@ -226,6 +226,14 @@ class Schedule:
         """
         chosen = self._draw(_SECOND, round, clients)
         return [client for client in chosen if not (self.dropout and self._drops_out(round, client))]
+
+    def start_seed(self, round: int) -> int:
+        """The seed of what the server draws at the start of a round."""
+        return derive_seed(self.seed, round, _START)
+
+    def end_seed(self, round: int) -> int:
+        """The seed of what is drawn once a round's visits are over: for the aggregate, and in the validation after it."""
+        return derive_seed(self.seed, round, _END)
 
     def _draw(self, purpose: int, round: int, clients: Sequence[Client]) -> list[Client]:
         size = self.cohort_size(len(clients))

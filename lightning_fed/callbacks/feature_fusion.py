@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning as L
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -19,6 +20,7 @@ from torch import nn
 from lightning_fed.aggregators import Aggregator, FedMA
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.data.population import own_random_numbers
 from lightning_fed.functional.fusion import smooth_weight
 from lightning_fed.functional.options import OptionError, check_option
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
@@ -27,13 +29,16 @@ from lightning_fed.modules.feature_cache import FeatureCache
 from lightning_fed.modules.fused import FusionLayer
 from lightning_fed.modules.fusing import find_fusion, fuse
 from lightning_fed.modules.fusion import ConvInit, MixingOperator, OperatorName, Range, build_operator
+from lightning_fed.schedule import default_seed, derive_seed
+
+_OPERATOR = 1001  # a purpose of random numbers, apart from those of the schedule
 
 
 class FeatureFusion(FederatedCallback):
     r"""Fuses every client's features with those of the global model, :math:`L = C \circ F \circ (E_l, E_g)`.
 
-    In ``setup`` the module gets one submodule more, ``feature_fusion``, with the parameters of the operator :math:`F`;
-    see :func:`~lightning_fed.modules.fuse`. Nothing else of it moves or changes its name. At the start of a visit a
+    In ``setup`` the module gets one submodule more, ``feature_fusion``, with the parameters of the operator :math:`F`,
+    drawn by the federation's seed; see :func:`~lightning_fed.modules.fuse`. Nothing else of it moves or changes its name. At the start of a visit a
     frozen copy :math:`E_g` is made of the extractor as the client received it; it is in evaluation mode, has no
     gradients, is in no optimizer and never travels. :math:`E_l`, :math:`F` and :math:`C` train and are averaged like
     all else, whatever the aggregator. What travels beyond federated averaging is :math:`F`: 1 number with ``"single"``,
@@ -100,7 +105,8 @@ class FeatureFusion(FederatedCallback):
         clamp: Range | None = None,
         channel_axis: int | None = None,
     ) -> None:
-        build_operator(operator, 1, conv_init=conv_init, clamp=clamp)  # checks the options
+        with torch.device("meta"):  # draws nothing
+            build_operator(operator, 1, conv_init=conv_init, clamp=clamp)  # checks the options
         check_option("eval_reference", eval_reference, ("previous", "current"))
         if not 0 <= ema < 1:
             raise ValueError(f"Expected `ema` to be in [0, 1), but got {ema}.")
@@ -148,7 +154,8 @@ class FeatureFusion(FederatedCallback):
                 )
             _move_to_front(self, trainer)
         is_fused = find_fusion(pl_module) is not None
-        self._fusion = self._fuse(pl_module)
+        with own_random_numbers(derive_seed(_federation_seed(trainer), _OPERATOR)):
+            self._fusion = self._fuse(pl_module)
         self._is_blank = stage != "fit" and not is_fused and (self.operator, self.conv_init) == ("conv", "default")
         goes_on = stage != "fit" or trainer.current_epoch > 0
         self._reference = self._fusion.frozen.state() if goes_on and self._fusion.is_referring else {}
@@ -351,6 +358,13 @@ class FeatureFusion(FederatedCallback):
         self._caches = self.cache_global_features and self.operator != "none"
         self._batch = self._per_epoch = 0  # of the visit's batches
         self._hits = self._found = 0  # samples of the cache before the batch, and in passes but the first
+
+
+def _federation_seed(trainer: L.Trainer) -> int:
+    """The seed of the Trainer's federation; without one, as where a module is only evaluated, that of a new one."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    federation = next((callback for callback in callbacks if isinstance(callback, Federation)), None)
+    return default_seed() if federation is None else federation.schedule.seed
 
 
 def _name_of(layer: nn.Module, module: nn.Module) -> str:

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import lightning as L
@@ -25,7 +26,7 @@ from lightning_fed.callbacks.round_log import RoundLog
 from lightning_fed.callbacks.round_loop import BatchNormMode, RoundLoop
 from lightning_fed.callbacks.takeover import Takeover, check_loader
 from lightning_fed.data.partitions import Partition
-from lightning_fed.data.population import PlannedVisit, Population
+from lightning_fed.data.population import PlannedVisit, Population, own_random_numbers
 from lightning_fed.data.rounds import RoundLoader
 from lightning_fed.desk import Desk
 from lightning_fed.functional.options import check_count, check_option
@@ -135,6 +136,7 @@ class Federation(L.Callback):
         self._is_fit = True
         self._trainer: L.Trainer | None = None
         self._taken: Takeover | None = None
+        self._generators = ExitStack()  # as the fit has found them
         self._reset()
 
     def _reset(self, elsewhere: Elsewhere | None = None) -> None:
@@ -269,8 +271,9 @@ class Federation(L.Callback):
         self._loop.put_together(self.vectorize, self.find_population)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Makes sure that the Trainer's loader is ours."""
+        """Makes sure that the Trainer's loader is ours, and puts the states of the global generators aside."""
         check_loader(trainer)
+        self._generators.enter_context(own_random_numbers())
         self.log_book.show(trainer)  # a fit that was resumed between a round's end and its checkpoint needs them
         if self.rounds == 0:
             self.store.restore(0, {})
@@ -383,6 +386,7 @@ class Federation(L.Callback):
             self._taken = None
         self._loop.give_back()
         self._clients.close()
+        self._generators.close()
 
 
 def find_federation(trainer: L.Trainer) -> Federation:

@@ -23,11 +23,10 @@ from lightning_fed.data.population import PlannedVisit, seed_everything
 from lightning_fed.data.sharing import Paces
 from lightning_fed.desk import Desk, RoundReport
 from lightning_fed.messages import Client, State
-from lightning_fed.schedule import Cohort, derive_seed
+from lightning_fed.schedule import Cohort
 from lightning_fed.state import norm
 from lightning_fed.store import ClientStore
 
-_JOINT = 1000  # a purpose of random numbers, apart from those of the schedule
 _ROUNDING = 1e-4
 
 
@@ -77,7 +76,7 @@ class Processes:
         self.paces = Paces()
         self._trainer = trainer
         self._log = log
-        self._goes_by_time = getattr(trainer.strategy, "balance", "time") == "time"
+        self._goes_by_time = getattr(trainer.strategy, "balance", "batches") == "time"
         self._apart = ExitStack()
         self._started = 0.0
         self._seen: dict[Client, float] = {}
@@ -112,7 +111,7 @@ class Processes:
         server: Desk,
         store: ClientStore,
         cohort: Cohort,
-        seed: int,
+        start_seed: int,
         progress: RoundProgress,
         is_cut: bool = False,
     ) -> None:
@@ -123,7 +122,7 @@ class Processes:
             server: The server half.
             store: Where clients keep what is theirs.
             cohort: The round's clients.
-            seed: Seed of the schedule.
+            start_seed: Seed of what the server draws at the start of the round.
             progress: Lightning's progress.
             is_cut: Whether the round ended in this process before its last visit was over.
 
@@ -170,9 +169,8 @@ class Processes:
         round.optimizers.largest = max(positions, key=lambda largest: largest[:2], default=None)
         for place, callback in enumerate(sharing):
             callback.join_round(trainer, module, [each.noted[place] for each in notes])
+        seed_everything(start_seed)  # the aggregator starts the round once more
         self._merge(server, round.before)
-        # What follows happens in all processes: what it draws must be the same.
-        seed_everything(derive_seed(seed, number, _JOINT))
 
     def agree(self, round: OpenRound) -> None:
         """After the aggregation: makes sure that all processes have the same global model.

@@ -19,7 +19,7 @@ from lightning_fed.callbacks.round_log import RoundLog
 from lightning_fed.callbacks.round_progress import RoundProgress
 from lightning_fed.callbacks.stack import Stack, joint_loss
 from lightning_fed.callbacks.vectorize import put_together
-from lightning_fed.data.population import PlannedVisit, Population
+from lightning_fed.data.population import PlannedVisit, Population, own_random_numbers, seed_everything
 from lightning_fed.data.rounds import RoundLoader, Together
 from lightning_fed.data.turns import Stacked, tensors_of
 from lightning_fed.desk import Desk
@@ -288,6 +288,7 @@ class RoundLoop:
             if self.elsewhere is not None:
                 self.elsewhere.start(self)
             stack = None if self.together is None else self.together[1]
+            seed_everything(self.schedule.start_seed(trainer.current_epoch))
             self.open = OpenRound(trainer, module, self.server, self.policies, self.store, self.optimizer_state, stack)
             if self.processes is not None:
                 self.processes.part(module)
@@ -309,12 +310,16 @@ class RoundLoop:
             self._join(self.processes, round)
         if self.elsewhere is not None:
             self.elsewhere.exchange(self)
+        seed_everything(self.schedule.end_seed(self.server.report.round))
         has_come = round.close()
         if self.processes is not None:
             self.processes.agree(round)
         if round.is_new and self.batch_norm == "recalibrate":
             module = self.trainer.lightning_module
-            recalibrate(self.trainer, module, self.server, round.local, self.population, self.cohort, self.elsewhere)
+            with own_random_numbers():  # every process measures its share
+                recalibrate(
+                    self.trainer, module, self.server, round.local, self.population, self.cohort, self.elsewhere
+                )
         report = self.server.report
         if self.elsewhere is None or self.elsewhere.has_server:
             after, parameters = round.local.entries, round.local.parameters
@@ -338,7 +343,8 @@ class RoundLoop:
         return [] if is_client else federated_callbacks(self.trainer)
 
     def _join(self, processes: Processes, round: OpenRound, is_cut: bool = False) -> None:
-        processes.join(round, self.server, self.store, self.cohort, self.schedule.seed, self.progress, is_cut)
+        start_seed = self.schedule.start_seed(self.server.report.round)
+        processes.join(round, self.server, self.store, self.cohort, start_seed, self.progress, is_cut)
 
     def _skip(self) -> None:
         self.ignore("`training_step` returned `None`")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import lightning as L
 
-from lightning_fed.data.population import seed_everything
+from lightning_fed.data.population import own_random_numbers
 from lightning_fed.functional.options import check_count, check_option
 from lightning_fed.messages import Client
 from lightning_fed.modules.fusing import find_fusion
@@ -75,11 +75,11 @@ def train_newcomers(
             module.load_state_dict(start)
             if fusion is not None:
                 fusion.refer()
-            seed_everything(derive_seed(seed, client_key(client)))
             curve = _Curve(monitor)
-            trainer = L.Trainer(**{**_QUIET, **trainer_options, "max_epochs": max_epochs, "callbacks": [curve]})
-            trainer.validate(module, val, verbose=False)
-            trainer.fit(module, train, val)
+            with own_random_numbers(derive_seed(seed, client_key(client))):
+                trainer = L.Trainer(**{**_QUIET, **trainer_options, "max_epochs": max_epochs, "callbacks": [curve]})
+                trainer.validate(module, val, verbose=False)
+                trainer.fit(module, train, val)
             curves[client] = curve.values
     finally:
         module.load_state_dict(start)

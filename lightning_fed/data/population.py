@@ -146,8 +146,11 @@ def seed_everything(seed: int) -> None:
 
 
 @contextmanager
-def own_random_numbers() -> Iterator[None]:
+def own_random_numbers(seed: int | None = None) -> Iterator[None]:
     """The global generators of :func:`seed_everything` go on afterwards as if nothing had been drawn from them.
+
+    Args:
+        seed: Seed that they have inside; ``None`` leaves them as they are.
 
     Example:
         >>> seed_everything(1)
@@ -162,6 +165,8 @@ def own_random_numbers() -> Iterator[None]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     xpu = torch.xpu.get_rng_state_all() if torch.xpu.is_initialized() else []  # type: ignore[no-untyped-call]
     mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    if seed is not None:
+        seed_everything(seed)
     try:
         yield
     finally:

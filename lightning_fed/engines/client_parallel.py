@@ -42,9 +42,10 @@ class ClientParallelStrategy(DDPStrategy):
         process_group_backend: Backend of ``torch.distributed``; by default that of the device.
         timeout: How long a process waits for the others before it gives up with an error. It must be longer than
             the visits of one process in a round can take: the first to be ready waits for the last.
-        balance: What the visits are shared out by: ``"time"``, the batches times what a batch of the client took in its
-            last visit, or ``"batches"`` alone. With the latter the shares, and so the order of every sum, depend on the
-            data only, and two runs are equal to the last bit; with the former to rounding in float64.
+        balance: What the visits are shared out by: their ``"batches"``, or ``"time"``, the batches times what a batch of
+            the client took in its last visit. With the former the shares, and so the order of every sum, depend on the
+            data only, and two runs are equal to the last bit. With the latter they are equal to rounding in float64;
+            it is for clients whose batches take unlike times, for their sizes or their processes' devices.
 
     Raises:
         ValueError: If ``balance`` is unknown.
@@ -55,7 +56,7 @@ class ClientParallelStrategy(DDPStrategy):
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(max_rounds=10, strategy="client_parallel", devices=1, logger=False)
         >>> trainer.strategy.balance
-        'time'
+        'batches'
 
     """
 
@@ -70,9 +71,9 @@ class ClientParallelStrategy(DDPStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        balance: Literal["time", "batches"] = "time",
+        balance: Literal["batches", "time"] = "batches",
     ) -> None:
-        check_option("balance", balance, ("time", "batches"))
+        check_option("balance", balance, ("batches", "time"))
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -82,7 +83,7 @@ class ClientParallelStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self.balance: Literal["time", "batches"] = balance
+        self.balance: Literal["batches", "time"] = balance
         self._ranks = Ranks()
 
     @property

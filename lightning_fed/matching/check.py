@@ -103,6 +103,7 @@ class Trial:
         device = next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
         args, kwargs = tree_map(lambda leaf: self._cast(leaf, device), self._inputs)
         with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
             outputs = self._module(*args, **kwargs)
         return [leaf.to(self._dtype) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 

@@ -90,6 +90,7 @@ def _try_out(module: nn.Module, state: Mapping[str, Any], example: Any) -> None:
     args, kwargs = split_inputs(example)
     with on_loan(module), torch.random.fork_rng(devices=[]):
         fit_widths(module, state)
+        torch.default_generator.manual_seed(0)
         try:
             module(*args, **kwargs)
         except Exception as error:  # whatever a module raises that has its widths written into it

@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from lightning_fed.messages import State
 from lightning_fed.modules.extraction import evaluating
@@ -214,8 +215,10 @@ def _pointwise(fusion: FusionLayer, place: Extractor) -> nn.Module:
     is_last = ndim == 2 or axis in (-1, ndim - 1)
     has_bias = operator.bias is not None
     kinds = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
-    point: Any = (
-        nn.Linear(channels, channels, has_bias) if is_last else kinds[ndim](channels, channels, 1, bias=has_bias)
+    point: Any = (  # without values: those of a new layer would be drawn
+        skip_init(nn.Linear, channels, channels, has_bias)
+        if is_last
+        else skip_init(kinds[ndim], channels, channels, 1, bias=has_bias)
     )
     with torch.no_grad():
         summed = operator.weight[:, :channels] + operator.weight[:, channels:]
