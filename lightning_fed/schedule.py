@@ -18,7 +18,8 @@ import numpy as np
 from lightning_fed.functional.options import OptionError, check_count
 from lightning_fed.messages import Client
 
-_COHORT, _STRAGGLERS, _DROPOUT, _VISIT, _SECOND, _START, _END = range(7)  # one independent stream of random numbers per purpose
+# One independent stream of random numbers per purpose.
+_COHORT, _STRAGGLERS, _DROPOUT, _VISIT, _SECOND, _START, _END = range(7)
 
 
 def client_key(client: Client) -> int:
@@ -232,7 +233,7 @@ class Schedule:
         return derive_seed(self.seed, round, _START)
 
     def end_seed(self, round: int) -> int:
-        """The seed of what is drawn once a round's visits are over: for the aggregate, and in the validation after it."""
+        """The seed of what is drawn once a round's visits are over: for the aggregate, and in validation."""
         return derive_seed(self.seed, round, _END)
 
     def _draw(self, purpose: int, round: int, clients: Sequence[Client]) -> list[Client]:

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import threading
+from contextlib import contextmanager
 
 import lightning as L
 import numpy as np
@@ -27,23 +28,46 @@ QUIET = {
 torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
-def own_random_numbers():
-    """Every test starts from the same global generators; what ran before it does not matter, nor what runs after."""
-    names = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-    before = {name: os.environ.pop(name, None) for name in names}
+SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")  # what `seed_everything` leaves in the environment
+
+
+@contextmanager
+def same_random_numbers():
+    """Inside, the global generators start from the same states, without Lightning's seeds; all is put back."""
+    before = {name: os.environ.pop(name, None) for name in SEEDS}
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
     torch.manual_seed(0)
-    yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002
-    torch.set_rng_state(states[2])
-    for name in names:
-        os.environ.pop(name, None)
-        if before[name] is not None:
-            os.environ[name] = before[name]
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+        for name in SEEDS:
+            os.environ.pop(name, None)
+            if before[name] is not None:
+                os.environ[name] = before[name]
+
+
+@pytest.fixture(autouse=True)
+def own_random_numbers():
+    """Every test starts from the same global generators; what ran before it does not matter, nor what runs after."""
+    with same_random_numbers():
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    """So does every fixture that several tests share, and one that leaves a seed in the environment is an error."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with same_random_numbers():
+        made = yield
+        left = [name for name in SEEDS if name in os.environ]
+        assert not left, f"The fixture `{fixturedef.argname}` leaves {left} in the environment of all later tests."
+    return made
 
 
 @pytest.fixture(autouse=True)

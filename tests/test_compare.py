@@ -36,6 +36,7 @@ from lightning_fed.compare import (
 from lightning_fed.data import Synthetic
 from lightning_fed.tasks import ClassificationTask
 from tests.compare_script import CLIENTS, OWN, Interruption, Notes
+from tests.conftest import same_random_numbers
 
 ROOT = Path(__file__).resolve().parents[1]
 MANY_CLASSES = ("fedaws", "fedss")  # they need a head of their own
@@ -271,8 +272,8 @@ def whole(tmp_path_factory):
         patch.chdir(folder)
         patch.setattr(sys, "argv", ["lightning-fed"])
         patch.setattr(Notes, "fits", [])
-        patch.delenv("PL_GLOBAL_SEED", raising=False)
-        compare(*ALL, "out")
+        with same_random_numbers():
+            compare(*ALL, "out")
     return files(folder / "out")
 
 

@@ -38,12 +38,12 @@ class FeatureFusion(FederatedCallback):
     r"""Fuses every client's features with those of the global model, :math:`L = C \circ F \circ (E_l, E_g)`.
 
     In ``setup`` the module gets one submodule more, ``feature_fusion``, with the parameters of the operator :math:`F`,
-    drawn by the federation's seed; see :func:`~lightning_fed.modules.fuse`. Nothing else of it moves or changes its name. At the start of a visit a
-    frozen copy :math:`E_g` is made of the extractor as the client received it; it is in evaluation mode, has no
-    gradients, is in no optimizer and never travels. :math:`E_l`, :math:`F` and :math:`C` train and are averaged like
-    all else, whatever the aggregator. What travels beyond federated averaging is :math:`F`: 1 number with ``"single"``,
-    :math:`C` with ``"multi"``, :math:`2C^2 + C` with ``"conv"``, for every level. To keep it with the clients, say
-    ``personal=["feature_fusion.*"]``.
+    drawn with the federation's seed; see :func:`~lightning_fed.modules.fuse`. Nothing else of it moves or changes its
+    name. At the start of a visit a frozen copy :math:`E_g` is made of the extractor as the client received it; it is in
+    evaluation mode, has no gradients, is in no optimizer and never travels. :math:`E_l`, :math:`F` and :math:`C`
+    train and are averaged like all else, whatever the aggregator. What travels beyond federated averaging is
+    :math:`F`: 1 number with ``"single"``, :math:`C` with ``"multi"``, :math:`2C^2 + C` with ``"conv"``, for every
+    level. To keep it with the clients, say ``personal=["feature_fusion.*"]``.
 
     After the fit the module stays as it is: it validates, predicts and is saved with its fusion.
     :func:`~lightning_fed.modules.unwrap` takes it out.

@@ -42,10 +42,10 @@ class ClientParallelStrategy(DDPStrategy):
         process_group_backend: Backend of ``torch.distributed``; by default that of the device.
         timeout: How long a process waits for the others before it gives up with an error. It must be longer than
             the visits of one process in a round can take: the first to be ready waits for the last.
-        balance: What the visits are shared out by: their ``"batches"``, or ``"time"``, the batches times what a batch of
-            the client took in its last visit. With the former the shares, and so the order of every sum, depend on the
-            data only, and two runs are equal to the last bit. With the latter they are equal to rounding in float64;
-            it is for clients whose batches take unlike times, for their sizes or their processes' devices.
+        balance: What the visits are shared out by: their ``"batches"``, or ``"time"``, the batches times what a batch
+            of the client took in its last visit. With the former the shares, and so the order of every sum, depend on
+            the data only, and two runs are equal to the last bit. With the latter they are equal to rounding in
+            float64; it is for clients whose batches take unlike times, for their sizes or their processes' devices.
 
     Raises:
         ValueError: If ``balance`` is unknown.

@@ -1,0 +1,48 @@
+"""What `conftest.py` holds: fixtures that several tests share start alike, and leave no seed behind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FILE = """
+import os, lightning as L, pytest, torch
+
+torch.rand(1)
+
+@pytest.fixture(scope="module")
+def drawn():
+    return torch.rand(1)
+
+@pytest.fixture(scope="module")
+def leaking():
+    L.seed_everything(1, verbose=False)
+
+def test_drawn(drawn):
+    assert torch.equal(drawn, torch.rand(1, generator=torch.Generator().manual_seed(0)))
+
+def test_leaking(leaking):
+    pass
+
+def test_after():
+    assert "PL_GLOBAL_SEED" not in os.environ
+"""
+
+
+@pytest.mark.parametrize("seed", [None, "7"])
+def test_a_shared_fixture_that_leaves_a_seed_behind_is_an_error(seed, tmp_path):
+    (tmp_path / "test_it.py").write_text(FILE)
+    environment = {**os.environ, **({} if seed is None else {"PL_GLOBAL_SEED": seed})}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "tests.conftest", "-c", os.devnull, str(tmp_path)],
+        cwd=Path(__file__).parents[1],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+    assert "1 error" in done.stdout
+    assert "The fixture `leaking` leaves ['PL_GLOBAL_SEED'" in done.stdout
