@@ -65,7 +65,7 @@ def test_a_fit_does_not_depend_on_what_was_drawn_before_it(job):
         assert_same(first, other, sorted(first))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_fit_does_not_depend_on_the_number_of_processes(size, tmp_path):
     """Nor on what each has drawn, nor on the seed that Lightning's strategy sets: to rounding of the sums."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -138,7 +138,7 @@ class Finder(ast.NodeVisitor):
             return not has_generator
         if last == "seed_everything":
             return True
-        return bool(parent) and last in METHODS and isinstance(node.func, ast.Attribute) and not has_generator
+        return last in METHODS and isinstance(node.func, ast.Attribute) and not has_generator
 
 
 def find(source):
