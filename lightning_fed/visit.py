@@ -37,6 +37,9 @@ class LocalModel:
     Attributes:
         memory: What callbacks keep for the client between its visits, after :meth:`recall`: empty before its first.
 
+    Raises:
+        ValueError: If the module has entries without a policy, which were added since the policies were decided.
+
     """
 
     def __init__(
@@ -44,6 +47,12 @@ class LocalModel:
     ) -> None:
         self._module = module if resizes else None
         self.entries = live_entries(module)
+        added = [name for name in self.entries if name not in policies]
+        if added:
+            raise ValueError(
+                "Expected the module to keep its parameters and buffers until the fit ends, but these were added since"
+                f" it began: {', '.join(added[:5])}."
+            )
         self.store = store
         self.parameters = [
             name for name, _ in module.named_parameters() if policies.get(name) in _TRAVELS and name in self.entries

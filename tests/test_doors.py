@@ -17,12 +17,20 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lightning_fed import FedBN, FederatedCallback, FederatedDataModule, FederatedTrainer, Federation, FedPer
 from lightning_fed.aggregators import FairAvg, FedAvg
@@ -51,6 +59,10 @@ def datasets():
 
 def loader(**options):
     return models.pooled(CLIENTS, **options)[0]
+
+
+def loaders():
+    return {name: DataLoader(dataset, 8) for name, dataset in datasets().items()}
 
 
 def names():
@@ -108,6 +120,10 @@ REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes
     "weight averaging": (
         {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, module, "would average clients: use a server-side rule",
     ),
+    "pruning": (
+        {"callbacks": [ModelPruning("l1_unstructured", amount=0.2)]}, {}, module,
+        "`ModelPruning` does not work .* renames .* `torch.nn.utils.prune`",
+    ),
     "averages of steps": ({"callbacks": [WeightAveraging()]}, {}, module, "averages after every batch"),
     "moving averages of steps": (
         {"callbacks": [EMAWeightAveraging()]}, {}, module, "`EMAWeightAveraging` does not work .* `epoch_idx`",
@@ -143,6 +159,46 @@ def assert_nothing_is_left(trainer, *owners):
     assert trainer.reload_dataloaders_every_n_epochs == 0
     for owner in owners:
         assert not {"train_dataloader", "on_save_checkpoint", "on_train_batch_end"} & set(vars(owner))
+
+
+def test_the_rounds_loader_has_the_data_set_that_is_split(either_trainer):
+    """A module may count classes in `setup`, or look at the data set while it trains."""
+
+    class Counting(models.Module):
+        def setup(self, stage):
+            dataset = self.trainer.datamodule.train_dataloader().dataset
+            self.class_counts = torch.bincount(torch.stack([target for _, target in dataset]))
+
+        def on_train_epoch_start(self):
+            lengths.append(len(self.trainer.train_dataloader.dataset))
+
+    lengths = []
+    own = Counting(models.mlp())
+    either_trainer(2, partition=IID(2)).fit(own, datamodule=models.PooledData(CLIENTS))
+    targets = torch.cat([targets for _, targets in CLIENTS.values()])
+    assert torch.equal(own.class_counts, torch.bincount(targets))
+    assert lengths == [len(targets)] * 2
+
+
+def test_the_rounds_loader_has_the_users_subset(federated_trainer):
+    class Looking(models.Module):
+        def setup(self, stage):
+            found.append(self.trainer.datamodule.train_dataloader().dataset)
+
+    found = []
+    subset = Subset(TensorDataset(*CLIENTS["a"]), range(20))
+    federated_trainer(max_rounds=1, partition=IID(2)).fit(Looking(models.mlp()), DataLoader(subset, 8))
+    assert found == [subset]
+
+
+@pytest.mark.parametrize("make", [datasets, loaders], ids=["data sets", "loaders"])
+def test_clients_with_data_of_their_own_have_no_data_set_together(make, either_trainer):
+    class Looking(models.Module):
+        def setup(self, stage):
+            return self.trainer.datamodule.train_dataloader().dataset
+
+    with pytest.raises(AttributeError, match="ask the FederatedDataModule for its `clients`, each of which has one"):
+        either_trainer(1).fit(Looking(models.mlp()), datamodule=FederatedDataModule(make()))
 
 
 def test_several_processes_are_refused(plain_trainer):

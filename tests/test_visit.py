@@ -496,6 +496,16 @@ def test_a_buffer_that_is_no_tensor_any_more_is_refused(federated_trainer):
         federated_trainer(max_rounds=1).fit(Forgetful(), models.as_datasets(models.vectors()))
 
 
+@WITHOUT_VALIDATION
+def test_entries_that_are_added_between_rounds_are_named(federated_trainer):
+    class Growing(models.Module):
+        def on_train_epoch_end(self):
+            self.grown = nn.Linear(2, 2)
+
+    with pytest.raises(ValueError, match=r"these were added since it began: grown\.weight, grown\.bias"):
+        federated_trainer(max_rounds=2).fit(Growing(models.mlp()), models.as_datasets(models.vectors()))
+
+
 def test_rows_that_do_not_fit_leave_the_module_as_it_was():
     """Nothing is written: neither the entries that fit nor the rows."""
     torch.manual_seed(0)

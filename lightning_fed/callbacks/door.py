@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -24,6 +25,8 @@ _REFUSED: dict[type[L.Callback], str] = {
     BatchSizeFinder: "it would tune on the first client's batches: tune with a plain `L.Trainer` first",
     LearningRateFinder: "it would tune on the first client's batches: tune with a plain `L.Trainer` first",
     StochasticWeightAveraging: "it edits the training loop and would average clients: use a server-side rule",
+    ModelPruning: "it renames entries of the module between rounds, which clients would not know: prune the trained"
+    " model with `torch.nn.utils.prune`",
     GradientAccumulationScheduler: "its windows would straddle two clients: use a larger batch size",
 }
 _AVERAGE_STEPS = [  # new in Lightning 2.6; a subclass of the user's may well average rounds

@@ -81,6 +81,10 @@ class Federation(L.Callback):
         MisconfigurationException: In ``setup``, if the Trainer is asked for what cannot be right in a round.
 
     Note:
+        Attributes of the module that are neither parameters nor buffers pass from one visit to the next; those that
+        a round has changed are named in the log. Buffers with ``persistent=False`` start every visit as they were at
+        the start of the round.
+
         Checkpoints hold ``rounds``, ``seed``, ``totals`` (ints), and the states of ``aggregator`` and ``store``.
 
     Example:

@@ -10,6 +10,7 @@ import lightning as L
 
 from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, thaw_batch_norm, warn_of_averaging
 from lightning_fed.callbacks.blame import ClientFault, client_fault
+from lightning_fed.callbacks.carried import note_attributes, warn_of_carried
 from lightning_fed.callbacks.door import IgnoredWarning, ranks_of
 from lightning_fed.callbacks.elsewhere import Elsewhere
 from lightning_fed.callbacks.federated_callback import FederatedCallback
@@ -85,6 +86,7 @@ class RoundLoop:
         self._has_warned = self._has_warned_of_forms = False
         self._loader: RoundLoader | None = None
         self._served: RoundLoader | None = None  # the loader whose round is over
+        self._attributes: dict[str, Any] = {}  # as the round found them
         self._ignored: list[IgnoredWarning] = []
 
     @property
@@ -303,9 +305,11 @@ class RoundLoop:
                 self._has_warned = True
             for callback in self._server_side():
                 callback.on_round_start(trainer, module)
+            self._attributes = note_attributes(module)
         return self.open
 
     def _close(self, round: OpenRound) -> None:
+        warn_of_carried(self.trainer.lightning_module, self._attributes, self.server.report.round)
         if self.processes is not None:
             self._join(self.processes, round)
         if self.elsewhere is not None:

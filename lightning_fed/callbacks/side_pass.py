@@ -57,7 +57,7 @@ def side_pass(
             if not is_reloaded:
                 stack.enter_context(_values_aside(module))
             for layer in {id(each): each for each in (*module.modules(), *metrics)}.values():
-                own = _lightnings_own() if isinstance(layer, L.LightningModule) else frozenset()
+                own = lightnings_own() if isinstance(layer, L.LightningModule) else frozenset()
                 stack.enter_context(_aside(layer, own))
             for metric in metrics:
                 if isinstance(metric, Metric):
@@ -135,7 +135,7 @@ def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
     paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
     noted: dict[str, Any] = {}
     for layer in {id(each): each for each in (*module.modules(), *find_metrics(module))}.values():
-        own = _INTERNAL | (_lightnings_own() if isinstance(layer, L.LightningModule) else frozenset())
+        own = _INTERNAL | (lightnings_own() if isinstance(layer, L.LightningModule) else frozenset())
         path = paths.get(id(layer), f"{type(layer).__name__}.")
         noted |= {f"{path}{name}": _copied(value) for name, value in _plain_attributes(layer, own).items()}
     return noted
@@ -288,7 +288,7 @@ def _copied_container(value: Any) -> Any:
 
 
 @cache
-def _lightnings_own() -> frozenset[str]:
+def lightnings_own() -> frozenset[str]:
     """Attributes that every LightningModule has, and other modules have not."""
     return frozenset(vars(L.LightningModule())) - _INTERNAL
 

@@ -59,6 +59,11 @@ class DatasetClients(Population):
         self._loader = self._make_loader()
 
     @property
+    def dataset(self) -> Dataset[Any]:
+        """The data set that a partition splits into the clients, as the user's own loader has it."""
+        return super().dataset if self.source.split_dataset is None else self.source.split_dataset
+
+    @property
     def num_workers(self) -> int:
         """Worker processes of the loader."""
         return self._loader.num_workers
@@ -113,7 +118,12 @@ class ClientSource(Dataset[Any], ABC):
         clients: The clients' keys.
         collate: Makes a batch of a list of samples.
 
+    Attributes:
+        split_dataset: The data set that was split into the clients; ``None`` if each has its own.
+
     """
+
+    split_dataset: Dataset[Any] | None = None
 
     def __init__(self, clients: Sequence[Client], collate: Callable[[list[Any]], Any] | None = None) -> None:
         self.clients = clients
@@ -165,6 +175,7 @@ class PartitionedSource(ClientSource):
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         super().__init__(client_keys(indices), collate)
+        self.split_dataset = dataset
         while type(dataset) is Subset:  # so that batches come straight from the data set below
             outer = np.asarray(dataset.indices)
             indices = {client: outer[inner] for client, inner in indices.items()}

@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource, PartitionedSource, SampleTransform
-from lightning_fed.data.loader_clients import LoaderClients
+from lightning_fed.data.loader_clients import LoaderClients, check_client_loader
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import LazyClients, Population, client_keys
 from lightning_fed.functional.options import OptionError
@@ -272,6 +272,8 @@ class _Places:
 
 def _check_kinds(clients: Any) -> None:
     values = clients.values() if isinstance(clients, dict) else clients if isinstance(clients, list | tuple) else ()
+    for value in values:
+        check_client_loader(value)
     kinds = {type(value).__name__: isinstance(value, Dataset) for value in values}
     if len(set(kinds.values())) > 1 or any(isinstance(value, IterableDataset) for value in values):
         raise TypeError(

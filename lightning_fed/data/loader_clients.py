@@ -8,7 +8,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils.data import WeightedRandomSampler
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem, batch_length, client_keys
 from lightning_fed.data.turns import in_turns, one_by_one
@@ -33,10 +34,12 @@ class LoaderClients(Population):
         """Length of the loader's data set, or of the part that its sampler draws; else of one pass over its batches.
 
         Raises:
+            TypeError: If it is not one loader but several.
             ValueError: If neither has a length.
 
         """
         loader = self.loaders[client]
+        check_client_loader(loader)
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, Sized):
             # Clients may share a data set, each with a sampler of its part.
@@ -97,6 +100,25 @@ class LoaderClients(Population):
                 yield batch
             if not has_batches:
                 raise ValueError("its loader gave no batch")
+
+
+def check_client_loader(loader: Any) -> None:
+    """Refuses several loaders as the data of one client.
+
+    Args:
+        loader: A client's data.
+
+    Raises:
+        TypeError: If it is a ``CombinedLoader``, or a mapping or sequence of loaders.
+
+    """
+    inside = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, list | tuple) else ()
+    if isinstance(loader, CombinedLoader) or any(isinstance(value, DataLoader | CombinedLoader) for value in inside):
+        raise TypeError(
+            f"Expected a client's data to be one loader or data set, but got several in a {type(loader).__name__}:"
+            " which of them says how many examples and batches the client has is not known. Zip them into one data set"
+            " (`torch.utils.data.StackDataset`), or put their examples together (`ConcatDataset`)."
+        )
 
 
 @contextmanager

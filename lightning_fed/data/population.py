@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from lightning_fed.messages import Client
 from lightning_fed.schedule import Visit
@@ -87,6 +88,19 @@ class Population(ABC):
         if isinstance(clients, list | tuple):  # others may be too long to look at
             _check_keys(clients)
         self.clients = clients
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The data set that a partition splits into the clients, as the user's own loader has it.
+
+        Raises:
+            AttributeError: If every client has data of its own.
+
+        """
+        raise AttributeError(
+            "In a federation whose clients bring their own data, the training loader has no `dataset`: ask the"
+            " FederatedDataModule for its `clients`, each of which has one."
+        )
 
     @abstractmethod
     def num_samples(self, client: Client) -> int:

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from torch.utils.data import Dataset
+
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem, seed_everything
 from lightning_fed.data.sharing import Paces, share_out
 from lightning_fed.data.turns import OwnNumbers, Stacked, one_by_one, stack_batches
@@ -132,6 +134,16 @@ class RoundLoader:
         for left in range(self.padding - 1, -1, -1):
             self.group, self.batches_left = (), left
             yield None
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The data set of all clients, as the user's own loader has it: to count classes in ``setup``, say.
+
+        Raises:
+            AttributeError: If every client has data of its own.
+
+        """
+        return self.population.dataset
 
     @property
     def current(self) -> PlannedVisit | None:

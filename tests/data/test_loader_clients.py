@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -11,6 +12,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.data.loader_clients import LoaderClients
 from lightning_fed.data.population import LazyClients, PlannedVisit
 from lightning_fed.schedule import Visit
@@ -194,3 +196,21 @@ def test_a_loader_without_a_data_set_is_counted_once():
     population = LoaderClients({"ann": batches})
     assert [population.num_samples("ann") for _ in range(3)] == [5, 5, 5]
     assert batches.passes == 1
+
+
+SEVERAL = {
+    "combined": lambda: CombinedLoader([DataLoader(DATASET, 2), DataLoader(DATASET, 2)], "min_size"),
+    "mapping": lambda: {"one": DataLoader(DATASET, 2), "other": DataLoader(DATASET, 5)},
+    "list": lambda: [DataLoader(DATASET, 2), DataLoader(DATASET, 5)],
+}
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_several_loaders_for_one_client_are_refused(kind):
+    with pytest.raises(
+        TypeError, match=r"one loader or data set, but got several in a .*`torch\.utils\.data\.StackDataset`"
+    ):
+        FederatedDataModule({"a": SEVERAL[kind](), "b": SEVERAL[kind]()})
+    lazy = LoaderClients(LazyClients(["a"], lambda client: SEVERAL[kind]()))
+    with pytest.raises(TypeError, match="one loader or data set, but got several"):
+        lazy.num_samples("a")
