@@ -22,8 +22,8 @@ import lightning_fed.data
 import lightning_fed.tasks  # noqa: F401
 from lightning_fed import __version__
 from lightning_fed.callbacks import Federation
+from lightning_fed.data.dealing import PartitionError
 from lightning_fed.functional.options import OptionError
-from lightning_fed.functional.partition import PartitionError
 from lightning_fed.state import Selector
 from lightning_fed.trainer import FederatedTrainer
 

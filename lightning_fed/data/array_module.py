@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lightning_fed.data.arrays import ArrayDataset
+from lightning_fed.functional.options import check_count
 
 Split = Literal["train", "val", "test"]
 
@@ -62,13 +63,14 @@ class ArrayDataModule(LightningDataModule, ABC):
         seed: int,
     ) -> None:
         super().__init__()
-        _check("batch_size", batch_size, 1)
-        _check("eval_batch_size", eval_batch_size, 1)
-        _check("num_workers", num_workers, 0)
-        _check("train_size", train_size, 1)
-        _check("val_size", val_size, 0)
-        _check("test_size", test_size, 0)
-        _check("seed", seed, 0)
+        check_count("batch_size", batch_size)
+        check_count("num_workers", num_workers, 0)
+        check_count("seed", seed, 0)
+        optional = (("eval_batch_size", eval_batch_size, 1), ("train_size", train_size, 1), ("val_size", val_size, 0),
+                    ("test_size", test_size, 0))  # fmt: skip
+        for name, value, lowest in optional:
+            if value is not None:
+                check_count(name, value, lowest)
         self.class_names = tuple(class_names)
         self.batch_size = batch_size
         self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
@@ -190,8 +192,3 @@ class ArrayDataModule(LightningDataModule, ABC):
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
         )
-
-
-def _check(name: str, value: int | None, minimum: int) -> None:
-    if value is not None and value < minimum:
-        raise ValueError(f"Expected `{name}` to be at least {minimum}, but got {value}.")

@@ -14,6 +14,7 @@ from lightning_fed.data.array_module import ArrayDataModule, Split
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.augment import FlipAndShift
 from lightning_fed.data.files import decode_images, find_file, read_npz, resize_masks, split_bytes
+from lightning_fed.functional.options import check_count
 
 _NAMES = (
     "sky",
@@ -116,8 +117,7 @@ class CamVid(ArrayDataModule):
             raise ValueError(f"Expected `image_size` to be a height and a width of at least 1, but got {image_size}.")
         if group_by not in ("sequence", "frames"):
             raise ValueError(f"Expected `group_by` to be 'sequence' or 'frames', but got {group_by!r}.")
-        if frames_per_client < 1:
-            raise ValueError(f"Expected `frames_per_client` to be at least 1, but got {frames_per_client}.")
+        check_count("frames_per_client", frames_per_client)
         self.data_dir = Path(data_dir)
         self.image_size = None if image_size is None else (image_size[0], image_size[1])
         self.group_by = group_by

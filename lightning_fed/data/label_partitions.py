@@ -2,40 +2,105 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any, Literal, final
 
+import numpy as np
+import numpy.typing as npt
+
+from lightning_fed.data.dealing import (
+    IndexArray,
+    PartitionError,
+    cut,
+    deal_by_class,
+    draw_dirichlet,
+    draw_until_large,
+    generator_for,
+    number_classes,
+    parts_of_owners,
+)
 from lightning_fed.data.labels import MapDataset, labels_of
-from lightning_fed.data.partition_base import Partition, at_least, checked_seed, numbered, one_of, own_seed
-from lightning_fed.functional import partition as functional
-from lightning_fed.functional.partition import IndexArray
-from lightning_fed.messages import Client
+from lightning_fed.data.partition_base import NumberedPartition
+from lightning_fed.functional.options import check_count, check_option
 
 LabelFn = Callable[[Any], int]
 """Function of a sample that gives its label."""
 
 
-@final
-class Dirichlet(Partition):
-    r"""Label skew drawn from a Dirichlet distribution, by either of its two published definitions.
+class LabelPartition(NumberedPartition):
+    """A partition that looks at the labels (abstract: :meth:`deal_labels` is left to its subclasses).
 
-    ``definition="per_class"`` splits every class over the clients in proportions
-    :math:`p_c \sim \mathrm{Dir}(\alpha 1_K)`, so that sizes vary too. ``definition="per_client"`` gives every client
-    equally many samples, with class probabilities :math:`q_k \sim \mathrm{Dir}(\alpha \pi)` around the data's own
-    :math:`\pi`; there the concentrations sum to ``alpha``, so the same ``alpha`` is a stronger skew.
+    The labels are found with :func:`~lightning_fed.data.labels.labels_of`; for segmentation the label of an image is
+    its dominant foreground class.
 
     Args:
         num_clients: Number of clients, at least 1.
-        alpha: Concentration: small for much skew, ``inf`` for none. Greater than 0; per client 0 is allowed, and means
-            one class per client.
-        definition: ``"per_class"`` or ``"per_client"``.
-        min_size: Per class: smallest number of samples of a client; the split is drawn again until it is reached.
-        balance: Per class: whether a client that holds an equal share of all samples gets no more, as in NIID-Bench's
-            code.
         label_fn: Function of a sample that gives its label, in place of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` for none.
         background: Class of masks that is not foreground; ``None`` where every class counts.
         seed: Seed of the split; ``None`` for the federation's.
+
+    """
+
+    def __init__(
+        self,
+        num_clients: int,
+        label_fn: LabelFn | None,
+        ignore_index: int | None,
+        background: int | None,
+        seed: int | None,
+    ) -> None:
+        super().__init__(num_clients, seed)
+        self.label_fn = label_fn
+        self.ignore_index = ignore_index
+        self.background = background
+
+    @abc.abstractmethod
+    def deal_labels(self, labels: IndexArray, seed: int) -> list[IndexArray]:
+        """The samples of every client, of the label of each sample."""
+
+    def deal(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
+        """The samples of every client."""
+        labels = labels_of(dataset, self.label_fn, ignore_index=self.ignore_index, background=self.background)
+        return self.deal_labels(labels, seed)
+
+
+@final
+class Dirichlet(LabelPartition):
+    r"""Label skew drawn from a Dirichlet distribution, by either of its two published definitions.
+
+    ``definition="per_class"`` ("label-dir") splits every class over the clients, so that sizes vary too:
+
+    .. math:: p_c \sim \mathrm{Dir}(\alpha 1_K), \qquad
+        \text{client } k \text{ gets samples } \lfloor N_c \textstyle\sum_{j<k} p_{cj} \rfloor \text{ to }
+        \lfloor N_c \sum_{j \le k} p_{cj} \rfloor \text{ of the shuffled class } c
+
+    ``definition="per_client"`` gives every client equally many samples, by class probabilities of its own:
+
+    .. math:: q_k \sim \mathrm{Dir}(\alpha \pi), \qquad
+        \lfloor N / K \rfloor \text{ times: class} \sim q_k \text{, an unused sample of that class}
+
+    with a prior :math:`\pi` over the classes that sums to 1: the concentrations sum to ``alpha``, as in the paper, so
+    the same ``alpha`` is a stronger skew. A class that has run out gets mass 0 and the others are scaled up; if they
+    have no mass, :math:`q_k` is drawn again over the classes that are left. Clients are served in order, so it is the
+    last ones that have to take what is left. The :math:`N \bmod K` samples left at the end go to nobody.
+
+    Args:
+        num_clients: Number of clients, at least 1.
+        alpha: Concentration: small for much skew, ``inf`` for none. Greater than 0; per client 0 is allowed, and gives
+            every client one class, drawn among those that still have enough samples for a whole client (a client has
+            more only if there is none).
+        definition: ``"per_class"`` or ``"per_client"``.
+        min_size: Per class: smallest number of samples of a client; the split is drawn again until it is reached.
+        balance: Per class: whether a client that holds :math:`N / K` samples or more gets none of the next classes (the
+            proportions of the others are scaled up), as always in NIID-Bench's code.
+        label_fn: Function of a sample that gives its label, in place of the data set's targets.
+        ignore_index: Value of void pixels in masks; ``None`` for none.
+        background: Class of masks that is not foreground; ``None`` where every class counts.
+        seed: Seed of the split; ``None`` for the federation's.
+        prior: Per client: :math:`\pi`, the classes' shares of the data (``"empirical"``) or the same for every class
+            (``"uniform"``).
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -68,9 +133,11 @@ class Dirichlet(Partition):
         ignore_index: int | None = 255,
         background: int | None = 0,
         seed: int | None = None,
+        prior: Literal["empirical", "uniform"] = "empirical",
     ) -> None:
-        self.num_clients = at_least("num_clients", num_clients, 1)
-        self.definition = one_of("definition", definition, "per_class", "per_client")
+        super().__init__(num_clients, label_fn, ignore_index, background, seed)
+        check_option("definition", definition, ("per_class", "per_client"))
+        check_option("prior", prior, ("empirical", "uniform"))
         if definition == "per_class" and not alpha > 0:
             raise ValueError(f"Expected `alpha` to be greater than 0, but got {alpha}.")
         if not alpha >= 0:
@@ -80,40 +147,60 @@ class Dirichlet(Partition):
                 "Expected `balance` with definition='per_class' only, but got it with 'per_client', where all clients"
                 " have the same size."
             )
+        if definition == "per_class" and prior != "empirical":
+            raise ValueError(f"Expected `prior` with definition='per_client' only, but got {prior!r} with 'per_class'.")
         self.alpha = alpha
-        self.min_size = at_least("min_size", min_size, 0)
+        self.definition: Literal["per_class", "per_client"] = definition
+        self.min_size = check_count("min_size", min_size, 0)
         self.balance = balance
-        self.label_fn = label_fn
-        self.ignore_index = ignore_index
-        self.background = background
-        self.seed = checked_seed(seed)
+        self.prior: Literal["empirical", "uniform"] = prior
 
-    def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set into clients ``0`` to ``num_clients - 1``.
+    def deal_labels(self, labels: IndexArray, seed: int) -> list[IndexArray]:
+        """The samples of every client, of the label of each sample."""
+        return self._per_class(labels, seed) if self.definition == "per_class" else self._per_client(labels, seed)
 
-        Raises:
-            ValueError: If no draw gives every client ``min_size`` samples.
+    def _per_class(self, labels: IndexArray, seed: int) -> list[IndexArray]:
+        classes, class_sizes = number_classes(labels)
+        rng = generator_for("dirichlet_per_class", seed)
 
-        """
-        labels = labels_of(dataset, self.label_fn, ignore_index=self.ignore_index, background=self.background)
-        seed = own_seed(self.seed, seed)
-        if self.definition == "per_client":
-            parts = functional.dirichlet_per_client(labels, self.num_clients, self.alpha, seed)
-        else:
-            parts = functional.dirichlet_per_class(
-                labels, self.num_clients, self.alpha, seed, balance=self.balance, min_size=self.min_size
-            )
-        return numbered(self, dataset, parts)
+        def draw() -> IndexArray:
+            return _counts_per_class(rng, class_sizes, self.num_clients, self.alpha, self.balance)
+
+        skew, remedy = f"alpha={self.alpha}", "raise `alpha`"
+        counts = draw_until_large(draw, self.num_clients, classes.size, self.min_size, skew, remedy)
+        return deal_by_class(rng, classes, counts)
+
+    def _per_client(self, labels: IndexArray, seed: int) -> list[IndexArray]:
+        classes, class_sizes = number_classes(labels)
+        rng = generator_for("dirichlet_per_client", seed)
+        is_empirical = self.prior == "empirical"
+        pi = class_sizes / classes.size if is_empirical else np.full(class_sizes.size, 1 / class_sizes.size)
+        size = classes.size // self.num_clients
+        if self.alpha == np.inf and is_empirical:  # drawn one by one, the last clients would get very different rests
+            dealt = rng.permutation(classes.size)[: size * self.num_clients]
+            owner = np.full(classes.size, -1, dtype=np.int64)
+            owner[dealt[np.argsort(classes[dealt], kind="stable")]] = np.arange(dealt.size) % self.num_clients
+            return parts_of_owners(owner, self.num_clients)
+        left = class_sizes.copy()
+        counts = np.zeros((self.num_clients, class_sizes.size), dtype=np.int64)
+        for count in counts:
+            count[:] = _draw_client(rng, pi, self.alpha, size, left)
+            left -= count
+        return deal_by_class(rng, classes, counts)
 
 
 @final
-class Shards(Partition):
-    """Pathological label skew: the samples sorted by label, cut into equal shards, and dealt out.
+class Shards(LabelPartition):
+    r"""Pathological label skew: the samples sorted by label, cut into equal shards, and dealt out.
+
+    With :math:`K` clients and :math:`z` shards each there are :math:`K z` shards of :math:`\lfloor N / (K z) \rfloor`
+    samples; the fewer than :math:`K z` samples that remain, the last in the order, go to nobody. A shard may straddle
+    two labels, so a client has at most :math:`2 z` of them where every label fills a shard, and mostly :math:`z` or
+    fewer.
 
     Args:
         num_clients: Number of clients, at least 1.
-        shards_per_client: Shards for each client, at least 1: roughly the number of labels it sees. Fewer than
-            ``num_clients * shards_per_client`` samples are left over.
+        shards_per_client: Shards for each client, at least 1; MNIST in the paper: 100 clients, 2 shards of 300.
         label_fn: Function of a sample that gives its label, in place of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` for none.
         background: Class of masks that is not foreground; ``None`` where every class counts.
@@ -145,30 +232,41 @@ class Shards(Partition):
         background: int | None = 0,
         seed: int | None = None,
     ) -> None:
-        self.num_clients = at_least("num_clients", num_clients, 1)
-        self.shards_per_client = at_least("shards_per_client", shards_per_client, 1)
-        self.label_fn = label_fn
-        self.ignore_index = ignore_index
-        self.background = background
-        self.seed = checked_seed(seed)
+        super().__init__(num_clients, label_fn, ignore_index, background, seed)
+        self.shards_per_client = check_count("shards_per_client", shards_per_client)
 
-    def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set into clients ``0`` to ``num_clients - 1``."""
-        labels = labels_of(dataset, self.label_fn, ignore_index=self.ignore_index, background=self.background)
-        parts = functional.shards(labels, self.num_clients, self.shards_per_client, own_seed(self.seed, seed))
-        return numbered(self, dataset, parts)
+    def deal_labels(self, labels: IndexArray, seed: int) -> list[IndexArray]:
+        """The samples of every client, of the label of each sample."""
+        classes, _ = number_classes(labels)
+        num_shards = self.num_clients * self.shards_per_client
+        if num_shards > classes.size:
+            raise PartitionError(
+                f"Expected `num_clients` * `shards_per_client` to be at most the number of samples ({classes.size}),"
+                f" but got {self.num_clients} * {self.shards_per_client}."
+            )
+        size = classes.size // num_shards
+        order = generator_for("shards", seed).permutation(num_shards)
+        owner_of_shard = np.empty(num_shards, dtype=np.int64)
+        owner_of_shard[order] = np.arange(num_shards) // self.shards_per_client
+        owner = np.full(classes.size, -1, dtype=np.int64)
+        owner[np.argsort(classes, kind="stable")[: size * num_shards]] = np.repeat(owner_of_shard, size)
+        return parts_of_owners(owner, self.num_clients)
 
 
 @final
-class LabelsPerClient(Partition):
-    """Every client has the same number of labels, and shares each of them equally with the others that have it.
+class LabelsPerClient(LabelPartition):
+    """Equally many labels for every client, which shares each of them equally with the others that have it.
+
+    Shares differ by at most one sample; where a label has more owners than samples, the last owners get none. A label
+    that no client has goes to nobody.
 
     Args:
         num_clients: Number of clients, at least 1.
-        labels_per_client: Number of different labels of each client, at least 1.
-        assignment: ``"random"`` draws a client's labels; with fewer clients than labels, some may go to nobody.
-            ``"even"`` deals them out, so that all labels have equally many owners, to within one: a single one, who has
-            it as a whole, if there are ``num_clients * labels_per_client`` labels.
+        labels_per_client: Number of different labels of each client, at least 1 and at most as many as there are.
+        assignment: Which of the C labels a client has. ``"random"``, as in NIID-Bench: client k has label k mod C and
+            others at random; with fewer clients than labels, some may go to nobody. ``"even"`` deals them out at
+            random, so that all labels have equally many owners, to within one: a single one, who has it as a whole, if
+            there are ``num_clients * labels_per_client`` labels. They go to nobody only where there are more than that.
         label_fn: Function of a sample that gives its label, in place of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` for none.
         background: Class of masks that is not foreground; ``None`` where every class counts.
@@ -202,25 +300,93 @@ class LabelsPerClient(Partition):
         background: int | None = 0,
         seed: int | None = None,
     ) -> None:
-        self.num_clients = at_least("num_clients", num_clients, 1)
-        self.labels_per_client = at_least("labels_per_client", labels_per_client, 1)
+        super().__init__(num_clients, label_fn, ignore_index, background, seed)
+        self.labels_per_client = check_count("labels_per_client", labels_per_client)
+        check_option("assignment", assignment, ("random", "even"))
         self.assignment: Literal["random", "even"] = assignment
-        one_of("assignment", assignment, "random", "even")
-        self.label_fn = label_fn
-        self.ignore_index = ignore_index
-        self.background = background
-        self.seed = checked_seed(seed)
 
-    def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set into clients ``0`` to ``num_clients - 1``.
+    def deal_labels(self, labels: IndexArray, seed: int) -> list[IndexArray]:
+        """The samples of every client, of the label of each sample."""
+        classes, class_sizes = number_classes(labels)
+        if not 1 <= self.labels_per_client <= class_sizes.size:
+            raise PartitionError(
+                f"Expected `labels_per_client` to be from 1 to the number of different labels ({class_sizes.size}), but"
+                f" got {self.labels_per_client}."
+            )
+        rng = generator_for("labels_per_client", seed)
+        if self.assignment == "even":
+            owned = _evenly_owned(rng, self.num_clients, class_sizes.size, self.labels_per_client)
+        else:
+            clients = np.arange(self.num_clients)
+            scores = rng.random((self.num_clients, class_sizes.size))
+            scores[clients, clients % class_sizes.size] = -1.0  # the lowest: every client's first label
+            owned = np.zeros(scores.shape, dtype=np.int64)
+            np.put_along_axis(owned, np.argsort(scores, axis=1)[:, : self.labels_per_client], 1, axis=1)
+        num_owners = np.maximum(owned.sum(axis=0), 1)
+        is_among_the_first = np.cumsum(owned, axis=0) <= class_sizes % num_owners
+        return deal_by_class(rng, classes, owned * (class_sizes // num_owners + is_among_the_first))
 
-        Raises:
-            ValueError: If the data set has fewer different labels than a client should have.
 
-        """
-        labels = labels_of(dataset, self.label_fn, ignore_index=self.ignore_index, background=self.background)
-        seed = own_seed(self.seed, seed)
-        parts = functional.labels_per_client(
-            labels, self.num_clients, self.labels_per_client, seed, assignment=self.assignment
-        )
-        return numbered(self, dataset, parts)
+def _counts_per_class(
+    rng: np.random.Generator, class_sizes: IndexArray, num_clients: int, alpha: float, balance: bool
+) -> IndexArray:
+    """One draw of the number of samples of every class for every client, shape (clients, classes)."""
+    mean = np.full(num_clients, 1 / num_clients)
+    shares = draw_dirichlet(rng, mean, alpha * num_clients, class_sizes.size)
+    if not balance:
+        return cut(shares, class_sizes).T
+    counts = np.zeros((num_clients, class_sizes.size), dtype=np.int64)
+    held = np.zeros(num_clients, dtype=np.int64)
+    for label, total in enumerate(class_sizes):
+        has_room = held * num_clients < class_sizes.sum()  # never empty: then all samples would be dealt
+        share = shares[label] * has_room
+        if share.sum() == 0:  # all of the mass was on full clients, as happens with a tiny alpha
+            room = has_room.sum()
+            share[has_room] = draw_dirichlet(rng, np.full(room, 1 / room), alpha * room, 1)[0]
+        counts[:, label] = cut((share / share.sum())[None], total[None])[0]
+        held += counts[:, label]
+    return counts
+
+
+def _draw_client(
+    rng: np.random.Generator, pi: npt.NDArray[np.float64], alpha: float, size: int, left: IndexArray
+) -> IndexArray:
+    """Number of samples of every class for one client, when ``left`` of each class are unused.
+
+    Drawing ``size`` classes at once and drawing again for those that had run out is the same, in distribution, as
+    drawing them one by one and dropping a class as soon as its last sample is taken.
+    """
+    count = np.zeros_like(left)
+    if alpha == 0:
+        suffices = left >= size
+        mass = draw_dirichlet(rng, _normalised(pi * (suffices if suffices.any() else left > 0)), alpha, 1)[0]
+    else:
+        mass = draw_dirichlet(rng, pi, alpha, 1)[0]
+    while (missing := size - int(count.sum())) > 0:
+        is_left = left > count
+        if (mass * is_left).sum() == 0:
+            mass[is_left] = draw_dirichlet(rng, _normalised(pi[is_left]), alpha * pi[is_left].sum(), 1)[0]
+        drawn = rng.multinomial(missing, _normalised(mass[is_left]))
+        count[is_left] += np.minimum(drawn, (left - count)[is_left])
+    return count
+
+
+def _evenly_owned(rng: np.random.Generator, num_clients: int, num_labels: int, per_client: int) -> IndexArray:
+    """Deals shuffled decks of all labels, one after another, a hand of different ones to each client."""
+    owned = np.zeros((num_clients, num_labels), dtype=np.int64)
+    deck = rng.permutation(num_labels)
+    for client_labels in owned:
+        if deck.size >= per_client:
+            hand, deck = deck[:per_client], deck[per_client:]
+        else:
+            client_labels[deck] = 1
+            fresh = rng.permutation(num_labels)
+            fresh = fresh[np.argsort(client_labels[fresh], kind="stable")]  # labels that the client has go below
+            hand, deck = fresh[: per_client - deck.size], fresh[per_client - deck.size :]
+        client_labels[hand] = 1
+    return owned
+
+
+def _normalised(mass: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    normalised: npt.NDArray[np.float64] = mass / mass.sum()
+    return normalised

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_fed.data.array_module import ArrayDataModule, Split
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.files import decode_images, find_file, read_npz
+from lightning_fed.functional.options import check_count
 
 # Alphabet: number of its characters.
 _BACKGROUND = {
@@ -120,9 +121,8 @@ class Omniglot(ArrayDataModule):
             test_size=test_size,
             seed=seed,
         )
-        for name, value in (("val_drawers", val_drawers), ("test_drawers", test_drawers)):
-            if value < 0:
-                raise ValueError(f"Expected `{name}` to be at least 0, but got {value}.")
+        check_count("val_drawers", val_drawers, 0)
+        check_count("test_drawers", test_drawers, 0)
         if val_drawers + test_drawers >= _DRAWERS:
             raise ValueError(
                 f"Expected `val_drawers` + `test_drawers` to leave some of the {_DRAWERS} drawers to train on, but got"

@@ -1,4 +1,4 @@
-"""What a partition is: a way to split a data set over clients."""
+"""Base classes of the partitions: ways to split a data set over clients."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from lightning_fed.data.dealing import IndexArray, PartitionError
 from lightning_fed.data.labels import MapDataset, length_of
-from lightning_fed.functional.partition import IndexArray
+from lightning_fed.functional.options import check_count
 from lightning_fed.messages import Client
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class Partition(abc.ABC):
         """
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any] | None:
-        """What is done to each of a client's training samples; the same is right for its validation and test samples.
+        """The change of each of a client's training samples; the same is right for its validation and test samples.
 
         Args:
             client: The client, a key of what :meth:`split` returns.
@@ -54,36 +55,48 @@ class Partition(abc.ABC):
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def numbered(partition: Partition, dataset: MapDataset, parts: list[IndexArray]) -> dict[Client, IndexArray]:
-    """Clients under their numbers; says how many samples go to nobody, and how many clients have none."""
-    left_over = length_of(dataset) - sum(part.size for part in parts)
-    num_empty = sum(part.size == 0 for part in parts)
-    if left_over:
-        _log.info("%r leaves over %d of %d samples.", partition, left_over, length_of(dataset))
-    if num_empty:
-        _log.info("%r leaves %d of %d clients without samples.", partition, num_empty, len(parts))
-    return dict(enumerate(parts))
+class NumberedPartition(Partition):
+    """A partition into clients ``0`` to ``num_clients - 1`` (abstract: :meth:`deal` is left to its subclasses).
 
+    Args:
+        num_clients: Number of clients, at least 1.
+        seed: Seed of the split; ``None`` for the federation's.
 
-def own_seed(own: int | None, federation: int) -> int:
-    """A partition's own seed if it has one, else the federation's."""
-    return federation if own is None else own
+    Raises:
+        ValueError: If an argument is out of its range.
 
+    """
 
-def checked_seed(seed: int | None) -> int | None:
-    """A seed that is not negative, or ``None``."""
-    return None if seed is None else at_least("seed", seed, 0)
+    def __init__(self, num_clients: int, seed: int | None) -> None:
+        self.num_clients = check_count("num_clients", num_clients)
+        self.seed = None if seed is None else check_count("seed", seed, 0)
 
+    @abc.abstractmethod
+    def deal(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
+        """The samples of every client; arguments as in :meth:`split`, with the seed that counts."""
 
-def at_least(name: str, value: int, lowest: int) -> int:
-    """The value, if it is not too small."""
-    if value < lowest:
-        raise ValueError(f"Expected `{name}` to be at least {lowest}, but got {value}.")
-    return value
+    def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
+        """Splits a data set into clients ``0`` to ``num_clients - 1``.
 
+        Raises:
+            ValueError: If the data set has too few samples, or labels that cannot be split in this way.
 
-def one_of(name: str, value: str, *allowed: str) -> str:
-    """The value, if it is one of those that there are."""
-    if value not in allowed:
-        raise ValueError(f"Expected `{name}` to be one of {', '.join(map(repr, allowed))}, but got {value!r}.")
-    return value
+        """
+        num_samples = length_of(dataset)
+        if self.num_clients > num_samples:
+            raise PartitionError(
+                f"Expected `num_clients` to be at most the number of samples ({num_samples}), but got"
+                f" {self.num_clients}."
+            )
+        parts = self.deal(dataset, self.seed_of(seed))
+        left_over = num_samples - sum(part.size for part in parts)
+        num_empty = sum(part.size == 0 for part in parts)
+        if left_over:
+            _log.info("%r leaves over %d of %d samples.", self, left_over, num_samples)
+        if num_empty:
+            _log.info("%r leaves %d of %d clients without samples.", self, num_empty, len(parts))
+        return dict(enumerate(parts))
+
+    def seed_of(self, federation_seed: int) -> int:
+        """The partition's own seed if it has one, else the federation's."""
+        return check_count("seed", federation_seed if self.seed is None else self.seed, 0)

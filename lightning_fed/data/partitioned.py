@@ -9,10 +9,10 @@ import numpy as np
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from lightning_fed.data.dataset_clients import DatasetClients, PartitionedSource, SampleTransform
+from lightning_fed.data.dealing import IndexArray
 from lightning_fed.data.federated import FederatedDataModule, split_loader
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population
-from lightning_fed.functional.partition import IndexArray
 from lightning_fed.messages import Client
 from lightning_fed.schedule import client_key, default_seed
 

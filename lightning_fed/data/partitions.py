@@ -1,8 +1,7 @@
-"""Partitions for the Trainer and the command line: which client gets which samples of one data set.
+"""Partitions: which client gets which samples of one data set.
 
-Thin classes around :mod:`lightning_fed.functional.partition`, which documents each way to split in full. A partition
-finds the labels with :func:`lightning_fed.data.labels.labels_of`; for segmentation the label of an image is its
-dominant foreground class.
+A client's samples are in ascending order, so that it keeps the data set's own order; no sample goes to two clients, and
+every sample goes to one unless the class says otherwise. The same arguments give the same split in every process.
 """
 
 from __future__ import annotations
@@ -16,19 +15,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fed.data.dealing import (
+    IndexArray,
+    PartitionError,
+    cut,
+    deal_evenly,
+    deal_in_order,
+    draw_dirichlet,
+    draw_until_large,
+    generator_for,
+    parts_of_owners,
+    pixel_permutation,
+)
 from lightning_fed.data.label_partitions import Dirichlet as Dirichlet
 from lightning_fed.data.label_partitions import LabelsPerClient as LabelsPerClient
 from lightning_fed.data.label_partitions import Shards as Shards
 from lightning_fed.data.labels import MapDataset, groups_of, length_of
+from lightning_fed.data.partition_base import NumberedPartition
 from lightning_fed.data.partition_base import Partition as Partition
-from lightning_fed.data.partition_base import at_least, checked_seed, numbered, one_of, own_seed
-from lightning_fed.functional import partition as functional
-from lightning_fed.functional.partition import IndexArray
+from lightning_fed.functional.options import check_count, check_option
 from lightning_fed.messages import Client
 
 
 @final
-class IID(Partition):
+class IID(NumberedPartition):
     """Every client gets a random share of the data; sizes differ by at most one sample.
 
     Args:
@@ -52,22 +62,28 @@ class IID(Partition):
     """
 
     def __init__(self, num_clients: int, seed: int | None = None) -> None:
-        self.num_clients = at_least("num_clients", num_clients, 1)
-        self.seed = checked_seed(seed)
+        super().__init__(num_clients, seed)
 
-    def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set into clients ``0`` to ``num_clients - 1``."""
-        return numbered(self, dataset, functional.iid(length_of(dataset), self.num_clients, own_seed(self.seed, seed)))
+    def deal(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
+        """The samples of every client."""
+        return deal_evenly(length_of(dataset), self.num_clients, seed)
 
 
 @final
-class QuantitySkew(Partition):
-    """Clients of unequal sizes, each with a random share of the data.
+class QuantitySkew(NumberedPartition):
+    r"""Clients of unequal sizes, each with a random share of the data.
+
+    .. math:: p \sim \mathrm{Dir}(\beta 1_K) \quad \text{or} \quad
+        p_k \propto s_k,\ \log s_k \sim \mathcal N(0, \sigma^2); \qquad
+        \text{cut at } \lfloor N \textstyle\sum_{j \le k} p_j \rfloor
+
+    (The mean of :math:`\log s_k` cancels.)
 
     Args:
         num_clients: Number of clients, at least 1.
-        beta: Concentration of ``"dirichlet"``: small for very unequal sizes. Greater than 0.
-        distribution: Distribution of the sizes, ``"dirichlet"`` or ``"lognormal"``.
+        beta: Concentration of ``"dirichlet"``: small for very unequal sizes, ``inf`` for equal ones. Greater than 0.
+        distribution: Distribution of the sizes: ``"dirichlet"`` (NIID-Bench's "iid-diff-quantity") or ``"lognormal"``
+            (as in the FedProx data).
         sigma: Standard deviation of the logarithm of the sizes of ``"lognormal"``, at least 0.
         min_size: Smallest number of samples of a client; the sizes are drawn again until it is reached.
         seed: Seed of the split; ``None`` for the federation's.
@@ -97,39 +113,43 @@ class QuantitySkew(Partition):
         min_size: int = 10,
         seed: int | None = None,
     ) -> None:
-        self.num_clients = at_least("num_clients", num_clients, 1)
+        super().__init__(num_clients, seed)
+        check_option("distribution", distribution, ("dirichlet", "lognormal"))
         if not beta > 0:
             raise ValueError(f"Expected `beta` to be greater than 0, but got {beta}.")
         if not 0 <= sigma < float("inf"):
             raise ValueError(f"Expected `sigma` to be at least 0 and finite, but got {sigma}.")
         self.beta = beta
         self.distribution: Literal["dirichlet", "lognormal"] = distribution
-        one_of("distribution", distribution, "dirichlet", "lognormal")
         self.sigma = sigma
-        self.min_size = at_least("min_size", min_size, 0)
-        self.seed = checked_seed(seed)
+        self.min_size = check_count("min_size", min_size, 0)
 
-    def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set into clients ``0`` to ``num_clients - 1``.
+    def deal(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
+        """The samples of every client."""
+        num_samples = length_of(dataset)
+        rng = generator_for("quantity_skew", seed)
 
-        Raises:
-            ValueError: If no draw gives every client ``min_size`` samples.
+        def draw() -> IndexArray:
+            if self.distribution == "dirichlet":
+                mean = np.full(self.num_clients, 1 / self.num_clients)
+                shares = draw_dirichlet(rng, mean, self.beta * self.num_clients, 1)[0]
+            else:
+                logarithms = rng.normal(0.0, self.sigma, self.num_clients)
+                shares = np.exp(logarithms - logarithms.max())
+                shares /= shares.sum()
+            sizes: IndexArray = cut(shares[None], np.array([num_samples]))[0]
+            return sizes
 
-        """
-        parts = functional.quantity_skew(
-            length_of(dataset),
-            self.num_clients,
-            own_seed(self.seed, seed),
-            distribution=self.distribution,
-            beta=self.beta,
-            sigma=self.sigma,
-            min_size=self.min_size,
-        )
-        return numbered(self, dataset, parts)
+        if self.distribution == "dirichlet":
+            skew, remedy = f"beta={self.beta}", "raise `beta`"
+        else:
+            skew, remedy = f"sigma={self.sigma}", "lower `sigma`"
+        sizes = draw_until_large(draw, self.num_clients, num_samples, self.min_size, skew, remedy)
+        return deal_in_order(rng.permutation(num_samples), sizes)
 
 
 @final
-class PermutedPixels(Partition):
+class PermutedPixels(NumberedPartition):
     """User-specific skew of the inputs: an IID split, and each client sees the pixels in an order of its own.
 
     Training data are permuted. Validation data of a datamodule are left as they are, and tell nothing of clients that
@@ -157,18 +177,17 @@ class PermutedPixels(Partition):
     """
 
     def __init__(self, num_clients: int, seed: int | None = None) -> None:
-        self.num_clients = at_least("num_clients", num_clients, 1)
-        self.seed = checked_seed(seed)
+        super().__init__(num_clients, seed)
 
-    def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set into clients ``0`` to ``num_clients - 1``."""
-        return numbered(self, dataset, functional.iid(length_of(dataset), self.num_clients, own_seed(self.seed, seed)))
+    def deal(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
+        """The samples of every client."""
+        return deal_evenly(length_of(dataset), self.num_clients, seed)
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any]:
         """The client's permutation of the pixels of a sample's input; see :class:`PixelPermutation`."""
         if not isinstance(client, int) or not 0 <= client < self.num_clients:
             raise ValueError(f"Expected `client` to be from 0 to {self.num_clients - 1}, but got {client!r}.")
-        return PixelPermutation(client, own_seed(self.seed, seed))
+        return PixelPermutation(client, self.seed_of(seed))
 
 
 @final
@@ -201,13 +220,19 @@ class ByGroup(Partition):
         seed: int | None = None,
     ) -> None:
         self.group = group
-        self.seed = checked_seed(seed)
+        self.seed = None if seed is None else check_count("seed", seed, 0)
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set into its groups; nothing is random."""
-        groups = groups_of(dataset, self.group)
-        names = [name.item() for name in np.unique(groups)]
-        return dict(zip(names, functional.by_group(groups), strict=True))
+        """Splits a data set into its groups; nothing is random.
+
+        Raises:
+            ValueError: If the data set has no samples, or no such groups.
+
+        """
+        names, owner = np.unique(groups_of(dataset, self.group), return_inverse=True)
+        if names.size == 0:
+            raise PartitionError("Expected a data set with at least one sample, but got an empty one.")
+        return dict(zip(names.tolist(), parts_of_owners(owner.astype(np.int64), names.size), strict=True))
 
 
 @final
@@ -235,6 +260,10 @@ class PixelPermutation:
     client: int
     seed: int
 
+    def __post_init__(self) -> None:
+        check_count("client", self.client, 0)
+        check_count("seed", self.seed, 0)
+
     def __call__(self, sample: Any) -> Any:
         """The sample with its input permuted.
 
@@ -257,10 +286,10 @@ class PixelPermutation:
                 f" {type(image).__name__}. Convert images to tensors in the data set's own transform."
             )
         pixels = image.flatten(-2) if image.ndim > 1 else image
-        order = _permutation(pixels.shape[-1], self.client, self.seed).to(image.device)
+        order = _cached_permutation(pixels.shape[-1], self.client, self.seed).to(image.device)
         return pixels[..., order].reshape(image.shape)
 
 
 @lru_cache(maxsize=64)  # a transform is made anew for every batch; 64 clients' permutations of 224 x 224 take 26 MB
-def _permutation(num_pixels: int, client: int, seed: int) -> Tensor:
-    return torch.from_numpy(functional.pixel_permutation(num_pixels, client, seed))
+def _cached_permutation(num_pixels: int, client: int, seed: int) -> Tensor:
+    return torch.from_numpy(pixel_permutation(num_pixels, client, seed))

@@ -11,6 +11,7 @@ from lightning_fed.data.array_module import ArrayDataModule, Split
 from lightning_fed.data.arrays import ArrayDataset, Augment
 from lightning_fed.data.augment import FlipAndShift
 from lightning_fed.data.scenes import SHAPES, render_scene
+from lightning_fed.functional.options import check_count
 
 _MEAN, _STD = 0.47, 0.22
 _STREAMS: dict[Split, int] = {"train": 0, "val": 1, "test": 2}
@@ -64,10 +65,8 @@ class ShapesDataset(ArrayDataset):
         augment: Augment | None = None,
     ) -> None:
         _check_options(image_size, dominant, task)
-        if num_samples < 0:
-            raise ValueError(f"Expected `num_samples` to be at least 0, but got {num_samples}.")
-        if seed < 0:
-            raise ValueError(f"Expected `seed` to be at least 0, but got {seed}.")
+        check_count("num_samples", num_samples, 0)
+        check_count("seed", seed, 0)
         images = np.empty((num_samples, 3, image_size, image_size), dtype=np.uint8)
         masks = np.empty((num_samples, image_size, image_size), dtype=np.uint8)
         for index in range(num_samples):
@@ -129,8 +128,7 @@ class Shapes(ArrayDataModule):
         seed: int = 0,
     ) -> None:
         _check_options(image_size, dominant, task)
-        if num_train < 1:
-            raise ValueError(f"Expected `num_train` to be at least 1, but got {num_train}.")
+        check_count("num_train", num_train)
         if min(num_val, num_test) < 0:
             raise ValueError(f"Expected `num_val` and `num_test` to be at least 0, but got {num_val} and {num_test}.")
         super().__init__(
@@ -170,8 +168,7 @@ class Shapes(ArrayDataModule):
 
 
 def _check_options(image_size: int, dominant: float, task: str) -> None:
-    if image_size < 16:
-        raise ValueError(f"Expected `image_size` to be at least 16, but got {image_size}.")
+    check_count("image_size", image_size, 16)
     if not 0 <= dominant <= 1:
         raise ValueError(f"Expected `dominant` to be in [0, 1], but got {dominant}.")
     if task not in ("segmentation", "classification"):

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lightning_fed.data.federated import ClientData, FederatedDataModule
+from lightning_fed.functional.options import check_count
 from lightning_fed.functional.synthetic import synthetic
 from lightning_fed.messages import Client
 
@@ -65,8 +66,7 @@ class Synthetic(FederatedDataModule):
         for name, value in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
             if not 0 < value < 1:
                 raise ValueError(f"Expected `{name}` to be in (0, 1), but got {value}.")
-        if batch_size < 1:
-            raise ValueError(f"Expected `batch_size` to be at least 1, but got {batch_size}.")
+        check_count("batch_size", batch_size)
         drawn = synthetic(alpha, beta, num_clients, seed, num_features=self.num_features, num_classes=self.num_classes)
         train: dict[Client, ClientData] = {}
         val, test = {}, {}

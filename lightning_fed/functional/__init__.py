@@ -33,14 +33,6 @@ from lightning_fed.functional.packing import find_odd_prototypes as find_odd_pro
 from lightning_fed.functional.packing import lpm_name as lpm_name
 from lightning_fed.functional.packing import pack_prototypes as pack_prototypes
 from lightning_fed.functional.packing import unpack_prototypes as unpack_prototypes
-from lightning_fed.functional.partition import by_group as by_group
-from lightning_fed.functional.partition import dirichlet_per_class as dirichlet_per_class
-from lightning_fed.functional.partition import dirichlet_per_client as dirichlet_per_client
-from lightning_fed.functional.partition import iid as iid
-from lightning_fed.functional.partition import labels_per_client as labels_per_client
-from lightning_fed.functional.partition import pixel_permutation as pixel_permutation
-from lightning_fed.functional.partition import quantity_skew as quantity_skew
-from lightning_fed.functional.partition import shards as shards
 from lightning_fed.functional.permutation import GroupEntry as GroupEntry
 from lightning_fed.functional.permutation import PermutationGroup as PermutationGroup
 from lightning_fed.functional.permutation import grow_neurons as grow_neurons
@@ -83,15 +75,12 @@ __all__ = [
     "aggregate_prototypes",
     "align_networks",
     "align_neurons",
-    "by_group",
     "class_margins",
     "class_mean",
     "class_prototypes",
     "class_sums",
     "classwise_maximum_mean_discrepancy",
     "combine_attention",
-    "dirichlet_per_class",
-    "dirichlet_per_client",
     "feature_entropy",
     "find_bad_prototypes",
     "find_odd_prototypes",
@@ -100,9 +89,7 @@ __all__ = [
     "fuse_single",
     "gradient_noise",
     "grow_neurons",
-    "iid",
     "k_means",
-    "labels_per_client",
     "local_prototype_margin",
     "log_correction",
     "lpm_name",
@@ -115,9 +102,7 @@ __all__ = [
     "neuron_features",
     "pack_prototypes",
     "permute_neurons",
-    "pixel_permutation",
     "principal_axes",
-    "quantity_skew",
     "reference_prototypes",
     "relevant_neighbors",
     "resize_groups",
@@ -127,7 +112,6 @@ __all__ = [
     "sampled_logits",
     "sampled_softmax_loss",
     "shannon_entropy",
-    "shards",
     "slice_neurons",
     "smooth_weight",
     "softmax_entropy",

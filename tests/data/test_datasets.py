@@ -285,6 +285,7 @@ def test_reading_writes_nothing(module, tmp_path):
     [
         ({"batch_size": 0}, "`batch_size` to be at least 1, but got 0"),
         ({"eval_batch_size": 0}, "`eval_batch_size` to be at least 1, but got 0"),
+        ({"num_workers": 0.5}, "num_workers"),
         ({"num_workers": -1}, "`num_workers` to be at least 0, but got -1"),
         ({"train_size": 0}, "`train_size` to be at least 1, but got 0"),
         ({"val_size": -1}, "`val_size` to be at least 0, but got -1"),

@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_fed.data import partitions
+from lightning_fed.data.dealing import pixel_permutation
 from lightning_fed.data.labels import labels_of
 from lightning_fed.data.partitions import (
     IID,
@@ -23,7 +24,6 @@ from lightning_fed.data.partitions import (
     QuantitySkew,
     Shards,
 )
-from lightning_fed.functional import partition as functional
 from tests import references
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -32,36 +32,21 @@ N, K, SEED = 603, 6, 11
 LABELS = np.random.default_rng(0).choice(4, size=N, p=[0.1, 0.2, 0.3, 0.4])
 DATASET = TensorDataset(torch.rand(N, 1, 4, 4), torch.from_numpy(LABELS))
 
-# name: (partition, the function that it stands for, samples that go to nobody)
+# name: (partition, samples that go to nobody)
 CASES = {
-    "IID": (IID(K), lambda seed: functional.iid(N, K, seed), 0),
-    "Dirichlet": (Dirichlet(K, 0.5), lambda seed: functional.dirichlet_per_class(LABELS, K, 0.5, seed), 0),
-    "Dirichlet balance": (
-        Dirichlet(K, 0.5, min_size=30, balance=True),
-        lambda seed: functional.dirichlet_per_class(LABELS, K, 0.5, seed, balance=True, min_size=30),
-        0,
-    ),
-    "Dirichlet per client": (
-        Dirichlet(K, 0.5, definition="per_client"),
-        lambda seed: functional.dirichlet_per_client(LABELS, K, 0.5, seed),
-        N % K,
-    ),
-    "Shards": (Shards(K, 3), lambda seed: functional.shards(LABELS, K, 3, seed), N % (3 * K)),
-    "LabelsPerClient": (LabelsPerClient(K, 2), lambda seed: functional.labels_per_client(LABELS, K, 2, seed), 0),
-    "LabelsPerClient even": (
-        LabelsPerClient(K, 2, "even"),
-        lambda seed: functional.labels_per_client(LABELS, K, 2, seed, assignment="even"),
-        0,
-    ),
-    "QuantitySkew": (QuantitySkew(K, 0.7), lambda seed: functional.quantity_skew(N, K, seed, beta=0.7), 0),
-    "QuantitySkew lognormal": (
-        QuantitySkew(K, distribution="lognormal", sigma=0.4, min_size=20),
-        lambda seed: functional.quantity_skew(N, K, seed, distribution="lognormal", sigma=0.4, min_size=20),
-        0,
-    ),
-    "PermutedPixels": (PermutedPixels(K), lambda seed: functional.iid(N, K, seed), 0),
+    "IID": (IID(K), 0),
+    "Dirichlet": (Dirichlet(K, 0.5), 0),
+    "Dirichlet balance": (Dirichlet(K, 0.5, min_size=30, balance=True), 0),
+    "Dirichlet per client": (Dirichlet(K, 0.5, definition="per_client"), N % K),
+    "Dirichlet prior": (Dirichlet(K, 0.5, definition="per_client", prior="uniform"), N % K),
+    "Shards": (Shards(K, 3), N % (3 * K)),
+    "LabelsPerClient": (LabelsPerClient(K, 2), 0),
+    "LabelsPerClient even": (LabelsPerClient(K, 2, "even"), 0),
+    "QuantitySkew": (QuantitySkew(K, 0.7), 0),
+    "QuantitySkew lognormal": (QuantitySkew(K, distribution="lognormal", sigma=0.4, min_size=20), 0),
+    "PermutedPixels": (PermutedPixels(K), 0),
 }
-cases = pytest.mark.parametrize(("partition", "function", "left_over"), CASES.values(), ids=CASES)
+cases = pytest.mark.parametrize(("partition", "left_over"), CASES.values(), ids=CASES)
 
 
 def same(a, b):
@@ -69,10 +54,11 @@ def same(a, b):
 
 
 @cases
-def test_split_is_the_function_under_the_clients_numbers(partition, function, left_over, caplog):
+def test_split_is_the_deal_under_the_clients_numbers(partition, left_over, caplog):
     with caplog.at_level(logging.INFO):
         split = partition.split(DATASET, SEED)
-    assert same(split, dict(enumerate(function(SEED))))
+    assert list(split) == list(range(K))
+    assert same(split, dict(enumerate(partition.deal(DATASET, SEED))))
     assert all(type(client) is int for client in split)
     dealt = np.concatenate(list(split.values()))
     assert np.unique(dealt).size == dealt.size == N - left_over
@@ -80,7 +66,7 @@ def test_split_is_the_function_under_the_clients_numbers(partition, function, le
 
 
 @cases
-def test_own_seed_goes_before_the_federations(partition, function, left_over):
+def test_own_seed_goes_before_the_federations(partition, left_over):
     assert not same(partition.split(DATASET, SEED), partition.split(DATASET, SEED + 1))
     arguments = {name: getattr(partition, name) for name in inspect.signature(type(partition)).parameters}
     seeded = type(partition)(**{**arguments, "seed": SEED + 1})
@@ -90,7 +76,7 @@ def test_own_seed_goes_before_the_federations(partition, function, left_over):
 
 
 @cases
-def test_partitions_are_picklable_and_say_what_they_are(partition, function, left_over):
+def test_partitions_are_picklable_and_say_what_they_are(partition, left_over):
     again = pickle.loads(pickle.dumps(partition))
     assert same(again.split(DATASET, SEED), partition.split(DATASET, SEED))
     assert repr(eval(repr(partition), vars(partitions))) == repr(partition)
@@ -107,7 +93,7 @@ def test_reprs_show_what_differs_from_the_default():
 
 
 @cases
-def test_only_permuted_pixels_change_samples(partition, function, left_over):
+def test_only_permuted_pixels_change_samples(partition, left_over):
     assert (partition.transform(0, SEED) is None) == (type(partition) is not PermutedPixels)
 
 
@@ -220,7 +206,7 @@ Pair = namedtuple("Pair", "image label")
 
 def test_permutation_is_that_of_the_reference_on_every_channel():
     permuted = PixelPermutation(client=2, seed=5)(IMAGE)
-    order = functional.pixel_permutation(12, 2, 5)
+    order = pixel_permutation(12, 2, 5)
     assert np.array_equal(permuted, references.permuted_pixels_reference(IMAGE.numpy(), order))
     inverse = torch.from_numpy(np.argsort(order))
     assert torch.equal(permuted.flatten(1)[:, inverse].reshape(IMAGE.shape), IMAGE)
@@ -306,17 +292,22 @@ def test_permutation_in_worker_processes():
         (lambda: Dirichlet(2, 0), "Expected `alpha` to be greater than 0, but got 0."),
         (lambda: Dirichlet(2, float("nan")), "Expected `alpha` to be greater than 0, but got nan."),
         (lambda: Dirichlet(2, -1, "per_client"), "Expected `alpha` to be at least 0, but got -1."),
-        (lambda: Dirichlet(2, 1, "x"), "Expected `definition` to be one of 'per_class', 'per_client', but got 'x'."),
+        (lambda: Dirichlet(2, 1, "x"), "Expected `definition` to be one of ['per_class', 'per_client'], but got 'x'."),
         (lambda: Dirichlet(2, 1, min_size=-1), "Expected `min_size` to be at least 0, but got -1."),
         (lambda: Dirichlet(2, 1, "per_client", balance=True), "Expected `balance` with definition='per_class' only"),
+        (
+            lambda: Dirichlet(2, 1, prior="uniform"),
+            "Expected `prior` with definition='per_client' only, but got 'uniform'",
+        ),
+        (lambda: IID(2.5), "Expected `num_clients` to be a whole number, but got 2.5."),
         (lambda: Shards(2, 0), "Expected `shards_per_client` to be at least 1, but got 0."),
         (lambda: LabelsPerClient(2, 0), "Expected `labels_per_client` to be at least 1, but got 0."),
-        (lambda: LabelsPerClient(2, 1, "all"), "Expected `assignment` to be one of 'random', 'even', but got 'all'."),
+        (lambda: LabelsPerClient(2, 1, "all"), "Expected `assignment` to be one of ['random', 'even'], but got 'all'."),
         (lambda: QuantitySkew(2, 0), "Expected `beta` to be greater than 0, but got 0."),
         (lambda: QuantitySkew(2, sigma=-1), "Expected `sigma` to be at least 0 and finite, but got -1."),
         (
             lambda: QuantitySkew(2, distribution="x"),
-            "`distribution` to be one of 'dirichlet', 'lognormal', but got 'x'.",
+            "`distribution` to be one of ['dirichlet', 'lognormal'], but got 'x'.",
         ),
         (lambda: QuantitySkew(2, min_size=-1), "Expected `min_size` to be at least 0, but got -1."),
         (lambda: PermutedPixels(0), "Expected `num_clients` to be at least 1, but got 0."),

@@ -7,22 +7,56 @@ import numpy as np
 import pytest
 from scipy.stats import ks_2samp
 
-from lightning_fed.functional import partition
-from lightning_fed.functional.partition import (
-    by_group,
-    dirichlet_per_class,
-    dirichlet_per_client,
-    iid,
-    labels_per_client,
-    pixel_permutation,
-    quantity_skew,
-    shards,
-)
+from lightning_fed.data import IID, ByGroup, Dirichlet, LabelsPerClient, QuantitySkew, Shards
+from lightning_fed.data import dealing as dealing_module
+from lightning_fed.data.dealing import pixel_permutation
+from lightning_fed.data.partitions import PixelPermutation
 from tests import references
 
 N, K = 1003, 20
 LABELS = np.random.default_rng(3).choice([2, 5, 7, 11, 30], size=N, p=[0.1, 0.15, 0.2, 0.25, 0.3])
 BALANCED = np.arange(1000) % 10
+
+
+class Labelled(list):
+    """A data set of labels alone."""
+
+    def __init__(self, labels):
+        super().__init__(labels)
+        self.targets = np.asarray(labels)
+
+
+def parts_of(partition, dataset, seed):
+    return list(partition.split(dataset, seed).values())
+
+
+def iid(num_samples, num_clients, seed):
+    return parts_of(IID(num_clients), range(num_samples), seed)
+
+
+def quantity_skew(num_samples, num_clients, seed, **options):
+    return parts_of(QuantitySkew(num_clients, **options), range(num_samples), seed)
+
+
+def dirichlet_per_class(labels, num_clients, alpha, seed, **options):
+    return parts_of(Dirichlet(num_clients, alpha, **options), Labelled(labels), seed)
+
+
+def dirichlet_per_client(labels, num_clients, alpha, seed, **options):
+    return parts_of(Dirichlet(num_clients, alpha, "per_client", **options), Labelled(labels), seed)
+
+
+def shards(labels, num_clients, shards_per_client, seed):
+    return parts_of(Shards(num_clients, shards_per_client), Labelled(labels), seed)
+
+
+def labels_per_client(labels, num_clients, labels_per_client, seed, **options):
+    return parts_of(LabelsPerClient(num_clients, labels_per_client, **options), Labelled(labels), seed)
+
+
+def by_group(groups):
+    return parts_of(ByGroup(groups), range(len(groups)), 0)
+
 
 # name: (split by seed, number of samples that go to nobody)
 SPLITS = {
@@ -83,15 +117,15 @@ def test_split_depends_on_the_seed_and_on_nothing_else(split, left_over):
 def test_split_is_the_same_in_another_process_with_numpy_alone():
     program = (
         "import sys, types\n"
-        "for name in ('lightning_fed', 'lightning_fed.functional'):\n"  # without what the packages themselves import
+        "for name in ('lightning_fed', 'lightning_fed.data'):\n"  # without what the packages themselves import
         "    sys.modules[name] = types.ModuleType(name)\n"
         "sys.modules[name].__path__ = [sys.argv[1]]\n"
-        "import lightning_fed.functional.partition as m\n"
-        "print(m.iid(20, 3, 5)[0].tolist(), m.pixel_permutation(9, 4, 5).tolist(),"
+        "import lightning_fed.data.dealing as m\n"
+        "print(m.deal_evenly(20, 3, 5)[0].tolist(), m.pixel_permutation(9, 4, 5).tolist(),"
         " {'torch', 'lightning'} & set(sys.modules))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program, str(Path(partition.__file__).parent)],
+        [sys.executable, "-c", program, str(Path(dealing_module.__file__).parent)],
         env={"PYTHONHASHSEED": "77"},
         capture_output=True,
         text=True,
@@ -232,14 +266,15 @@ def test_dirichlet_per_client_without_alpha_gives_one_class_each():
     assert [part.size for part in parts] == [3, 3]
 
 
-def test_dirichlet_per_class_min_size_and_its_error():
+def test_dirichlet_per_class_min_size_and_its_error(monkeypatch):
     labels = np.repeat([0, 1], 100)
     for seed in range(20):
         assert min(part.size for part in dirichlet_per_class(labels, 10, 1.0, seed, min_size=12)) >= 12
     sizes = [min(part.size for part in dirichlet_per_class(labels, 10, 1.0, seed, min_size=0)) for seed in range(20)]
     assert min(sizes) < 12
+    monkeypatch.setattr(dealing_module, "MAX_TRIES", 50)
     with pytest.raises(ValueError, match=r"at least 20 samples \(`min_size`\), but none of 50 draws gave that to 10"):
-        dirichlet_per_class(labels, 10, 0.1, seed=0, min_size=20, max_tries=50)
+        dirichlet_per_class(labels, 10, 0.1, seed=0, min_size=20)
     with pytest.raises(ValueError, match=r"`min_size` \* `num_clients` to be at most .* \(200\), but got 21 \* 10\."):
         dirichlet_per_class(labels, 10, 0.1, seed=0, min_size=21)
 
@@ -372,11 +407,12 @@ def test_quantity_skew_deals_samples_at_random():
     np.testing.assert_allclose(mean_index, 50_000, rtol=0.05)
 
 
-def test_quantity_skew_error_of_min_size():
+def test_quantity_skew_error_of_min_size(monkeypatch):
+    monkeypatch.setattr(dealing_module, "MAX_TRIES", 7)
     with pytest.raises(ValueError, match=r"at least 40 samples .* none of 7 draws .* beta=0.01\. .* raise `beta`"):
-        quantity_skew(1000, 20, 0, beta=0.01, min_size=40, max_tries=7)
+        quantity_skew(1000, 20, 0, beta=0.01, min_size=40)
     with pytest.raises(ValueError, match=r"sigma=9\. .* lower `sigma`"):
-        quantity_skew(1000, 20, 0, distribution="lognormal", sigma=9, min_size=40, max_tries=7)
+        quantity_skew(1000, 20, 0, distribution="lognormal", sigma=9, min_size=40)
 
 
 def test_by_group():
@@ -403,8 +439,21 @@ def test_pixel_permutations():
     assert np.mean([p[0] for p in permutations]) == pytest.approx(391.5, rel=0.15)
 
 
-def test_string_labels_and_any_array_like():
-    assert same(dirichlet_per_client(["b", "a"] * 20, 4, 1.0, 0), dirichlet_per_client([7, 1] * 20, 4, 1.0, 0))
+def test_names_of_the_labels_do_not_matter():
+    assert same(dirichlet_per_client([30, -5] * 20, 4, 1.0, 0), dirichlet_per_client([7, 1] * 20, 4, 1.0, 0))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: by_group([[1], [2]]), "Expected `group` to be all integers or all strings, but got list."),
+        (lambda: shards([0.5, 1.5], 1, 1, 0), "Expected a sample to be a mapping, or a tuple or list"),
+    ],
+)
+def test_labels_and_groups_are_one_per_sample(call, message):
+    with pytest.raises(TypeError) as error:
+        call()
+    assert message in str(error.value)
 
 
 def test_one_client_gets_everything():
@@ -429,18 +478,17 @@ def test_one_client_gets_everything():
         (lambda: dirichlet_per_class(LABELS, 2, 0, 0), "Expected `alpha` to be greater than 0, but got 0."),
         (lambda: dirichlet_per_class(LABELS, 2, np.nan, 0), "Expected `alpha` to be greater than 0, but got nan."),
         (lambda: dirichlet_per_class(LABELS, 2, 1, 0, min_size=-1), "Expected `min_size` to be at least 0"),
-        (lambda: dirichlet_per_class(LABELS, 2, 1, 0, max_tries=0), "Expected `max_tries` to be at least 1"),
         (lambda: dirichlet_per_client(LABELS, 2, -1, 0), "Expected `alpha` to be at least 0, but got -1."),
         (lambda: dirichlet_per_client(LABELS, 2, np.nan, 0), "Expected `alpha` to be at least 0, but got nan."),
         (
             lambda: dirichlet_per_client(LABELS, 2, 1, 0, prior="x"),
-            "`prior` to be 'empirical' or 'uniform', but got 'x'",
+            "`prior` to be one of ['empirical', 'uniform'], but got 'x'",
         ),
         (lambda: shards(LABELS, 2, 0, 0), "Expected `shards_per_client` to be at least 1, but got 0."),
         (lambda: shards(LABELS, 600, 2, 0), "at most the number of samples (1003), but got 600 * 2."),
         (
             lambda: labels_per_client(LABELS, 2, 0, 0),
-            "`labels_per_client` to be from 1 to the number of different labels (5), but got 0.",
+            "`labels_per_client` to be at least 1, but got 0.",
         ),
         (
             lambda: labels_per_client(LABELS, 2, 6, 0),
@@ -448,20 +496,16 @@ def test_one_client_gets_everything():
         ),
         (
             lambda: labels_per_client(LABELS, 2, 1, 0, assignment="x"),
-            "`assignment` to be 'random' or 'even', but got 'x'",
+            "`assignment` to be one of ['random', 'even'], but got 'x'",
         ),
         (lambda: quantity_skew(10, 2, 0, beta=0), "Expected `beta` to be greater than 0, but got 0."),
         (lambda: quantity_skew(10, 2, 0, sigma=-1), "Expected `sigma` to be at least 0 and finite, but got -1."),
-        (lambda: quantity_skew(10, 2, 0, distribution="x"), "'dirichlet' or 'lognormal', but got 'x'"),
+        (lambda: quantity_skew(10, 2, 0, distribution="x"), "one of ['dirichlet', 'lognormal'], but got 'x'"),
         (lambda: quantity_skew(10, 2, 0, min_size=6), "number of samples (10), but got 6 * 2."),
-        (lambda: by_group([[1], [2]]), "Expected `groups` to have shape (N,) with N at least 1, but got (2, 1)."),
-        (lambda: shards([], 1, 1, 0), "Expected `labels` to have shape (N,) with N at least 1, but got (0,)."),
-        (
-            lambda: shards([0.5, 1.5], 1, 1, 0),
-            "Expected `labels` to be integers or strings, but got an array of float64",
-        ),
-        (lambda: pixel_permutation(0, 0, 0), "Expected `num_pixels` to be at least 1, but got 0."),
-        (lambda: pixel_permutation(4, -1, 0), "Expected `client` to be at least 0, but got -1."),
+        (lambda: by_group([]), "Expected a data set with at least one sample, but got an empty one."),
+        (lambda: shards([], 1, 1, 0), "Expected `num_clients` to be at most the number of samples (0), but got 1."),
+        (lambda: PixelPermutation(-1, 0), "Expected `client` to be at least 0, but got -1."),
+        (lambda: PixelPermutation(0, -1), "Expected `seed` to be at least 0, but got -1."),
     ],
 )
 def test_errors_name_the_argument_and_its_value(call, message):

@@ -1,16 +1,20 @@
-"""Dealing samples to clients: what the ways to split a data set have in common.
+"""Dealing samples to clients: steps that the partitions have in common, on arrays of indices and of labels.
 
-Every draw comes from a stream of random numbers of its own, of a purpose and a seed.
+A split draws from a stream of its own, of its name and a seed; NumPy's global generator is neither read nor moved.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 IndexArray = npt.NDArray[np.int64]
+
+MAX_TRIES = 1000
+"""Number of draws of clients' sizes after which a partition gives up."""
 
 # Beyond these numpy's sampler loses its precision (sums of gamma variates overflow, densities underflow), while the
 # distribution is its limit to within any sample count: the mean, or one category alone.
@@ -23,7 +27,6 @@ class PartitionError(ValueError):
 
 def generator_for(purpose: str, seed: int, *keys: int) -> np.random.Generator:
     """An independent stream of random numbers per purpose, seed and keys."""
-    at_least("seed", seed, 0)
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(zlib.crc32(purpose.encode()), *keys)))
 
 
@@ -61,6 +64,12 @@ def deal_by_class(rng: np.random.Generator, classes: IndexArray, counts: IndexAr
     return parts_of_owners(owner, num_clients)
 
 
+def deal_evenly(num_samples: int, num_clients: int, seed: int) -> list[IndexArray]:
+    """Deals a random permutation of the samples to clients whose sizes differ by at most one."""
+    sizes = np.full(num_clients, num_samples // num_clients) + (np.arange(num_clients) < num_samples % num_clients)
+    return deal_in_order(generator_for("iid", seed).permutation(num_samples), sizes)
+
+
 def deal_in_order(order: IndexArray, sizes: IndexArray) -> list[IndexArray]:
     """Gives client k the next ``sizes[k]`` samples of ``order``."""
     owner = np.empty(order.size, dtype=np.int64)
@@ -75,49 +84,58 @@ def parts_of_owners(owner: IndexArray, num_clients: int) -> list[IndexArray]:
     return [part.copy() for part in np.split(order, edges[:-1])[1:]]  # copies: a part alone does not keep all alive
 
 
-def even_sizes(total: int, num_parts: int) -> IndexArray:
-    """Sizes of parts that differ by at most one, the larger ones first."""
-    return np.full(num_parts, total // num_parts) + (np.arange(num_parts) < total % num_parts)
-
-
-def number_classes(labels: npt.ArrayLike) -> tuple[IndexArray, IndexArray]:
+def number_classes(labels: IndexArray) -> tuple[IndexArray, IndexArray]:
     """Labels renumbered from 0 in their order, and the number of samples of each."""
-    array = one_dimensional("labels", labels)
-    if array.dtype.kind not in "iubUS":
-        raise PartitionError(f"Expected `labels` to be integers or strings, but got an array of {array.dtype}.")
-    _, classes, class_sizes = np.unique(array, return_inverse=True, return_counts=True)
+    _, classes, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)
     return classes.astype(np.int64), class_sizes.astype(np.int64)
 
 
-def one_dimensional(name: str, values: npt.ArrayLike) -> npt.NDArray[np.generic]:
-    """The values as an array of shape ``(N,)``."""
-    array = np.asarray(values)
-    if array.ndim != 1 or array.size == 0:
-        raise PartitionError(f"Expected `{name}` to have shape (N,) with N at least 1, but got {array.shape}.")
-    return array
+def draw_until_large(
+    draw: Callable[[], IndexArray],
+    num_clients: int,
+    num_samples: int,
+    min_size: int,
+    skew: str,
+    remedy: str,
+) -> IndexArray:
+    """Draws how many samples each client gets, or how many of each class, until all have ``min_size`` or more.
 
+    Args:
+        draw: Draws the numbers, shape ``(clients,)`` or ``(clients, classes)``.
+        num_clients: Number of clients.
+        num_samples: Number of samples that are dealt.
+        min_size: Smallest number of samples that a client may have.
+        skew: The skew that was asked for, as the error shows it.
+        remedy: A change of it that would help, as the error shows it.
 
-def at_least(name: str, value: int, lowest: int) -> int:
-    """The value, if it is not too small."""
-    if value < lowest:
-        raise PartitionError(f"Expected `{name}` to be at least {lowest}, but got {value}.")
-    return value
+    Returns:
+        The first draw that is large enough.
 
+    Raises:
+        PartitionError: If there are fewer samples than that, or no draw is large enough.
 
-def check_clients(num_clients: int, num_samples: int) -> None:
-    """Makes sure that there is a sample for every client."""
-    at_least("num_clients", num_clients, 1)
-    if num_clients > num_samples:
-        raise PartitionError(
-            f"Expected `num_clients` to be at most the number of samples ({num_samples}), but got {num_clients}."
-        )
-
-
-def check_min_size(min_size: int, num_clients: int, num_samples: int) -> None:
-    """Makes sure that there are ``min_size`` samples for every client."""
-    at_least("min_size", min_size, 0)
+    """
     if min_size * num_clients > num_samples:
         raise PartitionError(
             f"Expected `min_size` * `num_clients` to be at most the number of samples ({num_samples}), but got"
             f" {min_size} * {num_clients}."
         )
+    for _ in range(MAX_TRIES):
+        counts = draw()
+        if counts.reshape(num_clients, -1).sum(axis=1).min() >= min_size:
+            return counts
+    raise PartitionError(
+        f"Expected every client to get at least {min_size} samples (`min_size`), but none of {MAX_TRIES} draws gave"
+        f" that to {num_clients} clients of {num_samples} samples with {skew}. Lower `min_size` or `num_clients`, or"
+        f" {remedy}."
+    )
+
+
+def pixel_permutation(num_pixels: int, client: int, seed: int) -> IndexArray:
+    """A client's permutation of the pixels: pixel ``i`` of the permuted image is pixel ``permutation[i]`` of the image.
+
+    It is uniform over all permutations and independent of the other clients'; client 0 is permuted too. Nothing but the
+    arguments counts, so a client's training and test images are permuted in the same way, and a permutation costs the
+    same however many clients there are.
+    """
+    return generator_for("pixel_permutation", seed, client).permutation(num_pixels).astype(np.int64)
