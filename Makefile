@@ -8,10 +8,13 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# pip takes the newest versions; uv can take the lowest that pyproject.toml allows.
+INSTALL_LOWEST := $(INSTALL) uv==0.12.24 && $(BIN)/uv pip install -q --python $(BIN)/python --resolution lowest-direct
 # One thread for each of pytest's two workers: more would take turns on the same cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-.PHONY: help venv demo test test-slow lint types docs clean
+.PHONY: help venv demo test test-slow test-oldest lint types docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,7 +25,7 @@ venv: $(STAMP) ## install the package and its tools into .venv
 $(STAMP): pyproject.toml
 	@echo "Installing into $(VENV): about two minutes and 6 GB, most of it torch."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[dev]"
+	$(if $(LOWEST),$(INSTALL_LOWEST),$(INSTALL)) -e ".[dev]"
 	@touch $@
 
 demo: $(STAMP) ## DeepLabV3+ on 24 clients, about two minutes; on CamVid with DATA=folder
@@ -34,6 +37,9 @@ test: $(STAMP) ## the tests but for the slow ones
 test-slow: $(STAMP) ## the slow tests: reproductions that take minutes
 	$(PYTEST) -m slow $(ARGS)
 
+test-oldest: ## the tests on the oldest Python and dependencies allowed, in .venv-oldest
+	$(MAKE) test PYTHON=python3.11 VENV=.venv-oldest LOWEST=yes
+
 lint: $(STAMP) ## style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,7 +48,7 @@ types: $(STAMP) ## types
 	$(BIN)/mypy
 
 docs: $(STAMP) ## the documentation as HTML, in site/
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[docs]"
+	$(INSTALL) -e ".[docs]"
 	$(BIN)/mkdocs build --strict
 
 clean: ## remove what the targets made, but for .venv

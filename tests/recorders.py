@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass, field
 
+import lightning as L
 import torch
 from lightning.pytorch.loggers.logger import Logger
 
@@ -25,6 +26,16 @@ def assert_same(left, right, names=None):
     different = [name for name in names if not torch.equal(left[name], right[name])]
     assert not different, {name: float((left[name].double() - right[name].double()).abs().max()) for name in different}
     assert all(left[name].dtype == right[name].dtype for name in names)
+
+
+class SavesOnException(L.Callback):
+    """Saves a checkpoint when a fit is broken off; Lightning's `ModelCheckpoint` can do so from 2.6 on."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_exception(self, trainer, pl_module, exception):
+        trainer.save_checkpoint(self.path)
 
 
 @dataclass

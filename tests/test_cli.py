@@ -214,7 +214,7 @@ def test_fit_validate_test_and_predict(tmp_path, capsys):
     main(["predict", "-c", OFFLINE, *TINY, "--ckpt_path", str(checkpoint), "--trainer.logger", "false"])
     said = capsys.readouterr().out
     assert f"Predictions of 1 batches: {tmp_path / 'predictions.pt'}" in said
-    (masks,) = torch.load(tmp_path / "predictions.pt")
+    (masks,) = torch.load(tmp_path / "predictions.pt", weights_only=True)
     assert masks.shape == (8, 32, 32)
     assert masks.dtype == torch.int64
 

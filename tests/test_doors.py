@@ -14,12 +14,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -42,6 +40,8 @@ from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
 
 # Many fits here only train, with modules that could validate.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+AVERAGES_WEIGHTS = hasattr(L.pytorch.callbacks, "WeightAveraging")  # from Lightning 2.6 on
 
 CLIENTS = models.vectors({"a": 40, "b": 64, "c": 33})
 HELD_OUT = models.vectors({"a": 40})["a"]
@@ -124,16 +124,22 @@ REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes
         {"callbacks": [ModelPruning("l1_unstructured", amount=0.2)]}, {}, module,
         "`ModelPruning` does not work .* renames .* `torch.nn.utils.prune`",
     ),
-    "averages of steps": ({"callbacks": [WeightAveraging()]}, {}, module, "averages after every batch"),
-    "moving averages of steps": (
-        {"callbacks": [EMAWeightAveraging()]}, {}, module, "`EMAWeightAveraging` does not work .* `epoch_idx`",
-    ),
     "changing windows": (
         {"callbacks": [GradientAccumulationScheduler({0: 1, 2: 2})]}, {}, module, "use a larger batch size",
     ),
     "scheduler with a frequency": ({}, {}, bad_scheduler(frequency=2), "use frequency=1 .* or interval='epoch'"),
     "plateaus of a client": ({}, {}, bad_scheduler(monitor="train_loss"), "use interval='epoch'"),
 }  # fmt: skip
+if AVERAGES_WEIGHTS:
+    REFUSED |= {
+        "averages of steps": (
+            {"callbacks": [L.pytorch.callbacks.WeightAveraging()]}, {}, module, "averages after every batch",
+        ),
+        "moving averages of steps": (
+            {"callbacks": [L.pytorch.callbacks.EMAWeightAveraging()]}, {}, module,
+            "`EMAWeightAveraging` does not work .* `epoch_idx`",
+        ),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("door", ["trainer", "callback"])
@@ -874,14 +880,14 @@ def test_what_the_trainer_was_told_of_reloading_comes_back(plain_trainer):
     assert trainer.reload_dataloaders_every_n_epochs == 3
 
 
-class RoundAverage(WeightAveraging):
+@pytest.mark.skipif(not AVERAGES_WEIGHTS, reason="Lightning 2.6 brings `WeightAveraging`")
+def test_rounds_can_be_averaged(federated_trainer):
     """The mean of the global models of all rounds."""
 
-    def should_update(self, step_idx=None, epoch_idx=None):
-        return epoch_idx is not None
+    class RoundAverage(L.pytorch.callbacks.WeightAveraging):
+        def should_update(self, step_idx=None, epoch_idx=None):
+            return epoch_idx is not None
 
-
-def test_rounds_can_be_averaged(federated_trainer):
     recorder, own = Recorder(), module(optimizer=models.momentum)
     federated_trainer(max_rounds=3, callbacks=[recorder, RoundAverage()]).fit(own, datasets())
     for name, value in state_of(own).items():

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 
 import lightning as L
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.data import IID
+from tests.recorders import SavesOnException
 from tests.resume_script import RUNS, At, Interruption, fit, last_checkpoint, prepare, rows
 
 
@@ -383,14 +385,6 @@ RAISED = {
 }
 
 
-class SavesOnException(L.Callback):
-    def __init__(self, path):
-        self.path = path
-
-    def on_exception(self, trainer, pl_module, exception):
-        trainer.save_checkpoint(self.path)
-
-
 def assert_given_back(module, data):
     """Nothing of the user's is replaced any more."""
     for owner, name in ((module, "on_save_checkpoint"), (module, "on_train_batch_end"), (data, "train_dataloader")):
@@ -424,6 +418,7 @@ def test_an_exception_leaves_the_last_global_model(run, how, where, whole, round
     assert_ends_alike(resumed, whole(run), tmp_path, "a", "b", since=2 if is_complete else 0)
 
 
+@pytest.mark.skipif("save_on_exception" not in signature(ModelCheckpoint).parameters, reason="Lightning 2.6 brings it")
 def test_model_checkpoint_on_exception(whole, rounds, tmp_path):
     run = "personal-in-memory"
     saver = ModelCheckpoint(tmp_path / "exception", save_on_exception=True, every_n_train_steps=10_000, save_last=True)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRScheduler, OptimizerLRSchedulerConfig
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
@@ -137,14 +137,14 @@ class Task(L.LightningModule, ABC):
         optimizer, scheduler = self._build_optimizer(self.parameters())
         if scheduler is None:
             return optimizer
-        return OptimizerLRSchedulerConfig(
-            optimizer=optimizer,
-            lr_scheduler={
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
                 "scheduler": scheduler,
                 "interval": self._scheduler_interval,
                 "monitor": self._scheduler_monitor,
             },
-        )
+        }
 
     def _build_optimizer(self, parameters: Iterable[nn.Parameter]) -> tuple[Optimizer, LRScheduler | None]:
         optimizer = self._optimizer_class(parameters, **{"lr": self.lr, **self._optimizer_kwargs})

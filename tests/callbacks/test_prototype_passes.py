@@ -247,7 +247,7 @@ def test_two_processes(passes, plain_trainer, tmp_path):
     )
     module = Silent(models.mlp(), lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     trainer.fit(module, DataLoader(TensorDataset(*models.vectors({"x": 32})["x"]), 8))
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert first["logged"] == second["logged"]
     for one, other in zip(first["prototypes"], second["prototypes"], strict=True):
         assert torch.equal(one, other)

@@ -461,7 +461,7 @@ def test_resuming_inside_a_round(federated_trainer, tmp_path):
     federated_trainer(callbacks=[SampledSoftmax(5), saving], **options).fit(models.Module(net(), models.adam), data)
     paths = sorted(tmp_path.glob("*.ckpt"))
     for path in (paths[1], paths[-2]):
-        assert torch.load(path)["state_dict"][WEIGHT].shape == (CLASSES, WIDTH)
+        assert torch.load(path, weights_only=True)["state_dict"][WEIGHT].shape == (CLASSES, WIDTH)
         resumed = models.Module(net(), models.adam)
         federated_trainer(callbacks=[SampledSoftmax(5)], **options).fit(resumed, data, ckpt_path=str(path))
         assert_same(state_of(resumed), state_of(whole))

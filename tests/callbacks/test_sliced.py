@@ -242,7 +242,7 @@ def test_checkpoints_hold_the_whole_table(federated_trainer, tmp_path):
     paths = sorted(tmp_path.glob("*.ckpt"))
     assert len(paths) > 6
     for path in paths:
-        assert torch.load(path)["state_dict"]["net.words.weight"].shape == (WORDS, WIDTH)
+        assert torch.load(path, weights_only=True)["state_dict"]["net.words.weight"].shape == (WORDS, WIDTH)
     for path in (paths[1], paths[len(paths) // 2]):
         resumed = reader(adagrad)
         federated_trainer(callbacks=[OwnWords(data)], **options).fit(resumed, data, ckpt_path=str(path))

@@ -268,17 +268,20 @@ def test_permutations_belong_to_client_and_seed():
             partition.transform(client, SEED)
 
 
+class Changed(torch.utils.data.Dataset):  # where worker processes find it that are not forked: Python 3.14, macOS
+    def __init__(self, change):
+        self.change = change
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.change((IMAGE + index, index))
+
+
 def test_permutation_in_worker_processes():
     change = PermutedPixels(2).transform(1, 0)
-
-    class Changed(torch.utils.data.Dataset):
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            return change((IMAGE + index, index))
-
-    (images, _), *_ = DataLoader(Changed(), batch_size=4, num_workers=1)
+    (images, _), *_ = DataLoader(Changed(change), batch_size=4, num_workers=1)
     assert torch.equal(images[2], change(IMAGE + 2))
 
 

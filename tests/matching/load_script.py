@@ -78,7 +78,7 @@ def main(folder):
     for name, (make, _) in CASES.items():
         module = load_matched(make(), folder / f"{name}.ckpt").eval()
         with torch.no_grad():
-            output = module(torch.load(folder / f"{name}.input"))
+            output = module(torch.load(folder / f"{name}.input", weights_only=True))
         ties = isinstance(module, Tied) and module.output.weight is module.embedding.weight
         torch.save({"output": output, "is_tied": ties, "text": repr(module)}, folder / f"{name}.output")
 

@@ -44,7 +44,7 @@ def test_in_another_process(tmp_path):
         cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=True, timeout=200,
     )  # fmt: skip
     for name, (output, text) in expected.items():
-        found = torch.load(tmp_path / f"{name}.output")
+        found = torch.load(tmp_path / f"{name}.output", weights_only=True)
         assert torch.equal(found["output"], output), name
         assert found["text"] == text
         assert found["is_tied"] == (name == "tied")

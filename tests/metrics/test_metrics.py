@@ -20,7 +20,7 @@ def results(tmp_path_factory):
     """What each of two processes has computed."""
     folder = tmp_path_factory.mktemp("processes")
     spawn(work, (folder,), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def same(result, expected):
