@@ -675,7 +675,8 @@ def main():
         work(sys.argv[1], sys.argv[2])
         return
     for line in sys.stdin:
-        print(json.dumps(run(sys.argv[1], line.strip())), flush=True)
+        sys.stdout.write(json.dumps(run(sys.argv[1], line.strip())) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
