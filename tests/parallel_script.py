@@ -182,12 +182,16 @@ class Plain(Aggregator):
 
 
 class Noise(FederatedCallback):
-    """Adds noise to the aggregate, from the global generator."""
+    """Adds noise to the aggregate, from the global generator, and notes that of the first entry."""
+
+    def __init__(self):
+        self.drawn = []
 
     def on_aggregate(self, trainer, module, state):
-        for value in state.values():
-            if value.is_floating_point():
-                value += 0.01 * torch.randn_like(value)
+        noise = {name: 0.01 * torch.randn_like(value) for name, value in state.items() if value.is_floating_point()}
+        for name, value in noise.items():
+            state[name] += value
+        self.drawn.append(noise["net.0.weight"])
 
 
 class Seen(FederatedCallback):
@@ -402,7 +406,9 @@ def own_rule(folder, processes):
 
 
 def noisy(folder, processes):
-    return train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), callbacks=[Noise()])
+    noise = Noise()
+    found = train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), callbacks=[noise])
+    return {**found, "drawn": noise.drawn}
 
 
 class Partitioned(L.LightningDataModule):
