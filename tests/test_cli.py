@@ -171,7 +171,7 @@ def small_data(tmp_path_factory):
     """Every data set in the format of the real files, as large as the recipes' splits need it."""
     root = tmp_path_factory.mktemp("data")
     write_mnist(root, num_train=6500)
-    write_mnist(root, "FashionMNIST", num_train=12000)
+    write_mnist(root, "FashionMNIST", num_train=60000)
     write_cifar_npz(root / "cifar10", 7000)
     write_femnist(root / "femnist", [20] * 12)
     write_omniglot(root / "omniglot", range(964))
