@@ -1,8 +1,9 @@
 """Federated runs in two processes: shared by the tests of `test_parallel.py`, and run as processes there.
 
-As a process, `python -m tests.parallel_script FILE`, it takes the sessions of a JSON file one after another, each in
-two children of its own (forked, so that the libraries are imported once) which find each other as under `torchrun`.
-What a job returns is in `<folder>/<job>-<rank>.pt` afterwards, and how the children ended in `<folder>/<session>.json`.
+As a process, `python -m tests.parallel_script FOLDER`, it reads names of jobs, one per line, and runs each in two
+children of its own (forked, so that the libraries are imported once) which find each other as under `torchrun`. What a
+job returns is in `<folder>/<job>-<rank>.pt` afterwards, what it says in `<folder>/<job>-<rank>.log`, and a line of JSON
+on the standard output says how the children ended.
 
 `python -m tests.parallel_script FOLDER JOB` runs one job with Lightning's own launcher.
 """
@@ -181,12 +182,16 @@ class Plain(Aggregator):
 
 
 class Noise(FederatedCallback):
-    """Adds noise to the aggregate, from the global generator."""
+    """Adds noise to the aggregate, from the global generator, and notes that of the first entry."""
+
+    def __init__(self):
+        self.drawn = []
 
     def on_aggregate(self, trainer, module, state):
-        for value in state.values():
-            if value.is_floating_point():
-                value += 0.01 * torch.randn_like(value)
+        noise = {name: 0.01 * torch.randn_like(value) for name, value in state.items() if value.is_floating_point()}
+        for name, value in noise.items():
+            state[name] += value
+        self.drawn.append(noise["net.0.weight"])
 
 
 class Seen(FederatedCallback):
@@ -401,7 +406,9 @@ def own_rule(folder, processes):
 
 
 def noisy(folder, processes):
-    return train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), callbacks=[Noise()])
+    noise = Noise()
+    found = train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), callbacks=[noise])
+    return {**found, "drawn": noise.drawn}
 
 
 class Partitioned(L.LightningDataModule):
@@ -600,19 +607,19 @@ JOBS = {
 
 # --- processes ------------------------------------------------------------------------------------------------------
 
+SECONDS = 240  # that a job may take
 
-def work(folder, jobs):
-    """Runs jobs in this process, one of two."""
-    rank = os.environ.get("LOCAL_RANK", "0")
-    for name in jobs:
-        own = Path(folder) / name
-        own.mkdir(exist_ok=True)
-        found = JOBS[name](str(own), TWO)
-        torch.save(found, Path(folder) / f"{name}-{os.environ.get('LOCAL_RANK', rank)}.pt")
+
+def work(folder, name):
+    """Runs a job in this process, one of two."""
+    own = Path(folder) / name
+    own.mkdir(exist_ok=True)
+    found = JOBS[name](str(own), TWO)
+    torch.save(found, Path(folder) / f"{name}-{os.environ.get('LOCAL_RANK', '0')}.pt")
 
 
 @contextmanager
-def children(folder, session):
+def children(folder, job):
     """Two processes that work, forked from this one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -624,14 +631,16 @@ def children(folder, session):
         if pid == 0:
             os.environ.update(found, RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", LOCAL_WORLD_SIZE="2")
             code = 1
-            with open(Path(folder) / f"{session['name']}-{rank}.log", "w") as log:
+            with open(Path(folder) / f"{job}-{rank}.log", "w") as log:
+                os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
                 try:
-                    work(folder, session["jobs"])
+                    work(folder, job)
                     code = 0
                 except BaseException:
                     traceback.print_exc()
                 finally:
+                    sys.stdout.flush()
                     sys.stderr.flush()
                     os._exit(code)
         pids.append(pid)
@@ -646,12 +655,12 @@ def children(folder, session):
                 pass
 
 
-def run(folder, session):
-    """One session; how each process ended (exit code, or minus the signal), and after how many seconds."""
+def run(folder, job):
+    """A job in two processes; how each ended (exit code, or minus the signal), and after how many seconds."""
     started = time.monotonic()
     ended = {}
-    with children(folder, session) as pids:
-        while len(ended) < 2 and time.monotonic() - started < session.get("seconds", 240):
+    with children(folder, job) as pids:
+        while len(ended) < 2 and time.monotonic() - started < SECONDS:
             for rank, pid in enumerate(pids):
                 if rank not in ended:
                     done, status = os.waitpid(pid, os.WNOHANG)
@@ -660,7 +669,7 @@ def run(folder, session):
             for reached in Path(folder).glob("*/reached"):
                 os.kill(pids[1], signal.SIGKILL)
                 reached.rename(reached.with_name("killed"))
-            if session.get("until_first") and ended:
+            if job == "hanging" and ended:
                 break
             time.sleep(0.02)
     return ended
@@ -669,13 +678,11 @@ def run(folder, session):
 def main():
     torch.set_num_threads(1)
     if len(sys.argv) == 3:
-        work(sys.argv[1], [sys.argv[2]])
+        work(sys.argv[1], sys.argv[2])
         return
-    plan = json.loads(Path(sys.argv[1]).read_text())
-    folder = str(Path(sys.argv[1]).parent)
-    for session in plan:
-        ended = run(folder, session)
-        (Path(folder) / f"{session['name']}.json").write_text(json.dumps(ended))
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(run(sys.argv[1], line.strip())) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The command line: what it builds from recipes, what it says to mistakes, and a run from fit to prediction."""
 
+import math
 import re
 import subprocess
 import sys
@@ -35,6 +36,15 @@ from lightning_fed.data import (
 from lightning_fed.functional.options import OptionError
 from lightning_fed.store import FolderStore
 from lightning_fed.tasks import CharLanguageTask, ClassificationTask, SegmentationTask
+from tests.data.test_datasets import (
+    write_camvid_npz,
+    write_cifar_npz,
+    write_femnist,
+    write_mnist,
+    write_omniglot,
+)
+from tests.data.test_shakespeare import write_roles
+from tests.recorders import state_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -156,13 +166,45 @@ def test_a_recipe_builds_what_it_says(recipe, task, data, partition, rounds, cli
     assert f"lightning-fed fit -c recipes/{recipe}.yaml" in "\n".join(comment)
 
 
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if str(path) != OFFLINE], ids=lambda path: path.stem)
-def test_a_recipe_trains_on_real_data(recipe, tmp_path):
-    data = where_data_are(recipe, DATA)
-    if data and not DATA.is_dir():
-        pytest.skip(f"no data at {DATA}")
+@pytest.fixture(scope="module")
+def small_data(tmp_path_factory):
+    """Every data set in the format of the real files, as large as the recipes' splits need it."""
+    root = tmp_path_factory.mktemp("data")
+    write_mnist(root, num_train=6500)
+    write_mnist(root, "FashionMNIST", num_train=60000)
+    write_cifar_npz(root / "cifar10", 7000)
+    write_femnist(root / "femnist", [20] * 12)
+    write_omniglot(root / "omniglot", range(964))
+    write_camvid_npz(root / "camvid", {"train": {"A1": 150, "B2": 250}, "val": {"B2": 9}}, plain_masks=True)
+    write_roles(root / "shakespeare", (13000, 11000, 12000, 14000))
+    return root
+
+
+def trains(recipe, folder):
+    """Runs the first two batches of a recipe, a visit or two: no client fails, and the model moves."""
     is_small = ["--data.image_size", "[32,32]"] if "camvid" in recipe.stem else []
-    main(["fit", "-c", str(recipe), *data, "--trainer.fast_dev_run", "2", *is_small])
+    options = ["--trainer.accelerator", "cpu", "--trainer.fast_dev_run", "2", *is_small]
+    built = build("-c", str(recipe), *where_data_are(recipe, folder), *options)
+    before = state_of(built.model)
+    built.trainer.fit(**built.arguments)  # what LightningCLI does where `fit` is not overridden
+    logged = {name: float(value) for name, value in built.trainer.callback_metrics.items()}
+    assert built.trainer.global_step == 2
+    assert 1 <= logged["fed/clients"] <= 2
+    assert logged["fed/failed"] == 0
+    assert 0 < logged["fed/update_norm"] < math.inf
+    assert any(not torch.equal(value, before[name]) for name, value in state_of(built.model).items())
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if str(path) != OFFLINE], ids=lambda path: path.stem)
+def test_a_recipe_trains(recipe, small_data):
+    trains(recipe, small_data)
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if where_data_are(path, "")], ids=lambda path: path.stem)
+def test_a_recipe_trains_on_real_data(recipe):
+    if not DATA.is_dir():
+        pytest.skip(f"no data at {DATA}")
+    trains(recipe, DATA)
 
 
 # Lightning says it of every checkpoint that is used in another folder than its run's.

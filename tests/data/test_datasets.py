@@ -75,7 +75,7 @@ def jpeg_arrays(images):
 
 def plain_images(num, height, width):
     """One grey level each, which JPEG keeps to within a step."""
-    return np.stack([np.full((height, width, 3), 2 * i, np.uint8) for i in range(num)])
+    return np.stack([np.full((height, width, 3), 2 * i % 256, np.uint8) for i in range(num)])
 
 
 def write_cifar_npz(folder, num_train=100, num_test=30):
@@ -116,21 +116,21 @@ def write_cifar_batches(folder, per_batch=20):
         (folder / name).write_bytes(content)
 
 
-def write_femnist(folder):
+def write_femnist(folder, counts=(3, 10, 25, 40)):
     """Writers 0..3 have 3, 10, 25 and 40 training samples; writers 4 and 5 are in no training."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [(w, 0) for w, num in enumerate((3, 10, 25, 40)) for _ in range(num)]
+    rows = [(w, 0) for w, num in enumerate(counts) for _ in range(num)]
     rows += [(w, 1) for w in (1, 2, 3) for _ in range(4)] + [(w, 2) for w in (4, 5) for _ in range(6)]
     writer, split = np.array(rows).T
     images = np.full((len(rows), 28, 28), 255, np.uint8)
-    images[:, 0, 0] = np.arange(len(rows))
+    images[:, 0, 0] = np.arange(len(rows)) % 256
     np.savez(
         folder / "femnist_writers.npz",
         images=images,
         label=(np.arange(len(rows)) % 62).astype(np.uint8),
         writer=writer.astype(np.int16),
         split=split.astype(np.uint8),
-        writer_names=np.array([f"f{w:04d}" for w in range(6)]),
+        writer_names=np.array([f"f{w:04d}" for w in range(max(6, len(counts)))]),
     )
 
 
@@ -152,11 +152,11 @@ def write_omniglot(folder, background=(0, 1, 20, 963), evaluation=(964, 1622)):
 DRIVES = {"train": {"A1": 9, "B2": 5}, "val": {"B2": 4}, "test": {"A1": 3, "C3": 2}}
 
 
-def camvid_frames(height=18, width=24):
+def camvid_frames(height=18, width=24, drives=DRIVES):
     frames = [
         (number, split, f"{drive}_{i:05d}")
         for number, (split, drive, i) in enumerate(
-            (split, drive, i) for split, drives in DRIVES.items() for drive, num in drives.items() for i in range(num)
+            (split, drive, i) for split, counts in drives.items() for drive, num in counts.items() for i in range(num)
         )
     ]
     masks = np.zeros((len(frames), height, width), np.uint8)
@@ -165,9 +165,11 @@ def camvid_frames(height=18, width=24):
     return frames, plain_images(len(frames), height, width), masks
 
 
-def write_camvid_npz(folder):
+def write_camvid_npz(folder, drives=DRIVES, plain_masks=False):
     folder.mkdir(parents=True, exist_ok=True)
-    frames, images, masks = camvid_frames()
+    frames, images, masks = camvid_frames(drives=drives)
+    if plain_masks:  # of one class each, by which they can be split
+        masks[:] = np.arange(len(masks))[:, None, None] % 11
     jpeg, offsets = jpeg_arrays(images)
     split = np.array([list(DRIVES).index(split) for _, split, _ in frames], np.uint8)
     names = np.array([name for _, _, name in frames])

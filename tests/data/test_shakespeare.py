@@ -17,10 +17,10 @@ NAMES = ["hamlet/HAMLET", "hamlet/Ghost", "lear/KING LEAR", "lear/Fool"]
 LENGTHS = [700, 30, 500, 260]
 
 
-def write_roles(root):
-    """Four roles, who speak in turns; the text of each is as long as `LENGTHS` says, line breaks included."""
+def write_roles(root, lengths=LENGTHS):
+    """Four roles, who speak in turns; the text of each is as long as `lengths` says, line breaks included."""
     letters = np.array(list("abcdefgh \n$"))
-    texts = ["".join(np.random.default_rng(role).choice(letters, length)) for role, length in enumerate(LENGTHS)]
+    texts = ["".join(np.random.default_rng(role).choice(letters, length)) for role, length in enumerate(lengths)]
     speeches = [[role, text[:25]] for role, text in enumerate(texts)] + [
         [role, text[26:]] for role, text in reversed(list(enumerate(texts)))
     ]
