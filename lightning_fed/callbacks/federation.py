@@ -57,6 +57,9 @@ class Federation(L.Callback):
         partial_work: ``"keep"`` aggregates the partial work of stragglers, ``"drop"`` leaves them out.
         dropout: Probability that a chosen client never reports.
         min_clients: Least number of good updates; with fewer the global model stays as it was.
+        max_failed_rounds: Rounds in a row that may bring no new model because clients fail: at that many the fit ends
+            with an error. So does one in which no round succeeds, and, at once, a round in which all clients fail by
+            the same error. ``None`` goes on whatever fails.
         personal: Entries that stay with their client: name patterns (``"head.*"``) and module types.
         frozen: Entries that never travel, do not train and stay as the server has them, likewise.
         batch_norm: BatchNorm's running statistics are measured with the new global model by the round's clients
@@ -80,7 +83,8 @@ class Federation(L.Callback):
         MisconfigurationException: In ``setup``, if the Trainer is asked for what cannot be right in a round.
 
     Note:
-        Checkpoints hold ``rounds``, ``seed``, ``totals`` (ints), and the states of ``aggregator`` and ``store``.
+        Checkpoints hold ``rounds``, ``seed``, ``totals``, ``failed_rounds`` (ints), and the states of ``aggregator``
+        and ``store``.
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)
@@ -104,6 +108,7 @@ class Federation(L.Callback):
         partial_work: Literal["keep", "drop"] = "keep",
         dropout: float = 0.0,
         min_clients: int = 1,
+        max_failed_rounds: int | None = 3,
         personal: Sequence[Selector] = (),
         frozen: Sequence[Selector] = (),
         batch_norm: BatchNormMode = "recalibrate",
@@ -125,6 +130,9 @@ class Federation(L.Callback):
         self.partition = partition
         seed = default_seed() if seed is None else seed
         self.schedule = Schedule(seed, clients_per_round, local_epochs, local_steps, stragglers, dropout)
+        self.max_failed_rounds = (
+            None if max_failed_rounds is None else check_count("max_failed_rounds", max_failed_rounds)
+        )
         self.personal = check_selectors("personal", personal)
         self.frozen = check_selectors("frozen", frozen)
         self.batch_norm, self.optimizer_state, self.partial_work = batch_norm, optimizer_state, partial_work
@@ -139,7 +147,7 @@ class Federation(L.Callback):
 
     def _reset(self, elsewhere: Elsewhere | None = None) -> None:
         parts = self.server, self.schedule, self.store, self.batch_norm, self.optimizer_state, self.partial_work
-        self._loop = RoundLoop(*parts, elsewhere)
+        self._loop = RoundLoop(*parts, self.max_failed_rounds, elsewhere)
         self._clients = Clients(self._loop)
 
     def replace(self, **changes: Any) -> Federation:
@@ -248,11 +256,11 @@ class Federation(L.Callback):
         if stage != "fit":
             return
         self._give_back()
-        book, rounds = self.log_book, self.rounds
+        book, rounds, failed = self.log_book, self.rounds, self._loop.failed_rounds
         self._reset(self._loop.elsewhere)
         self._loop.trainer = trainer
         if rounds and previous is trainer and trainer.current_epoch == rounds:  # its `max_epochs` was raised
-            self._loop.log_book, self._loop.rounds = book, rounds
+            self._loop.log_book, self._loop.rounds, self._loop.failed_rounds = book, rounds, failed
             self.store.restore(rounds, self.store.checkpoint(rounds))
         else:
             self.server.aggregator.load_state_dict(copy.deepcopy(self._fresh_aggregator))
@@ -322,8 +330,14 @@ class Federation(L.Callback):
         self.log_book.put_axis(pl_module, self.rounds - 1)  # also where the fit was resumed after the round's batches
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leaves the last complete global model in the module, also where the fit ended inside a round."""
+        """Leaves the last complete global model in the module, also where the fit ended inside a round.
+
+        Raises:
+            RuntimeError: If no round has ever succeeded because clients failed.
+
+        """
         self._loop.leave(pl_module)
+        self._loop.failed_rounds.end_fit()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leaves the last complete global model in the module, and says whose visit it was."""
@@ -348,6 +362,7 @@ class Federation(L.Callback):
             "rounds": self.rounds,
             "seed": self.schedule.seed,
             "totals": self.log_book.state_dict(),
+            "failed_rounds": self._loop.failed_rounds.state_dict(),
             "aggregator": self.server.aggregator.state_dict() if self._loop.open is None else self.server.state_before,
             "store": self.store.checkpoint(self.rounds),
         }
@@ -359,6 +374,7 @@ class Federation(L.Callback):
         if then != now:
             _log.warning("The checkpoint's rounds were drawn with seed %d; from now on it is seed %d.", then, now)
         self.log_book.load_state_dict(state_dict["totals"])
+        self._loop.failed_rounds.load_state_dict(state_dict["failed_rounds"])
         self.server.aggregator.load_state_dict(state_dict["aggregator"])
         self._clients.restore(self.rounds, state_dict["store"], must=self._is_fit)
 

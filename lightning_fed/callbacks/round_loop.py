@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import lightning as L
@@ -12,6 +13,7 @@ from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, t
 from lightning_fed.callbacks.blame import ClientFault, client_fault
 from lightning_fed.callbacks.door import IgnoredWarning, ranks_of
 from lightning_fed.callbacks.elsewhere import Elsewhere
+from lightning_fed.callbacks.failed_rounds import FailedRounds
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.open_round import OpenRound, federated_callbacks
 from lightning_fed.callbacks.processes import Processes
@@ -42,6 +44,7 @@ class RoundLoop:
         batch_norm: What becomes of BatchNorm's running statistics.
         optimizer_state: Whether clients start with fresh optimizer state or with their own.
         partial_work: Whether the work of stragglers is used.
+        max_failed_rounds: Number of failed rounds in a row that ends the fit.
         elsewhere: The other half of the federation, where it is on another machine.
 
     Attributes:
@@ -52,6 +55,7 @@ class RoundLoop:
         log_book: What is logged.
         progress: What checkpoints say of Lightning's progress.
         rounds: Number of rounds that are over.
+        failed_rounds: Those of which nothing came because clients failed.
         open: The round that is under way; ``None`` between rounds.
         processes: Those that share the clients, where there are several.
         together: Which visits train at once, and the stack that they do it in; ``None`` where they come one by one.
@@ -70,6 +74,7 @@ class RoundLoop:
         batch_norm: BatchNormMode,
         optimizer_state: Literal["reset", "keep"],
         partial_work: Literal["keep", "drop"],
+        max_failed_rounds: int | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
         self.server, self.schedule, self.store = server, schedule, store
@@ -79,6 +84,7 @@ class RoundLoop:
         self.log_book = RoundLog()
         self.progress = RoundProgress()
         self.rounds = 0
+        self.failed_rounds = FailedRounds(max_failed_rounds)
         self.open: OpenRound | None = None
         self.processes: Processes | None = None
         self.together: tuple[Together, Stack] | None = None
@@ -158,6 +164,25 @@ class RoundLoop:
                 self.processes.start_visit(group[0])
             round.start_visits(group)
 
+    @contextmanager
+    def counting_in_visit(self) -> Iterator[int | None]:
+        """The module meanwhile sees the batches counted as in a fit of its client alone.
+
+        Gives the index of the batch in the client's local epoch; ``trainer.is_last_batch`` meanwhile says whether it is
+        the local epoch's last, or the visit's. Of clients that train at once those of the first are counted. Between
+        visits nothing changes, and ``None`` is given.
+        """
+        place = None if self._loader is None or not self._loader.group else self._loader.epoch_place
+        if place is None:
+            yield None
+            return
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress  # what `trainer.is_last_batch` reads
+        before, progress.is_last_batch = progress.is_last_batch, place.is_last
+        try:
+            yield place.index
+        finally:
+            progress.is_last_batch = before
+
     def step(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The module's own step; where it fails by the client's fault, the client is left out and the round goes on."""
         if self.open is not None and len(self.open.group) > 1:
@@ -170,7 +195,7 @@ class RoundLoop:
             try:
                 args = (self.open.prepare(args[0]), *args[1:])
             except ClientFault as error:
-                visit.fault = str(error)
+                visit.fail(str(error), error)
                 return self._skip()
         try:
             return training_step(*args, **kwargs)
@@ -180,7 +205,7 @@ class RoundLoop:
             # With manual optimization a step that broke off may have left anything undone.
             if planned is None or fault is None or not self.trainer.lightning_module.automatic_optimization:
                 raise
-            planned.fault = fault
+            planned.fail(fault, error)
             return self._skip()
 
     def _step_together(self, training_step: Callable[..., Any], parts: list[Stacked], *rest: Any) -> Any:
@@ -205,7 +230,7 @@ class RoundLoop:
                     )
                     raise
                 for index, fault in faults.items():
-                    group[index].fault = fault
+                    group[index].fault, group[index].error = fault, error.with_traceback(None)
         return joint_loss(losses) if losses else self._skip()
 
     def _warn_of_forms(self, parts: Sequence[Stacked]) -> bool:
@@ -326,6 +351,11 @@ class RoundLoop:
         self._served = self._loader
         self.progress.end_round()
         self.rounds = report.round + 1
+        if self.elsewhere is None or self.elsewhere.has_server:
+            assert self._loader is not None
+            num_clients, errors = len(self.population.clients), self._loader.errors
+            ranks = ranks_of(self.trainer)
+            self.failed_rounds.end_round(report, has_come, self.server.min_clients, num_clients, errors, ranks)
 
     def _end(self, is_new: bool) -> None:
         self.open = None
