@@ -7,6 +7,7 @@ from lightning_fed.callbacks import Federation as Federation
 from lightning_fed.callbacks import FedPer as FedPer
 from lightning_fed.callbacks import FedRep as FedRep
 from lightning_fed.callbacks.blame import ClientFault as ClientFault
+from lightning_fed.callbacks.federation import scheduler_steps as scheduler_steps
 from lightning_fed.data import FederatedDataModule as FederatedDataModule
 from lightning_fed.engines import ClientParallelStrategy as ClientParallelStrategy
 from lightning_fed.functional.options import BadUpdate as BadUpdate
@@ -36,4 +37,5 @@ __all__ = [
     "Federation",
     "FolderStore",
     "MemoryStore",
+    "scheduler_steps",
 ]

@@ -141,6 +141,7 @@ class Federation(L.Callback):
         self.vectorize = check_count("vectorize", vectorize)
         self.client_callbacks: list[L.Callback] = []
         self._is_fit = True
+        self._is_planned = False  # whether the fit's first round is
         self._trainer: L.Trainer | None = None
         self._taken: Takeover | None = None
         self._reset()
@@ -250,6 +251,7 @@ class Federation(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Checks the Trainer, puts the round's loader in place, adds the callbacks that the aggregator needs."""
         self._is_fit, self._clients.is_lost = stage == "fit", False
+        self._is_planned = False
         pooled = [PooledLog()] if ranks_of(trainer).size > 1 else []
         add_callbacks(trainer, self, [*self.client_callbacks, *self.server.aggregator.required_callbacks(), *pooled])
         previous, self._trainer = self._trainer, trainer
@@ -270,6 +272,7 @@ class Federation(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what travels, before anything trains."""
         check_schedulers(trainer)
+        self._check_estimate(trainer)
         self._loop.policies = self._decide_policies(trainer, pl_module)
         check_sliced(pl_module, self._loop.policies, self.server.aggregator, self.batch_norm, self.optimizer_state)
         assert self._taken is not None
@@ -385,11 +388,43 @@ class Federation(L.Callback):
             self._clients.meet(self._taken.population())
         return self._clients.population
 
+    def scheduler_steps(self, rounds: int, window: int = 1) -> int:
+        """Number of steps that a per-step scheduler makes in a fit, see :func:`~lightning_fed.scheduler_steps`.
+
+        Args:
+            rounds: Number of rounds of the fit.
+            window: Batches for one step of the optimizer.
+
+        """
+        self._loop.population = self.find_population()
+        return self._loop.scheduler_steps(rounds, window)
+
     def _decide_policies(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Policy]:
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(pl_module)}
         return decide_policies(pl_module, self.personal, self.frozen, self.batch_norm, sliced)
 
+    def _check_estimate(self, trainer: L.Trainer) -> None:
+        """Warns of a per-step scheduler that was made while Lightning estimated the steps of the fit.
+
+        Lightning asks for the training data before the fit starts only if someone asks for
+        ``trainer.estimated_stepping_batches``.
+        """
+        is_manual = not trainer.lightning_module.automatic_optimization
+        stepwise = [config for config in trainer.lr_scheduler_configs if is_manual or config.interval == "step"]
+        if not self._is_planned or not stepwise or self._loop.elsewhere is not None:
+            return
+        estimate, steps = trainer.estimated_stepping_batches, scheduler_steps(trainer)
+        if estimate != steps:
+            _log.warning(
+                "`trainer.estimated_stepping_batches` (%s) counts the steps of all clients. A per-step scheduler starts"
+                " every visit from the round's state and goes on from the client with the most examples: in this fit it"
+                " makes %s steps. Give it `lightning_fed.scheduler_steps(trainer)` instead.",
+                estimate,
+                steps,
+            )
+
     def _plan(self) -> RoundLoader:
+        self._is_planned = True
         self._loop.population = self.find_population()
         return self._loop.plan()
 
@@ -412,3 +447,35 @@ def find_federation(trainer: L.Trainer) -> Federation:
         if isinstance(callback, Federation):
             return callback
     raise MisconfigurationException("The Trainer has no `Federation` callback.")
+
+
+def scheduler_steps(trainer: L.Trainer) -> int | float:
+    """Number of steps that a scheduler with ``interval="step"`` makes in a fit.
+
+    It is the ``total_steps`` of a ``OneCycleLR``, or the ``num_training_steps`` of a warm-up, in
+    ``configure_optimizers``. In a federation every visit starts from the round's state of the scheduler, and the round
+    goes on from where its client with the most examples left it: in a round a scheduler advances by the steps of one
+    visit. ``trainer.estimated_stepping_batches`` counts the steps of all clients of a round.
+
+    Args:
+        trainer: The Trainer. Without a :class:`~lightning_fed.Federation` the number is Lightning's own, so that a
+            module can ask for it in both.
+
+    Returns:
+        The number of steps; as in Lightning ``inf`` where the Trainer has no limit.
+
+    Raises:
+        MisconfigurationException: If the clients' data are on other machines.
+
+    Example:
+        >>> trainer = L.Trainer(max_steps=7, logger=False, enable_checkpointing=False)
+        >>> scheduler_steps(trainer)
+        7
+
+    """
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    federation = next((callback for callback in callbacks if isinstance(callback, Federation)), None)
+    rounds = trainer.max_epochs
+    if federation is None or rounds is None or rounds < 0:
+        return trainer.estimated_stepping_batches
+    return federation.scheduler_steps(rounds, trainer.accumulate_grad_batches)

@@ -8,8 +8,15 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, thaw_batch_norm, warn_of_averaging
+from lightning_fed.callbacks.batch_norm import (
+    freeze_batch_norm,
+    has_no_measuring_step,
+    recalibrate,
+    thaw_batch_norm,
+    warn_of_averaging,
+)
 from lightning_fed.callbacks.blame import ClientFault, client_fault
 from lightning_fed.callbacks.door import IgnoredWarning, ranks_of
 from lightning_fed.callbacks.elsewhere import Elsewhere
@@ -25,6 +32,7 @@ from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.data.rounds import RoundLoader, Together
 from lightning_fed.data.turns import Stacked, tensors_of
 from lightning_fed.desk import Desk
+from lightning_fed.messages import Client
 from lightning_fed.schedule import Cohort, Schedule
 from lightning_fed.state import Policy
 from lightning_fed.store import ClientStore
@@ -144,9 +152,42 @@ class RoundLoop:
         loader.on_start = lambda: self._start(loader, cohort)
         return loader
 
-    def _draw(self) -> Cohort:
-        """The round's clients, as the schedule and the rule have it."""
-        round = self.trainer.current_epoch
+    def scheduler_steps(self, rounds: int, window: int) -> int:
+        """Number of steps that a per-step scheduler makes in a fit.
+
+        Args:
+            rounds: Number of rounds of the fit.
+            window: Batches for one step of the optimizer.
+
+        """
+        sizes: dict[Client, tuple[int, int]] = {}
+        steps = furthest = 0
+        for round in range(rounds):
+            visits = [
+                visit for visit in self._draw(round).visits if self.partial_work == "keep" or not visit.is_straggler
+            ]
+            for client in {visit.client: None for visit in visits}.keys() - sizes.keys():
+                sizes[client] = self._size_of(client)
+            lengths = [-(-visit.num_batches(sizes[visit.client][1]) // window) for visit in visits]
+            if lengths:
+                furthest = max(furthest, steps + max(lengths))
+                largest = max(range(len(visits)), key=lambda place: sizes[visits[place].client][0])
+                steps += lengths[largest]
+        return furthest
+
+    def _size_of(self, client: Client) -> tuple[int, int]:
+        """Number of examples and of batches in an epoch, none of a client that cannot be asked."""
+        try:
+            length = self.population.batches_per_epoch(client)
+            return self.population.num_samples(client), 1 if length is None else length
+        except MisconfigurationException:
+            raise
+        except Exception:  # the client is left out, when its round comes
+            return 0, 0
+
+    def _draw(self, round: int | None = None) -> Cohort:
+        """The round's clients, as the schedule and the rule have it; by default of the round that comes."""
+        round = self.trainer.current_epoch if round is None else round
         asked = self.server.aggregator.plan(round)
         cohort = self.schedule.cohort(round, self.population.clients, asked.drawn, asked.local_epochs)
         if asked.present is None:
@@ -324,6 +365,14 @@ class RoundLoop:
             visits = self._loader.visits
             if self.batch_norm == "average" and visits and not self._has_warned:
                 warn_of_averaging(module, self.open.local, min(planned.num_batches for planned in visits))
+                self._has_warned = True
+            if self.batch_norm == "recalibrate" and not self._has_warned and has_no_measuring_step(module):
+                _log.warning(
+                    "batch_norm='recalibrate' cannot measure BatchNorm's running statistics, so that they are averaged:"
+                    " with manual optimization `training_step` would train the model, and %s has no"
+                    " `validation_step` to run instead. Implement one, or choose another `batch_norm`.",
+                    type(module).__name__,
+                )
                 self._has_warned = True
             for callback in self._server_side():
                 callback.on_round_start(trainer, module)
