@@ -220,7 +220,7 @@ class RoundLoop:
         progress = self.trainer.fit_loop.epoch_loop.batch_progress  # what `trainer.is_last_batch` reads
         before, progress.is_last_batch = progress.is_last_batch, place.is_last
         try:
-            yield place.index
+            yield place.number
         finally:
             progress.is_last_batch = before
 

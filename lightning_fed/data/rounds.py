@@ -38,12 +38,12 @@ class EpochPlace(NamedTuple):
     """Which batch of a client's local epoch one is.
 
     Args:
-        index: Index of the batch in the local epoch.
+        number: Index of the batch in the local epoch.
         is_last: Whether it is the last batch of the local epoch, or of the visit.
 
     """
 
-    index: int
+    number: int
     is_last: bool
 
 
