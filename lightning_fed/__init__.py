@@ -6,8 +6,11 @@ from lightning_fed.callbacks import FederatedCallback as FederatedCallback
 from lightning_fed.callbacks import Federation as Federation
 from lightning_fed.callbacks import FedPer as FedPer
 from lightning_fed.callbacks import FedRep as FedRep
+from lightning_fed.callbacks.blame import ClientFault as ClientFault
+from lightning_fed.callbacks.federation import scheduler_steps as scheduler_steps
 from lightning_fed.data import FederatedDataModule as FederatedDataModule
 from lightning_fed.engines import ClientParallelStrategy as ClientParallelStrategy
+from lightning_fed.functional.options import BadUpdate as BadUpdate
 from lightning_fed.messages import Broadcast as Broadcast
 from lightning_fed.messages import ClientUpdate as ClientUpdate
 from lightning_fed.store import ClientStore as ClientStore
@@ -19,7 +22,9 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Aggregator",
+    "BadUpdate",
     "Broadcast",
+    "ClientFault",
     "ClientParallelStrategy",
     "ClientStore",
     "ClientUpdate",
@@ -32,4 +37,5 @@ __all__ = [
     "Federation",
     "FolderStore",
     "MemoryStore",
+    "scheduler_steps",
 ]

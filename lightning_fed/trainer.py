@@ -39,6 +39,7 @@ class FederatedTrainer(L.Trainer):
         partial_work: Whether the stragglers' partial work is kept.
         dropout: Probability that a chosen client never reports.
         min_clients: Least number of good updates that changes the global model.
+        max_failed_rounds: Rounds in a row that may bring no new model because clients fail.
         personal: Entries that stay with their client.
         frozen: Entries that never travel.
         batch_norm: What becomes of BatchNorm's running statistics.
@@ -78,6 +79,7 @@ class FederatedTrainer(L.Trainer):
         partial_work: Literal["keep", "drop"] = "keep",
         dropout: float = 0.0,
         min_clients: int = 1,
+        max_failed_rounds: int | None = 3,
         personal: Sequence[Selector] = (),
         frozen: Sequence[Selector] = (),
         batch_norm: Literal["average", "recalibrate", "personal", "frozen"] = "recalibrate",
@@ -98,6 +100,7 @@ class FederatedTrainer(L.Trainer):
             "partial_work": partial_work,
             "dropout": dropout,
             "min_clients": min_clients,
+            "max_failed_rounds": max_failed_rounds,
             "personal": personal,
             "frozen": frozen,
             "batch_norm": batch_norm,

@@ -589,6 +589,10 @@ def refusals(folder, processes):
     attempt("on_aggregate", callbacks=[Diverging()])
     attempt("store", store=OwnStore())
     attempt("skipping", Skipping)
+    broken = {name: Broken(*dataset.tensors) for name, dataset in clients().items()}
+    attempt("all_fail", data=FederatedDataModule(broken, batch_size=4))
+    empty = {name: TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)) for name in clients()}
+    attempt("all_empty", data=FederatedDataModule(empty, batch_size=4))
     return said
 
 

@@ -12,15 +12,17 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from lightning_fed.callbacks import ClassPrototypes, Federation
-from lightning_fed.cli import main
+from lightning_fed.cli import FederatedCLI, main
 from lightning_fed.compare import (
     CENTRAL,
     Method,
@@ -33,6 +35,7 @@ from lightning_fed.compare import (
     summarize,
     write_report,
 )
+from lightning_fed.compare.central import central_trainer
 from lightning_fed.data import Synthetic
 from lightning_fed.tasks import ClassificationTask
 from tests.compare_script import CLIENTS, OWN, Interruption, Notes
@@ -256,6 +259,27 @@ def test_central_does_not_train_what_is_frozen(tmp_path):
         changed = {name for name, value in Notes.fits[0]["state"].items() if not torch.equal(value, state[name])}
         assert not {"body.0.weight", "body.0.bias"} & changed
         assert "head.weight" in changed
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_central_gives_back_what_it_took(ends):
+    """The datamodule's own loader, and the gradients of what is frozen."""
+
+    class Stops(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            raise ZeroDivisionError
+
+    cli = FederatedCLI(
+        ["--config", "own.yaml", "--trainer.frozen", "['body.0.*']", "--trainer.max_rounds", "1"], run=False
+    )
+    before = cli.datamodule.train_dataloader
+    trainer = central_trainer(cli)
+    if ends == "badly":
+        trainer.callbacks.append(Stops())
+    with pytest.raises(ZeroDivisionError) if ends == "badly" else nullcontext():
+        trainer.fit(cli.model, datamodule=cli.datamodule)
+    assert cli.datamodule.train_dataloader == before
+    assert all(parameter.requires_grad for parameter in cli.model.parameters())
 
 
 # --- interruptions ----------------------------------------------------------------------------------------------------

@@ -30,10 +30,19 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_fed import FedBN, FederatedCallback, FederatedDataModule, FederatedTrainer, Federation, FedPer
+from lightning_fed import (
+    FedBN,
+    FederatedCallback,
+    FederatedDataModule,
+    FederatedTrainer,
+    Federation,
+    FedPer,
+    scheduler_steps,
+)
 from lightning_fed.aggregators import FairAvg, FedAvg
 from lightning_fed.callbacks.door import check_trainer
 from lightning_fed.data import IID, ByGroup, Dirichlet, LazyClients
+from lightning_fed.functional.options import OptionError
 from tests import models
 from tests.conftest import QUIET
 from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
@@ -232,6 +241,7 @@ BAD_ARGUMENTS = [
     ({"local_steps": 3, "local_epochs": 2}, ValueError, "got local_epochs=2 and local_steps=3"),
     ({"stragglers": 1.0}, ValueError, r"`stragglers` to be in \[0, 1\), but got 1.0"),
     ({"dropout": -0.1}, ValueError, r"`dropout` to be in \[0, 1\), but got -0.1"),
+    ({"max_failed_rounds": 0}, ValueError, "`max_failed_rounds` to be at least 1, but got 0"),
     ({"min_clients": 0}, ValueError, "`min_clients` to be at least 1, but got 0"),
     ({"seed": -1}, ValueError, "`seed` to be at least 0, but got -1"),
     ({"partial_work": "some"}, ValueError, r"`partial_work` to be one of \['keep', 'drop'\], but got 'some'"),
@@ -726,8 +736,8 @@ def test_every_option_reaches_the_federation():
     aggregator, partition = FairAvg(), Dirichlet(3, alpha=1.0)
     options = {
         "aggregator": aggregator, "partition": partition, "clients_per_round": 2, "local_epochs": 3, "stragglers": 0.5,
-        "partial_work": "drop", "dropout": 0.25, "min_clients": 2, "personal": ["a"], "frozen": ["b"],
-        "batch_norm": "frozen", "optimizer_state": "keep", "evaluate_clients_every": 5, "seed": 11,
+        "partial_work": "drop", "dropout": 0.25, "min_clients": 2, "max_failed_rounds": 7, "personal": ["a"],
+        "frozen": ["b"], "batch_norm": "frozen", "optimizer_state": "keep", "evaluate_clients_every": 5, "seed": 11,
     }  # fmt: skip
     federation = FederatedTrainer(**options, **QUIET).federation
     assert federation.server.aggregator is aggregator
@@ -735,7 +745,7 @@ def test_every_option_reaches_the_federation():
     assert federation.server.min_clients == 2
     for name in ("clients_per_round", "local_epochs", "stragglers", "dropout", "seed"):
         assert getattr(federation.schedule, name) == options[name]
-    for name in ("partial_work", "batch_norm", "optimizer_state", "evaluate_clients_every"):
+    for name in ("partial_work", "max_failed_rounds", "batch_norm", "optimizer_state", "evaluate_clients_every"):
         assert getattr(federation, name) == options[name]
     assert (federation.personal, federation.frozen) == (("a",), ("b",))
     assert FederatedTrainer(local_steps=9, **QUIET).federation.schedule.local_steps == 9
@@ -900,3 +910,109 @@ def test_the_bar_counts_rounds(federated_trainer, capfd):
     shown = "".join(capfd.readouterr())
     assert "Round 1/2" in shown
     assert "Round 2/2" in shown
+
+
+# --- per-step schedules of a known length -----------------------------------------------------------------------------
+
+
+class OneCycle(models.Module):
+    """A cycle over the whole fit, as long as it is told."""
+
+    def __init__(self, length, interval="step"):
+        super().__init__(models.mlp())
+        self.length, self.interval, self.rates = length, interval, []
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.length(self.trainer))
+        return [optimizer], [{"scheduler": schedule, "interval": self.interval}]
+
+    def on_train_epoch_end(self):
+        self.rates.append(self.lr_schedulers().last_epoch)
+
+
+UNEQUAL = {"a": 16, "b": 12, "c": 8}  # 4, 3 and 2 batches
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({}, 4 * 3),
+        ({"local_epochs": 2}, 8 * 3),
+        ({"local_steps": 5}, 5 * 3),
+        ({"clients_per_round": 1, "seed": 3}, None),
+        ({"stragglers": 0.5, "local_epochs": 3, "seed": 1}, None),
+    ],
+)
+def test_a_scheduler_makes_the_steps_that_it_is_told(options, steps, either_trainer):
+    """All of them, and no more: `OneCycleLR` would raise."""
+    told, clients = [], models.as_datasets(models.vectors(UNEQUAL))
+
+    def length(trainer):
+        told.append(scheduler_steps(trainer))
+        return told[-1]
+
+    module, data = OneCycle(length), FederatedDataModule(clients, clients["a"], batch_size=4)
+    either_trainer(max_rounds=3, **options).fit(module, datamodule=data)
+    if steps is None:  # where a straggler is the largest, the others go further in their visits than what goes on
+        assert module.rates[-1] <= told[0]
+        assert "stragglers" in options or module.rates[-1] == told[0]
+    else:
+        assert told == [steps] == module.rates[-1:]
+
+
+@pytest.mark.filterwarnings("ignore:A `OneCycleLR` scheduler is using 'interval'. 'epoch'")
+def test_lightnings_estimate_is_warned_of_with_the_number_that_is_right(either_trainer, caplog):
+    clients = models.as_datasets(models.vectors(UNEQUAL))
+    for length, interval, warned in (
+        (lambda trainer: trainer.estimated_stepping_batches, "step", True),
+        (lambda trainer: trainer.estimated_stepping_batches, "epoch", False),
+        (lambda trainer: 27, "step", False),
+        (scheduler_steps, "step", False),
+    ):
+        caplog.clear()
+        data = FederatedDataModule(clients, clients["a"], batch_size=4)
+        either_trainer(max_rounds=3).fit(OneCycle(length, interval), datamodule=data)
+        found = [message for message in caplog.messages if "estimated_stepping_batches" in message]
+        assert len(found) == warned
+        assert not warned or ("(27)" in found[0] and "makes 12 steps" in found[0])
+
+
+def test_without_a_federation_the_steps_are_lightnings(plain_trainer):
+    told = []
+
+    def length(trainer):
+        told.append((scheduler_steps(trainer), trainer.estimated_stepping_batches))
+        return told[-1][0]
+
+    (dataset,) = models.as_datasets(models.vectors({"a": 12})).values()
+    loader = DataLoader(dataset, batch_size=4)
+    plain_trainer(max_epochs=2).fit(OneCycle(length), loader, loader)
+    assert told == [(6, 6)]
+
+
+# --- BatchNorm that cannot be treated as asked for --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_validation", [True, False])
+def test_statistics_that_cannot_be_measured_are_told_of(has_validation, federated_trainer, caplog):
+    """By hand optimized, and without a step that only looks: they are averaged, and a warning says why."""
+
+    class Unvalidated(models.ManualModule):
+        validation_step = L.LightningModule.validation_step
+
+    kind = models.ManualModule if has_validation else Unvalidated
+    clients = models.as_datasets(models.vectors({"a": 12, "b": 8}))
+    val = clients["a"] if has_validation else None
+    trainer = federated_trainer(max_rounds=2, limit_val_batches=int(has_validation))
+    trainer.fit(kind(models.norm_mlp()), clients, val)
+    found = [message for message in caplog.messages if "batch_norm='recalibrate' cannot measure" in message]
+    assert len(found) == (not has_validation)
+    assert has_validation or "Unvalidated has no `validation_step`" in found[0]
+
+
+def test_batch_norm_at_home_of_a_model_that_has_none(either_trainer):
+    data = FederatedDataModule(models.as_datasets(models.vectors({"a": 12, "b": 8})), batch_size=4)
+    trainer = either_trainer(max_rounds=1, batch_norm="personal", limit_val_batches=0)
+    with pytest.raises(OptionError, match=r"BatchNorm layers for batch_norm='personal' \(FedBN\), but Module has none"):
+        trainer.fit(models.Module(models.mlp()), datamodule=data)

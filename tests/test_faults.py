@@ -5,17 +5,28 @@ goes on with the others as if it had never been there.
 """
 
 import re
+import traceback
 
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_fed import ClientUpdate, FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
+from lightning_fed import (
+    ClientFault,
+    ClientUpdate,
+    FederatedCallback,
+    FederatedDataModule,
+    FederatedTrainer,
+    Federation,
+)
 from lightning_fed.aggregators import AveragingAggregator, FedAvg
+from lightning_fed.callbacks.failed_rounds import FailedRounds
 from lightning_fed.data import LazyClients
+from lightning_fed.desk import RoundReport
 from lightning_fed.server import Server
 
 ROUNDS = 3
@@ -451,7 +462,8 @@ def assert_nothing_changed(module, rows, expected_module=None):
 
 def test_fewer_than_min_clients(caplog):
     clients = with_bad(good_clients(), 1, lambda: examples(2 * BATCH))
-    module, rows = train(clients, [Sabotages("bad", NAN)], min_clients=4, batch_norm="recalibrate")
+    options = {"batch_norm": "recalibrate", "max_failed_rounds": None}
+    module, rows = train(clients, [Sabotages("bad", NAN)], min_clients=4, **options)
     assert_nothing_changed(module, rows)
     assert_left_out(caplog, "NaN")
     for round, row in rows.items():
@@ -477,7 +489,8 @@ def test_all_clients_fail(kind, door, caplog):
     }[kind]
     clients = LazyClients(range(3), AllBad(bad))
     callbacks = [Sabotages(client, NAN_BODY) for client in range(3)] if kind == "messages" else []
-    module, rows = train(clients, callbacks, door=door, batch_norm="recalibrate", personal=["head.*"])
+    options = {"batch_norm": "recalibrate", "personal": ["head.*"], "max_failed_rounds": None}
+    module, rows = train(clients, callbacks, door=door, **options)
     assert_nothing_changed(module, rows)
     for row in rows.values():
         assert (row["fed/clients"], row["fed/failed"], row["fed/num_samples"]) == (0, 3, 0)
@@ -489,14 +502,15 @@ def test_all_clients_fail(kind, door, caplog):
 
 @pytest.mark.parametrize("kind", ["data", "length", "loaders", "a worker"])
 def test_a_fault_of_the_data_set_does_not_look_like_bad_clients(kind, caplog):
-    """Where the first client's data raised is shown once; and that all of a round's did, in every round."""
+    """Where the fit goes on: where the first client's data raised is shown once, that all did in every round."""
     bad = {
         "data": lambda: Breaks(BATCH),
         "length": HasNoLength,
         "loaders": lambda: Loader(2, breaks_at=0),
         "a worker": lambda: Breaks(BATCH),
     }[kind]
-    train(LazyClients(range(3), AllBad(bad)), data_options={"num_workers": int(kind == "a worker")})
+    workers = {"num_workers": int(kind == "a worker")}
+    train(LazyClients(range(3), AllBad(bad)), data_options=workers, max_failed_rounds=None)
     (shown,) = [record for record in caplog.records if "Traceback" in record.getMessage()]
     assert shown.levelname == "WARNING"
     assert shown.getMessage().startswith("The data of client 0 raised (this is shown for the first one only):\n")
@@ -512,6 +526,115 @@ def test_one_good_client_is_not_all(caplog):
     train({"bad": Breaks(0), "good": examples(2 * BATCH), "empty": examples(0)})
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     assert sum("Traceback" in message for message in caplog.messages) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fits in which nothing trains
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Misfit(FederatedCallback):
+    """Leaves all clients out, from a round on."""
+
+    def __init__(self, first_round=0):
+        self.first_round = first_round
+
+    def on_client_batch(self, trainer, module, client, batch):
+        if trainer.current_epoch >= self.first_round:
+            raise ClientFault(f"{client} has 4 channels")
+        return batch
+
+
+@pytest.mark.parametrize("door", ["trainer", "callback"])
+@pytest.mark.parametrize(
+    ("bad", "error", "text"),
+    [
+        (lambda: Breaks(0), OSError, "in __getitem__"),
+        (HasNoLength, OSError, "in __len__"),
+        (lambda: Loader(2, breaks_at=0), OSError, "in __iter__"),
+        (lambda: DataLoader(Endless(), batch_size=BATCH), ValueError, "a data set with a length"),
+        (lambda: Unmeasured(2), MisconfigurationException, "has no length: set `local_steps`"),
+        (lambda: {"a": DataLoader(examples(4)), "b": DataLoader(examples(4))}, ValueError, "but got str"),
+    ],
+    ids=["data", "length", "loaders", "streams", "loaders without a length", "nested"],
+)
+def test_an_error_of_all_clients_ends_the_fit(bad, error, text, door):
+    """At once, with where the first client's data raised; the module is what it was."""
+    module = Net()
+    with pytest.raises(error) as caught:
+        train(LazyClients(range(3), AllBad(bad)), module=module, door=door)
+    assert text in "".join(traceback.format_exception(caught.value))
+    assert_same(module.state_dict(), Net().state_dict())
+    assert not module.validated
+
+
+def test_a_fault_of_all_clients_ends_the_fit_with_where_it_was_raised():
+    with pytest.raises(ClientFault, match="best has 4 channels") as caught:
+        train(good_clients(), [Misfit()])
+    assert "in on_client_batch" in "".join(traceback.format_exception(caught.value))
+
+
+def test_the_only_client_of_a_round_among_others_may_fail():
+    """One of several clients is left out at first, however few a round has; the only one there is ends the fit."""
+    mixed = {"bad": Breaks(0), "good": examples(2 * BATCH)}
+    _, rows = train(mixed, clients_per_round=1, seed=1)
+    assert {row["fed/failed"] for row in rows.values()} == {0, 1}
+    with pytest.raises(OSError, match="truncated"):
+        train({"bad": Breaks(0)})
+
+
+@pytest.mark.parametrize(("limit", "rounds"), [(1, 1), (2, 2), (3, 3), (9, 3)])
+def test_failed_rounds_in_a_row_end_the_fit(limit, rounds, caplog):
+    """Clients without data have raised nothing; a fit in which no round succeeds fails in the end in any case."""
+    with pytest.raises(RuntimeError, match=f"up to round {rounds - 1}, in which 3 of 3 clients failed: .*no examples"):
+        train(LazyClients(range(3), AllBad(lambda: examples(0))), max_failed_rounds=limit)
+    assert sum("0 good updates" in message for message in caplog.messages) == rounds
+
+
+def test_a_round_that_succeeds_begins_the_count_anew():
+    class Watch(FederatedCallback):
+        def on_update(self, trainer, module, update):
+            if trainer.current_epoch % 2 == 0:
+                NAN_BODY(update)
+
+    _, rows = train(good_clients(), [Watch()], max_failed_rounds=2)
+    assert [row["fed/clients"] for row in rows.values()] == [0, 3, 0]
+
+
+def test_too_few_good_clients_and_too_few_at_all():
+    """A round below `min_clients` counts if it had been enough without the failures."""
+    clients = with_bad(good_clients(), 1, lambda: examples(2 * BATCH))
+    with pytest.raises(RuntimeError, match="up to round 1, in which 1 of 4 clients failed: client 'bad'"):
+        train(clients, [Sabotages("bad", NAN)], min_clients=4, max_failed_rounds=2)
+    failed = FailedRounds(limit=1)
+    failed.end_round(RoundReport(0, {"a": 1}, {"b": "it has no examples"}), has_come=False, min_clients=3)
+    assert failed.in_a_row == 0
+
+
+def test_an_aggregate_that_is_never_finite_ends_the_fit():
+    with pytest.raises(RuntimeError, match="the aggregate was not used"):
+        train(good_clients(), aggregator=Exploding())
+
+
+class SaveSecond(L.Callback):
+    """Saves a checkpoint after the second round."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+
+
+def test_failed_rounds_are_counted_on_after_resuming(tmp_path, federated_trainer):
+    """As if the fit had never been broken off."""
+    path, clients = tmp_path / "second.ckpt", good_clients()
+    for resumed in (None, path):
+        callbacks = [SaveSecond(path), *(Sabotages(client, NAN_BODY) for client in clients)]
+        trainer = federated_trainer(max_rounds=9, callbacks=callbacks, max_failed_rounds=3)
+        with pytest.raises(RuntimeError, match=r"3 rounds in a row, up to round 2, .*NaN"):
+            trainer.fit(Net(), clients, ckpt_path=resumed)
 
 
 class AllBad:
@@ -558,7 +681,8 @@ class Exploding(AveragingAggregator):
 
 
 def test_an_aggregate_that_is_not_finite(caplog):
-    module, rows = train(good_clients(), aggregator=Exploding(), batch_norm="recalibrate")
+    options = {"batch_norm": "recalibrate", "max_failed_rounds": None}
+    module, rows = train(good_clients(), aggregator=Exploding(), **options)
     assert_nothing_changed(module, rows)
     assert (
         sum("the aggregate is not used: entry 'body.0.weight' has NaN" in message for message in caplog.messages) == 3

@@ -4,9 +4,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
-from tests.models import SIZES, Module, as_datasets, mlp, vectors
+from tests.models import SIZES, Module, as_datasets, mlp, momentum, vectors
 from tests.recorders import Recorder, assert_same, state_of
 
 QUIET = {
@@ -175,3 +176,70 @@ def test_a_federated_trainer_takes_one_device(monkeypatch):
     monkeypatch.setattr("lightning.pytorch.accelerators.CPUAccelerator.auto_device_count", staticmethod(lambda: 4))
     assert L.Trainer(max_epochs=1, **QUIET).num_devices == 4  # what it would be
     assert FederatedTrainer(max_rounds=1, **QUIET).num_devices == 1
+
+
+class Accumulating(Module):
+    """Optimizes by hand: a step of the optimizer for every two batches and the rest, one of the scheduler per epoch.
+
+    Notes what it is told of every batch.
+    """
+
+    def __init__(self):
+        super().__init__(mlp(), momentum, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
+        self.automatic_optimization = False
+        self.told = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.told.append(("start", batch_idx, self.trainer.is_last_batch))
+
+    def training_step(self, batch, batch_idx):
+        self.told.append(("step", batch_idx, self.trainer.is_last_batch))
+        self.manual_backward(self.loss(self(batch[0]), batch[1]))
+        if (batch_idx + 1) % 2 == 0 or self.trainer.is_last_batch:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        if self.trainer.is_last_batch:
+            self.lr_schedulers().step()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.told.append(("end", batch_idx, self.trainer.is_last_batch))
+
+
+def test_a_module_counts_the_batches_of_a_visit_as_in_a_fit_of_its_own(federated_trainer, plain_trainer):
+    """The index, and the last batch of a local epoch: accumulation by hand does not straddle clients."""
+    datasets = as_datasets(vectors({"a": 12, "b": 8}))
+    loaders = {name: DataLoader(dataset, batch_size=4) for name, dataset in datasets.items()}  # 3 and 2 batches
+    expected, states = [], []
+    for loader in loaders.values():
+        alone = Accumulating()
+        plain_trainer(max_epochs=2).fit(alone, loader, loader)
+        expected += alone.told
+        states.append(alone.state_dict())
+    module, updates = Accumulating(), {}
+
+    class Watch(FederatedCallback):
+        def on_update(self, trainer, module, update):
+            updates[update.client] = {name: value.clone() for name, value in update.state.items()}
+
+    federated_trainer(max_rounds=1, local_epochs=2, callbacks=[Watch()]).fit(module, loaders, loader)
+    assert module.told == expected
+    assert {index for _, index, _ in expected} == {0, 1, 2}
+    for update, state in zip(updates.values(), states, strict=True):
+        assert all(torch.equal(update[name], value) for name, value in state.items())
+
+
+def test_gradients_that_no_step_has_used_stay_in_their_visit(federated_trainer):
+    """And a visit that is cut inside an epoch tells of its last batch."""
+
+    class Leaves(Accumulating):
+        def training_step(self, batch, batch_idx):
+            self.told.append(("left", batch_idx, self.trainer.is_last_batch))
+            if batch_idx == 0:
+                found.append(any(parameter.grad is not None for parameter in self.parameters()))
+            self.manual_backward(self.loss(self(batch[0]), batch[1]))
+
+    found, module = [], Leaves()
+    loaders = [DataLoader(dataset, batch_size=4) for dataset in as_datasets(vectors({"a": 12, "b": 12})).values()]
+    federated_trainer(max_rounds=2, local_steps=2).fit(module, loaders, loaders[0])
+    assert found == [False] * 4
+    assert [tell for tell in module.told if tell[0] == "left"] == [("left", 0, False), ("left", 1, True)] * 4

@@ -228,6 +228,8 @@ REFUSED = {
     "lambda": "MisconfigurationException: Expected what goes from one process to the others to be picklable",
     "on_aggregate": "RuntimeError: The processes have made different global models",
     "store": "MisconfigurationException: `OwnStore` keeps what is the clients' for one process",
+    "all_fail": "OSError: the disk is gone",
+    "all_empty": "RuntimeError: No new model has come of 1 round, up to round 0, in which 6 of 6 clients failed",
     "skipping": "RuntimeError: Round 0 ended in process 1 before its visits were over",
 }
 

@@ -109,6 +109,11 @@ def recalibrate(
         _write_statistics(model, local.shared, [report for own, report in reports if own is model], layers)
 
 
+def has_no_measuring_step(module: L.LightningModule) -> bool:
+    """Whether there is BatchNorm to be measured, and no step of the module to do it with."""
+    return forward_step(module) is None and bool(layers_in_training(module))
+
+
 def layers_in_training(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
     """The BatchNorm layers by name, but for those that the user has put in evaluation mode."""
     return {name: layer for name, layer in batch_norm_layers(module).items() if layer.training}

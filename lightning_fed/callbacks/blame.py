@@ -6,7 +6,19 @@ from lightning_fed.data.population import PlannedVisit
 
 
 class ClientFault(Exception):
-    """What is wrong with a client that is left out for it, in words: raised by callbacks in ``on_client_batch``."""
+    """A fault of one client, which is left out of the round for it; the fit goes on with the others.
+
+    Callbacks raise it on the client's side, in
+    :meth:`~lightning_fed.callbacks.FederatedCallback.on_receive` and
+    :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_batch`, with the reason in words. Any other exception
+    there is the program's, and ends the fit.
+
+    Example:
+        >>> raise ClientFault("its images have 4 channels instead of 3")
+        Traceback (most recent call last):
+        lightning_fed.callbacks.blame.ClientFault: its images have 4 channels instead of 3
+
+    """
 
 
 def client_fault(error: Exception, planned: PlannedVisit) -> str | None:

@@ -28,8 +28,10 @@ class FederatedCallback(L.Callback):
             does not say so, clients train one after another.
 
     Example:
+        >>> import torch
+        >>> from torch.nn.utils import get_total_norm
         >>> class ClipUpdate(FederatedCallback):
-        ...     '''Lets no client move further than ``limit``.'''
+        ...     '''Lets no client move further than ``limit``: the Euclidean norm over all its parameters.'''
         ...
         ...     def __init__(self, limit: float) -> None:
         ...         self.limit = limit
@@ -38,10 +40,26 @@ class FederatedCallback(L.Callback):
         ...         self.start = broadcast.state
         ...
         ...     def on_client_end(self, trainer, module, client, update):
-        ...         for name, value in update.state.items():
-        ...             if value.is_floating_point():
-        ...                 step = value - self.start[name]
-        ...                 update.state[name] = self.start[name] + step * min(1, self.limit / float(step.norm()))
+        ...         names = [name for name, _ in module.named_parameters() if name in update.state]
+        ...         steps = {name: update.state[name] - self.start[name] for name in names}
+        ...         length = float(get_total_norm(steps.values()))
+        ...         if length > self.limit:
+        ...             for name, step in steps.items():
+        ...                 update.state[name] = self.start[name] + step * (self.limit / length)
+        >>> clip = ClipUpdate(limit=1.0)
+        >>> module = torch.nn.Linear(1, 1)
+        >>> clip.on_client_start(None, module, "a", Broadcast(0, {"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}))
+        >>> update = ClientUpdate("a", 8, {"weight": torch.tensor([[3.0]]), "bias": torch.tensor([4.0])})
+        >>> clip.on_client_end(None, module, "a", update)
+        >>> update.state
+        {'weight': tensor([[0.6000]]), 'bias': tensor([0.8000])}
+
+        A client that has not moved is left as it is:
+
+        >>> update = ClientUpdate("a", 8, {"weight": torch.zeros(1, 1), "bias": torch.zeros(1)})
+        >>> clip.on_client_end(None, module, "a", update)
+        >>> update.state
+        {'weight': tensor([[0.]]), 'bias': tensor([0.])}
 
     """
 
@@ -73,7 +91,7 @@ class FederatedCallback(L.Callback):
         Afterwards ``broadcast.state`` must hold all shared entries.
 
         Raises:
-            ClientFault: (of :mod:`lightning_fed.callbacks.blame`) if the client cannot do with the message.
+            ClientFault: If the client cannot do with the message.
 
         """
 
@@ -86,7 +104,7 @@ class FederatedCallback(L.Callback):
         """Client side, just before a training step: the batch for it. Lightning's hooks see the batch as it came.
 
         Raises:
-            ClientFault: (of :mod:`lightning_fed.callbacks.blame`) if the client is to be left out for its data.
+            ClientFault: If the client is to be left out for its data.
 
         """
         return batch

@@ -58,6 +58,9 @@ class Federation(L.Callback):
         partial_work: ``"keep"`` aggregates the partial work of stragglers, ``"drop"`` leaves them out.
         dropout: Probability that a chosen client never reports.
         min_clients: Least number of good updates; with fewer the global model stays as it was.
+        max_failed_rounds: Rounds in a row that may bring no new model because clients fail: at that many the fit ends
+            with an error. So does one in which no round succeeds, and, at once, a round in which all clients fail by
+            the same error. ``None`` goes on whatever fails.
         personal: Entries that stay with their client: name patterns (``"head.*"``) and module types.
         frozen: Entries that never travel, do not train and stay as the server has them, likewise.
         batch_norm: BatchNorm's running statistics are measured with the new global model by the round's clients
@@ -85,7 +88,8 @@ class Federation(L.Callback):
         a round has changed are named in the log. Buffers with ``persistent=False`` start every visit as they were at
         the start of the round.
 
-        Checkpoints hold ``rounds``, ``seed``, ``totals`` (ints), and the states of ``aggregator`` and ``store``.
+        Checkpoints hold ``rounds``, ``seed``, ``totals``, ``failed_rounds`` (ints), and the states of ``aggregator``
+        and ``store``.
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)
@@ -109,6 +113,7 @@ class Federation(L.Callback):
         partial_work: Literal["keep", "drop"] = "keep",
         dropout: float = 0.0,
         min_clients: int = 1,
+        max_failed_rounds: int | None = 3,
         personal: Sequence[Selector] = (),
         frozen: Sequence[Selector] = (),
         batch_norm: BatchNormMode = "recalibrate",
@@ -130,6 +135,9 @@ class Federation(L.Callback):
         self.partition = partition
         seed = default_seed() if seed is None else seed
         self.schedule = Schedule(seed, clients_per_round, local_epochs, local_steps, stragglers, dropout)
+        self.max_failed_rounds = (
+            None if max_failed_rounds is None else check_count("max_failed_rounds", max_failed_rounds)
+        )
         self.personal = check_selectors("personal", personal)
         self.frozen = check_selectors("frozen", frozen)
         self.batch_norm, self.optimizer_state, self.partial_work = batch_norm, optimizer_state, partial_work
@@ -138,6 +146,7 @@ class Federation(L.Callback):
         self.vectorize = check_count("vectorize", vectorize)
         self.client_callbacks: list[L.Callback] = []
         self._is_fit = True
+        self._is_planned = False  # whether the fit's first round is
         self._trainer: L.Trainer | None = None
         self._taken: Takeover | None = None
         self._generators = ExitStack()  # as the fit has found them
@@ -145,7 +154,7 @@ class Federation(L.Callback):
 
     def _reset(self, elsewhere: Elsewhere | None = None) -> None:
         parts = self.server, self.schedule, self.store, self.batch_norm, self.optimizer_state, self.partial_work
-        self._loop = RoundLoop(*parts, elsewhere)
+        self._loop = RoundLoop(*parts, self.max_failed_rounds, elsewhere)
         self._clients = Clients(self._loop)
 
     def replace(self, **changes: Any) -> Federation:
@@ -248,17 +257,18 @@ class Federation(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Checks the Trainer, puts the round's loader in place, adds the callbacks that the aggregator needs."""
         self._is_fit, self._clients.is_lost = stage == "fit", False
+        self._is_planned = False
         pooled = [PooledLog()] if ranks_of(trainer).size > 1 else []
         add_callbacks(trainer, self, [*self.client_callbacks, *self.server.aggregator.required_callbacks(), *pooled])
         previous, self._trainer = self._trainer, trainer
         if stage != "fit":
             return
         self._give_back()
-        book, rounds = self.log_book, self.rounds
+        book, rounds, failed = self.log_book, self.rounds, self._loop.failed_rounds
         self._reset(self._loop.elsewhere)
         self._loop.trainer = trainer
         if rounds and previous is trainer and trainer.current_epoch == rounds:  # its `max_epochs` was raised
-            self._loop.log_book, self._loop.rounds = book, rounds
+            self._loop.log_book, self._loop.rounds, self._loop.failed_rounds = book, rounds, failed
             self.store.restore(rounds, self.store.checkpoint(rounds))
         else:
             self.server.aggregator.load_state_dict(copy.deepcopy(self._fresh_aggregator))
@@ -268,6 +278,7 @@ class Federation(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what travels, before anything trains."""
         check_schedulers(trainer)
+        self._check_estimate(trainer)
         self._loop.policies = self._decide_policies(trainer, pl_module)
         check_sliced(pl_module, self._loop.policies, self.server.aggregator, self.batch_norm, self.optimizer_state)
         assert self._taken is not None
@@ -329,8 +340,14 @@ class Federation(L.Callback):
         self.log_book.put_axis(pl_module, self.rounds - 1)  # also where the fit was resumed after the round's batches
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leaves the last complete global model in the module, also where the fit ended inside a round."""
+        """Leaves the last complete global model in the module, also where the fit ended inside a round.
+
+        Raises:
+            RuntimeError: If no round has ever succeeded because clients failed.
+
+        """
         self._loop.leave(pl_module)
+        self._loop.failed_rounds.end_fit()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leaves the last complete global model in the module, and says whose visit it was."""
@@ -355,6 +372,7 @@ class Federation(L.Callback):
             "rounds": self.rounds,
             "seed": self.schedule.seed,
             "totals": self.log_book.state_dict(),
+            "failed_rounds": self._loop.failed_rounds.state_dict(),
             "aggregator": self.server.aggregator.state_dict() if self._loop.open is None else self.server.state_before,
             "store": self.store.checkpoint(self.rounds),
         }
@@ -366,6 +384,7 @@ class Federation(L.Callback):
         if then != now:
             _log.warning("The checkpoint's rounds were drawn with seed %d; from now on it is seed %d.", then, now)
         self.log_book.load_state_dict(state_dict["totals"])
+        self._loop.failed_rounds.load_state_dict(state_dict["failed_rounds"])
         self.server.aggregator.load_state_dict(state_dict["aggregator"])
         self._clients.restore(self.rounds, state_dict["store"], must=self._is_fit)
 
@@ -376,11 +395,43 @@ class Federation(L.Callback):
             self._clients.meet(self._taken.population())
         return self._clients.population
 
+    def scheduler_steps(self, rounds: int, window: int = 1) -> int:
+        """Number of steps that a per-step scheduler makes in a fit, see :func:`~lightning_fed.scheduler_steps`.
+
+        Args:
+            rounds: Number of rounds of the fit.
+            window: Batches for one step of the optimizer.
+
+        """
+        self._loop.population = self.find_population()
+        return self._loop.scheduler_steps(rounds, window)
+
     def _decide_policies(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Policy]:
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(pl_module)}
         return decide_policies(pl_module, self.personal, self.frozen, self.batch_norm, sliced)
 
+    def _check_estimate(self, trainer: L.Trainer) -> None:
+        """Warns of a per-step scheduler that was made while Lightning estimated the steps of the fit.
+
+        Lightning asks for the training data before the fit starts only if someone asks for
+        ``trainer.estimated_stepping_batches``.
+        """
+        is_manual = not trainer.lightning_module.automatic_optimization
+        stepwise = [config for config in trainer.lr_scheduler_configs if is_manual or config.interval == "step"]
+        if not self._is_planned or not stepwise or self._loop.elsewhere is not None:
+            return
+        estimate, steps = trainer.estimated_stepping_batches, scheduler_steps(trainer)
+        if estimate != steps:
+            _log.warning(
+                "`trainer.estimated_stepping_batches` (%s) counts the steps of all clients. A per-step scheduler starts"
+                " every visit from the round's state and goes on from the client with the most examples: in this fit it"
+                " makes %s steps. Give it `lightning_fed.scheduler_steps(trainer)` instead.",
+                estimate,
+                steps,
+            )
+
     def _plan(self) -> RoundLoader:
+        self._is_planned = True
         self._loop.population = self.find_population()
         return self._loop.plan()
 
@@ -404,3 +455,35 @@ def find_federation(trainer: L.Trainer) -> Federation:
         if isinstance(callback, Federation):
             return callback
     raise MisconfigurationException("The Trainer has no `Federation` callback.")
+
+
+def scheduler_steps(trainer: L.Trainer) -> int | float:
+    """Number of steps that a scheduler with ``interval="step"`` makes in a fit.
+
+    It is the ``total_steps`` of a ``OneCycleLR``, or the ``num_training_steps`` of a warm-up, in
+    ``configure_optimizers``. In a federation every visit starts from the round's state of the scheduler, and the round
+    goes on from where its client with the most examples left it: in a round a scheduler advances by the steps of one
+    visit. ``trainer.estimated_stepping_batches`` counts the steps of all clients of a round.
+
+    Args:
+        trainer: The Trainer. Without a :class:`~lightning_fed.Federation` the number is Lightning's own, so that a
+            module can ask for it in both.
+
+    Returns:
+        The number of steps; as in Lightning ``inf`` where the Trainer has no limit.
+
+    Raises:
+        MisconfigurationException: If the clients' data are on other machines.
+
+    Example:
+        >>> trainer = L.Trainer(max_steps=7, logger=False, enable_checkpointing=False)
+        >>> scheduler_steps(trainer)
+        7
+
+    """
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    federation = next((callback for callback in callbacks if isinstance(callback, Federation)), None)
+    rounds = trainer.max_epochs
+    if federation is None or rounds is None or rounds < 0:
+        return trainer.estimated_stepping_batches
+    return federation.scheduler_steps(rounds, trainer.accumulate_grad_batches)

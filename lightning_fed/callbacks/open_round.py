@@ -161,7 +161,7 @@ class OpenRound:
             for callback in self._callbacks:
                 callback.on_receive(self._trainer, self._module, client, broadcast)
         except ClientFault as error:
-            planned.fault = str(error)
+            planned.fail(str(error), error)
             return
         self.local.load_client(client, broadcast.state)
         keeps = self.optimizers.mode == "keep"

@@ -33,8 +33,8 @@ def decide_policies(
         sliced: Names of entries of which clients hold some rows only.
 
     Raises:
-        ValueError: If a selector matches nothing, an entry is both personal and frozen, or a sliced entry is either or
-            not there.
+        ValueError: If a selector matches nothing, there is no BatchNorm to be ``"personal"``, an entry is both personal
+            and frozen, or a sliced entry is either or not there.
 
     Example:
         >>> decide_policies(nn.BatchNorm1d(2), [], [], "personal")["weight"]
@@ -43,6 +43,11 @@ def decide_policies(
     """
     layers = {kind for kind in BatchNorm if any(isinstance(layer, kind) for layer in module.modules())}
     if batch_norm == "personal":
+        if not layers:
+            raise OptionError(
+                f"Expected a model with BatchNorm layers for batch_norm='personal' (FedBN), but {type(module).__name__}"
+                " has none: name what is to stay with the clients in `personal`, or choose another `batch_norm`."
+            )
         personal = (*personal, *layers)
     if batch_norm == "frozen" and layers:
         frozen = (*frozen, *sorted(batch_norm_statistics(module)))

@@ -99,7 +99,7 @@ def FedBN(**options: Any) -> Federation:
         options: Further arguments of :class:`~lightning_fed.callbacks.Federation`.
 
     Raises:
-        ValueError: If ``batch_norm`` is among the options.
+        ValueError: If ``batch_norm`` is among the options; in ``fit``, if the model has no BatchNorm.
 
     Example:
         >>> FedBN().batch_norm

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.callbacks.batch_norm import freeze_batch_norm, recalibrate, thaw_batch_norm, warn_of_averaging
+from lightning_fed.callbacks.batch_norm import (
+    freeze_batch_norm,
+    has_no_measuring_step,
+    recalibrate,
+    thaw_batch_norm,
+    warn_of_averaging,
+)
 from lightning_fed.callbacks.blame import ClientFault, client_fault
 from lightning_fed.callbacks.carried import note_attributes, warn_of_carried
 from lightning_fed.callbacks.door import IgnoredWarning, ranks_of
 from lightning_fed.callbacks.elsewhere import Elsewhere
+from lightning_fed.callbacks.failed_rounds import FailedRounds
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.open_round import OpenRound, federated_callbacks
 from lightning_fed.callbacks.processes import Processes
@@ -24,6 +33,7 @@ from lightning_fed.data.population import PlannedVisit, Population, own_random_n
 from lightning_fed.data.rounds import RoundLoader, Together
 from lightning_fed.data.turns import Stacked, tensors_of
 from lightning_fed.desk import Desk
+from lightning_fed.messages import Client
 from lightning_fed.schedule import Cohort, Schedule
 from lightning_fed.state import Policy
 from lightning_fed.store import ClientStore
@@ -43,6 +53,7 @@ class RoundLoop:
         batch_norm: What becomes of BatchNorm's running statistics.
         optimizer_state: Whether clients start with fresh optimizer state or with their own.
         partial_work: Whether the work of stragglers is used.
+        max_failed_rounds: Number of failed rounds in a row that ends the fit.
         elsewhere: The other half of the federation, where it is on another machine.
 
     Attributes:
@@ -53,6 +64,7 @@ class RoundLoop:
         log_book: What is logged.
         progress: What checkpoints say of Lightning's progress.
         rounds: Number of rounds that are over.
+        failed_rounds: Those of which nothing came because clients failed.
         open: The round that is under way; ``None`` between rounds.
         processes: Those that share the clients, where there are several.
         together: Which visits train at once, and the stack that they do it in; ``None`` where they come one by one.
@@ -71,6 +83,7 @@ class RoundLoop:
         batch_norm: BatchNormMode,
         optimizer_state: Literal["reset", "keep"],
         partial_work: Literal["keep", "drop"],
+        max_failed_rounds: int | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
         self.server, self.schedule, self.store = server, schedule, store
@@ -80,6 +93,7 @@ class RoundLoop:
         self.log_book = RoundLog()
         self.progress = RoundProgress()
         self.rounds = 0
+        self.failed_rounds = FailedRounds(max_failed_rounds)
         self.open: OpenRound | None = None
         self.processes: Processes | None = None
         self.together: tuple[Together, Stack] | None = None
@@ -140,9 +154,42 @@ class RoundLoop:
         loader.on_start = lambda: self._start(loader, cohort)
         return loader
 
-    def _draw(self) -> Cohort:
-        """The round's clients, as the schedule and the rule have it."""
-        round = self.trainer.current_epoch
+    def scheduler_steps(self, rounds: int, window: int) -> int:
+        """Number of steps that a per-step scheduler makes in a fit.
+
+        Args:
+            rounds: Number of rounds of the fit.
+            window: Batches for one step of the optimizer.
+
+        """
+        sizes: dict[Client, tuple[int, int]] = {}
+        steps = furthest = 0
+        for round in range(rounds):
+            visits = [
+                visit for visit in self._draw(round).visits if self.partial_work == "keep" or not visit.is_straggler
+            ]
+            for client in {visit.client: None for visit in visits}.keys() - sizes.keys():
+                sizes[client] = self._size_of(client)
+            lengths = [-(-visit.num_batches(sizes[visit.client][1]) // window) for visit in visits]
+            if lengths:
+                furthest = max(furthest, steps + max(lengths))
+                largest = max(range(len(visits)), key=lambda place: sizes[visits[place].client][0])
+                steps += lengths[largest]
+        return furthest
+
+    def _size_of(self, client: Client) -> tuple[int, int]:
+        """Number of examples and of batches in an epoch, none of a client that cannot be asked."""
+        try:
+            length = self.population.batches_per_epoch(client)
+            return self.population.num_samples(client), 1 if length is None else length
+        except MisconfigurationException:
+            raise
+        except Exception:  # the client is left out, when its round comes
+            return 0, 0
+
+    def _draw(self, round: int | None = None) -> Cohort:
+        """The round's clients, as the schedule and the rule have it; by default of the round that comes."""
+        round = self.trainer.current_epoch if round is None else round
         asked = self.server.aggregator.plan(round)
         cohort = self.schedule.cohort(round, self.population.clients, asked.drawn, asked.local_epochs)
         if asked.present is None:
@@ -160,6 +207,25 @@ class RoundLoop:
                 self.processes.start_visit(group[0])
             round.start_visits(group)
 
+    @contextmanager
+    def counting_in_visit(self) -> Iterator[int | None]:
+        """The module meanwhile sees the batches counted as in a fit of its client alone.
+
+        Gives the index of the batch in the client's local epoch; ``trainer.is_last_batch`` meanwhile says whether it is
+        the local epoch's last, or the visit's. Of clients that train at once those of the first are counted. Between
+        visits nothing changes, and ``None`` is given.
+        """
+        place = None if self._loader is None or not self._loader.group else self._loader.epoch_place
+        if place is None:
+            yield None
+            return
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress  # what `trainer.is_last_batch` reads
+        before, progress.is_last_batch = progress.is_last_batch, place.is_last
+        try:
+            yield place.number
+        finally:
+            progress.is_last_batch = before
+
     def step(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The module's own step; where it fails by the client's fault, the client is left out and the round goes on."""
         if self.open is not None and len(self.open.group) > 1:
@@ -172,7 +238,7 @@ class RoundLoop:
             try:
                 args = (self.open.prepare(args[0]), *args[1:])
             except ClientFault as error:
-                visit.fault = str(error)
+                visit.fail(str(error), error)
                 return self._skip()
         try:
             return training_step(*args, **kwargs)
@@ -182,7 +248,7 @@ class RoundLoop:
             # With manual optimization a step that broke off may have left anything undone.
             if planned is None or fault is None or not self.trainer.lightning_module.automatic_optimization:
                 raise
-            planned.fault = fault
+            planned.fail(fault, error)
             return self._skip()
 
     def _step_together(self, training_step: Callable[..., Any], parts: list[Stacked], *rest: Any) -> Any:
@@ -207,7 +273,7 @@ class RoundLoop:
                     )
                     raise
                 for index, fault in faults.items():
-                    group[index].fault = fault
+                    group[index].fault, group[index].error = fault, error.with_traceback(None)
         return joint_loss(losses) if losses else self._skip()
 
     def _warn_of_forms(self, parts: Sequence[Stacked]) -> bool:
@@ -303,6 +369,14 @@ class RoundLoop:
             if self.batch_norm == "average" and visits and not self._has_warned:
                 warn_of_averaging(module, self.open.local, min(planned.num_batches for planned in visits))
                 self._has_warned = True
+            if self.batch_norm == "recalibrate" and not self._has_warned and has_no_measuring_step(module):
+                _log.warning(
+                    "batch_norm='recalibrate' cannot measure BatchNorm's running statistics, so that they are averaged:"
+                    " with manual optimization `training_step` would train the model, and %s has no"
+                    " `validation_step` to run instead. Implement one, or choose another `batch_norm`.",
+                    type(module).__name__,
+                )
+                self._has_warned = True
             for callback in self._server_side():
                 callback.on_round_start(trainer, module)
             self._attributes = note_attributes(module)
@@ -335,6 +409,11 @@ class RoundLoop:
         self._served = self._loader
         self.progress.end_round()
         self.rounds = report.round + 1
+        if self.elsewhere is None or self.elsewhere.has_server:
+            assert self._loader is not None
+            num_clients, errors = len(self.population.clients), self._loader.errors
+            ranks = ranks_of(self.trainer)
+            self.failed_rounds.end_round(report, has_come, self.server.min_clients, num_clients, errors, ranks)
 
     def _end(self, is_new: bool) -> None:
         self.open = None

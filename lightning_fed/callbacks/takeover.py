@@ -67,6 +67,7 @@ class Takeover:
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         self._loader = TakenHook(owner, "train_dataloader", plan)
         self._save = TakenHook(module, "on_save_checkpoint", self._on_save_checkpoint)
+        self._batch_start = TakenHook(module, "on_train_batch_start", self._on_train_batch_start)
         self._batch_end = TakenHook(module, "on_train_batch_end", self._on_train_batch_end)
         self._step = TakenHook(module, "training_step", self._training_step)
         self._frozen: list[nn.Parameter] = []
@@ -86,7 +87,7 @@ class Takeover:
 
     def give_back(self) -> None:
         """Puts everything back."""
-        for hook in (self._loader, self._save, self._batch_end, self._step):
+        for hook in (self._loader, self._save, self._batch_start, self._batch_end, self._step):
             hook.give_back()
         self._trainer.reload_dataloaders_every_n_epochs = self._reload  # type: ignore[attr-defined]
         for parameter in self._frozen:
@@ -104,11 +105,19 @@ class Takeover:
         It is the last hook of a batch: what callbacks and the module do after a batch is part of the visit.
         """
         if self._loop.has_trained(batch):
-            self._batch_end.original(outputs, batch, batch_idx)
+            with self._loop.counting_in_visit() as place:
+                self._batch_end.original(outputs, batch, batch_idx if place is None else place)
         self._loop.end_batch()
 
+    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        with self._loop.counting_in_visit() as place:
+            return self._batch_start.original(batch, batch_idx if place is None else place)
+
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._loop.step(self._step.original, *args, **kwargs)
+        with self._loop.counting_in_visit() as place:
+            if place is not None and len(args) > 1:  # the batch, and its index where the step takes one
+                args = (args[0], place, *args[2:])
+            return self._loop.step(self._step.original, *args, **kwargs)
 
 
 def check_loader(trainer: L.Trainer) -> None:

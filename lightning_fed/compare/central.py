@@ -13,9 +13,12 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ProgressBar
+from torch import nn
 
 from lightning_fed.callbacks import Federation
 from lightning_fed.callbacks.client_evaluation import Stage, evaluate_clients
+from lightning_fed.callbacks.door import TakenHook, find_loader_owner
+from lightning_fed.callbacks.policies import freeze_parameters
 from lightning_fed.cli import FederatedCLI
 from lightning_fed.compare.methods import CENTRAL
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_loader
@@ -54,27 +57,15 @@ def central_trainer(cli: FederatedCLI) -> L.Trainer:
     given = vars(cli.config_init.get("trainer"))
     fixed = ("max_epochs", "callbacks", "logger", "enable_progress_bar", "reload_dataloaders_every_n_epochs")
     known = [name for name in inspect.signature(L.Trainer).parameters if name in given and name not in fixed]
-    policies = entry_policies(cli.model, frozen=federation.frozen)
-    for name, parameter in cli.model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and policies.get(name) != "frozen")
     others = [one for one in federated.callbacks if not isinstance(one, Federation | ProgressBar)]
-    trainer = L.Trainer(
+    return L.Trainer(
         max_epochs=federated.max_epochs,
-        callbacks=[_ClientMeans(), *others],
+        callbacks=[_PooledRounds(federation), _ClientMeans(), *others],
         logger=False,
         enable_progress_bar=False,
         reload_dataloaders_every_n_epochs=1,  # rounds of unlike lengths
         **{name: given[name] for name in known},
     )
-    owner: Any = cli.datamodule or cli.model
-    make_loader = owner.train_dataloader
-
-    def make_rounds() -> _Rounds:
-        loader = make_loader()
-        return _Rounds(loader, _passes(loader, cli.datamodule, federation), trainer, federation.schedule.seed)
-
-    owner.train_dataloader = cache(make_rounds)
-    return trainer
 
 
 def _passes(loader: Any, datamodule: Any, federation: Federation) -> Fraction:
@@ -135,6 +126,43 @@ def _length_of(loader: Any) -> int:
         f"Expected training data of a known length for {CENTRAL!r}, at least one batch, but got"
         f" {type(loader).__name__} without it."
     )
+
+
+class _PooledRounds(Callback):
+    """The pooled data in stretches as long as rounds, and no gradients of frozen entries, while a fit lasts."""
+
+    def __init__(self, federation: Federation) -> None:
+        self._federation = federation
+        self._loader: TakenHook | None = None
+        self._frozen: list[nn.Parameter] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._give_back()
+        federation, datamodule = self._federation, getattr(trainer, "datamodule", None)
+
+        def make_rounds() -> _Rounds:
+            assert self._loader is not None
+            loader = self._loader.original()
+            return _Rounds(loader, _passes(loader, datamodule, federation), trainer, federation.schedule.seed)
+
+        self._loader = TakenHook(find_loader_owner(trainer, pl_module), "train_dataloader", cache(make_rounds))
+        self._frozen = freeze_parameters(pl_module, entry_policies(pl_module, frozen=federation.frozen))
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._give_back()  # Lightning does not call `teardown` after an exception
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._loader is not None:
+            self._loader.give_back()
+            self._loader = None
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        self._frozen = []
 
 
 class _ClientMeans(Callback):

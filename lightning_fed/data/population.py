@@ -28,6 +28,8 @@ class PlannedVisit:
         num_batches: Batches that the visit is served.
         fault: Why the visit failed, if it did.
         place: Index in the round, from 0.
+        error: The exception by which it failed, if there was one, without its traceback.
+        epoch_batches: Batches in one pass over the client's data; ``None`` where it has no length.
 
     """
 
@@ -36,6 +38,13 @@ class PlannedVisit:
     num_batches: int
     fault: str | None = None
     place: int = 0
+    error: Exception | None = None
+    epoch_batches: int | None = None
+
+    def fail(self, fault: str, error: Exception) -> None:
+        """Notes that the visit failed, and by which exception; its traceback becomes a note, which holds no frames."""
+        error.add_note("".join(traceback.format_exception(error)))
+        self.fault, self.error = fault, error.with_traceback(None)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Dataset
 
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem, seed_everything
@@ -32,6 +33,19 @@ class Together(NamedTuple):
     size: int
     is_equal: bool = False
     draws: bool = True
+
+
+class EpochPlace(NamedTuple):
+    """Which batch of a client's local epoch one is.
+
+    Args:
+        number: Index of the batch in the local epoch.
+        is_last: Whether it is the last batch of the local epoch, or of the visit.
+
+    """
+
+    number: int
+    is_last: bool
 
 
 class RoundLoader:
@@ -84,6 +98,7 @@ class RoundLoader:
         self.on_start: Callable[[], object] | None = None
         self._chosen = len(cohort.visits)
         self._reasons: list[str] = []  # of data that raised
+        self._errors: dict[Client, Exception] = {}  # of clients without a visit
         for place, planned in enumerate(self._look_up(cohort.visits, ranks)):
             if isinstance(planned, str):
                 self.failed[cohort.visits[place].client] = planned
@@ -151,6 +166,22 @@ class RoundLoader:
         return self.group[0] if len(self.group) == 1 else None
 
     @property
+    def epoch_place(self) -> EpochPlace | None:
+        """Where in its local epoch the batch served last is, of the first visit of the group; ``None`` of no visit."""
+        if not self.group:
+            return None
+        planned = self.group[0]
+        number = planned.num_batches - 1 - self.batches_left
+        length = planned.epoch_batches or planned.num_batches
+        return EpochPlace(number % length, self.batches_left == 0 or (number + 1) % length == 0)
+
+    @property
+    def errors(self) -> dict[Client, Exception]:
+        """The exceptions by which clients have failed in this process."""
+        raised = {planned.visit.client: planned.error for planned in self.visits if planned.error is not None}
+        return {**self._errors, **raised}
+
+    @property
     def is_over(self) -> bool:
         """Whether the batch served last is the round's last."""
         if self.batches_left:
@@ -177,12 +208,15 @@ class RoundLoader:
             num_samples = self.population.num_samples(visit.client)
             per_epoch = self.population.batches_per_epoch(visit.client)
         except Exception as error:
-            return self._raised(visit.client, StreamItem.failed(0, error))
-        if per_epoch is None:
-            if visit.steps is None:
-                return "its loader has no length: set `local_steps`"
-            per_epoch = visit.steps
-        planned = PlannedVisit(visit, num_samples, visit.num_batches(per_epoch))
+            item = StreamItem.failed(0, error)
+            self._errors[visit.client] = error
+            return self._raised(visit.client, item)
+        if per_epoch is None and visit.steps is None:
+            reason = "has no length: set `local_steps`"
+            self._errors[visit.client] = MisconfigurationException(f"The loader of client {visit.client!r} {reason}.")
+            return f"its loader {reason}"
+        num_batches = visit.num_batches((visit.steps or 0) if per_epoch is None else per_epoch)
+        planned = PlannedVisit(visit, num_samples, num_batches, epoch_batches=per_epoch)
         if num_samples == 0:
             return "it has no examples"
         if planned.num_batches == 0:
@@ -237,13 +271,15 @@ class RoundLoader:
             item = next(stream)
         if item.error is not None:
             planned = self.visits[place]
-            planned.fault = self._raised(planned.visit.client, item)
+            planned.fault, planned.error = self._raised(planned.visit.client, item), item.error
             self._look_at_raised()
         return item.batch
 
     def _raised(self, client: Client, item: StreamItem) -> str:
         """Why a client is left out whose data raised; the first time, where they did goes to the log."""
         assert item.error is not None
+        if item.trace:
+            item.error.add_note(f"The data of client {client!r} raised it:\n{item.trace}")
         if not self.population.has_raised:
             self.population.has_raised = True
             _log.warning(

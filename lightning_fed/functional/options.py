@@ -11,7 +11,17 @@ class OptionError(ValueError):
 
 
 class BadUpdate(ValueError):
-    """An update that the rule cannot use: its client is left out by name."""
+    """An update that a rule cannot use: its client is left out of the round by name.
+
+    Rules raise it in :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>`, with the reason in words, before
+    they keep anything of the update.
+
+    Example:
+        >>> raise BadUpdate("it sends no prototypes")
+        Traceback (most recent call last):
+        lightning_fed.functional.options.BadUpdate: it sends no prototypes
+
+    """
 
 
 def check_option(name: str, value: object, known: Sequence[str]) -> None:
