@@ -17,7 +17,7 @@ def written_whole(path: Path, suffix: str = ".partial") -> Iterator[Path]:
 
     Args:
         path: The file; its folder is made.
-        suffix: Added to its name while it is written; one for each process, where several write the same file.
+        suffix: In place of its own while it is written; one for each process, where several write the same file.
 
     Example:
         >>> import tempfile
@@ -29,7 +29,7 @@ def written_whole(path: Path, suffix: str = ".partial") -> Iterator[Path]:
 
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}{suffix}")
+    partial = path.with_name(f"{path.stem}{suffix}")
     try:
         yield partial
         with partial.open("rb") as written:
