@@ -25,6 +25,7 @@ from lightning_fed.data import ArrayDataset, CamVid, Dirichlet, Shapes
 from lightning_fed.data.array_module import ArrayDataModule
 from lightning_fed.data.labels import labels_of
 from lightning_fed.data.population import own_random_numbers
+from lightning_fed.functional.options import check_count
 from lightning_fed.modules.extraction import evaluating
 from lightning_fed.tasks import SegmentationTask
 from lightning_fed.trainer import FederatedTrainer
@@ -152,8 +153,8 @@ def run_demo(
     missing = [name for name in ("matplotlib", "tensorboard") if find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(f"The demo needs {' and '.join(missing)}: pip install 'lightning-fed[demo]'")
-    if rounds is not None and rounds < 1:
-        raise ValueError(f"Expected `rounds` to be at least 1, but got {rounds}.")
+    if rounds is not None:
+        check_count("rounds", rounds)
     data: ArrayDataModule
     if data_dir is None:
         data = Shapes(num_train=num_scenes, num_val=96, num_test=1, batch_size=8, eval_batch_size=32)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_fed.functional.options import OptionError, check_count
+from lightning_fed.functional.options import OptionError, check_count, check_share
 from lightning_fed.messages import Client
 
 # One independent stream of random numbers per purpose.
@@ -152,10 +152,8 @@ class Schedule:
                 f"Expected one of `local_epochs` and `local_steps`, but got local_epochs={local_epochs} and"
                 f" local_steps={local_steps}."
             )
-        if not 0 <= stragglers < 1:
-            raise ValueError(f"Expected `stragglers` to be in [0, 1), but got {stragglers}.")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"Expected `dropout` to be in [0, 1), but got {dropout}.")
+        check_share("stragglers", stragglers)
+        check_share("dropout", dropout)
         self.seed = seed
         self.clients_per_round = _count_or_fraction(clients_per_round)
         self.local_epochs = local_epochs

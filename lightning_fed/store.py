@@ -14,6 +14,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from lightning_fed.files import write_whole, written_whole
 from lightning_fed.messages import Client, State
 from lightning_fed.ranks import Ranks
 from lightning_fed.state import copy_state
@@ -175,13 +176,11 @@ class FolderStore(ClientStore):
             last = self._last_run()
             self._run = 0 if last is None else last + 1
         folder = self._folder(client)
-        folder.mkdir(parents=True, exist_ok=True)
         ours = {path for _, path in self._versions(client)}
         path = folder / f"{round:08d}.safetensors"
-        partial = folder / f"{round:08d}-{self._rank}.partial"  # what all forget all write
-        # Copies, because safetensors refuses tensors that share memory.
-        save_file({name: value.contiguous().cpu() for name, value in copy_state(state).items()}, partial)
-        partial.replace(path)
+        with written_whole(path, f"-{self._rank}.partial") as partial:  # what all forget all write
+            # Copies, because safetensors refuses tensors that share memory.
+            save_file({name: value.contiguous().cpu() for name, value in copy_state(state).items()}, partial)
         for other in folder.glob("*.safetensors"):
             if other not in ours and other != path:  # of a run that this one, resumed from an earlier round, replaces
                 other.unlink(missing_ok=True)
@@ -203,9 +202,7 @@ class FolderStore(ClientStore):
             if self._rank:
                 needed_no_more = []
             if needed_no_more:
-                partial = self._oldest.with_suffix(".partial")
-                partial.write_text(str(self._last_checkpoint))
-                partial.replace(self._oldest)
+                write_whole(self._oldest, str(self._last_checkpoint))
             for path in needed_no_more:
                 path.unlink()
             self._last_checkpoint = round

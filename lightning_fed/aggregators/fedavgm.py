@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from lightning_fed.aggregators.server_optimizer import ServerOptimizer
+from lightning_fed.functional.options import check_share
 from lightning_fed.server import Aggregator
 
 
@@ -57,6 +58,5 @@ class FedAvgM(ServerOptimizer):
     ) -> None:
         if not 0 < lr < float("inf"):
             raise ValueError(f"Expected `lr` to be greater than 0 and finite, but got {lr}.")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"Expected `momentum` to be in [0, 1), but got {momentum}.")
+        check_share("momentum", momentum)
         super().__init__(torch.optim.SGD, aggregator, lazy_rows, lr=lr, momentum=momentum, nesterov=nesterov)

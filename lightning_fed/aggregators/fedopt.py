@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fed.aggregators.server_optimizer import ServerOptimizer
-from lightning_fed.functional.options import check_option
+from lightning_fed.functional.options import check_option, check_share
 from lightning_fed.server import Aggregator
 
 SecondMoment: TypeAlias = Literal["adagrad", "adam", "yogi"]
@@ -73,8 +73,7 @@ class AdaptiveOptimizer(Optimizer):
             if not 0 < value < float("inf"):
                 raise ValueError(f"Expected `{name}` to be greater than 0 and finite, but got {value}.")
         for name, value in (("beta1", beta1), ("beta2", beta2)):
-            if not 0 <= value < 1:
-                raise ValueError(f"Expected `{name}` to be in [0, 1), but got {value}.")
+            check_share(name, value)
         check_option("second_moment", second_moment, get_args(SecondMoment))
         options = {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau, "second_moment": second_moment}
         super().__init__(params, options)

@@ -16,7 +16,7 @@ import torch
 
 from lightning_fed.functional.average import WeightedMean
 from lightning_fed.functional.clustering import embed, k_means
-from lightning_fed.functional.options import OptionError, check_option
+from lightning_fed.functional.options import OptionError, check_count, check_option
 from lightning_fed.functional.wide import widen
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.schedule import client_key, derive_seed
@@ -88,8 +88,7 @@ class FeSEM(Aggregator):
         init: Literal["k-means++", "random"] = "k-means++",
         seed: int = 0,
     ) -> None:
-        if num_centers < 1:
-            raise ValueError(f"Expected `num_centers` to be at least 1, but got {num_centers}.")
+        check_count("num_centers", num_centers)
         check_option("init", init, ("k-means++", "random"))
         if seed < 0:
             raise ValueError(f"Expected `seed` to be at least 0, but got {seed}.")

@@ -16,6 +16,7 @@ from lightning_fed.aggregators.server_optimizer import averaging_rule
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.pictures import figure_pixels, has_matplotlib, paint_numbers, report_others, tensorboards
+from lightning_fed.functional.options import check_count
 from lightning_fed.messages import Client, State
 
 _MAX_LABELS = 50
@@ -53,8 +54,7 @@ class AttentionMap(FederatedCallback):
     """Name of the image in TensorBoard."""
 
     def __init__(self, every_n_epochs: int = 5) -> None:
-        if every_n_epochs < 1:
-            raise ValueError(f"Expected `every_n_epochs` to be at least 1, but got {every_n_epochs}.")
+        check_count("every_n_epochs", every_n_epochs)
         self.every_n_epochs = every_n_epochs
         self._last_epoch: int | None = None
         self._attention: dict[int, dict[Client, float]] = {}

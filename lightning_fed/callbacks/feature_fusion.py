@@ -22,7 +22,7 @@ from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.data.population import own_random_numbers
 from lightning_fed.functional.fusion import smooth_weight
-from lightning_fed.functional.options import OptionError, check_option
+from lightning_fed.functional.options import OptionError, check_option, check_share
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.modules.extractors import Extractor
 from lightning_fed.modules.feature_cache import FeatureCache
@@ -108,8 +108,7 @@ class FeatureFusion(FederatedCallback):
         with torch.device("meta"):  # draws nothing
             build_operator(operator, 1, conv_init=conv_init, clamp=clamp)  # checks the options
         check_option("eval_reference", eval_reference, ("previous", "current"))
-        if not 0 <= ema < 1:
-            raise ValueError(f"Expected `ema` to be in [0, 1), but got {ema}.")
+        check_share("ema", ema)
         self.at = at
         self.operator: OperatorName = operator
         self.levels: Sequence[int | str] | Literal["all"] = levels

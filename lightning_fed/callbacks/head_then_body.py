@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_fed.callbacks.federated_callback import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.functional.options import check_count
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 
 
@@ -48,8 +49,7 @@ class HeadThenBody(FederatedCallback):
     """
 
     def __init__(self, head_epochs: int) -> None:
-        if head_epochs < 1:
-            raise ValueError(f"Expected `head_epochs` to be at least 1, but got {head_epochs}.")
+        check_count("head_epochs", head_epochs)
         self.head_epochs = head_epochs
         self._head: list[nn.Parameter] = []
         self._frozen: list[nn.Parameter] = []

@@ -95,8 +95,7 @@ class SegmentationImages(L.Callback):
     ) -> None:
         super().__init__()
         for argument, value in (("every_n_epochs", every_n_epochs), ("num_images", num_images)):
-            if value < 1:
-                raise ValueError(f"Expected `{argument}` to be at least 1, but got {value}.")
+            check_count(argument, value)
         for name in maps:
             check_option("maps", name, get_args(EntropyMap))
         check_option("activation", activation, get_args(Activation))

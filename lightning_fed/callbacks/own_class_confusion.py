@@ -19,7 +19,7 @@ from lightning_fed.callbacks.side_pass import one_pass, prepare_batch, side_pass
 from lightning_fed.data.population import own_random_numbers
 from lightning_fed.data.rounds import describe
 from lightning_fed.functional.batches import as_classes, find_inputs, find_target
-from lightning_fed.functional.options import OptionError
+from lightning_fed.functional.options import OptionError, check_count
 from lightning_fed.messages import Client
 from lightning_fed.schedule import Visit, client_key, derive_seed
 
@@ -106,8 +106,7 @@ class OwnClassConfusion(L.Callback):
         target: int | str | Callable[[Any], Tensor] | None = None,
         inputs: int | str | Callable[[Any], Tensor] | None = None,
     ) -> None:
-        if every_n_epochs < 1:
-            raise ValueError(f"Expected `every_n_epochs` to be at least 1, but got {every_n_epochs}.")
+        check_count("every_n_epochs", every_n_epochs)
         if (clients if isinstance(clients, int) else len(clients)) < 1:
             raise ValueError(f"Expected `clients` to be at least one, but got {clients}.")
         self.clients = clients

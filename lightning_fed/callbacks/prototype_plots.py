@@ -18,7 +18,7 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.pictures import Color, figure_pixels, has_matplotlib, report_others, tensorboards
 from lightning_fed.callbacks.prototypes import ClassPrototypes, is_federated
 from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors
-from lightning_fed.functional.options import check_option
+from lightning_fed.functional.options import check_count, check_option
 from lightning_fed.functional.packing import find_bad_prototypes, find_odd_prototypes, unpack_prototypes
 from lightning_fed.functional.projection import PrincipalAxes, principal_axes
 from lightning_fed.functional.prototypes import Prototypes, aggregate_prototypes
@@ -84,8 +84,7 @@ class PrototypePlots(FederatedCallback):
         basis: Basis = "each",
         projector: bool = False,
     ) -> None:
-        if every_n_epochs < 1:
-            raise ValueError(f"Expected `every_n_epochs` to be at least 1, but got {every_n_epochs}.")
+        check_count("every_n_epochs", every_n_epochs)
         check_option("basis", basis, get_args(Basis))
         self.every_n_epochs = every_n_epochs
         self.class_names = tuple(class_names)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_fed.callbacks.pictures import GREY, Color, paint_numbers
 
-_BORDER: Color = (255, 255, 255)
+_WHITE = 255
 # Class 0 is most often the background. None of them is the grey of ignored pixels or the white of the border.
 _COLORS: tuple[Color, ...] = (
     *((0, 0, 0), (230, 25, 75), (60, 180, 75), (255, 225, 25), (0, 130, 200), (245, 130, 48), (145, 30, 180)),
@@ -58,6 +59,8 @@ def segmentation_grid(
         >>> grid.shape
         torch.Size([3, 8, 20])
     """
+    from torchvision.utils import make_grid  # slow to import: only for those who draw
+
     if not len(images) == len(truth) == len(prediction) >= 1:
         raise ValueError(
             "Expected `images`, `truth` and `prediction` to hold the same number of images, at least 1, "
@@ -77,14 +80,13 @@ def segmentation_grid(
         for place, (image, *masks) in enumerate(zip(images, truths, predictions, strict=True))
     ]
     height, width = max(row[0].shape[1] for row in rows), max(row[0].shape[2] for row in rows)
-    canvas = torch.tensor(_BORDER, dtype=torch.uint8)[:, None, None].repeat(
-        1, len(rows) * (height + padding) + padding, len(rows[0]) * (width + padding) + padding
-    )
-    for i, row in enumerate(rows):
-        for j, tile in enumerate(row):
-            top, left = padding + i * (height + padding), padding + j * (width + padding)
-            canvas[:, top : top + tile.shape[1], left : left + tile.shape[2]] = tile
-    return canvas
+    tiles = [
+        functional.pad(tile, (0, width - tile.shape[2], 0, height - tile.shape[1]), value=_WHITE)
+        for row in rows
+        for tile in row
+    ]
+    grid: Tensor = make_grid(tiles, nrow=len(rows[0]), padding=padding, pad_value=_WHITE)
+    return grid
 
 
 def default_colors(num_classes: int) -> list[Color]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from lightning_fed.compare.central import check_central
 from lightning_fed.compare.methods import CENTRAL, Method
 from lightning_fed.compare.run import Run, evaluate, quiet, train
 from lightning_fed.data.federated import FederatedDataModule
+from lightning_fed.files import write_whole
 from lightning_fed.state import entry_policies
 
 
@@ -159,14 +159,6 @@ def load_results(plan: Plan) -> list[dict[str, Any]]:
     runs, target = _prepare(plan)
     folders = [plan.out / "runs" / run.name for run in runs]
     return [_load(folder, target) for folder in folders if (folder / "result.json").exists()]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    os.replace(part, path)
 
 
 def _run(plan: Plan, run: Run, folder: Path, monitor: str, progress: Progress) -> list[dict[str, float]]:

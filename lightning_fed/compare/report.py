@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fed.compare.methods import CENTRAL
-from lightning_fed.compare.plan import write_whole
+from lightning_fed.files import write_whole
 
 _log = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from lightning_fed.aggregators import Aggregator
 from lightning_fed.cli import FederatedCLI
 from lightning_fed.compare.central import central_trainer
 from lightning_fed.compare.methods import Method
+from lightning_fed.files import RoundCheckpoint
 
 CHECKPOINT = "last.ckpt"
 """Name of a run's checkpoint after its last complete round."""
@@ -123,7 +123,7 @@ def train(cli: FederatedCLI, run: Run, folder: Path, logs: Path, on_round: OnRou
     """
     trainer, has_own_models = _make_trainer(cli, run)
     curve = RoundCurve(lambda number, values: on_round(number, trainer.max_epochs, values))
-    trainer.callbacks += [curve, _SaveEveryRound(folder / CHECKPOINT)]
+    trainer.callbacks += [curve, RoundCheckpoint(folder / CHECKPOINT)]
     if find_spec("tensorboard"):
         trainer.loggers = [TensorBoardLogger(logs, name="", version=folder.name)]
     last = folder / CHECKPOINT
@@ -182,15 +182,3 @@ def _make_trainer(cli: FederatedCLI, run: Run) -> tuple[Any, bool]:
         has_own_models = bool(federation.personal) or federation.batch_norm == "personal" or has_several
     trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, _NOT_KEPT)]
     return trainer, has_own_models
-
-
-class _SaveEveryRound(Checkpoint):
-    """Saves the run after every round, as a whole or not at all; after the other callbacks, as all checkpoints."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        part = self._path.with_suffix(".part")
-        trainer.save_checkpoint(part)
-        os.replace(part, self._path)

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from lightning_fed.functional.options import check_count
@@ -155,5 +154,7 @@ def _better_order(mean: Mapping[str, Tensor], state: Mapping[str, Tensor], group
 
 def _assigned(gains: NDArray[np.float64]) -> NDArray[np.int64]:
     """The column of every row, of the assignment with the largest sum."""
+    from scipy.optimize import linear_sum_assignment  # slow to import: only for those who match
+
     columns: NDArray[np.int64] = linear_sum_assignment(gains, maximize=True)[1]
     return columns

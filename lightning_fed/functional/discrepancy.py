@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.functional.distances import squared_distances
-from lightning_fed.functional.options import check_option
+from lightning_fed.functional.options import check_count, check_option
 from lightning_fed.functional.wide import wide_device
 
 Estimator = Literal["biased", "unbiased"]
@@ -238,8 +238,7 @@ def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_s
         raise ValueError(f"Expected `bandwidth` to be greater than 0 and finite, but got {bandwidth}.")
     if not scales or not all(0 < scale < math.inf for scale in scales):
         raise ValueError(f"Expected `scales` to be numbers greater than 0, at least one, but got {scales}.")
-    if chunk_size < 1:
-        raise ValueError(f"Expected `chunk_size` to be at least 1, but got {chunk_size}.")
+    check_count("chunk_size", chunk_size)
 
 
 def _bit_counts(samples: Tensor, shift: Tensor, chunk_size: int, head: int | None) -> Tensor:

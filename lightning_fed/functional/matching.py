@@ -23,7 +23,6 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from lightning_fed.functional.options import check_count, check_option
@@ -273,6 +272,8 @@ class _Matcher:
         return result
 
     def _match(self, client: int) -> None:
+        from scipy.optimize import linear_sum_assignment  # slow to import: only for those who match
+
         scaled, precision, width = self.scaled[client], self.precision[client], len(self.owners)
         room = len(scaled)
         if self.is_published:

@@ -81,3 +81,24 @@ def check_number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"Expected `{name}` to be a number, but got {value!r}.")
     return float(value)
+
+
+def check_share(name: str, value: object) -> float:
+    """A number from 0 to below 1.
+
+    Args:
+        name: Name of the argument.
+        value: What was passed.
+
+    Raises:
+        ValueError: If it is none.
+
+    Example:
+        >>> check_share("momentum", 0.9)
+        0.9
+
+    """
+    share = check_number(name, value)
+    if not 0 <= share < 1:
+        raise ValueError(f"Expected `{name}` to be in [0, 1), but got {value}.")
+    return share

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_fed.functional.options import check_count
+
 
 class PrincipalAxes(NamedTuple):
     """Where points are seen from.
@@ -65,8 +67,7 @@ def principal_axes(points: Tensor, count: int = 2) -> PrincipalAxes:
     """
     if points.ndim != 2 or len(points) < 1:
         raise ValueError(f"Expected `points` of shape (n, d) with n of at least 1, but got {tuple(points.shape)}.")
-    if count < 1:
-        raise ValueError(f"Expected `count` to be at least 1, but got {count}.")
+    check_count("count", count)
     values = points.double()
     center = values.mean(0)
     _, spreads, directions = torch.linalg.svd(values - center, full_matrices=False)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fed.functional.chunks import chunk_steps
-from lightning_fed.functional.options import check_option
+from lightning_fed.functional.options import check_count, check_option
 from lightning_fed.functional.wide import wide_device
 
 PrototypeWeighting = Literal["class_count", "num_samples", "uniform"]
@@ -138,8 +138,7 @@ def class_places(
         [3, 1, 2, 3]
 
     """
-    if num_classes < 1:
-        raise ValueError(f"Expected `num_classes` to be at least 1, but got {num_classes}.")
+    check_count("num_classes", num_classes)
     ignore_index = void_label(ignore_index, num_classes)
     if ignore_index is not None and 0 <= ignore_index < num_classes:
         raise ValueError(
@@ -225,8 +224,7 @@ def class_prototypes(
                 [0., 0.]]), counts=tensor([2, 0]))
 
     """
-    if min_count < 1:
-        raise ValueError(f"Expected `min_count` to be at least 1, but got {min_count}.")
+    check_count("min_count", min_count)
     counts = torch.where(counts >= min_count, counts, 0)
     means = sums / counts.clamp(min=1).unsqueeze(1)
     return Prototypes(means.where(counts.unsqueeze(1) > 0, 0).to(dtype), counts)

@@ -17,7 +17,7 @@ from lightning_fed.functional.discrepancy import (
     classwise_maximum_mean_discrepancy,
     maximum_mean_discrepancy,
 )
-from lightning_fed.functional.options import check_option
+from lightning_fed.functional.options import check_count, check_option
 
 
 class MaximumMeanDiscrepancy(Metric):
@@ -80,8 +80,8 @@ class MaximumMeanDiscrepancy(Metric):
         super().__init__(**kwargs)
         check_option("estimator", estimator, get_args(Estimator))
         check_numbers(bandwidth, scales, chunk_size)
-        if num_classes is not None and num_classes < 1:
-            raise ValueError(f"Expected `num_classes` to be at least 1, but got {num_classes}.")
+        if num_classes is not None:
+            check_count("num_classes", num_classes)
         self.num_classes = num_classes
         self.bandwidth: float | Bandwidth = bandwidth
         self.estimator: Estimator = estimator

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.functional.margin import MeanMarginKind, aggregate_mean_margin
-from lightning_fed.functional.options import check_option
+from lightning_fed.functional.options import check_count, check_option
 from lightning_fed.functional.prototypes import VoidLabel, class_places, class_prototypes, class_sums, void_label
 from lightning_fed.metrics.wide_states import WideStates
 
@@ -72,8 +72,7 @@ class AggregateMeanMargin(WideStates):
         super().__init__(**kwargs)
         check_option("kind", kind, get_args(MeanMarginKind))
         for name, value in (("num_features", num_features), ("min_count", min_count)):
-            if value < 1:
-                raise ValueError(f"Expected `{name}` to be at least 1, but got {value}.")
+            check_count(name, value)
         class_places(torch.zeros(0, dtype=torch.int64), num_classes, ignore_index, exclude_classes)
         self.num_classes = num_classes
         self.num_features = num_features

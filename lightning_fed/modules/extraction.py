@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.functional.batches import Place, find_inputs
+from lightning_fed.functional.options import check_count
 from lightning_fed.modules.features import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
 
 
@@ -53,8 +54,8 @@ def extract_features(
         torch.Size([100, 4])
 
     """
-    if max_samples is not None and max_samples < 1:
-        raise ValueError(f"Expected `max_samples` to be at least 1, but got {max_samples}.")
+    if max_samples is not None:
+        check_count("max_samples", max_samples)
     tapped = find_feature_layer(model) if layer == "auto" else FeatureLayer(layer)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     sample = _Sample(max_samples, seed)

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_fed.modules.features import FeatureLayer, find_classifier, named_layers
+from lightning_fed.modules.features import FeatureLayer, encoder_of, named_layers, require_classifier
 
 _NAMES = ("features", "encoder", "backbone", "feature_extractor", "extractor", "body", "base")
 _POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d)
@@ -158,26 +158,18 @@ def example_inputs(network: nn.Module) -> Iterator[Tensor]:
 
 def _find_extractor(layers: Mapping[str, nn.Module]) -> FeatureLayer | None:
     """An extractor that is a module of its own."""
-    pairs = (("encoder", ("decoder", "segmentation_head")), ("backbone", ("classifier",)))
     for name, layer in layers.items():
-        parts = dict(layer.named_children())
-        with_parameters = [part for part, child in parts.items() if any(True for _ in child.parameters())]
-        found = [extractor for extractor, others in pairs if extractor in parts and any(one in parts for one in others)]
-        if len(with_parameters) > 1 and with_parameters[0] in _NAMES:
-            found.append(with_parameters[0])
-        if found:
-            return FeatureLayer(f"{name}.{found[0]}".lstrip("."))
+        trained = [part for part, child in layer.named_children() if any(True for _ in child.parameters())]
+        first = trained[0] if len(trained) > 1 and trained[0] in _NAMES else None
+        extractor = encoder_of(layer) or first
+        if extractor is not None:
+            return FeatureLayer(f"{name}.{extractor}".lstrip("."))
     return None
 
 
 def _find_features(module: nn.Module, layers: Mapping[str, nn.Module]) -> FeatureLayer:
     """A layer inside a classifier behind which there are features."""
-    head = find_classifier(module)
-    if head is None:
-        raise ValueError(
-            f"Expected {type(module).__name__} to have an encoder, a backbone, a linear layer or a convolution, but it"
-            " has none: name the layer of its features."
-        )
+    head = require_classifier(module)
     for layer in layers.values():
         get_classifier: Any = getattr(layer, "get_classifier", None)
         heads = get_classifier() if callable(get_classifier) else None

@@ -52,19 +52,42 @@ def find_feature_layer(module: nn.Module) -> FeatureLayer:
         FeatureLayer(path='3', side='input')
 
     """
-    layers = dict(named_layers(module))
-    for name, layer in layers.items():
-        for extractor, others in (("encoder", ("decoder", "segmentation_head")), ("backbone", ("classifier",))):
-            parts = dict(layer.named_children())
-            if extractor in parts and any(other in parts for other in others):
-                return FeatureLayer(f"{name}.{extractor}".lstrip("."))
-    head = find_classifier(module)
-    if head is None:
+    for name, layer in named_layers(module):
+        encoder = encoder_of(layer)
+        if encoder is not None:
+            return FeatureLayer(f"{name}.{encoder}".lstrip("."))
+    return FeatureLayer(require_classifier(module), "input")
+
+
+def encoder_of(layer: nn.Module) -> str | None:
+    """Name of the child of a segmentation model that is its feature extractor; ``None`` for any other layer.
+
+    Example:
+        >>> encoder_of(nn.ModuleDict({"backbone": nn.Conv2d(1, 4, 3), "classifier": nn.Conv2d(4, 2, 1)}))
+        'backbone'
+
+    """
+    parts = dict(layer.named_children())
+    for encoder, followers in (("encoder", ("decoder", "segmentation_head")), ("backbone", ("classifier",))):
+        if encoder in parts and any(follower in parts for follower in followers):
+            return encoder
+    return None
+
+
+def require_classifier(module: nn.Module) -> str:
+    """Name that :func:`find_classifier` finds, for those who look for features in front of it.
+
+    Raises:
+        ValueError: If there is no such layer.
+
+    """
+    classifier = find_classifier(module)
+    if classifier is None:
         raise ValueError(
             f"Expected {type(module).__name__} to have an encoder, a backbone, a linear layer or a convolution, but it"
             " has none: name the layer of its features."
         )
-    return FeatureLayer(head, "input")
+    return classifier
 
 
 def find_classifier(module: nn.Module) -> str | None:

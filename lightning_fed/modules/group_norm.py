@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 from torch import nn
 
+from lightning_fed.functional.options import check_count
+
 __all__ = ["to_group_norm"]
 
 # A BatchNorm1d may be given vectors, one value per channel. A group's values are then its channels alone: with one
@@ -62,8 +64,7 @@ def to_group_norm(model: nn.Module, num_groups: int = 32) -> nn.Module:
         >>> model[1].num_groups, model[1].num_channels
         (24, 48)
     """
-    if num_groups < 1:
-        raise ValueError(f"Expected `num_groups` to be at least 1, but got {num_groups}.")
+    check_count("num_groups", num_groups)
     # Every path to every layer, also the second path to a shared one. All replacements are made before the first is
     # put in place: a refusal leaves the model as it was.
     paths = [

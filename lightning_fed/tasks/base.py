@@ -16,6 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MetricCollection
 
+from lightning_fed.functional.options import check_option
 from lightning_fed.modules.group_norm import to_group_norm
 
 __all__ = ["Task"]
@@ -67,7 +68,7 @@ class Task(L.LightningModule, ABC):
         scheduler_monitor: str,
     ) -> None:
         super().__init__()
-        check_choice("scheduler_interval", scheduler_interval, ("epoch", "step"))
+        check_option("scheduler_interval", scheduler_interval, ("epoch", "step"))
         if scheduler_kwargs and scheduler is None:
             raise ValueError(
                 f"Expected `scheduler` to be given with `scheduler_kwargs` {scheduler_kwargs}, but got None."
@@ -116,7 +117,7 @@ class Task(L.LightningModule, ABC):
         num_classes: int,
     ) -> None:
         """Set up the network, the metrics and the class weights. A task calls it at the end of its ``__init__``."""
-        check_choice("norm", norm, ("batch", "group"))
+        check_option("norm", norm, ("batch", "group"))
         if class_weights is not None and len(class_weights) != num_classes:
             raise ValueError(
                 f"Expected `class_weights` to hold {num_classes} weights, one per class, but got {len(class_weights)}."
@@ -228,12 +229,6 @@ class Task(L.LightningModule, ABC):
             suffix = f"/dataloader_idx_{index}" if num_loaders > 1 else ""
             values = {f"{name}{suffix}": value for name, value in collection.compute().items()}
             self.log_dict(values, prog_bar=True, sync_dist=True, add_dataloader_idx=False)
-
-
-def check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise a ValueError that names the argument, the choices and the value, unless the value is one of them."""
-    if value not in choices:
-        raise ValueError(f"Expected `{argument}` to be one of {list(choices)}, but got '{value}'.")
 
 
 def _reset(metrics: nn.ModuleList) -> None:

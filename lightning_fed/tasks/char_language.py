@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fed.functional.options import check_count
+from lightning_fed.functional.options import check_count, check_option, check_share
 from lightning_fed.functional.wide import widen
 from lightning_fed.metrics.wide_states import WideStates
-from lightning_fed.tasks.base import Task, check_choice
+from lightning_fed.tasks.base import Task
 
 __all__ = ["CharLSTM", "CharLanguageTask"]
 
@@ -59,8 +59,7 @@ class CharLSTM(nn.Module):
         super().__init__()
         for name, value in (("embedding_dim", embedding_dim), ("hidden_size", hidden_size), ("num_layers", num_layers)):
             check_count(name, value)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"Expected `dropout` to be in [0, 1), but got {dropout}.")
+        check_share("dropout", dropout)
         self.every_step = every_step
         self.embedding = nn.Embedding(num_classes, embedding_dim)
         sizes = [embedding_dim, *[hidden_size] * num_layers]
@@ -169,7 +168,7 @@ class CharLanguageTask(Task):
 
     def configure_network(self, name: str) -> nn.Module:
         """Return the network of that name."""
-        check_choice("model", name, ("lstm",))
+        check_option("model", name, ("lstm",))
         return CharLSTM(self.num_classes, **self._network_options)  # type: ignore[arg-type]
 
     def configure_metrics(self) -> MetricCollection:

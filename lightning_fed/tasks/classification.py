@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_fed.functional.options import check_option
 from lightning_fed.modules.head_conversion import to_sampled_softmax
-from lightning_fed.tasks.base import Task, check_choice
+from lightning_fed.tasks.base import Task
 from lightning_fed.tasks.networks import build_network
 
 __all__ = ["ClassificationTask"]
@@ -102,7 +103,7 @@ class ClassificationTask(Task):
             raise ValueError(f"Expected `num_classes` to be at least 2, but got {num_classes}.")
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"Expected `label_smoothing` to be between 0 and 1, but got {label_smoothing}.")
-        check_choice("head", head, ("linear", "sampled_softmax"))
+        check_option("head", head, ("linear", "sampled_softmax"))
         if head == "sampled_softmax" and class_weights is not None:
             raise ValueError("Expected no `class_weights` with head='sampled_softmax', which makes labels columns.")
         unknown = set(head_kwargs or ()) - ({"scale", "normalize"} if head == "sampled_softmax" else set())

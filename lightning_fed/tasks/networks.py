@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_fed.tasks.base import check_choice
+from lightning_fed.functional.options import check_count, check_option
 
 __all__ = ["NETWORKS", "build_network", "fedfusion_cifar_cnn", "lenet", "mcmahan_cnn", "mlp", "vgg9"]
 
@@ -57,8 +57,7 @@ def build_network(
         1663370
     """
     for argument, value in (("num_classes", num_classes), ("in_channels", in_channels), ("input_size", input_size)):
-        if value < 1:
-            raise ValueError(f"Expected `{argument}` to be at least 1, but got {value}.")
+        check_count(argument, value)
     if name in NETWORKS:
         if pretrained:
             raise ValueError(f"Expected `pretrained` to be False for '{name}', which has no published weights.")
@@ -256,7 +255,7 @@ def vgg9(
     Raises:
         ValueError: If the images are too small, a layer would have no channel, or ``init`` is none of these.
     """
-    check_choice("init", init, ("default", "kaiming"))
+    check_option("init", init, ("default", "kaiming"))
     side = _at_least_one(input_size // 2 // 2 // 2, input_size, minimum=8)
     a, b, c, d, hidden = (int(width * channels) for channels in (32, 64, 128, 256, 512))
     if not a >= 1:

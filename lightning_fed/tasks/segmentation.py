@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
-from lightning_fed.tasks.base import Task, check_choice
+from lightning_fed.functional.options import check_option
+from lightning_fed.tasks.base import Task
 
 __all__ = ["SegmentationTask"]
 
@@ -104,7 +105,7 @@ class SegmentationTask(Task):
             scheduler_monitor=scheduler_monitor,
         )
         self.save_hyperparameters(ignore=["model"] if isinstance(model, nn.Module) else None)
-        check_choice("loss", loss, ("ce", "dice", "ce+dice"))
+        check_option("loss", loss, ("ce", "dice", "ce+dice"))
         if num_classes < 2:
             raise ValueError(
                 f"Expected `num_classes` to be at least 2 (the background is a class too), but got {num_classes}."

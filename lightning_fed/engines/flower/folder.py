@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import lightning as L
-from lightning.pytorch.callbacks import Checkpoint
-
+from lightning_fed.files import write_whole
 from lightning_fed.messages import Client
 
 try:
@@ -20,27 +17,6 @@ except ImportError:  # pragma: no cover - there is none on Windows
     fcntl = None  # type: ignore[assignment]
 
 _log = logging.getLogger(__name__)
-
-
-class RoundCheckpoint(Checkpoint):
-    """Saves every round in the same file, which is never there half-written.
-
-    ``ModelCheckpoint`` writes in the folder for temporary files first; where that is another file system, a process
-    that is killed while the file is copied leaves half of it in the place of the last good one.
-
-    Args:
-        path: The file.
-
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves, and then moves what was saved there."""
-        partial = self._path.with_suffix(".partial")
-        trainer.save_checkpoint(partial)
-        _move(partial, self._path)
 
 
 @contextlib.contextmanager
@@ -78,13 +54,4 @@ def recall_clients(clients: int | Sequence[Client], folder: Path) -> int | Seque
 
 def note_clients(clients: Sequence[Client], folder: Path) -> None:
     """Notes for :func:`recall_clients` whose run it is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / "clients.partial"
-    partial.write_text(json.dumps(list(clients)))
-    _move(partial, folder / "clients.json")
-
-
-def _move(partial: Path, path: Path) -> None:
-    with partial.open("rb") as written:
-        os.fsync(written.fileno())
-    partial.replace(path)
+    write_whole(folder / "clients.json", json.dumps(list(clients)))

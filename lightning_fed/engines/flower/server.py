@@ -22,11 +22,12 @@ from lightning_fed.callbacks import (
 )
 from lightning_fed.callbacks.batch_norm import batch_norm_layers
 from lightning_fed.engines.flower.data import HalfData
-from lightning_fed.engines.flower.folder import RoundCheckpoint, alone, note_clients, recall_clients
+from lightning_fed.engines.flower.folder import alone, note_clients, recall_clients
 from lightning_fed.engines.flower.ledger import Ledger
 from lightning_fed.engines.flower.options import check_options
 from lightning_fed.engines.flower.post import FlowerPost
 from lightning_fed.engines.flower.server_half import ClientsElsewhere, Post
+from lightning_fed.files import RoundCheckpoint
 from lightning_fed.functional.options import check_count
 from lightning_fed.messages import Client
 

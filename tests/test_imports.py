@@ -1,0 +1,45 @@
+"""What `import lightning_fed` loads: no more than Lightning does, but for itself."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SLOW = ("torchvision", "segmentation_models_pytorch", "timm", "matplotlib", "scipy", "flwr", "tensorboard")
+
+# Lightning's own metrics may load some of these before: so it counts who asks, not what is loaded in the end.
+SCRIPT = """
+import builtins, json, sys
+import lightning, torchmetrics
+before, asked, original = set(sys.modules), [], builtins.__import__
+
+def noting(name, globals=None, locals=None, fromlist=(), level=0):
+    if (globals or {}).get("__name__", "").startswith("lightning_fed") and level == 0:
+        asked.append(name.partition(".")[0])
+    return original(name, globals, locals, fromlist, level)
+
+builtins.__import__ = noting
+import lightning_fed
+builtins.__import__ = original
+added = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(json.dumps([sorted(set(asked)), sorted(added)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def imports():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_package_asks_for_nothing_slow(imports):
+    asked, _ = imports
+    assert "torch" in asked  # the requests are seen
+    assert not set(asked) & set(SLOW)
+
+
+def test_nothing_slow_is_loaded_that_lightning_does_not_load(imports):
+    _, added = imports
+    assert "lightning_fed" in added
+    assert not set(added) & set(SLOW)
