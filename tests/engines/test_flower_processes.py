@@ -72,7 +72,7 @@ def start_nodes(deployment, *options):
         deployment.node(f"node{node}", config, *options)
 
 
-def run(deployment, app, folder, case="fedavg", rounds=3, limit=60.0):
+def run(deployment, app, folder, case="fedavg", rounds=3, limit=300.0):
     config = f'case="{case}" folder="{folder}" rounds={rounds} limit={limit}'
     return deployment.run(app, "--run-config", config)
 
@@ -146,7 +146,7 @@ def test_a_node_is_killed_in_a_visit(federated_trainer, tmp_path, sleeper):
     with Deployment(tmp_path) as deployment, Workers(tmp_path, case) as workers:
         deployment.configure()
         start_nodes(deployment)
-        process = run(deployment, write_app(tmp_path), tmp_path / "run", "sleeping", rounds=2, limit=45.0)
+        process = run(deployment, write_app(tmp_path), tmp_path / "run", "sleeping", rounds=2)
         wait_until(asleep.exists)
         deployment.kill("node1")
         workers.processes[1].kill()
