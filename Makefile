@@ -11,7 +11,7 @@ STAMP := $(VENV)/installed
 # One thread for each of pytest's two workers: more would take turns on the same cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-.PHONY: help venv demo test test-slow lint types docs clean
+.PHONY: help venv demo test test-slow test-portable lint types docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,9 @@ test: $(STAMP) ## the tests but for the slow ones
 
 test-slow: $(STAMP) ## the slow tests: reproductions that take minutes
 	$(PYTEST) -m slow $(ARGS)
+
+test-portable: $(STAMP) ## the tests under settings that stand for other machines: hours
+	$(BIN)/python tests/portable.py $(ARGS)
 
 lint: $(STAMP) ## style
 	$(BIN)/ruff check .

@@ -667,7 +667,6 @@ def run(folder, session):
 
 
 def main():
-    torch.set_num_threads(1)
     if len(sys.argv) == 3:
         work(sys.argv[1], [sys.argv[2]])
         return
