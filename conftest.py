@@ -1,5 +1,37 @@
-"""Which modules' examples are run: those of the Flower engine need Flower, an extra."""
+"""What every test and every example gets, wherever it runs: a number of threads and random numbers of its own."""
 
+import os
 from importlib.util import find_spec
 
+import pytest
+import torch
+
+from tests.generators import SEED_VARIABLES, forget_seeds, same_random_numbers
+
+# The examples of the Flower engine need Flower, an extra.
 collect_ignore_glob = [] if find_spec("flwr") else ["lightning_fed/engines/flower/*.py", "tests/engines/*.py"]
+
+# One thread, or as many as the environment says: the processes that tests start read the same variable.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
+# A seed from outside would be that of every federation that has none of its own.
+forget_seeds()
+
+
+@pytest.fixture(autouse=True)
+def own_random_numbers():
+    """Every test starts from the same global generators; what ran before it does not matter, nor what runs after."""
+    with same_random_numbers():
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    """So does every fixture that several tests share, and one that leaves a seed in the environment is an error."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with same_random_numbers():
+        made = yield
+        left = [name for name in SEED_VARIABLES if name in os.environ]
+        assert not left, f"The fixture `{fixturedef.argname}` leaves {left} in the environment of all later tests."
+    return made

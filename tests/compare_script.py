@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-
 from lightning_fed import FederatedCallback, cli
 from lightning_fed.callbacks.federation import find_federation
 from tests.resume_script import Data
@@ -121,6 +119,5 @@ if __name__ == "__main__":
     # Not this module's, which is `__main__`: the recipe's.
     from tests.compare_script import Notes as Named
 
-    torch.set_num_threads(1)
     Named.place, Named.action = json.loads(sys.argv[1]), staticmethod(wait_for_the_end)
     cli.main(sys.argv[2:])

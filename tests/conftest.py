@@ -1,15 +1,11 @@
-"""What every test gets: one thread, its own random numbers, nothing left behind; and trainers that only train."""
+"""What every test gets beside what examples get too: nothing left behind, and trainers that only train."""
 
 import gc
 import inspect
 import logging
-import os
-import random
 import threading
-from contextlib import contextmanager
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader
@@ -25,57 +21,13 @@ QUIET = {
     "num_sanity_val_steps": 0,
 }
 
-torch.set_num_threads(1)
-
-
-SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")  # what `seed_everything` leaves in the environment
-
-
-@contextmanager
-def same_random_numbers():
-    """Inside, the global generators start from the same states, without Lightning's seeds; all is put back."""
-    before = {name: os.environ.pop(name, None) for name in SEEDS}
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    torch.manual_seed(0)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        torch.set_rng_state(states[2])
-        for name in SEEDS:
-            os.environ.pop(name, None)
-            if before[name] is not None:
-                os.environ[name] = before[name]
-
-
-@pytest.fixture(autouse=True)
-def own_random_numbers():
-    """Every test starts from the same global generators; what ran before it does not matter, nor what runs after."""
-    with same_random_numbers():
-        yield
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef):
-    """So does every fixture that several tests share, and one that leaves a seed in the environment is an error."""
-    if fixturedef.scope == "function":
-        return (yield)
-    with same_random_numbers():
-        made = yield
-        left = [name for name in SEEDS if name in os.environ]
-        assert not left, f"The fixture `{fixturedef.argname}` leaves {left} in the environment of all later tests."
-    return made
-
 
 @pytest.fixture(autouse=True)
 def no_leaks():
     """A test leaves no thread behind, and the switches of torch as they were."""
-    before = set(threading.enumerate())
+    before, num_threads = set(threading.enumerate()), torch.get_num_threads()
     yield
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()

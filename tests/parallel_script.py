@@ -680,7 +680,6 @@ def run(folder, job):
 
 
 def main():
-    torch.set_num_threads(1)
     if len(sys.argv) == 3:
         work(sys.argv[1], sys.argv[2])
         return

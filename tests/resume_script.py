@@ -294,7 +294,6 @@ def in_child(job):
 
 
 def main():
-    torch.set_num_threads(1)
     for job in json.loads(Path(sys.argv[1]).read_text()):
         child = os.fork()
         if child == 0:

@@ -39,7 +39,7 @@ from lightning_fed.compare.central import central_trainer
 from lightning_fed.data import Synthetic
 from lightning_fed.tasks import ClassificationTask
 from tests.compare_script import CLIENTS, OWN, Interruption, Notes
-from tests.conftest import same_random_numbers
+from tests.generators import same_random_numbers
 
 ROOT = Path(__file__).resolve().parents[1]
 MANY_CLASSES = ("fedaws", "fedss")  # they need a head of their own
@@ -345,7 +345,7 @@ def test_interrupted_and_started_again(where, whole, tmp_path, capsys):
 def test_killed_and_started_again(whole, tmp_path):
     place, left = PLACES["in a later round"]
     command = [sys.executable, "-m", "tests.compare_script", json.dumps(place), "compare", *ALL, "out"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     end = time.monotonic() + 200
     while not (tmp_path / "reached").exists() and process.poll() is None and time.monotonic() < end:
@@ -475,7 +475,7 @@ def test_the_terminal(tmp_path):
         "central,fedper",
         "--test",
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("PYTHONWARNINGS", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=200)
     runs, table, note, where = re.split(r"\n\n", done.stdout.strip())

@@ -36,7 +36,7 @@ def test_a_shared_fixture_that_leaves_a_seed_behind_is_an_error(seed, tmp_path):
     (tmp_path / "test_it.py").write_text(FILE)
     environment = {**os.environ, **({} if seed is None else {"PL_GLOBAL_SEED": seed})}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "tests.conftest", "-c", os.devnull, str(tmp_path)],
+        [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "conftest", "-c", os.devnull, str(tmp_path)],
         cwd=Path(__file__).parents[1],
         env=environment,
         capture_output=True,

@@ -1,5 +1,6 @@
 """Flower's grid without Flower's processes: messages go to client apps in this one, by way of their bytes."""
 
+import time
 from collections.abc import Callable, Iterable
 from itertools import count
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 
 class FakeGrid:
-    """Nodes with client apps. Answers are made when they are asked for.
+    """Nodes with client apps. Answers are made when they are asked for, and are gone when their message has expired.
 
     Args:
         apps: Node to its client app.
@@ -54,6 +55,9 @@ class FakeGrid:
             if message is None or node in self.gone or node in self.silent:
                 continue
             del self._waiting[name]
+            if message.metadata.created_at + message.metadata.ttl <= time.time():  # a SuperLink keeps neither then
+                answers.append(_error(name, "the message has expired"))
+                continue
             context = Context(1, node, self.configs.get(node, {}), RecordDict(), {})
             copy = Message(_copied(message.content), node, message.metadata.message_type)
             vars(copy.metadata)["_message_id"] = name
@@ -65,6 +69,11 @@ class FakeGrid:
 
 def _answer(content: RecordDict, name: str):
     return SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=name), content=content, has_error=lambda: False)
+
+
+def _error(name: str, reason: str):
+    error = SimpleNamespace(reason=reason, code=0)
+    return SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=name), error=error, has_error=lambda: True)
 
 
 def _copied(content: RecordDict) -> RecordDict:

@@ -37,7 +37,6 @@ class Deployment:
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": f"{ROOT}",
-            "OMP_NUM_THREADS": "1",
             "FLWR_HOME": str(folder / "flower"),
             "TMPDIR": self.temporary.name,
             "FLWR_TELEMETRY_ENABLED": "0",

@@ -1,6 +1,7 @@
 """What may go wrong between a server and its clients: who is left out, what goes on, what is never lost."""
 
 import json
+import time
 
 import lightning as L
 import pytest
@@ -329,6 +330,26 @@ def test_two_nodes_with_the_same_client(tmp_path, caplog):
     assert "Node 12 says that it has the clients ['ann', 'bob', 'cid'] too" in caplog.text
     run_server(Federation(), make_module, None, {**OPTIONS, "max_epochs": 1}, post, ["ann", "bob"], tmp_path / "s")
     assert {node for node, message in grid.sent if message.metadata.group_id == "0"} == {11}
+
+
+def test_an_answer_in_time_is_read_after_the_time_limit(tmp_path):
+    """Answers are read in the order of the clients: one that waits for its turn behind a silent client is not lost."""
+    apps = {
+        node: client_app(
+            Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / f"{node}"
+        )
+        for node in (11, 12)
+    }
+    grid = FakeGrid(apps, {node: {"partition-id": place, "num-partitions": 2} for place, node in enumerate(apps)})
+    post = FlowerPost(grid, 0.5, 0.01)
+    post.meet(3, 60)
+    grid.silent.add(12)
+    answers = post.ask("query", ((client, write_letter("hello", {})) for client in ("bob", "cid")), 0)
+    assert next(answers) == ("bob", "it did not answer within 0 s")
+    time.sleep(0.1)  # what the server does with an answer before it takes the next takes time too
+    client, answer = next(answers)
+    assert client == "cid"
+    assert isinstance(answer, Letter)
 
 
 def test_a_message_of_nonsense_to_a_client(tmp_path):

@@ -74,7 +74,6 @@ CASES = {"letters": (Letters, text), "normed": (Normed, images), "depthwise": (D
 def main(folder):
     from lightning_fed.matching import load_matched
 
-    torch.set_num_threads(1)
     for name, (make, _) in CASES.items():
         module = load_matched(make(), folder / f"{name}.ckpt").eval()
         with torch.no_grad():

@@ -100,7 +100,6 @@ def filled(metric: Metric, *parts) -> Metric:
 
 def work(rank: int, folder: Path) -> None:
     """One of two processes: all metrics on its own batches, twice, and alone again in between."""
-    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     results = {}
     for name, (make, *parts) in CASES.items():

@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 
 _STYPE = "lightning-fed"
 _BETWEEN_QUESTIONS = 10.0  # seconds
+_COLLECTION = 3600.0  # seconds after the time limit for which answers that came in time are kept until they are read
 _LONGEST_KEY = 1000
 _LONGEST_PAUSE, _MARGIN = 3.0, 0.2  # seconds
 
@@ -113,7 +114,8 @@ class FlowerPost:
         """Sends letters and gives the answers in the same order: a letter, or in words why there is none.
 
         Answers wait at the SuperLink until it is their turn, so that no more than one is in memory, and sums are added
-        up in the same order in every run.
+        up in the same order in every run. Messages therefore live longer than the time limit: an answer that came in
+        time is still there after a client before it has used the limit up.
 
         Args:
             kind: The type of the messages.
@@ -126,7 +128,7 @@ class FlowerPost:
         waiting: list[tuple[Client, int | None, str | None]] = []
         for client, letter in letters:
             node = self._node_of(client)
-            sent = None if node is None else self._push(node, kind, letter, f"{round}")
+            sent = None if node is None else self._push(node, kind, letter, f"{round}", self._limit + _COLLECTION)
             self.sent += len(letter.data)
             waiting.append((client, node, sent))
         if self._answered is not None:
@@ -187,8 +189,8 @@ class FlowerPost:
             messages = [Message(content, node, STAY, ttl=self._limit) for node in awake]
             self._stays = list(self._grid.push_messages(messages))
 
-    def _push(self, node: int, kind: str, letter: Letter, group: str, limit: float | None = None) -> str | None:
-        message = Message(to_records(letter), node, kind, ttl=limit or self._limit, group_id=group)
+    def _push(self, node: int, kind: str, letter: Letter, group: str, ttl: float) -> str | None:
+        message = Message(to_records(letter), node, kind, ttl=ttl, group_id=group)
         return next(iter(self._grid.push_messages([message])), None)
 
     def _node_of(self, client: Client) -> int | None:
@@ -203,7 +205,7 @@ class FlowerPost:
         for node in there - self._nodes.keys() - self._asked.keys():
             if self._again.get(node, now) > now:
                 continue
-            sent = self._push(node, HELLO, write_letter("hello", {}), "hello")
+            sent = self._push(node, HELLO, write_letter("hello", {}), "hello", self._limit)
             if sent is not None:
                 self._asked[node] = sent
         for node, sent in list(self._asked.items()):

@@ -1,12 +1,9 @@
 """The server of the case that the run's configuration names."""
 
-import torch
 from flwr.serverapp import ServerApp
 
-torch.set_num_threads(1)
-
-from lightning_fed.engines.flower import server_app  # noqa: E402
-from tests.engines.halves import CASES, OPTIONS, SIZES  # noqa: E402
+from lightning_fed.engines.flower import server_app
+from tests.engines.halves import CASES, OPTIONS, SIZES
 
 app = ServerApp()
 

@@ -1,0 +1,34 @@
+"""The global generators of Python, NumPy and PyTorch in tests: the same for each, whatever was drawn before it."""
+
+import os
+import random
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+SEED_VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")  # what `seed_everything` leaves in the environment
+
+
+def forget_seeds():
+    for name in SEED_VARIABLES:
+        os.environ.pop(name, None)
+
+
+@contextmanager
+def same_random_numbers():
+    """Inside, the global generators start from the same states, without Lightning's seeds; all is put back."""
+    before = {name: os.environ[name] for name in SEED_VARIABLES if name in os.environ}
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    forget_seeds()
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    torch.manual_seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+        forget_seeds()
+        os.environ.update(before)
