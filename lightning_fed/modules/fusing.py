@@ -9,7 +9,6 @@ import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from lightning_fed.messages import State
 from lightning_fed.modules.extraction import evaluating
@@ -216,13 +215,13 @@ def _pointwise(fusion: FusionLayer, place: Extractor) -> nn.Module:
     has_bias = operator.bias is not None
     kinds = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
     point: Any = (  # without values: those of a new layer would be drawn
-        skip_init(nn.Linear, channels, channels, has_bias)
+        nn.Linear(channels, channels, has_bias, device="meta")
         if is_last
-        else skip_init(kinds[ndim], channels, channels, 1, bias=has_bias)
+        else kinds[ndim](channels, channels, 1, bias=has_bias, device="meta")
     )
     with torch.no_grad():
         summed = operator.weight[:, :channels] + operator.weight[:, channels:]
-        point.to(summed.device, summed.dtype)
+        point.to(summed.dtype).to_empty(device=summed.device)
         point.weight.copy_(summed.reshape(point.weight.shape))
         if has_bias:
             point.bias.copy_(operator.bias)
