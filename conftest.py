@@ -9,7 +9,7 @@ import torch
 from tests.generators import SEED_VARIABLES, forget_seeds, same_random_numbers
 
 # The examples of the Flower engine need Flower, an extra.
-collect_ignore_glob = [] if find_spec("flwr") else ["lightning_fed/engines/flower/*.py", "tests/engines/*.py"]
+collect_ignore_glob = [] if find_spec("flwr") else ["lightning_fed/backends/flower/*.py", "tests/backends/flower/*.py"]
 
 # One thread, or as many as the environment says: the processes that tests start read the same variable.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
@@ -19,7 +19,7 @@ forget_seeds()
 
 
 @pytest.fixture(autouse=True)
-def own_random_numbers():
+def seeded_generators():
     """Every test starts from the same global generators; what ran before it does not matter, nor what runs after."""
     with same_random_numbers():
         yield

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.data import ByGroup, Dirichlet
-from lightning_fed.data.camvid import CamVid
+from lightning_fed.datasets.camvid import CamVid
 from lightning_fed.tasks.segmentation import SegmentationTask
 
 BATCH_SIZE = 8

@@ -14,9 +14,9 @@ from common import QUIET, Curve, machine, parser, prepare, run_all, spread, tabl
 from torch.utils.data import Subset
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
-from lightning_fed.aggregators import FedAvg, FedMA
+from lightning_fed.algorithms import FedAvg, FedMA
 from lightning_fed.data import Dirichlet
-from lightning_fed.data.cifar10 import CIFAR10
+from lightning_fed.datasets.cifar10 import CIFAR10
 from lightning_fed.tasks.classification import ClassificationTask
 
 IMAGES, VALIDATION, CLIENTS, GROUP, ROUNDS, BATCH, LR = 4800, 2000, 16, 4, 9, 20, 0.02

@@ -16,9 +16,9 @@ from common import QUIET, Curve, machine, parser, prepare, run_all, spread, tabl
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FederatedDataModule, FederatedTrainer
-from lightning_fed.aggregators import Aggregator, FedAvg, FedMA
-from lightning_fed.data.cifar10 import CIFAR10
+from lightning_fed import Aggregator, FederatedDataModule, FederatedTrainer
+from lightning_fed.algorithms import FedAvg, FedMA
+from lightning_fed.datasets.cifar10 import CIFAR10
 from lightning_fed.tasks.classification import ClassificationTask
 
 IMAGES, TEST, BATCH, ROUNDS, EPOCHS, SHARE, LR = 4000, 2000, 32, 9, 2, 0.95, 0.02

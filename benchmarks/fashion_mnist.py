@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.data import Dirichlet
-from lightning_fed.data.mnist import FashionMNIST
-from lightning_fed.schedule import Schedule
+from lightning_fed.datasets.mnist import FashionMNIST
+from lightning_fed.server.schedule import Schedule
 from lightning_fed.tasks.classification import ClassificationTask
 
 BATCH_SIZE = 20

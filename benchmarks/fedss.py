@@ -25,11 +25,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
-from lightning_fed.aggregators.fedavgm import FedAvgM
+from lightning_fed.algorithms.fedavgm import FedAvgM
+from lightning_fed.algorithms.fedaws.callback import SpreadOut
 from lightning_fed.callbacks import SampledSoftmax
-from lightning_fed.callbacks.spreadout import SpreadOut
 from lightning_fed.data import LabelsPerClient
-from lightning_fed.data.omniglot import Omniglot
+from lightning_fed.datasets.omniglot import Omniglot
 from lightning_fed.metrics.retrieval import MeanAveragePrecisionAtR
 from lightning_fed.modules import SampledSoftmaxHead
 

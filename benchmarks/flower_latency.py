@@ -67,7 +67,7 @@ from flowerlatency.common import *
 from flwr.serverapp import ServerApp
 from lightning_fed.engines.flower import server, post
 
-class Watched(post.FlowerPost):
+class Watched(post.FlowerTransport):
     def ask(self, kind, letters, round):
         note("ask", round=round)
         def watched():
@@ -78,7 +78,7 @@ class Watched(post.FlowerPost):
             yield client, reply
         note("asked", round=round)
 
-server.FlowerPost = Watched
+server.FlowerTransport = Watched
 app = ServerApp()
 
 @app.main()

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_fed.data.omniglot import Omniglot
-from lightning_fed.functional import gradient_noise, sample_negatives, sampled_softmax_loss
+from lightning_fed.algorithms.fedss import gradient_noise, sample_negatives, sampled_softmax_loss
+from lightning_fed.datasets.omniglot import Omniglot
 
 CLASSES, BATCH, COHORT = 964, 32, 16
 SIZES = (0, 5, 10, 20, 50, 100, 200, 500, 900)

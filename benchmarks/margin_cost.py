@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.callbacks import ClassPrototypes
-from lightning_fed.data.shapes import ShapesDataset
+from lightning_fed.datasets.shapes import ShapesDataset
 from lightning_fed.tasks import SegmentationTask
 from lightning_fed.tasks.networks import build_network
 

@@ -16,7 +16,8 @@ import torch
 from common import machine, parser, peak_bytes, prepare, table, write_section
 from torch import Tensor
 
-from lightning_fed.functional import class_sums, maximum_mean_discrepancy, softmax_entropy
+from lightning_fed.algorithms.fedmargin import class_sums
+from lightning_fed.metrics.functional import maximum_mean_discrepancy, softmax_entropy
 
 WIDTH, CLASSES = 512, 21
 WORDS = {

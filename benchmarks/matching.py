@@ -19,8 +19,7 @@ import torchvision
 from common import load_json, machine, parser, prepare, save_json, table, version, write_section
 from scipy.optimize import linear_sum_assignment
 
-from lightning_fed.functional import match_neurons
-from lightning_fed.matching import PermutationGroups
+from lightning_fed.matching import PermutationGroups, match_neurons
 
 CLIENTS = 16
 LAYERS = {  # VGG-9 on CIFAR-10: neurons, numbers of each

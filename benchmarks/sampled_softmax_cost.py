@@ -59,10 +59,10 @@ class Clock(FederatedCallback):
         self.rounds: list[float] = []
         self.bytes = 0
 
-    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.rounds.append(time.process_time())
 
-    def on_request(self, trainer: Any, module: Any, client: Any, request: Any) -> None:
+    def on_client_request(self, trainer: Any, module: Any, client: Any, request: Any) -> None:
         self._begin = time.process_time()
 
     def on_client_start(self, trainer: Any, module: Any, client: Any, broadcast: Any) -> None:

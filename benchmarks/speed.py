@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.data import LazyClients
 from lightning_fed.messages import tensor_bytes
-from lightning_fed.schedule import Schedule, Visit
+from lightning_fed.server.schedule import Schedule, Visit
 from lightning_fed.tasks.networks import build_network
 
 BATCH_SIZE, SAMPLES, COHORT, POPULATION, RATE = 20, 200, 10, 100, 0.05

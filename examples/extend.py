@@ -9,7 +9,7 @@ import argparse
 import lightning as L
 import torch
 from lightning_fed import Aggregator, Broadcast, FederatedCallback, FederatedTrainer
-from lightning_fed.aggregators import FedAvg
+from lightning_fed.algorithms import FedAvg
 from lightning_fed.data import IID
 
 from classifier import Classifier, DigitsDataModule  # the plain project beside this file

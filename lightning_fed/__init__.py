@@ -1,21 +1,18 @@
 """Federated training for PyTorch Lightning: one callback, one Trainer, one epoch per round."""
 
-from lightning_fed.aggregators import Aggregator as Aggregator
-from lightning_fed.callbacks import FedBN as FedBN
-from lightning_fed.callbacks import FederatedCallback as FederatedCallback
-from lightning_fed.callbacks import Federation as Federation
-from lightning_fed.callbacks import FedPer as FedPer
-from lightning_fed.callbacks import FedRep as FedRep
-from lightning_fed.callbacks.blame import ClientFault as ClientFault
+from lightning_fed.backends.client_parallel.strategy import ClientParallelStrategy as ClientParallelStrategy
+from lightning_fed.callbacks.federation import Federation as Federation
 from lightning_fed.callbacks.federation import scheduler_steps as scheduler_steps
-from lightning_fed.data import FederatedDataModule as FederatedDataModule
-from lightning_fed.engines import ClientParallelStrategy as ClientParallelStrategy
-from lightning_fed.functional.options import BadUpdate as BadUpdate
+from lightning_fed.client.client_store import ClientStore as ClientStore
+from lightning_fed.client.client_store import FolderStore as FolderStore
+from lightning_fed.client.client_store import MemoryStore as MemoryStore
+from lightning_fed.data.federated import FederatedDataModule as FederatedDataModule
+from lightning_fed.errors import BadUpdate as BadUpdate
+from lightning_fed.errors import ClientFault as ClientFault
 from lightning_fed.messages import Broadcast as Broadcast
 from lightning_fed.messages import ClientUpdate as ClientUpdate
-from lightning_fed.store import ClientStore as ClientStore
-from lightning_fed.store import FolderStore as FolderStore
-from lightning_fed.store import MemoryStore as MemoryStore
+from lightning_fed.rounds.callback import FederatedCallback as FederatedCallback
+from lightning_fed.server.server import Aggregator as Aggregator
 from lightning_fed.trainer import FederatedTrainer as FederatedTrainer
 
 __version__ = "0.1.0.dev0"
@@ -28,9 +25,6 @@ __all__ = [
     "ClientParallelStrategy",
     "ClientStore",
     "ClientUpdate",
-    "FedBN",
-    "FedPer",
-    "FedRep",
     "FederatedCallback",
     "FederatedDataModule",
     "FederatedTrainer",

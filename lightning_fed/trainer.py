@@ -12,12 +12,13 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_fed.aggregators import Aggregator
-from lightning_fed.callbacks import FederatedProgressBar, Federation
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.callbacks.progress_bar import FederatedProgressBar
+from lightning_fed.client.client_store import ClientStore
 from lightning_fed.data.federated import FederatedDataModule, LoaderDataModule
 from lightning_fed.data.partitions import Partition
-from lightning_fed.state import Selector
-from lightning_fed.store import ClientStore
+from lightning_fed.model.entries import Selector
+from lightning_fed.server.server import Aggregator
 
 
 class FederatedTrainer(L.Trainer):

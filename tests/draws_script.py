@@ -19,9 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FedBN, FederatedCallback, FederatedDataModule, Federation, FedPer, FedRep
-from lightning_fed.aggregators import AGGREGATORS
-from lightning_fed.callbacks import FedAwS, FedFusion, FedSS
+from lightning_fed import FederatedCallback, FederatedDataModule, Federation
+from lightning_fed.algorithms import AGGREGATORS, FedAwS, FedBN, FedFusion, FedPer, FedRep, FedSS
 from lightning_fed.modules import SampledSoftmaxHead
 from tests.conftest import QUIET
 
@@ -65,10 +64,10 @@ class Net(L.LightningModule):
 class ServerNoise(FederatedCallback):
     """Draws from the global generators in the server's hooks."""
 
-    def on_round_start(self, trainer, module):
+    def on_server_round_start(self, trainer, module):
         self.scale = 0.01 * (1 + random.random())
 
-    def on_aggregate(self, trainer, module, state):
+    def on_server_aggregate(self, trainer, module, state):
         for value in state.values():
             if value.is_floating_point():
                 value += self.scale * (torch.randn_like(value) + float(np.random.rand()))  # noqa: NPY002

@@ -75,7 +75,7 @@ class Recorder(FederatedCallback):
         self.down_bytes.append(0)
         self.up_bytes.append(0)
 
-    def on_broadcast(self, trainer, module, client, broadcast):
+    def on_server_send(self, trainer, module, client, broadcast):
         self.down_bytes[-1] += bytes_of(broadcast.state, broadcast.extras)
 
     def on_client_start(self, trainer, module, client, broadcast):
@@ -103,10 +103,10 @@ class Recorder(FederatedCallback):
         visit.end = state_of(module)
         visit.num_samples = update.num_samples
 
-    def on_update(self, trainer, module, update):
+    def on_server_receive(self, trainer, module, update):
         self.up_bytes[-1] += bytes_of(update.state, update.extras)
 
-    def on_aggregate(self, trainer, module, state):
+    def on_server_aggregate(self, trainer, module, state):
         self.aggregates.append({name: value.clone() for name, value in state.items()})
 
     def on_validation_start(self, trainer, module):

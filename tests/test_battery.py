@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FedBN, FederatedCallback, FederatedDataModule, Federation, FedPer
+from lightning_fed import FederatedCallback, FederatedDataModule, Federation
+from lightning_fed.algorithms import FedBN, FedPer
 from lightning_fed.data import ByGroup, LazyClients
 from tests import models
 from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, fit_fixed, state_of

@@ -15,7 +15,7 @@ import pytest
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.callbacks import CommunicationReport
-from lightning_fed.callbacks.round_log import RoundLog
+from lightning_fed.rounds.round_log import RoundLog
 from tests import models
 
 ROOT = Path(__file__).parents[1]
@@ -24,12 +24,12 @@ DOCS = ROOT / "docs"
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 ROOMS = {
     "lightning_fed": "lightning_fed.md",
-    "lightning_fed.aggregators": "aggregators.md",
+    "lightning_fed.algorithms": "aggregators.md",
     "lightning_fed.callbacks": "callbacks.md",
     "lightning_fed.compare": "compare.md",
     "lightning_fed.data": "data.md",
-    "lightning_fed.engines": "engines.md",
-    **({"lightning_fed.engines.flower": "flower.md"} if find_spec("flwr") else {}),
+    "lightning_fed.backends": "engines.md",
+    **({"lightning_fed.backends.flower": "flower.md"} if find_spec("flwr") else {}),
     "lightning_fed.functional": "functional.md",
     "lightning_fed.matching": "matching.md",
     "lightning_fed.metrics": "metrics.md",
@@ -225,7 +225,7 @@ def test_docstrings_become_markdown():
     spec = importlib.util.spec_from_file_location("docstrings", DOCS / "_ext" / "docstrings.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    text = """Mean of :math:`w`, see :class:`~lightning_fed.aggregators.FedAvg` and :meth:`mean`.
+    text = """Mean of :math:`w`, see :class:`~lightning_fed.algorithms.FedAvg` and :meth:`mean`.
 
     .. math:: a = b,
         c = d
@@ -246,7 +246,7 @@ def test_docstrings_become_markdown():
         >>> 1 + 1
         2
     """
-    fedavg = '<autoref optional identifier="lightning_fed.aggregators.FedAvg"><code>FedAvg</code></autoref>'
+    fedavg = '<autoref optional identifier="lightning_fed.algorithms.FedAvg"><code>FedAvg</code></autoref>'
     assert module.as_markdown(text) == expected.replace("FEDAVG", fedavg)
 
 

@@ -30,19 +30,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_fed import (
-    FedBN,
-    FederatedCallback,
-    FederatedDataModule,
-    FederatedTrainer,
-    Federation,
-    FedPer,
-    scheduler_steps,
-)
-from lightning_fed.aggregators import FairAvg, FedAvg
-from lightning_fed.callbacks.door import check_trainer
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation, scheduler_steps
+from lightning_fed.algorithms import FairAvg, FedAvg, FedBN, FedPer
 from lightning_fed.data import IID, ByGroup, Dirichlet, LazyClients
-from lightning_fed.functional.options import OptionError
+from lightning_fed.errors import OptionError
+from lightning_fed.rounds.trainer_checks import check_trainer
 from tests import models
 from tests.conftest import QUIET
 from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
@@ -656,7 +648,7 @@ class Interrupted(FederatedCallback):
         self.error = error
         self.globals = []
 
-    def on_aggregate(self, trainer, module, state):
+    def on_server_aggregate(self, trainer, module, state):
         self.globals.append(copy.deepcopy(state))
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):

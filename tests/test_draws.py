@@ -24,9 +24,10 @@ from lightning_fed import (
     metrics,
 )
 from lightning_fed import data as data_package
-from lightning_fed.data import IID, Dirichlet, LabelsPerClient, QuantitySkew, Shapes, Shards, Synthetic
-from lightning_fed.modules.extraction import extract_features
-from lightning_fed.modules.fusing import fuse, unwrap
+from lightning_fed.algorithms.fedfusion.model_surgery import fuse, unwrap
+from lightning_fed.data import IID, Dirichlet, LabelsPerClient, QuantitySkew, Shards
+from lightning_fed.datasets import Shapes, Synthetic
+from lightning_fed.model.feature_extraction import extract_features
 from tests.conftest import QUIET
 from tests.draws_script import JOBS, Net, examples
 from tests.recorders import assert_same

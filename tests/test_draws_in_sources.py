@@ -27,7 +27,7 @@ LAYERS = {
     if isinstance(layer, type) and hasattr(layer, "reset_parameters") and "Norm" not in name
 }
 LOADERS = {"DataLoader", "RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler", "random_split"}
-PUT_BACK = {"own_random_numbers", "torch.random.fork_rng"}
+PUT_BACK = {"seeded_generators", "torch.random.fork_rng"}
 
 ALLOWED = {
     # What a user's model is made of draws as the layers of PyTorch do.
@@ -64,7 +64,7 @@ ALLOWED = {
     "ClientRunner.answer": "the app of a client",
     "run_server": "the app of the server",
     "seed_everything": "the function itself",
-    "own_random_numbers": "the function itself",
+    "seeded_generators": "the function itself",
 }
 
 
@@ -186,7 +186,7 @@ def test_what_draws_is_found(line):
         "import torch\ntorch.rand(2, generator=generator)",
         "import numpy as np\nnp.random.default_rng(3).random()",
         "import torch\nwith torch.random.fork_rng(devices=[]):\n    torch.manual_seed(1)",
-        "with own_random_numbers(3):\n    seed_everything(1)",
+        "with seeded_generators(3):\n    seed_everything(1)",
         "from torch import nn\nnn.ReLU()\nnn.LayerNorm(3)\nnn.init.zeros_(weight)",
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fed import ClientUpdate
-from lightning_fed.aggregators import FedAvg
+from lightning_fed.algorithms import FedAvg
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SETTINGS = {

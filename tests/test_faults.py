@@ -23,11 +23,11 @@ from lightning_fed import (
     FederatedTrainer,
     Federation,
 )
-from lightning_fed.aggregators import AveragingAggregator, FedAvg
-from lightning_fed.callbacks.failed_rounds import FailedRounds
+from lightning_fed.algorithms import AveragingAggregator, FedAvg
 from lightning_fed.data import LazyClients
-from lightning_fed.desk import RoundReport
-from lightning_fed.server import Server
+from lightning_fed.rounds.failed_rounds import FailedRounds
+from lightning_fed.server.interface import RoundReport
+from lightning_fed.server.server import Server
 
 ROUNDS = 3
 BATCH = 4
@@ -593,7 +593,7 @@ def test_failed_rounds_in_a_row_end_the_fit(limit, rounds, caplog):
 
 def test_a_round_that_succeeds_begins_the_count_anew():
     class Watch(FederatedCallback):
-        def on_update(self, trainer, module, update):
+        def on_server_receive(self, trainer, module, update):
             if trainer.current_epoch % 2 == 0:
                 NAN_BODY(update)
 

@@ -73,7 +73,7 @@ def test_a_callback_that_changes_weights_after_a_batch_changes_the_update_and_no
                     parameter.clamp_(-0.1, 0.1)
 
     class Stretch(FederatedCallback):
-        def on_aggregate(self, trainer, module, state):
+        def on_server_aggregate(self, trainer, module, state):
             for name in state:
                 state[name] = state[name] + 1
 
@@ -94,10 +94,10 @@ class HalfDown(FederatedCallback):
     def __init__(self):
         self.received = []
 
-    def on_broadcast(self, trainer, module, client, broadcast):
+    def on_server_send(self, trainer, module, client, broadcast):
         broadcast.state = {name: value.half() for name, value in broadcast.state.items()}
 
-    def on_receive(self, trainer, module, client, broadcast):
+    def on_client_receive(self, trainer, module, client, broadcast):
         self.received.append(next(iter(broadcast.state.values())).dtype)
         broadcast.state = {name: value.float() for name, value in broadcast.state.items()}
 
@@ -218,7 +218,7 @@ def test_a_module_counts_the_batches_of_a_visit_as_in_a_fit_of_its_own(federated
     module, updates = Accumulating(), {}
 
     class Watch(FederatedCallback):
-        def on_update(self, trainer, module, update):
+        def on_server_receive(self, trainer, module, update):
             updates[update.client] = {name: value.clone() for name, value in update.state.items()}
 
     federated_trainer(max_rounds=1, local_epochs=2, callbacks=[Watch()]).fit(module, loaders, loader)

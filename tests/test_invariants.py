@@ -13,16 +13,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import ClientUpdate, FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
-from lightning_fed.aggregators import FairAvg, FedAtt, FedAvg, FedAvgM, FedDANE, FedMargin, FedProx, FeSEM
+from lightning_fed.algorithms import FairAvg, FedAtt, FedAvg, FedAvgM, FedDANE, FedMargin, FedProx, FeSEM
 from lightning_fed.data import ByGroup, LazyClients
 from tests import models
 from tests.recorders import Recorder, assert_same, bytes_of, fit_fixed, state_of
-from tests.references import (
-    average_reference,
-    epoch_reference,
-    fedavg_reference,
-    visit_seed_reference,
-)
+from tests.references import average_reference, epoch_reference, fedavg_reference, visit_seed_reference
 
 # Most fits here only train, with modules that could validate.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -489,16 +484,16 @@ def test_what_a_callback_adds_is_counted(federated_trainer):
     """Extras, and a message that a callback makes smaller."""
 
     class Method(Recorder):
-        def on_broadcast(self, trainer, module, client, broadcast):
+        def on_server_send(self, trainer, module, client, broadcast):
             broadcast.extras["classes"] = torch.arange(3)
-            super().on_broadcast(trainer, module, client, broadcast)
+            super().on_server_send(trainer, module, client, broadcast)
 
         def on_client_end(self, trainer, module, client, update):
             update.state = {name: value.half() for name, value in update.state.items()}
             update.extras["prototypes"] = torch.zeros(2, 5)
 
-        def on_update(self, trainer, module, update):
-            super().on_update(trainer, module, update)
+        def on_server_receive(self, trainer, module, update):
+            super().on_server_receive(trainer, module, update)
             update.state = {name: value.float() for name, value in update.state.items()}
 
     method = Method()

@@ -1,34 +1,28 @@
-"""Lightning callbacks: the federation itself, and what looks at it."""
+"""What a user adds to a Trainer: the federation, pictures, reports; and the methods' own callbacks."""
 
-from lightning_fed.callbacks.attention_map import AttentionMap as AttentionMap
-from lightning_fed.callbacks.center_evaluation import CenterEvaluation as CenterEvaluation
+from lightning_fed.algorithms.fedaws.callback import SpreadOut as SpreadOut
+from lightning_fed.algorithms.feddane.gradient_correction import GradientCorrection as GradientCorrection
+from lightning_fed.algorithms.fedfusion.callback import FeatureFusion as FeatureFusion
+from lightning_fed.algorithms.fedma.callback import LayerwiseTraining as LayerwiseTraining
+from lightning_fed.algorithms.fedmargin.attention_map import AttentionMap as AttentionMap
+from lightning_fed.algorithms.fedmargin.callback import ClassPrototypes as ClassPrototypes
+from lightning_fed.algorithms.fedmargin.prototype_plots import PrototypePlots as PrototypePlots
+from lightning_fed.algorithms.fedrep import HeadThenBody as HeadThenBody
+from lightning_fed.algorithms.fedss.callback import SampledSoftmax as SampledSoftmax
+from lightning_fed.algorithms.fesem.center_evaluation import CenterEvaluation as CenterEvaluation
+from lightning_fed.algorithms.proximal_term import ProximalTerm as ProximalTerm
+from lightning_fed.callbacks.class_confusion import Confusion as Confusion
+from lightning_fed.callbacks.class_confusion import OwnClassConfusion as OwnClassConfusion
 from lightning_fed.callbacks.communication import CommunicationReport as CommunicationReport
 from lightning_fed.callbacks.communication import PartTraffic as PartTraffic
 from lightning_fed.callbacks.communication import Traffic as Traffic
-from lightning_fed.callbacks.feature_fusion import FeatureFusion as FeatureFusion
-from lightning_fed.callbacks.federated_callback import FederatedCallback as FederatedCallback
 from lightning_fed.callbacks.federation import Federation as Federation
 from lightning_fed.callbacks.federation import find_federation as find_federation
-from lightning_fed.callbacks.gradient_correction import GradientCorrection as GradientCorrection
-from lightning_fed.callbacks.head_then_body import HeadThenBody as HeadThenBody
-from lightning_fed.callbacks.images import SegmentationImages as SegmentationImages
-from lightning_fed.callbacks.layerwise import LayerwiseTraining as LayerwiseTraining
 from lightning_fed.callbacks.local_evaluation import LocalEvaluation as LocalEvaluation
-from lightning_fed.callbacks.own_class_confusion import Confusion as Confusion
-from lightning_fed.callbacks.own_class_confusion import OwnClassConfusion as OwnClassConfusion
-from lightning_fed.callbacks.presets import FedAwS as FedAwS
-from lightning_fed.callbacks.presets import FedBN as FedBN
-from lightning_fed.callbacks.presets import FedFusion as FedFusion
-from lightning_fed.callbacks.presets import FedPer as FedPer
-from lightning_fed.callbacks.presets import FedRep as FedRep
-from lightning_fed.callbacks.presets import FedSS as FedSS
-from lightning_fed.callbacks.progress import FederatedProgressBar as FederatedProgressBar
-from lightning_fed.callbacks.prototype_plots import PrototypePlots as PrototypePlots
-from lightning_fed.callbacks.prototypes import ClassPrototypes as ClassPrototypes
-from lightning_fed.callbacks.proximal import ProximalTerm as ProximalTerm
-from lightning_fed.callbacks.sampled_softmax import SampledSoftmax as SampledSoftmax
+from lightning_fed.callbacks.progress_bar import FederatedProgressBar as FederatedProgressBar
 from lightning_fed.callbacks.segmentation_grid import segmentation_grid as segmentation_grid
-from lightning_fed.callbacks.spreadout import SpreadOut as SpreadOut
+from lightning_fed.callbacks.segmentation_images import SegmentationImages as SegmentationImages
+from lightning_fed.rounds.callback import FederatedCallback as FederatedCallback
 
 __all__ = [
     "AttentionMap",
@@ -37,12 +31,6 @@ __all__ = [
     "CommunicationReport",
     "Confusion",
     "FeatureFusion",
-    "FedAwS",
-    "FedBN",
-    "FedFusion",
-    "FedPer",
-    "FedRep",
-    "FedSS",
     "FederatedCallback",
     "FederatedProgressBar",
     "Federation",

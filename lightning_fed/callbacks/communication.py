@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import lightning as L
 from torch import Tensor
 
-from lightning_fed.callbacks.federated_callback import FederatedCallback
+from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.functional.options import OptionError, check_count
+from lightning_fed.errors import OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, distinct, tensor_bytes
-from lightning_fed.state import live_entries
+from lightning_fed.model.entries import live_entries
+from lightning_fed.rounds.callback import FederatedCallback
 
 _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
 
@@ -136,7 +137,7 @@ class CommunicationReport(FederatedCallback):
         if missing:
             raise OptionError(f"Expected `parts` to be prefixes of the entries' names, but none begins with {missing}.")
 
-    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Forgets what was counted of this round and later ones: it was broken off, or of another fit."""
         now = trainer.current_epoch
         self._visits = {key: traffic for key, traffic in self._visits.items() if key[0] < now}
@@ -145,18 +146,22 @@ class CommunicationReport(FederatedCallback):
         for round in sorted({round for round, _ in self._visits if round < now - self.client_rounds}):
             self._sum_up(round)
 
-    def on_request(self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request) -> None:
+    def on_client_request(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
+    ) -> None:
         """Looks at the request, which other callbacks have yet to fill in."""
         self._request = request
 
-    def on_receive(self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast) -> None:
+    def on_client_receive(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
         """Counts the client's request and the broadcast that answers it."""
         request, parts = self._request, {**self._by_part(broadcast.state), _EXTRAS: broadcast.extras}
         for part, tensors in parts.items():
             self._add(trainer, client, part, tensors, "down")
         self._add(trainer, client, _REQUEST, {**distinct(request.rows), **request.extras}, "up")
 
-    def on_update(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
+    def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
         """Counts the client's answer."""
         for part, tensors in {**self._by_part(update.state), _EXTRAS: update.extras}.items():
             self._add(trainer, update.client, part, tensors, "up")
@@ -184,7 +189,7 @@ class CommunicationReport(FederatedCallback):
             if count and full:
                 values[f"comm/{name}_share"] = _total(visits, field) / (count * full)
         if values:
-            find_federation(trainer).log_book.put(trainer, round, values)
+            find_federation(trainer).round_log.put(trainer, round, values)
 
     def state_dict(self) -> dict[str, Any]:
         """See the class's note."""

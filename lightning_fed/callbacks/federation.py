@@ -14,28 +14,28 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_fed.aggregators import Aggregator, build_aggregator
-from lightning_fed.callbacks.blame import note_on
-from lightning_fed.callbacks.clients import Clients
-from lightning_fed.callbacks.door import add_callbacks, check_schedulers, put_first, ranks_of
-from lightning_fed.callbacks.elsewhere import Elsewhere
-from lightning_fed.callbacks.open_round import federated_callbacks
-from lightning_fed.callbacks.policies import check_sliced, decide_policies
-from lightning_fed.callbacks.pooled_log import PooledLog
-from lightning_fed.callbacks.round_log import RoundLog
-from lightning_fed.callbacks.round_loop import BatchNormMode, RoundLoop
-from lightning_fed.callbacks.takeover import Takeover, check_loader
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.backends.client_parallel.distributed_log import DistributedLog
+from lightning_fed.client.client_store import ClientStore, build_store
+from lightning_fed.client.local_model import LocalModel
 from lightning_fed.data.partitions import Partition
-from lightning_fed.data.population import PlannedVisit, Population, own_random_numbers
-from lightning_fed.data.rounds import RoundLoader
-from lightning_fed.desk import Desk
-from lightning_fed.functional.options import check_count, check_option
+from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
+from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.messages import Client, State
-from lightning_fed.schedule import Cohort, Schedule, default_seed
-from lightning_fed.server import Server
-from lightning_fed.state import Policy, Selector, check_selectors
-from lightning_fed.store import ClientStore, build_store
-from lightning_fed.visit import LocalModel
+from lightning_fed.method import build_aggregator
+from lightning_fed.model.entries import Policy, Selector, check_selectors
+from lightning_fed.rounds.client_errors import note_on
+from lightning_fed.rounds.clients import Clients
+from lightning_fed.rounds.entry_policies import check_sliced, decide_policies
+from lightning_fed.rounds.loop import BatchNormMode, RoundLoop
+from lightning_fed.rounds.overridden import TrainerOverrides, check_loader
+from lightning_fed.rounds.remote import RemoteSide
+from lightning_fed.rounds.round import federated_callbacks
+from lightning_fed.rounds.round_log import RoundLog
+from lightning_fed.rounds.trainer_checks import add_callbacks, check_schedulers, process_group_of, put_first
+from lightning_fed.server.interface import ServerInterface
+from lightning_fed.server.schedule import Cohort, Schedule, default_seed
+from lightning_fed.server.server import Aggregator, Server
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Federation(L.Callback):
     ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint`` and epoch-interval schedulers count rounds.
 
     Args:
-        aggregator: The server's rule, an object or a name of :data:`~lightning_fed.aggregators.AGGREGATORS`.
+        aggregator: The server's rule, an object or a name of :data:`~lightning_fed.algorithms.AGGREGATORS`.
         partition: How the data of a datamodule's or module's ``train_dataloader`` are split into clients; ``None`` with
             a :class:`~lightning_fed.data.FederatedDataModule`, which brings them.
         clients_per_round: Number of clients in a round (int) or fraction of all (float in (0, 1]).
@@ -68,7 +68,7 @@ class Federation(L.Callback):
             (``"personal"``, FedBN), or those the model came with, also in training (``"frozen"``).
         optimizer_state: Every visit starts with fresh optimizer state (``"reset"``), or with the client's (``"keep"``).
         store: Where clients keep what is theirs between visits: a folder (for many clients), a
-            :class:`~lightning_fed.store.ClientStore`, or memory (``None``).
+            :class:`~lightning_fed.client.client_store.ClientStore`, or memory (``None``).
         evaluate_clients_every: Rounds between evaluations client by client, where the validation data are a mapping of
             clients; 0 for never, also in ``trainer.validate`` and ``trainer.test``.
         vectorize: At most how many clients train at once, for small models; where they cannot, the log says why.
@@ -130,7 +130,7 @@ class Federation(L.Callback):
         check_option("optimizer_state", optimizer_state, ("reset", "keep"))
         if not (partition is None or isinstance(partition, Partition)):
             raise TypeError(f"Expected `partition` to be a Partition object such as `IID(10)`, but got {partition!r}.")
-        self.server: Desk = Server(build_aggregator(aggregator), min_clients)
+        self.server: ServerInterface = Server(build_aggregator(aggregator), min_clients)
         self._fresh_aggregator = copy.deepcopy(self.server.aggregator.state_dict())
         self.partition = partition
         seed = default_seed() if seed is None else seed
@@ -148,13 +148,13 @@ class Federation(L.Callback):
         self._is_fit = True
         self._is_planned = False  # whether the fit's first round is
         self._trainer: L.Trainer | None = None
-        self._taken: Takeover | None = None
+        self._taken: TrainerOverrides | None = None
         self._generators = ExitStack()  # as the fit has found them
         self._reset()
 
-    def _reset(self, elsewhere: Elsewhere | None = None) -> None:
+    def _reset(self, remote: RemoteSide | None = None) -> None:
         parts = self.server, self.schedule, self.store, self.batch_norm, self.optimizer_state, self.partial_work
-        self._loop = RoundLoop(*parts, self.max_failed_rounds, elsewhere)
+        self._loop = RoundLoop(*parts, self.max_failed_rounds, remote)
         self._clients = Clients(self._loop)
 
     def replace(self, **changes: Any) -> Federation:
@@ -169,10 +169,10 @@ class Federation(L.Callback):
         made.client_callbacks = self.client_callbacks
         return made
 
-    def take_apart(self, elsewhere: Elsewhere) -> None:
+    def take_apart(self, remote: RemoteSide) -> None:
         """Leaves one half of the federation to another machine: what an engine does before a fit."""
-        self.server = elsewhere.desk(self.server)
-        self._reset(elsewhere)
+        self.server = remote.interface(self.server)
+        self._reset(remote)
 
     @property
     def rounds(self) -> int:
@@ -180,9 +180,9 @@ class Federation(L.Callback):
         return self._loop.rounds
 
     @property
-    def log_book(self) -> RoundLog:
+    def round_log(self) -> RoundLog:
         """Where a round's numbers are logged."""
-        return self._loop.log_book
+        return self._loop.round_log
 
     @property
     def current_visit(self) -> PlannedVisit | None:
@@ -258,22 +258,22 @@ class Federation(L.Callback):
         """Checks the Trainer, puts the round's loader in place, adds the callbacks that the aggregator needs."""
         self._is_fit, self._clients.is_lost = stage == "fit", False
         self._is_planned = False
-        pooled = [PooledLog()] if ranks_of(trainer).size > 1 else []
+        pooled = [DistributedLog()] if process_group_of(trainer).size > 1 else []
         add_callbacks(trainer, self, [*self.client_callbacks, *self.server.aggregator.required_callbacks(), *pooled])
         previous, self._trainer = self._trainer, trainer
         if stage != "fit":
             return
         self._give_back()
-        book, rounds, failed = self.log_book, self.rounds, self._loop.failed_rounds
-        self._reset(self._loop.elsewhere)
+        book, rounds, failed = self.round_log, self.rounds, self._loop.failed_rounds
+        self._reset(self._loop.remote)
         self._loop.trainer = trainer
         if rounds and previous is trainer and trainer.current_epoch == rounds:  # its `max_epochs` was raised
-            self._loop.log_book, self._loop.rounds, self._loop.failed_rounds = book, rounds, failed
+            self._loop.round_log, self._loop.rounds, self._loop.failed_rounds = book, rounds, failed
             self.store.restore(rounds, self.store.checkpoint(rounds))
         else:
             self.server.aggregator.load_state_dict(copy.deepcopy(self._fresh_aggregator))
         put_first(trainer, self, Federation)
-        self._taken = Takeover(trainer, pl_module, self._loop, self.partition, self._plan)
+        self._taken = TrainerOverrides(trainer, pl_module, self._loop, self.partition, self._plan)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what travels, before anything trains."""
@@ -283,16 +283,16 @@ class Federation(L.Callback):
         check_sliced(pl_module, self._loop.policies, self.server.aggregator, self.batch_norm, self.optimizer_state)
         assert self._taken is not None
         self._taken.freeze(pl_module, self._loop.policies)
-        self._loop.put_together(self.vectorize, self.find_population)
+        self._loop.plan_visit_groups(self.vectorize, self.find_population)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Makes sure that the Trainer's loader is ours, and puts the states of the global generators aside."""
         check_loader(trainer)
-        self._generators.enter_context(own_random_numbers())
-        self.log_book.show(trainer)  # a fit that was resumed between a round's end and its checkpoint needs them
+        self._generators.enter_context(seeded_generators())
+        self.round_log.show(trainer)  # a fit that was resumed between a round's end and its checkpoint needs them
         if self.rounds == 0:
             self.store.restore(0, {})
-        self.store.start(ranks_of(trainer))
+        self.store.start(process_group_of(trainer))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Lets checkpoints inside a round count steps again: the last round's x-axis would name them all alike."""
@@ -315,7 +315,7 @@ class Federation(L.Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives the validation metrics the round as their x-axis."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self.log_book.put_axis(pl_module, self.rounds - 1)
+            self.round_log.put_axis(pl_module, self.rounds - 1)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the clients, before any checkpoint is saved by what they reach."""
@@ -337,7 +337,7 @@ class Federation(L.Callback):
         self._loop.cut_short()
         self._loop.progress.end_epoch()
         self._loop.rounds = trainer.current_epoch + 1  # also where nothing came of the round
-        self.log_book.put_axis(pl_module, self.rounds - 1)  # also where the fit was resumed after the round's batches
+        self.round_log.put_axis(pl_module, self.rounds - 1)  # also where the fit was resumed after the round's batches
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, also where the fit ended inside a round.
@@ -371,7 +371,7 @@ class Federation(L.Callback):
         return {
             "rounds": self.rounds,
             "seed": self.schedule.seed,
-            "totals": self.log_book.state_dict(),
+            "totals": self.round_log.state_dict(),
             "failed_rounds": self._loop.failed_rounds.state_dict(),
             "aggregator": self.server.aggregator.state_dict() if self._loop.open is None else self.server.state_before,
             "store": self.store.checkpoint(self.rounds),
@@ -383,7 +383,7 @@ class Federation(L.Callback):
         then, now = state_dict["seed"], self.schedule.seed
         if then != now:
             _log.warning("The checkpoint's rounds were drawn with seed %d; from now on it is seed %d.", then, now)
-        self.log_book.load_state_dict(state_dict["totals"])
+        self.round_log.load_state_dict(state_dict["totals"])
         self._loop.failed_rounds.load_state_dict(state_dict["failed_rounds"])
         self.server.aggregator.load_state_dict(state_dict["aggregator"])
         self._clients.restore(self.rounds, state_dict["store"], must=self._is_fit)
@@ -418,7 +418,7 @@ class Federation(L.Callback):
         """
         is_manual = not trainer.lightning_module.automatic_optimization
         stepwise = [config for config in trainer.lr_scheduler_configs if is_manual or config.interval == "step"]
-        if not self._is_planned or not stepwise or self._loop.elsewhere is not None:
+        if not self._is_planned or not stepwise or self._loop.remote is not None:
             return
         estimate, steps = trainer.estimated_stepping_batches, scheduler_steps(trainer)
         if estimate != steps:

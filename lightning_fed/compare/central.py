@@ -15,16 +15,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from torch import nn
 
-from lightning_fed.callbacks import Federation
-from lightning_fed.callbacks.client_evaluation import Stage, evaluate_clients
-from lightning_fed.callbacks.door import TakenHook, find_loader_owner
-from lightning_fed.callbacks.policies import freeze_parameters
-from lightning_fed.cli import FederatedCLI
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.cli.main import FederatedCLI
 from lightning_fed.compare.methods import CENTRAL
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_loader
 from lightning_fed.data.population import seed_everything
-from lightning_fed.schedule import derive_seed
-from lightning_fed.state import entry_policies
+from lightning_fed.model.entries import entry_policies
+from lightning_fed.rounds.client_evaluation import Stage, evaluate_clients
+from lightning_fed.rounds.entry_policies import freeze_parameters
+from lightning_fed.rounds.trainer_checks import OverriddenMethod, find_loader_owner
+from lightning_fed.server.schedule import derive_seed
 
 
 def check_central(cli: FederatedCLI) -> None:
@@ -133,7 +133,7 @@ class _PooledRounds(Callback):
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
-        self._loader: TakenHook | None = None
+        self._loader: OverriddenMethod | None = None
         self._frozen: list[nn.Parameter] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -147,7 +147,7 @@ class _PooledRounds(Callback):
             loader = self._loader.original()
             return _Rounds(loader, _passes(loader, datamodule, federation), trainer, federation.schedule.seed)
 
-        self._loader = TakenHook(find_loader_owner(trainer, pl_module), "train_dataloader", cache(make_rounds))
+        self._loader = OverriddenMethod(find_loader_owner(trainer, pl_module), "train_dataloader", cache(make_rounds))
         self._frozen = freeze_parameters(pl_module, entry_policies(pl_module, frozen=federation.frozen))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import lightning as L
 import yaml  # type: ignore[import-untyped]
 
-from lightning_fed.aggregators import AGGREGATORS
-from lightning_fed.callbacks import FedAwS, FedBN, Federation, FedFusion, FedPer, FedRep, FedSS
+from lightning_fed.algorithms.presets import FedAwS, FedBN, FedFusion, FedPer, FedRep, FedSS
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.method import AGGREGATORS
 
 PRESETS: dict[str, Callable[..., Federation]] = {
     "fedaws": FedAwS,

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import lightning as L
 
-from lightning_fed.data.population import own_random_numbers
-from lightning_fed.functional.options import check_count, check_option
+from lightning_fed.algorithms.fedfusion.model_surgery import find_fusion
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.data.population import seeded_generators
 from lightning_fed.messages import Client
-from lightning_fed.modules.fusing import find_fusion
-from lightning_fed.schedule import client_key, derive_seed
-from lightning_fed.state import copy_state
+from lightning_fed.model.entries import copy_state
+from lightning_fed.server.schedule import client_key, derive_seed
 
 _QUIET: dict[str, Any] = {
     "logger": False,
@@ -76,7 +76,7 @@ def train_newcomers(
             if fusion is not None:
                 fusion.refer()
             curve = _Curve(monitor)
-            with own_random_numbers(derive_seed(seed, client_key(client))):
+            with seeded_generators(derive_seed(seed, client_key(client))):
                 trainer = L.Trainer(**{**_QUIET, **trainer_options, "max_epochs": max_epochs, "callbacks": [curve]})
                 trainer.validate(module, val, verbose=False)
                 trainer.fit(module, train, val)

@@ -18,13 +18,13 @@ from typing import Any, TextIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_fed.cli import FederatedCLI
+from lightning_fed.cli.main import FederatedCLI
 from lightning_fed.compare.central import check_central
 from lightning_fed.compare.methods import CENTRAL, Method
 from lightning_fed.compare.run import Run, evaluate, quiet, train
 from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.files import write_whole
-from lightning_fed.state import entry_policies
+from lightning_fed.model.entries import entry_policies
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ModelSummary, Prog
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_fed.aggregators import Aggregator
-from lightning_fed.cli import FederatedCLI
+from lightning_fed.cli.main import FederatedCLI
 from lightning_fed.compare.central import central_trainer
 from lightning_fed.compare.methods import Method
 from lightning_fed.files import RoundCheckpoint
+from lightning_fed.server.server import Aggregator
 
 CHECKPOINT = "last.ckpt"
 """Name of a run's checkpoint after its last complete round."""

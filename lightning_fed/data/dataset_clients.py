@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from lightning_fed.data.arrays import ArrayDataset
+from lightning_fed.data.interleave import in_turns, one_by_one
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem, client_keys, seed_everything
-from lightning_fed.data.turns import in_turns, one_by_one
 from lightning_fed.messages import Client
-from lightning_fed.schedule import derive_seed
+from lightning_fed.server.schedule import derive_seed
 
 SampleTransform: TypeAlias = Callable[[Any], Any]
 

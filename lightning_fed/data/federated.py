@@ -20,7 +20,7 @@ from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource, P
 from lightning_fed.data.loader_clients import LoaderClients, check_client_loader
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import LazyClients, Population, client_keys
-from lightning_fed.functional.options import OptionError
+from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
 
 ClientData: TypeAlias = Dataset[Any] | Iterable[Any]

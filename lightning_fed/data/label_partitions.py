@@ -9,7 +9,10 @@ from typing import Any, Literal, final
 import numpy as np
 import numpy.typing as npt
 
-from lightning_fed.data.dealing import (
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.data.labels import MapDataset, labels_of
+from lightning_fed.data.partition_base import NumberedPartition
+from lightning_fed.data.sample_assignment import (
     IndexArray,
     PartitionError,
     cut,
@@ -20,9 +23,6 @@ from lightning_fed.data.dealing import (
     number_classes,
     parts_of_owners,
 )
-from lightning_fed.data.labels import MapDataset, labels_of
-from lightning_fed.data.partition_base import NumberedPartition
-from lightning_fed.functional.options import check_count, check_option
 
 LabelFn = Callable[[Any], int]
 """Function of a sample that gives its label."""

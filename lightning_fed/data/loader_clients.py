@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
+from lightning_fed.data.interleave import in_turns, one_by_one
 from lightning_fed.data.population import PlannedVisit, Population, StreamItem, batch_length, client_keys
-from lightning_fed.data.turns import in_turns, one_by_one
 from lightning_fed.messages import Client
-from lightning_fed.schedule import Visit
+from lightning_fed.server.schedule import Visit
 
 
 class LoaderClients(Population):

@@ -8,9 +8,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from lightning_fed.data.dealing import IndexArray, PartitionError
+from lightning_fed.argument_checks import check_count
 from lightning_fed.data.labels import MapDataset, length_of
-from lightning_fed.functional.options import check_count
+from lightning_fed.data.sample_assignment import IndexArray, PartitionError
 from lightning_fed.messages import Client
 
 _log = logging.getLogger(__name__)

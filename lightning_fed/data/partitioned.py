@@ -9,12 +9,12 @@ import numpy as np
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from lightning_fed.data.dataset_clients import DatasetClients, PartitionedSource, SampleTransform
-from lightning_fed.data.dealing import IndexArray
 from lightning_fed.data.federated import FederatedDataModule, split_loader
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population
+from lightning_fed.data.sample_assignment import IndexArray
 from lightning_fed.messages import Client
-from lightning_fed.schedule import client_key, default_seed
+from lightning_fed.server.schedule import client_key, default_seed
 
 FORWARDED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "predict_dataloader")
 
@@ -46,7 +46,8 @@ class PartitionedData(FederatedDataModule):
         TypeError: In `setup`, if there is no training loader over a map-style data set.
 
     Example:
-        >>> from lightning_fed.data import LabelsPerClient, Shapes
+        >>> from lightning_fed.data import LabelsPerClient
+        >>> from lightning_fed.datasets import Shapes
         >>> shapes = Shapes(num_train=40, image_size=16, task="classification")
         >>> data = PartitionedData(shapes, LabelsPerClient(num_clients=4, labels_per_client=2), val_fraction=0.2)
         >>> data.setup("fit")

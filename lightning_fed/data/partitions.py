@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.data.dealing import (
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.data.label_partitions import Dirichlet as Dirichlet
+from lightning_fed.data.label_partitions import LabelsPerClient as LabelsPerClient
+from lightning_fed.data.label_partitions import Shards as Shards
+from lightning_fed.data.labels import MapDataset, groups_of, length_of
+from lightning_fed.data.partition_base import NumberedPartition
+from lightning_fed.data.partition_base import Partition as Partition
+from lightning_fed.data.sample_assignment import (
     IndexArray,
     PartitionError,
     cut,
@@ -27,13 +34,6 @@ from lightning_fed.data.dealing import (
     parts_of_owners,
     pixel_permutation,
 )
-from lightning_fed.data.label_partitions import Dirichlet as Dirichlet
-from lightning_fed.data.label_partitions import LabelsPerClient as LabelsPerClient
-from lightning_fed.data.label_partitions import Shards as Shards
-from lightning_fed.data.labels import MapDataset, groups_of, length_of
-from lightning_fed.data.partition_base import NumberedPartition
-from lightning_fed.data.partition_base import Partition as Partition
-from lightning_fed.functional.options import check_count, check_option
 from lightning_fed.messages import Client
 
 

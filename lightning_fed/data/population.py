@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_fed.messages import Client
-from lightning_fed.schedule import Visit
+from lightning_fed.server.schedule import Visit
 
 
 @dataclass
@@ -169,7 +169,7 @@ def seed_everything(seed: int) -> None:
 
 
 @contextmanager
-def own_random_numbers(seed: int | None = None) -> Iterator[None]:
+def seeded_generators(seed: int | None = None) -> Iterator[None]:
     """The global generators of :func:`seed_everything` go on afterwards as if nothing had been drawn from them.
 
     Args:
@@ -177,7 +177,7 @@ def own_random_numbers(seed: int | None = None) -> Iterator[None]:
 
     Example:
         >>> seed_everything(1)
-        >>> with own_random_numbers():
+        >>> with seeded_generators():
         ...     inside = torch.rand(1)
         >>> torch.equal(torch.rand(1), inside)
         True

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_fed.functional.permutation import PermutationGroup, grow_neurons, permute_neurons
-from lightning_fed.functional.wide import wide_device
-from lightning_fed.resize import fit_layers, named_tensors
+from lightning_fed.matching.permutation import PermutationGroup, grow_neurons, permute_neurons
+from lightning_fed.model.resize import fit_layers, named_tensors
+from lightning_fed.numerics.precision import float64_device
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the largest output
 
@@ -39,7 +39,7 @@ class Trial:
         self._values = {name: self._shaken(self._tensors[name], name) for name in first.values()}
         self._inputs = tree_map(self._shaken, (args, dict(kwargs)))
         device = next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
-        self._dtype = torch.float64 if wide_device(device) == device else torch.float32
+        self._dtype = torch.float64 if float64_device(device) == device else torch.float32
         try:
             self._outputs = self._compute(self._values)
         except (RuntimeError, TypeError, ValueError):  # a network with float32 written into it

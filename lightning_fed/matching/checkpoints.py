@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_fed.matching.check import on_loan, split_inputs
-from lightning_fed.resize import fit_widths
+from lightning_fed.model.resize import fit_widths
 
 Checkpoint: TypeAlias = str | Path | Mapping[str, Any]
 """A file, a Lightning checkpoint, or the state of a module."""

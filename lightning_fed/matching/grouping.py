@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fed.functional.permutation import Axis, GroupEntry, PermutationGroup, Role, find_runs
 from lightning_fed.matching.atoms import NEUTRAL, PINNED, Mark, Shadow
+from lightning_fed.matching.permutation import Axis, GroupEntry, PermutationGroup, Role, find_runs
 from lightning_fed.matching.tracer import Tracer
 
 

@@ -18,7 +18,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_fed.functional.permutation import (
+from lightning_fed.matching.check import Trial, on_loan, split_inputs
+from lightning_fed.matching.grouping import find_groups
+from lightning_fed.matching.layers import LAYERS
+from lightning_fed.matching.permutation import (
     Axis,
     PermutationGroup,
     Role,
@@ -28,12 +31,9 @@ from lightning_fed.functional.permutation import (
     resize_groups,
     slice_neurons,
 )
-from lightning_fed.matching.check import Trial, on_loan, split_inputs
-from lightning_fed.matching.grouping import find_groups
-from lightning_fed.matching.layers import LAYERS
 from lightning_fed.matching.rules import RULES
 from lightning_fed.matching.tracer import Tracer
-from lightning_fed.resize import named_tensors
+from lightning_fed.model.resize import named_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +165,7 @@ class PermutationGroups:
         return replace(self, groups=tuple(resize_groups(self.groups, self._sizes(sizes))))
 
     def permute(self, state: Mapping[str, Tensor], orders: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A state whose neurons have changed places, see :func:`~lightning_fed.functional.permute_neurons`.
+        """A state whose neurons have changed places, see :func:`~lightning_fed.matching.permute_neurons`.
 
         Args:
             state: Entries of the module.
@@ -179,7 +179,7 @@ class PermutationGroups:
         return self.tie(permute_neurons(state, groups, list(orders.values())))
 
     def slice(self, state: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state of the module that has some neurons only, see :func:`~lightning_fed.functional.slice_neurons`.
+        """The state of the module that has some neurons only, see :func:`~lightning_fed.matching.slice_neurons`.
 
         Args:
             state: Entries of the module.
@@ -197,7 +197,7 @@ class PermutationGroups:
     def grow(
         self, state: Mapping[str, Tensor], sizes: Mapping[str, int], places: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """The state of a wider module, with zeros for new neurons, see :func:`~lightning_fed.functional.grow_neurons`.
+        """The state of a wider module, with zeros for new neurons, see :func:`~lightning_fed.matching.grow_neurons`.
 
         Args:
             state: Entries of the module.
@@ -217,7 +217,7 @@ class PermutationGroups:
     def features(
         self, state: Mapping[str, Tensor], name: str, roles: Sequence[Role] = ("out", "vec")
     ) -> dict[Axis, Tensor]:
-        """What the neurons of a group have, to match them by, see :func:`~lightning_fed.functional.neuron_features`.
+        """What the neurons of a group have, to match them by, see :func:`~lightning_fed.matching.neuron_features`.
 
         Args:
             state: Entries of the module.

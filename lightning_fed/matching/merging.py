@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_fed.functional.batches import Place, find_inputs
-from lightning_fed.functional.matching import MatchScore
-from lightning_fed.functional.options import check_count, check_option
-from lightning_fed.functional.permutation import PermutationGroup
+from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.matching.checkpoints import Checkpoint, check_entries, read_checkpoint, state_of
 from lightning_fed.matching.groups import PermutationGroups
+from lightning_fed.matching.neuron_matching import MatchScore
 from lightning_fed.matching.one_shot import MatchMode, MatchOrder, match_states
-from lightning_fed.modules.batch_norm import batch_norm_layers, recalibrate_batch_norm
-from lightning_fed.resize import fit_widths, named_tensors, resize_module
-from lightning_fed.state import find_non_finite
+from lightning_fed.matching.permutation import PermutationGroup
+from lightning_fed.model.batch_norm import batch_norm_layers, recalibrate_batch_norm
+from lightning_fed.model.batches import Place, find_inputs
+from lightning_fed.model.entries import find_non_finite
+from lightning_fed.model.resize import fit_widths, named_tensors, resize_module
 
 
 class MergedGroup(NamedTuple):
@@ -71,7 +71,7 @@ class MatchedAverage:
 
     Which neurons are one is found group by group, see :func:`~lightning_fed.matching.match_states`, and then every
     neuron is the mean over the networks that have it. Nothing is trained in between, which is what makes
-    :class:`~lightning_fed.aggregators.FedMA` good: networks that were trained from one start, or copies with their
+    :class:`~lightning_fed.algorithms.FedMA` good: networks that were trained from one start, or copies with their
     neurons in other places, merge well; networks of different starts lose much of what they can do, in particular deep
     ones.
 
@@ -82,7 +82,7 @@ class MatchedAverage:
             every other network, and widths stay; ``"none"``: the plain average. Groups that cannot grow are permuted
             with ``"grow"``.
         order: In what order groups are matched, and by what: ``"fedma"`` or ``"pfnm"``.
-        score: Score of a match, see :func:`~lightning_fed.functional.match_neurons`.
+        score: Score of a match, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: The larger, the more neurons are added; ``None`` for the score's own.
         passes: Most passes over the networks in the matching of a group.
         sweeps: Most sweeps over all networks and groups that order them anew, each like the mean of the others; they

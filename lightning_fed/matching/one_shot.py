@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.functional.alignment import align_networks, align_neurons
-from lightning_fed.functional.matched_mean import matched_mean
-from lightning_fed.functional.matching import match_neurons
-from lightning_fed.functional.options import check_option
-from lightning_fed.functional.permutation import (
+from lightning_fed.argument_checks import check_option
+from lightning_fed.matching.alignment import align_networks, align_neurons
+from lightning_fed.matching.groups import PermutationGroups
+from lightning_fed.matching.matched_mean import matched_mean
+from lightning_fed.matching.neuron_matching import match_neurons
+from lightning_fed.matching.permutation import (
     Axis,
     PermutationGroup,
     Role,
@@ -28,7 +29,6 @@ from lightning_fed.functional.permutation import (
     neuron_features,
     resize_groups,
 )
-from lightning_fed.matching.groups import PermutationGroups
 
 MatchMode: TypeAlias = Literal["grow", "permute", "none"]
 MatchOrder: TypeAlias = Literal["fedma", "pfnm"]
@@ -89,7 +89,7 @@ def match_states(
 
     That is one pass, in which every network is ordered like those before it, and by a part of what its neurons have.
     With ``sweeps`` the networks are then brought nearer to each other, all groups jointly, until nothing changes
-    (:func:`~lightning_fed.functional.align_networks`). With ``"grow"`` this comes first, and groups are then matched by
+    (:func:`~lightning_fed.matching.align_networks`). With ``"grow"`` this comes first, and groups are then matched by
     all incoming weights (``"pfnm"``: all weights) of neurons, which now have a common order; in a chain of layers and
     with ``"fedma"`` these are the same as without.
 
@@ -109,7 +109,7 @@ def match_states(
             equal.
         max_growth: Most neurons of a group, as a multiple of those of a network; ``None`` for no limit.
         sweeps: Most sweeps over all networks and groups in which they are ordered anew; 0 for none.
-        options: Passed to :func:`~lightning_fed.functional.match_neurons`, such as ``score``.
+        options: Passed to :func:`~lightning_fed.matching.match_neurons`, such as ``score``.
 
     Returns:
         The merged network.

@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from lightning_fed.functional.options import OptionError
+from lightning_fed.errors import OptionError
 from lightning_fed.matching.groups import PermutationGroups
-from lightning_fed.state import is_running_statistic
+from lightning_fed.model.entries import is_running_statistic
 
 StageChoice: TypeAlias = Literal["auto"] | int | Sequence[Sequence[str]]
 

@@ -16,8 +16,8 @@ from torch.fx.node import map_arg
 from torch.fx.operator_schemas import get_signature_for_torch_op
 from torch.utils._pytree import tree_leaves
 
-from lightning_fed.functional.permutation import Axis
 from lightning_fed.matching.atoms import NEUTRAL, PINNED, Atoms, ParameterView, Shadow
+from lightning_fed.matching.permutation import Axis
 
 _MOST_ELEMENTS = 200_000  # of a parameter that is followed element by element
 _MOST_REGIONS = 4096  # of an activation, in each of which neurons stay

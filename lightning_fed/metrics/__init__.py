@@ -1,8 +1,13 @@
 """What the papers measure besides accuracy, as torchmetrics: in any LightningModule, federated or not."""
 
+from lightning_fed.algorithms.fedmargin.metric import AggregateMeanMargin as AggregateMeanMargin
 from lightning_fed.metrics.discrepancy import MaximumMeanDiscrepancy as MaximumMeanDiscrepancy
 from lightning_fed.metrics.entropy import MeanEntropy as MeanEntropy
-from lightning_fed.metrics.margin import AggregateMeanMargin as AggregateMeanMargin
 from lightning_fed.metrics.retrieval import MeanAveragePrecisionAtR as MeanAveragePrecisionAtR
 
-__all__ = ["AggregateMeanMargin", "MaximumMeanDiscrepancy", "MeanAveragePrecisionAtR", "MeanEntropy"]
+__all__ = [
+    "AggregateMeanMargin",
+    "MaximumMeanDiscrepancy",
+    "MeanAveragePrecisionAtR",
+    "MeanEntropy",
+]

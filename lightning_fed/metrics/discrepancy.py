@@ -10,20 +10,20 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from lightning_fed.functional.discrepancy import (
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.metrics.functional.discrepancy import (
     Bandwidth,
     Estimator,
     check_numbers,
     classwise_maximum_mean_discrepancy,
     maximum_mean_discrepancy,
 )
-from lightning_fed.functional.options import check_count, check_option
 
 
 class MaximumMeanDiscrepancy(Metric):
     r"""Maximum mean discrepancy between the features of a model and those of a reference, as of central training.
 
-    See :func:`~lightning_fed.functional.maximum_mean_discrepancy`. The kernel and its bandwidth are a reconstruction.
+    See :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy`. The kernel and its bandwidth are a reconstruction.
     All features are kept until :meth:`compute`, in the metric's type (float32 unless ``set_dtype`` says otherwise):
     20,000 of length 512 are 41 MB per set. Processes gather them.
 

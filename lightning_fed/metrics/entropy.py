@@ -7,20 +7,20 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fed.functional.entropy import Activation, feature_entropy, softmax_entropy
-from lightning_fed.functional.options import check_option
-from lightning_fed.functional.prototypes import VoidLabel, resize_labels, void_label
-from lightning_fed.functional.wide import widen
-from lightning_fed.metrics.wide_states import WideStates
+from lightning_fed.algorithms.fedmargin.prototypes import VoidLabel, resize_labels, void_label
+from lightning_fed.argument_checks import check_option
+from lightning_fed.metrics.functional.entropy import Activation, feature_entropy, softmax_entropy
+from lightning_fed.numerics.float64_states import Float64States
+from lightning_fed.numerics.precision import to_float64
 
 Level = Literal["softmax", "feature"]
 
 
-class MeanEntropy(WideStates):
+class MeanEntropy(Float64States):
     r"""Mean entropy over all pixels: of the class probabilities, or of the features.
 
-    See :func:`~lightning_fed.functional.softmax_entropy` (low where a model is confident) and
-    :func:`~lightning_fed.functional.feature_entropy` (high where many channels are active). Processes add their sums
+    See :func:`~lightning_fed.metrics.functional.softmax_entropy` (low where a model is confident) and
+    :func:`~lightning_fed.metrics.functional.feature_entropy` (high where many channels are active). Processes add their sums
     and counts up.
 
     Args:
@@ -95,7 +95,7 @@ class MeanEntropy(WideStates):
             void = void_label(self.ignore_index, values.shape[1] if self.level == "softmax" else 1)
             if void is not None:
                 entropies = entropies[resize_labels(labels, entropies.shape[1:]) != void]
-        self.total = self.total + widen(entropies).sum()
+        self.total = self.total + to_float64(entropies).sum()
         self.count = self.count + entropies.numel()
 
     def compute(self) -> Tensor:

@@ -9,8 +9,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from lightning_fed.functional.options import check_count, check_option
-from lightning_fed.functional.retrieval import RetrievalMetric, check_r, mean_average_precision_at_r
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.metrics.functional.retrieval import RetrievalMetric, check_r, mean_average_precision_at_r
 
 
 class MeanAveragePrecisionAtR(Metric):
@@ -19,7 +19,7 @@ class MeanAveragePrecisionAtR(Metric):
     .. math:: \mathrm{MAP@R} = \frac{1}{Q} \sum_q \frac{1}{R} \sum_{i=1}^{R} \mathrm{rel}_i
         \frac{\sum_{j \le i} \mathrm{rel}_j}{i}
 
-    See :func:`~lightning_fed.functional.mean_average_precision_at_r` (FedSS, equation 9). The classes may be others
+    See :func:`~lightning_fed.metrics.functional.mean_average_precision_at_r` (FedSS, equation 9). The classes may be others
     than those of training. All embeddings are kept until :meth:`compute`, in the metric's type (float32 unless
     ``set_dtype`` says otherwise): 60,000 of length 64 are 15 MB. Processes gather them.
 

@@ -1,32 +1,32 @@
 """Building blocks of models."""
 
-from lightning_fed.modules.batch_norm import recalibrate_batch_norm as recalibrate_batch_norm
-from lightning_fed.modules.extraction import extract_features as extract_features
-from lightning_fed.modules.extractors import Extractor as Extractor
-from lightning_fed.modules.extractors import find_extractor as find_extractor
-from lightning_fed.modules.features import FeatureLayer as FeatureLayer
-from lightning_fed.modules.features import count_classes as count_classes
-from lightning_fed.modules.features import find_classifier as find_classifier
-from lightning_fed.modules.features import find_feature_layer as find_feature_layer
-from lightning_fed.modules.features import tap_features as tap_features
-from lightning_fed.modules.frozen import FrozenExtractor as FrozenExtractor
-from lightning_fed.modules.fused import FusedExtractor as FusedExtractor
-from lightning_fed.modules.fused import FusionLayer as FusionLayer
-from lightning_fed.modules.fusing import find_fusion as find_fusion
-from lightning_fed.modules.fusing import fuse as fuse
-from lightning_fed.modules.fusing import plain_state as plain_state
-from lightning_fed.modules.fusing import unwrap as unwrap
-from lightning_fed.modules.fusion import ConvFusion as ConvFusion
-from lightning_fed.modules.fusion import FusionOperator as FusionOperator
-from lightning_fed.modules.fusion import MultiFusion as MultiFusion
-from lightning_fed.modules.fusion import NoFusion as NoFusion
-from lightning_fed.modules.fusion import SingleFusion as SingleFusion
-from lightning_fed.modules.fusion import build_operator as build_operator
+from lightning_fed.algorithms.fedfusion.extractors import Extractor as Extractor
+from lightning_fed.algorithms.fedfusion.extractors import find_extractor as find_extractor
+from lightning_fed.algorithms.fedfusion.frozen_extractor import FrozenExtractor as FrozenExtractor
+from lightning_fed.algorithms.fedfusion.layers import FusedExtractor as FusedExtractor
+from lightning_fed.algorithms.fedfusion.layers import FusionLayer as FusionLayer
+from lightning_fed.algorithms.fedfusion.model_surgery import find_fusion as find_fusion
+from lightning_fed.algorithms.fedfusion.model_surgery import fuse as fuse
+from lightning_fed.algorithms.fedfusion.model_surgery import plain_state as plain_state
+from lightning_fed.algorithms.fedfusion.model_surgery import unwrap as unwrap
+from lightning_fed.algorithms.fedfusion.operators import ConvFusion as ConvFusion
+from lightning_fed.algorithms.fedfusion.operators import FusionOperator as FusionOperator
+from lightning_fed.algorithms.fedfusion.operators import MultiFusion as MultiFusion
+from lightning_fed.algorithms.fedfusion.operators import NoFusion as NoFusion
+from lightning_fed.algorithms.fedfusion.operators import SingleFusion as SingleFusion
+from lightning_fed.algorithms.fedfusion.operators import build_operator as build_operator
+from lightning_fed.algorithms.fedss.head import SampledSoftmaxHead as SampledSoftmaxHead
+from lightning_fed.algorithms.fedss.head import find_sampled_softmax_head as find_sampled_softmax_head
+from lightning_fed.algorithms.fedss.head_conversion import to_sampled_softmax as to_sampled_softmax
+from lightning_fed.algorithms.fedss.held_classes import HeldClasses as HeldClasses
+from lightning_fed.model.batch_norm import recalibrate_batch_norm as recalibrate_batch_norm
+from lightning_fed.model.feature_extraction import extract_features as extract_features
+from lightning_fed.model.features import FeatureLayer as FeatureLayer
+from lightning_fed.model.features import count_classes as count_classes
+from lightning_fed.model.features import find_classifier as find_classifier
+from lightning_fed.model.features import find_feature_layer as find_feature_layer
+from lightning_fed.model.features import tap_features as tap_features
 from lightning_fed.modules.group_norm import to_group_norm as to_group_norm
-from lightning_fed.modules.head_conversion import to_sampled_softmax as to_sampled_softmax
-from lightning_fed.modules.held_classes import HeldClasses as HeldClasses
-from lightning_fed.modules.sampled_softmax import SampledSoftmaxHead as SampledSoftmaxHead
-from lightning_fed.modules.sampled_softmax import find_sampled_softmax_head as find_sampled_softmax_head
 
 __all__ = [
     "ConvFusion",

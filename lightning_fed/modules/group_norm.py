@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from lightning_fed.functional.options import check_count
+from lightning_fed.argument_checks import check_count
 
 __all__ = ["to_group_norm"]
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MetricCollection
 
-from lightning_fed.functional.options import check_option
+from lightning_fed.argument_checks import check_option
 from lightning_fed.modules.group_norm import to_group_norm
 
 __all__ = ["Task"]

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fed.functional.options import check_count, check_option, check_share
-from lightning_fed.functional.wide import widen
-from lightning_fed.metrics.wide_states import WideStates
+from lightning_fed.argument_checks import check_count, check_option, check_share
+from lightning_fed.numerics.float64_states import Float64States
+from lightning_fed.numerics.precision import to_float64
 from lightning_fed.tasks.base import Task
 
 __all__ = ["CharLSTM", "CharLanguageTask"]
@@ -196,7 +196,7 @@ class CharLanguageTask(Task):
         return logits.softmax(dim=1)
 
 
-class _Perplexity(WideStates):
+class _Perplexity(Float64States):
     """The exponential of the mean cross-entropy over all targets; that of torchmetrics wants classes last."""
 
     is_differentiable = False
@@ -215,7 +215,7 @@ class _Perplexity(WideStates):
     @torch.no_grad()
     def update(self, logits: Tensor, target: Tensor) -> None:
         """Adds a batch: logits ``(N, C, ...)`` and targets ``(N, ...)``."""
-        self.total = self.total + widen(F.cross_entropy(logits, target.long(), reduction="sum"))
+        self.total = self.total + to_float64(F.cross_entropy(logits, target.long(), reduction="sum"))
         self.count = self.count + target.numel()
 
     def compute(self) -> Tensor:

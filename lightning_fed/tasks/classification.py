@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fed.functional.options import check_option
-from lightning_fed.modules.head_conversion import to_sampled_softmax
+from lightning_fed.algorithms.fedss.head_conversion import to_sampled_softmax
+from lightning_fed.argument_checks import check_option
 from lightning_fed.tasks.base import Task
 from lightning_fed.tasks.networks import build_network
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_fed.functional.options import check_count, check_option
+from lightning_fed.argument_checks import check_count, check_option
 
 __all__ = ["NETWORKS", "build_network", "fedfusion_cifar_cnn", "lenet", "mcmahan_cnn", "mlp", "vgg9"]
 

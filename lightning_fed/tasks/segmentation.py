@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
-from lightning_fed.functional.options import check_option
+from lightning_fed.argument_checks import check_option
 from lightning_fed.tasks.base import Task
 
 __all__ = ["SegmentationTask"]

@@ -10,13 +10,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import Dataset
 
-from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, FedPer
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer
+from lightning_fed.algorithms import FedPer
 from lightning_fed.callbacks import CommunicationReport, SampledSoftmax, Traffic
 from lightning_fed.callbacks.communication import top_level_parts
 from lightning_fed.modules import SampledSoftmaxHead
 from tests import models
 from tests import references_retrieval as references
-from tests.callbacks.test_prototype_plots import Stop, StopAt, train
+from tests.algorithms.fedmargin.test_prototype_plots import Stop, StopAt, train
 from tests.conftest import QUIET
 from tests.recorders import MemoryLogger, Recorder, bytes_of
 
@@ -57,7 +58,7 @@ def test_entries_of_any_type_and_extras():
     """Integer buffers count their eight bytes; what a method sends beside the model is a part of its own."""
 
     class Extras(FederatedCallback):
-        def on_broadcast(self, trainer, module, client, broadcast):
+        def on_server_send(self, trainer, module, client, broadcast):
             broadcast.extras["note"] = torch.zeros(3, dtype=torch.float16)
 
         def on_client_end(self, trainer, module, client, update):
@@ -119,13 +120,13 @@ def test_fedss_sends_the_rows_of_its_classes(num_classes, bias, place):
 class Halved(FederatedCallback):
     """Sends half precision, both ways, and has whole numbers again before anybody needs them."""
 
-    def on_broadcast(self, trainer, module, client, broadcast):
+    def on_server_send(self, trainer, module, client, broadcast):
         broadcast.extras = {f"half:{name}": value.half() for name, value in broadcast.state.items()}
 
     def on_client_end(self, trainer, module, client, update):
         update.state = {name: value.half() for name, value in update.state.items()}
 
-    def on_update(self, trainer, module, update):
+    def on_server_receive(self, trainer, module, update):
         update.state = {name: value.float() for name, value in update.state.items()}
 
 

@@ -13,12 +13,22 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_fed.aggregators import FedMargin
+from lightning_fed.algorithms import FedMargin
 from lightning_fed.callbacks import SegmentationImages, segmentation_grid
 from lightning_fed.callbacks.pictures import VIRIDIS, paint_numbers
 from lightning_fed.trainer import FederatedTrainer
 from tests import models
-from tests.callbacks.test_images import COLORS, GREY, WHITE, Segmenter, dataset, fit, logged, make_trainer, pixel
+from tests.callbacks.test_segmentation_images import (
+    COLORS,
+    GREY,
+    WHITE,
+    Segmenter,
+    dataset,
+    fit,
+    logged,
+    make_trainer,
+    pixel,
+)
 from tests.conftest import QUIET
 
 MAPS = ("softmax_entropy", "feature_entropy")

@@ -11,7 +11,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule, MemoryStore
 from lightning_fed.callbacks import FeatureFusion, LocalEvaluation
 from lightning_fed.modules import find_fusion
 from tests import models
-from tests.modules.test_fusion import Net
+from tests.algorithms.fedfusion.test_fusion import Net
 from tests.recorders import Recorder, assert_same
 
 TRAIN, VAL = {"ann": 13, "bob": 8, "cid": 21}, {"ann": 40, "cid": 5}
@@ -35,7 +35,7 @@ class Losses(FederatedCallback):
     def __init__(self):
         self.rounds = []
 
-    def on_round_start(self, trainer, module):
+    def on_server_round_start(self, trainer, module):
         self.rounds.append([])
 
     def on_client_end(self, trainer, module, client, update):

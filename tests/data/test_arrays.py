@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_fed.data.arrays import ArrayDataset
-from lightning_fed.data.augment import FlipAndShift
+from lightning_fed.datasets.augment import FlipAndShift
 
 INDICES = [7, 0, 3, 3, 11]
 

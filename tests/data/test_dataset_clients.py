@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDa
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource, PartitionedSource, cut_batches
 from lightning_fed.data.population import LazyClients, PlannedVisit
-from lightning_fed.schedule import Visit
+from lightning_fed.server.schedule import Visit
 
 SIZES = {"ann": 9, "bob": 4, "cid": 1, "dan": 11}
 

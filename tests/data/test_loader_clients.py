@@ -15,7 +15,7 @@ from torch.utils.data import (
 from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.data.loader_clients import LoaderClients
 from lightning_fed.data.population import LazyClients, PlannedVisit
-from lightning_fed.schedule import Visit
+from lightning_fed.server.schedule import Visit
 
 DATASET = TensorDataset(torch.arange(10))
 

@@ -11,7 +11,6 @@ from jsonargparse import ArgumentParser
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_fed.data import partitions
-from lightning_fed.data.dealing import pixel_permutation
 from lightning_fed.data.labels import labels_of
 from lightning_fed.data.partitions import (
     IID,
@@ -24,6 +23,7 @@ from lightning_fed.data.partitions import (
     QuantitySkew,
     Shards,
 )
+from lightning_fed.data.sample_assignment import pixel_permutation
 from tests import references
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"

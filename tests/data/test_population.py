@@ -14,13 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
 from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.data.loader_clients import LoaderClients
-from lightning_fed.data.population import (
-    LazyClients,
-    batch_length,
-    client_keys,
-    own_random_numbers,
-    seed_everything,
-)
+from lightning_fed.data.population import LazyClients, batch_length, client_keys, seed_everything, seeded_generators
 
 DATASET = TensorDataset(torch.zeros(4, 1))
 
@@ -104,7 +98,7 @@ def test_what_is_drawn_aside_leaves_no_trace():
     seed_everything(3)
 
     def draw_aside():
-        with own_random_numbers():
+        with seeded_generators():
             seed_everything(7)
             assert draws() != expected
             raise KeyError
@@ -123,7 +117,7 @@ def test_generators_of_other_devices_are_put_aside(monkeypatch):
     monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.xpu, "get_rng_state_all", lambda: states["xpu"])
     monkeypatch.setattr(torch.xpu, "set_rng_state_all", lambda state: states.update(xpu=state))
-    with own_random_numbers():
+    with seeded_generators():
         states.update(mps=5, xpu=[6])
     assert states == {"mps": 1, "xpu": [2]}
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fed.functional import PermutationGroup
-from lightning_fed.matching import PermutationGroups
+from lightning_fed.matching import PermutationGroup, PermutationGroups
 from lightning_fed.matching.rules import RULES
 from tests import models
 from tests.matching.networks import LeNet, build, images, vgg9

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_fed.functional import PermutationGroup
-from lightning_fed.matching import PermutationGroups, resize_module
+from lightning_fed.matching import PermutationGroup, PermutationGroups, resize_module
 from tests import models
 from tests.matching.networks import Characters, HardLeNet, LeNet, Tied, build, images, outputs, tokens, vgg9
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_fed.functional import matched_mean
-from lightning_fed.matching import MatchedAverage, PermutationGroups, load_matched, resize_module
+from lightning_fed.matching import MatchedAverage, PermutationGroups, load_matched, matched_mean, resize_module
 from lightning_fed.tasks import CharLSTM
 from lightning_fed.tasks.networks import lenet
 from tests import models

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fed.functional import match_neurons
-from lightning_fed.matching import PermutationGroups, match_states, resize_module
+from lightning_fed.matching import PermutationGroups, match_neurons, match_states, resize_module
 from tests.matching.networks import Characters, LeNet, Residual, build, group_norm, images, outputs, resnet18, tokens
 
 CASES = {

@@ -5,12 +5,7 @@ from pathlib import Path
 import torch
 from torchmetrics import Metric
 
-from lightning_fed.metrics import (
-    AggregateMeanMargin,
-    MaximumMeanDiscrepancy,
-    MeanAveragePrecisionAtR,
-    MeanEntropy,
-)
+from lightning_fed.metrics import AggregateMeanMargin, MaximumMeanDiscrepancy, MeanAveragePrecisionAtR, MeanEntropy
 
 
 def generator(seed=0):

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torchmetrics.text import Perplexity
 
-from lightning_fed.aggregators import FedMA
-from lightning_fed.data import Shakespeare
+from lightning_fed.algorithms import FedMA
+from lightning_fed.datasets import Shakespeare
 from lightning_fed.matching import PermutationGroups, load_matched
 from lightning_fed.tasks import CharLanguageTask, CharLSTM
 from tests.tasks.test_tasks import assert_same_weights, fit, loader, trainer

@@ -109,19 +109,19 @@ def test_options_of_the_builders():
     widths = [m.out_features for m in build_network("mlp", 10, hidden=(32, 16)).modules() if isinstance(m, nn.Linear)]
     assert widths == [32, 16, 10]
     assert build_network("mlp", 3, hidden=())(torch.zeros(1, 1, 28, 28)).shape == (1, 3)
-    narrow = build_network("lenet", 62, channels=(10, 20), hidden=128)
-    shapes = [tuple(m.weight.shape[:2]) for m in narrow.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    cast_back = build_network("lenet", 62, channels=(10, 20), hidden=128)
+    shapes = [tuple(m.weight.shape[:2]) for m in cast_back.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert shapes == [(10, 1), (20, 10), (128, 320), (62, 128)]
-    assert narrow(torch.zeros(2, 1, 28, 28)).shape == (2, 62)
-    narrow = build_network("vgg9", 10, 3, 32, width=0.25)
-    shapes = [tuple(m.weight.shape[:2]) for m in narrow.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert cast_back(torch.zeros(2, 1, 28, 28)).shape == (2, 62)
+    cast_back = build_network("vgg9", 10, 3, 32, width=0.25)
+    shapes = [tuple(m.weight.shape[:2]) for m in cast_back.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     convolutions = [(8, 3), (16, 8), (32, 16), (32, 32), (64, 32), (64, 64)]
     assert shapes == [*convolutions, (128, 1024), (128, 128), (10, 128)]
-    narrow = build_network("mcmahan_cnn", 10, channels=(8, 16), hidden=64)
-    shapes = [tuple(m.weight.shape[:2]) for m in narrow.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    cast_back = build_network("mcmahan_cnn", 10, channels=(8, 16), hidden=64)
+    shapes = [tuple(m.weight.shape[:2]) for m in cast_back.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert shapes == [(8, 1), (16, 8), (64, 16 * 49), (10, 64)]
-    narrow = build_network("fedfusion_cifar_cnn", 10, 3, 32, channels=(12, 16), hidden=(32, 24))
-    shapes = [tuple(m.weight.shape[:2]) for m in narrow.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    cast_back = build_network("fedfusion_cifar_cnn", 10, 3, 32, channels=(12, 16), hidden=(32, 24))
+    shapes = [tuple(m.weight.shape[:2]) for m in cast_back.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert shapes == [(12, 3), (16, 12), (32, 16 * 64), (24, 32), (10, 24)]
     with pytest.raises(TypeError, match="unexpected keyword argument 'depth'"):
         build_network("lenet", 10, depth=3)

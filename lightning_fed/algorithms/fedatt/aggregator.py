@@ -1,0 +1,123 @@
+"""Attentive aggregation: the further a client has moved a layer, the more its layer counts.
+
+Ji, Pan, Long, Li, Jiang & Huang, "Learning Private Neural Language Modeling with Attentive Aggregation", IJCNN 2019.
+https://arxiv.org/abs/1812.07108
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fed.algorithms.fedatt.softmax_mean import SoftmaxMean
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.model.entries import is_running_statistic
+from lightning_fed.numerics.precision import cast_back, to_float64
+from lightning_fed.numerics.weighted_mean import WeightedMean
+from lightning_fed.server.schedule import derive_seed
+from lightning_fed.server.server import Aggregator
+
+
+class FedAtt(Aggregator):
+    r"""A step towards the clients' models, with weights by layer that are a softmax of the distances.
+
+    .. math:: s_k^l = \lVert w_t^l - w_k^l \rVert, \qquad \alpha^l = \mathrm{softmax}_k(s_k^l), \qquad
+        w_{t+1}^l = w_t^l - \epsilon \sum_k \alpha_k^l (w_t^l - w_k^l) + \beta z^l, \quad z^l \sim \mathcal{N}(0, I)
+
+    A layer is an entry of the state (a weight, a bias). The larger distance has the larger weight; the clients' numbers
+    of examples play no part. The distance is the Euclidean norm of the flattened difference; the authors' program takes
+    SciPy's ``norm`` of order 2, which is the spectral norm for matrices and cannot take convolutions. Integer entries
+    and running statistics of BatchNorm are what :class:`FedAvg` makes of them: a step beyond the clients would give
+    negative variances.
+
+    The weights are known only when all clients have sent, the memory is that of one state all the same
+    (:class:`~lightning_fed.algorithms.fedatt.SoftmaxMean`).
+
+    Args:
+        step_size: Step :math:`\epsilon` towards the weighted mean; with 1 the mean itself, with more beyond it. Clients
+            that are all alike are therefore the aggregate with 1 only.
+        noise: Standard deviation :math:`\beta` of the noise; the authors have 0.001. It is no privacy guarantee.
+        seed: Seed of the noise, which is drawn from (seed, round).
+
+    Raises:
+        ValueError: If ``step_size`` is not positive, or ``noise`` or ``seed`` is negative.
+
+    Example:
+        >>> fedatt = FedAtt(step_size=1.0)
+        >>> fedatt.start_round(0, {"w": torch.tensor(1.0)})
+        >>> fedatt.receive(ClientUpdate("a", 1, {"w": torch.tensor(0.0)}))
+        >>> fedatt.receive(ClientUpdate("b", 3, {"w": torch.tensor(3.0)}))
+        >>> fedatt.aggregate()
+        {'w': tensor(2.1932)}
+
+    References:
+        Ji et al., IJCNN 2019, "attentive aggregation", and the authors' program.
+
+    """
+
+    def __init__(self, step_size: float = 1.2, noise: float = 0.0, seed: int = 0) -> None:
+        if not 0 < step_size < float("inf"):
+            raise ValueError(f"Expected `step_size` to be greater than 0 and finite, but got {step_size}.")
+        if not 0 <= noise < float("inf"):
+            raise ValueError(f"Expected `noise` to be finite and at least 0, but got {noise}.")
+        if seed < 0:
+            raise ValueError(f"Expected `seed` to be at least 0, but got {seed}.")
+        self.step_size = step_size
+        self.noise = noise
+        self.seed = seed
+        self.start_round(-1, {})
+
+    def start_round(self, round: int, state: State) -> None:
+        """Starts a round from ``state``."""
+        self._round, self._state = round, state
+        self.layers = SoftmaxMean()
+        self.others = WeightedMean()
+
+    def broadcast(self, client: Client) -> Broadcast:
+        """The global state, the same for every client."""
+        return Broadcast(self._round, dict(self._state))
+
+    @torch.no_grad()
+    def receive(self, update: ClientUpdate) -> None:
+        """Adds the update, by how far each of its layers is from where it started."""
+        layers = {name: value for name, value in update.state.items() if _is_layer(name, value)}
+        distances = {
+            name: torch.linalg.vector_norm(to_float64(value) - to_float64(self._state[name]))
+            for name, value in layers.items()
+        }
+        self.layers.add(layers, distances)
+        others = {name: value for name, value in update.state.items() if name not in layers}
+        self.others.add(others, update.num_samples, update.num_samples)
+
+    def merge(self, other: Aggregator) -> None:
+        """Joins what another FedAtt has received.
+
+        Raises:
+            TypeError: If ``other`` is of another kind.
+
+        """
+        if not isinstance(other, FedAtt):
+            raise TypeError(f"Expected `other` to be a FedAtt, but got {type(other).__name__}.")
+        self.layers.merge(other.layers)
+        self.others.merge(other.others)
+
+    @torch.no_grad()
+    def aggregate(self) -> State:
+        """The step from the global state, entry by entry."""
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, self._round))
+        means, others = self.layers.mean(), self.others.mean()
+        new = {}
+        for name, old in self._state.items():
+            if name in others:
+                new[name] = others[name]
+                continue
+            # As a mean of both: with a step of 1 it is the clients' mean, to the last bit.
+            value = (1 - self.step_size) * to_float64(old) + self.step_size * means[name]
+            if self.noise:
+                value += self.noise * torch.randn(old.shape, generator=generator, dtype=torch.float64).to(value.device)
+            new[name] = cast_back(value, old)
+        return new
+
+
+def _is_layer(name: str, value: Tensor) -> bool:
+    return (value.is_floating_point() or value.is_complex()) and not is_running_statistic(name)

@@ -1,0 +1,41 @@
+"""Federated averaging, weighted by the clients' examples.
+
+McMahan, Moore, Ramage, Hampson & Agüera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized
+Data", AISTATS 2017, Algorithm 1. https://arxiv.org/abs/1602.05629
+"""
+
+from __future__ import annotations
+
+from lightning_fed.messages import ClientUpdate
+from lightning_fed.server.averaging import AveragingAggregator
+
+
+class FedAvg(AveragingAggregator):
+    r"""The average of the clients' models, weighted by their numbers of examples.
+
+    .. math:: w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k
+
+    Args:
+        row_weighting: Of entries of which a client holds some rows only, whose weights a row's changes are divided by:
+            those of all clients of the round (``"global"``), or of the clients that hold the row (``"per_row"``).
+
+    Raises:
+        ValueError: If ``row_weighting`` is unknown.
+
+    Example:
+        >>> import torch
+        >>> fedavg = FedAvg()
+        >>> fedavg.start_round(0, {"w": torch.tensor(1.0)})
+        >>> fedavg.receive(ClientUpdate("a", 1, {"w": torch.tensor(0.0)}))
+        >>> fedavg.receive(ClientUpdate("b", 3, {"w": torch.tensor(3.0)}))
+        >>> fedavg.aggregate()
+        {'w': tensor(2.2500)}
+
+    References:
+        McMahan et al., AISTATS 2017, Algorithm 1.
+
+    """
+
+    def weight(self, update: ClientUpdate) -> float:
+        """The client's number of examples."""
+        return float(update.num_samples)

@@ -1,0 +1,11 @@
+"""FedAwS: class vectors that the server keeps apart."""
+
+from lightning_fed.algorithms.fedaws.callback import SpreadOut as SpreadOut
+from lightning_fed.algorithms.fedaws.spreadout import spreadout_margin as spreadout_margin
+from lightning_fed.algorithms.fedaws.spreadout import spreadout_top_k as spreadout_top_k
+
+__all__ = [
+    "SpreadOut",
+    "spreadout_margin",
+    "spreadout_top_k",
+]

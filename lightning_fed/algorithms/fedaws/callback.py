@@ -1,0 +1,194 @@
+"""FedAwS: after every round the server pushes the class vectors of the last layer apart.
+
+Yu, Rawat, Menon & Kumar, "Federated Learning with Only Positive Labels", ICML 2020, Algorithm 1.
+https://arxiv.org/abs/2004.10342
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_fed.algorithms.fedaws.spreadout import spreadout_margin, spreadout_top_k
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.errors import OptionError
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.model.entries import live_entries
+from lightning_fed.model.features import find_classifier
+from lightning_fed.numerics.precision import at_least_float32
+from lightning_fed.rounds.callback import FederatedCallback
+
+Variant: TypeAlias = Literal["top_k", "margin"]
+
+_COMPARISON = 5  # stream of random numbers, beside those of the schedule
+
+
+class SpreadOut(FederatedCallback):
+    r"""One gradient step per round that spreads out the class vectors of the last layer.
+
+    .. math:: W \leftarrow \tilde W - \lambda \eta \nabla_W \, \mathrm{reg}(\tilde W)
+
+    from what the aggregator made of the clients' updates, :math:`\tilde W`. It is the server's half of FedAwS, for
+    clients that know their own classes only: nothing in their loss keeps these from the others. It goes with any
+    aggregator; a server's momentum does not see it.
+
+    The authors have class vectors of length 1. Here they have any length, and keep it: the regulariser sees directions
+    only, so that its step is at a right angle to a vector and makes it longer, and the longer a vector is, the less
+    training turns it.
+
+    With ``"top_k"`` the classes of the round's clients are pushed from their nearest ones
+    (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`): those of which a client held rows, or all of them where clients
+    hold the whole layer. With ``"margin"`` all classes are kept from all others
+    (:func:`~lightning_fed.algorithms.fedaws.spreadout_margin`); its time grows with the square of their number.
+
+    Args:
+        variant: Which of the two.
+        k: Number of nearest classes, for ``"top_k"``; the authors have 10, and 100 where there are very many.
+        strength: :math:`\lambda`; the authors report 10 to 100 as robust, and 1 as too weak. Tune it: a step turns
+            vectors by an angle that grows with ``strength * lr * k`` over their squared length. With ``lr=0.03``,
+            ``k=10`` and 964 vectors as a new head has them (of 64 numbers, length 0.57), 10 turned those of a round by
+            67 degrees, which undoes training and spreads out nothing; 0.1 spread out best, by 3 degrees a round.
+        margin: :math:`\nu`, for ``"margin"``.
+        lr: :math:`\eta`; ``None`` for the learning rate that the layer has in the clients' training in this round.
+        comparison: Number of classes, drawn in every round, among which ``"top_k"`` looks for the nearest; ``None`` for
+            all.
+        normalize: Whether the vectors that the step moves get the length back that they had before it.
+        entry: Name of the layer's weight, one row per class; ``"auto"`` for that of the layer that makes the logits
+            (:func:`~lightning_fed.modules.find_classifier`).
+
+    Raises:
+        ValueError: If an option is unknown or out of its range; in ``fit``, if there is no such entry, or it does not
+            travel.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[SpreadOut(k=5)], logger=False)
+
+    References:
+        Yu et al., ICML 2020, Algorithm 1, equations 7 and 8.
+
+    """
+
+    takes_stacks = True
+
+    def __init__(
+        self,
+        variant: Variant = "top_k",
+        k: int = 10,
+        strength: float = 10.0,
+        margin: float = 0.9,
+        lr: float | None = None,
+        comparison: int | None = None,
+        normalize: bool = True,
+        entry: str = "auto",
+    ) -> None:
+        check_option("variant", variant, get_args(Variant))
+        self.variant: Variant = variant
+        self.k = check_count("k", k)
+        for name, value in (("strength", strength), ("lr", lr)):
+            if value is not None and not 0 <= value < float("inf"):
+                raise ValueError(f"Expected `{name}` to be finite and at least 0, but got {value}.")
+        if not 0 < margin < float("inf"):
+            raise ValueError(f"Expected `margin` to be greater than 0 and finite, but got {margin}.")
+        self.strength = strength
+        self.margin = margin
+        self.lr = lr
+        self.comparison = None if comparison is None else check_count("comparison", comparison)
+        self.normalize = normalize
+        self.entry = entry
+        self._name, self._rate = "", 0.0
+        self._rows: dict[Client, Tensor | None] = {}
+
+    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Finds the layer, and its learning rate in this round."""
+        self._rows = {}
+        self._name = _find_weight(module) if self.entry == "auto" else self.entry
+        weight = live_entries(module).get(self._name)
+        if weight is None or weight.ndim < 2:
+            raise OptionError(
+                f"Expected `entry` to be a weight of {type(module).__name__} with one row per class, but got"
+                f" {self._name!r}."
+            )
+        self._rate = _learning_rate(trainer, module, self._name) if self.lr is None else self.lr
+
+    def on_server_send(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Refuses a layer that stays with the clients, which the server does not know."""
+        if self._name not in broadcast.state:
+            raise OptionError(f"Expected `entry` to be one that travels, but {self._name!r} does not.")
+
+    def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
+        """Notes the client's classes."""
+        self._rows[update.client] = update.rows.get(self._name)
+
+    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
+        """The classes of this process's clients."""
+        return self._rows
+
+    def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
+        """Those of all clients."""
+        self._rows = {client: rows for share in shares for client, rows in share.items()}
+
+    def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
+        """Takes the step."""
+        old = state[self._name]
+        with torch.enable_grad():
+            weight = at_least_float32(old.detach()).flatten(1).clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self._value(trainer, weight), weight)
+        weight = weight.detach()
+        new = weight - self.strength * self._rate * gradient
+        if self.normalize:
+            new = _with_lengths_of(new, weight)
+        state[self._name] = new.view_as(old).to(old.dtype)
+
+    def _value(self, trainer: L.Trainer, weight: Tensor) -> Tensor:
+        if self.variant == "margin":
+            return spreadout_margin(weight, self.margin)
+        federation = find_federation(trainer)
+        report, comparison = federation.server.report, None
+        if self.comparison is not None and self.comparison < len(weight):
+            seeds = np.random.SeedSequence([federation.schedule.seed, report.round, _COMPARISON])
+            drawn = np.random.default_rng(seeds).choice(len(weight), self.comparison, replace=False)
+            comparison = torch.from_numpy(np.sort(drawn))
+        return spreadout_top_k(weight, self._classes(report.received, len(weight)), self.k, comparison)
+
+    def _classes(self, clients: Iterable[Client], count: int) -> Tensor:
+        """Those of the clients, whose updates were good."""
+        held = torch.zeros(count, dtype=torch.bool)
+        for client in clients:
+            rows = self._rows[client]
+            held[slice(None) if rows is None else rows.cpu()] = True
+        return held.nonzero()[:, 0]
+
+
+def _with_lengths_of(new: Tensor, old: Tensor) -> Tensor:
+    """Rows of ``new`` with the lengths of those of ``old``; to the last bit the same where nothing was changed."""
+    lengths = [torch.linalg.vector_norm(rows, dim=1, keepdim=True) for rows in (old, new)]
+    changed = (new != old).any(1, keepdim=True)
+    return torch.where(changed, new * (lengths[0] / lengths[1]), old)
+
+
+def _find_weight(module: nn.Module) -> str:
+    """Name of the weight of the layer that makes the logits."""
+    name = find_classifier(module)
+    if name is None:
+        raise OptionError(
+            f"Expected {type(module).__name__} to have a linear layer or a convolution that makes the logits: name the"
+            " `entry` that holds one row per class."
+        )
+    return f"{name}.weight".lstrip(".")
+
+
+def _learning_rate(trainer: L.Trainer, module: nn.Module, name: str) -> float:
+    """Learning rate of a parameter; of the first parameter group, if no optimizer has it."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    weight = dict(module.named_parameters()).get(name)
+    own = [group for group in groups if any(parameter is weight for parameter in group["params"])]
+    return float((own or groups)[0]["lr"])

@@ -1,0 +1,59 @@
+"""Federated averaging of clients whose gradients are corrected towards that of all clients.
+
+Li, Sahu, Zaheer, Sanjabi, Talwalkar & Smith, "FedDANE: A Federated Newton-Type Method", Asilomar 2019.
+https://arxiv.org/abs/2001.01920
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_fed.messages import ClientUpdate
+from lightning_fed.server.averaging import AveragingAggregator
+
+
+class FedDANE(AveragingAggregator):
+    r"""The average of the clients' models by their numbers of examples; clients train with corrected gradients.
+
+    Two samples of clients per round. Those of the first send their full gradients at :math:`w_t`, whose mean by numbers
+    of examples is :math:`g_t`. Those of the second, the round's cohort, train on
+
+    .. math:: F_k(w) + \langle g_t - \nabla F_k(w_t), w - w_t \rangle + \frac{\mu}{2} \lVert w - w_t \rVert^2
+
+    Both terms are callbacks, which are added to the Trainer if it has none:
+    :class:`~lightning_fed.callbacks.GradientCorrection` and :class:`~lightning_fed.callbacks.ProximalTerm`.
+
+    Args:
+        mu: Strength of the proximal term.
+
+    Raises:
+        ValueError: If ``mu`` is negative or not finite.
+
+    Example:
+        >>> [type(callback).__name__ for callback in FedDANE(mu=0.1).required_callbacks()]
+        ['GradientCorrection', 'ProximalTerm']
+
+    References:
+        Li et al., Asilomar 2019, "FedDANE".
+
+    """
+
+    takes_rows: bool = False  # the gradients are of whole entries
+
+    def __init__(self, mu: float = 0.0) -> None:
+        super().__init__()
+        if not 0 <= mu < float("inf"):
+            raise ValueError(f"Expected `mu` to be finite and at least 0, but got {mu}.")
+        self.mu = mu
+
+    def weight(self, update: ClientUpdate) -> float:
+        """The client's number of examples."""
+        return float(update.num_samples)
+
+    def required_callbacks(self) -> Sequence[Any]:
+        """The correction of the gradients, and the proximal term."""
+        from lightning_fed.algorithms.feddane.gradient_correction import GradientCorrection  # a room above this one
+        from lightning_fed.algorithms.proximal_term import ProximalTerm
+
+        return [GradientCorrection(), ProximalTerm(self.mu)]

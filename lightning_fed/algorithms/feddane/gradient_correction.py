@@ -1,0 +1,252 @@
+"""FedDANE's correction: local gradients are shifted by how far the client's gradient is from that of all clients.
+
+Li et al., "FedDANE: A Federated Newton-Type Method", Asilomar 2019.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fed.algorithms.proximal_term import add_to_gradient, gradient_scale
+from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.data.population import PlannedVisit, batch_length, seeded_generators
+from lightning_fed.data.round_loader import describe
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.model.entries import find_non_finite
+from lightning_fed.numerics.weighted_mean import WeightedMean
+from lightning_fed.rounds.batch_norm import batch_norm_layers
+from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.client_errors import client_fault
+from lightning_fed.rounds.isolated_pass import isolated_pass, one_pass, run_step, until_fault
+from lightning_fed.rounds.round import tell_of_model
+from lightning_fed.rounds.trainer_checks import process_group_of
+from lightning_fed.server.schedule import Visit, derive_seed
+
+_log = logging.getLogger(__name__)
+
+_PREFIX = "gradient:"
+
+
+class GradientCorrection(FederatedCallback):
+    r"""Adds :math:`g_t - \nabla F_k(w_t)` to the gradients of every optimizer step.
+
+    At the start of a round a sample of clients, drawn apart from the cohort and as large
+    (:meth:`Schedule.second_draw <lightning_fed.server.schedule.Schedule.second_draw>`), computes the gradients of the global
+    model on all their data. Their mean, weighted by the clients' examples, is :math:`g_t`. It goes down with the
+    cohort's broadcasts, and every client of the cohort computes its own :math:`\nabla F_k(w_t)` before it trains.
+
+    All of it is counted: the global model down to the sample and one gradient per parameter up, and another down to
+    the cohort. A client of the sample whose data fail is left out with a warning, one of the cohort is left out of the
+    round; without any answer nothing comes of the round. What fails in the module ends the fit, as in training.
+
+    Gradients are those of the module's ``training_step``, in evaluation mode but for two kinds of layers. BatchNorm
+    normalises with the batch's own statistics as in training (and keeps its running ones); recurrent layers, which
+    cuDNN differentiates in training mode only, are in that mode without their dropout. Dropout does not blur the
+    gradients. Their batches are fetched in the main process, and a loader with persistent workers, which serve one pass
+    at a time, cannot give any. The training that goes on draws the same random numbers as without this callback, and
+    finds what the step writes as it was. The correction is added where
+    :class:`~lightning_fed.callbacks.ProximalTerm` adds its own, to the parameters that travel. The logged loss is
+    without it.
+
+    Raises:
+        MisconfigurationException: In ``fit``, with manual optimization, where ``training_step`` has no loss to
+            differentiate.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> trainer = FederatedTrainer(max_rounds=10, aggregator="feddane", logger=False)  # adds it by itself
+
+    References:
+        Li et al., Asilomar 2019, "FedDANE".
+
+    """
+
+    def __init__(self) -> None:
+        self._mean: State = {}
+        self._corrections: dict[nn.Parameter, Tensor] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuses manual optimization."""
+        if stage == "fit" and not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                "FedDANE asks for the gradient of the loss that `training_step` returns: it needs automatic"
+                " optimization."
+            )
+
+    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Asks the sample for its gradients."""
+        federation = find_federation(trainer)
+        server, population, round = federation.server, federation.population, trainer.current_epoch
+        local = federation.local_model(module)
+        if local.sliced:
+            raise MisconfigurationException(
+                f"FedDANE's gradients are of whole entries, but clients hold some rows of {sorted(local.sliced)} only."
+            )
+        state, mean, ranks = local.global_state(), WeightedMean(), process_group_of(trainer)
+        sample = federation.schedule.second_draw(round, population.clients)
+        for client in sample[ranks.rank :: ranks.size]:  # the other processes ask the others
+            server.count_down(Broadcast(round, state))
+            local.load_client(client, state)
+            tell_of_model(trainer, module, client)
+            try:
+                answer = self._measure(trainer, module, client, state, is_reloaded=True)
+            except _NoAnswerError as fault:
+                _log.warning("Round %d: client %r's gradient is left out: %s.", round, client, fault)
+                continue
+            except Exception as error:
+                error.add_note(f"In round {round}, in the gradient of client {client!r}.")
+                raise
+            server.count_up(answer)
+            reason = find_non_finite(answer.extras)
+            if reason is None:
+                mean.add(answer.extras, answer.num_samples, answer.num_samples)
+            else:
+                _log.warning("Round %d: client %r's gradient is left out: %s.", round, client, reason)
+        local.load_global(state)
+        tell_of_model(trainer, module, None)
+        whole = WeightedMean()
+        for part in ranks.each(mean):
+            whole.merge(part)
+        self._mean = whole.mean() if whole.total else {}
+
+    def on_server_send(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Sends the mean gradient."""
+        broadcast.extras |= self._mean
+
+    def on_client_start(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Compares it with the client's own."""
+        self._corrections = {}
+        mean = {name: value for name, value in broadcast.extras.items() if name.startswith(_PREFIX)}
+        visit = find_federation(trainer).current_visit
+        assert visit is not None
+        if not mean:
+            visit.fault = visit.fault or "no client of the sample could send its gradient"
+            return
+        try:
+            own = self._measure(trainer, module, client, broadcast.state).extras
+        except _NoAnswerError as fault:
+            visit.fault = visit.fault or str(fault)
+            return
+        parameters = dict(module.named_parameters())
+        self._corrections = {parameters[name.removeprefix(_PREFIX)]: mean[name] - own[name] for name in own}
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        """Adds the correction."""
+        if not self._corrections:
+            return
+        scale = gradient_scale(trainer, optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter in self._corrections:
+                    add_to_gradient(parameter.grad, self._corrections[parameter], scale)
+
+    def on_client_end(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
+    ) -> None:
+        """Forgets it."""
+        self._corrections = {}
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Forgets it, where the fit broke off inside a visit."""
+        self._mean, self._corrections = {}, {}
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forgets it, where the fit ended inside a visit."""
+        self._mean, self._corrections = {}, {}
+
+    def _measure(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, state: State, is_reloaded: bool = False
+    ) -> ClientUpdate:
+        """The gradients of the module as it is on all of the client's data, as a message.
+
+        Raises:
+            _NoAnswerError: If the data fail, or give no loss.
+
+        """
+        federation, round = find_federation(trainer), trainer.current_epoch
+        schedule, population, faults = federation.schedule, federation.population, list[Exception]()
+        try:
+            num_samples = population.num_samples(client)
+        except Exception as error:
+            raise _NoAnswerError(f"its data raised {describe(error)}") from error
+        visit = Visit(client, round, derive_seed(schedule.seed, round), steps=schedule.local_steps)
+        parameters = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if name in state and parameter.requires_grad
+        }
+        batches = until_fault(one_pass(population, visit, aside=True), faults)
+        with seeded_generators(), closing(batches):
+            try:
+                gradients = full_gradient(trainer, module, parameters, batches, is_reloaded)
+            except Exception as error:
+                reason = client_fault(error, PlannedVisit(visit, num_samples, 0))
+                if reason is None:
+                    raise
+                raise _NoAnswerError(reason) from error
+        if faults:
+            raise _NoAnswerError(f"its data raised {describe(faults[0])}")
+        if not gradients:
+            raise _NoAnswerError("its data gave no batch with a loss")
+        return ClientUpdate(client, num_samples, {}, {f"{_PREFIX}{name}": each for name, each in gradients.items()})
+
+
+def full_gradient(
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    parameters: Mapping[str, nn.Parameter],
+    batches: Iterable[Any],
+    is_reloaded: bool = False,
+) -> State:
+    """Gradients of the mean loss over all batches, weighted by their examples; zero where a parameter is not used.
+
+    Args:
+        trainer: The Trainer.
+        module: The module, whose ``training_step`` gives the loss.
+        parameters: The parameters to differentiate by.
+        batches: The data.
+        is_reloaded: Whether the caller loads the module's parameters and buffers afterwards.
+
+    Returns:
+        A gradient per parameter; nothing if no batch gave a loss.
+
+    """
+    normalizing = [layer for layer in batch_norm_layers(module).values() if layer.training]  # not the user's frozen
+    recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase) and layer.training]
+    mean = WeightedMean()
+    with isolated_pass(module, gradients=True, is_reloaded=is_reloaded):
+        for layer in (*normalizing, *recurrent):
+            layer.train()
+        for layer in recurrent:
+            layer.dropout = 0.0  # comes back with the other attributes
+        for number, batch in enumerate(batches):
+            output = run_step(trainer, module, "training_step", batch, number)
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if loss is None:
+                continue
+            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            gradients = {
+                name: torch.zeros_like(parameter) if value is None else value.to_dense()
+                for (name, parameter), value in zip(parameters.items(), found, strict=True)
+            }
+            size = batch_length(batch)
+            mean.add(gradients, size, size)
+    return mean.mean() if mean.total else {}
+
+
+class _NoAnswerError(Exception):
+    """A client's data give no gradient: why, in words."""

@@ -1,0 +1,398 @@
+r"""FedFusion: during its visit a client's features are fused with those of the global model that it was sent.
+
+Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
+Algorithm 1. The equations are in :mod:`lightning_fed.algorithms.fedfusion.equations`, the layers in :mod:`lightning_fed.modules`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_fed.algorithms.fedfusion.equations import smooth_weight
+from lightning_fed.algorithms.fedfusion.extractors import Extractor
+from lightning_fed.algorithms.fedfusion.feature_cache import FeatureCache
+from lightning_fed.algorithms.fedfusion.layers import FusionLayer
+from lightning_fed.algorithms.fedfusion.model_surgery import find_fusion, fuse
+from lightning_fed.algorithms.fedfusion.operators import ConvInit, MixingOperator, OperatorName, Range, build_operator
+from lightning_fed.algorithms.fedma.aggregator import FedMA
+from lightning_fed.argument_checks import check_option, check_share
+from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.data.population import seeded_generators
+from lightning_fed.errors import OptionError
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.server.schedule import default_seed, derive_seed
+from lightning_fed.server.server import Aggregator
+
+_OPERATOR = 1001  # a purpose of random numbers, apart from those of the schedule
+
+
+class FeatureFusion(FederatedCallback):
+    r"""Fuses every client's features with those of the global model, :math:`L = C \circ F \circ (E_l, E_g)`.
+
+    In ``setup`` the module gets one submodule more, ``feature_fusion``, with the parameters of the operator :math:`F`,
+    drawn with the federation's seed; see :func:`~lightning_fed.modules.fuse`. Nothing else of it moves or changes its
+    name. At the start of a visit a frozen copy :math:`E_g` is made of the extractor as the client received it; it is in
+    evaluation mode, has no gradients, is in no optimizer and never travels. :math:`E_l`, :math:`F` and :math:`C`
+    train and are averaged like all else, whatever the aggregator. What travels beyond federated averaging is
+    :math:`F`: 1 number with ``"single"``, :math:`C` with ``"multi"``, :math:`2C^2 + C` with ``"conv"``, for every
+    level. To keep it with the clients, say ``personal=["feature_fusion.*"]``.
+
+    After the fit the module stays as it is: it validates, predicts and is saved with its fusion.
+    :func:`~lightning_fed.modules.unwrap` takes it out.
+
+    Args:
+        at: Where the features are: name of a layer, whose output is meant, or ``"auto"``, see
+            :func:`~lightning_fed.modules.find_extractor`.
+        operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"``, which is federated averaging.
+        levels: Which of several features (an encoder's maps) are fused, each with an operator of its own: their
+            places, from the end where negative, or keys; ``"all"`` but the data itself.
+        channels: Number of channels of the features, or of each of several levels; ``"infer"`` finds out.
+        network: Name of the module that is called with the data and runs the layer; ``"auto"`` finds it, see
+            :func:`~lightning_fed.modules.find_extractor`.
+        ema: Share :math:`\mu` of the former weights in the new ones of "multi" and "single", see
+            :func:`~lightning_fed.algorithms.fedfusion.smooth_weight`.
+        eval_reference: What stands for :math:`E_g` where the global model is evaluated: the extractor of the global
+            model before it (``"previous"``, as in the authors' program), or its own (``"current"``, for deployment),
+            with which the weights of "multi" and "single" do not matter.
+        cache_global_features: Whether what :math:`E_g` makes of a client's examples is kept during a visit of several
+            epochs. Examples are told by their content, so that augmentation cannot lead to wrong features; where a
+            second pass over the data finds nothing, no more is kept. Takes the memory of all features of a client.
+        conv_init: How "conv" starts, see :class:`~lightning_fed.modules.ConvFusion`.
+        conv_bias: Whether "conv" has a bias.
+        clamp: Range in which the weights of "multi" and "single" stay; ``None``, as in the paper, for none.
+        channel_axis: The axis of the features' channels; ``None`` finds out.
+
+    Raises:
+        ValueError: If an option is unknown or out of its range; in ``setup``, if the features or their channels cannot
+            be found.
+        MisconfigurationException: In ``setup``, if the module is fused with another operator, at another layer or with
+            other options, or the Trainer has no federation to fit with, or one by FedMA; in ``fit``, if the optimizers
+            cannot train the operator, the module does not run it, or a checkpoint to go on from is of a fit without it.
+
+    Note:
+        The callback's checkpoint state holds ``reference``: the extractor of the global model before the current one,
+        with "previous" (as large as the extractor; empty before the first round).
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[FeatureFusion(operator="conv")], logger=False)
+
+    References:
+        Yao et al., ICIP 2019, Algorithm 1; https://github.com/thu-media/FedFusion.
+
+    """
+
+    def __init__(
+        self,
+        at: str = "auto",
+        operator: OperatorName = "conv",
+        levels: Sequence[int | str] | Literal["all"] = "all",
+        channels: int | Sequence[int] | Literal["infer"] = "infer",
+        network: str = "auto",
+        ema: float = 0.9,
+        eval_reference: Literal["previous", "current"] = "previous",
+        cache_global_features: bool = False,
+        conv_init: ConvInit = "default",
+        conv_bias: bool = True,
+        clamp: Range | None = None,
+        channel_axis: int | None = None,
+    ) -> None:
+        with torch.device("meta"):  # draws nothing
+            build_operator(operator, 1, conv_init=conv_init, clamp=clamp)  # checks the options
+        check_option("eval_reference", eval_reference, ("previous", "current"))
+        check_share("ema", ema)
+        self.at = at
+        self.operator: OperatorName = operator
+        self.levels: Sequence[int | str] | Literal["all"] = levels
+        self.channels: int | Sequence[int] | Literal["infer"] = channels
+        self.network = network
+        self.ema = ema
+        self.eval_reference = eval_reference
+        self.cache_global_features = cache_global_features
+        self.conv_init: ConvInit = conv_init
+        self.conv_bias = conv_bias
+        self.clamp = clamp
+        self.channel_axis = channel_axis
+        self._fusion: FusionLayer | None = None
+        self._reference: State = {}  # of the global model before the current one
+        self._before: State = {}  # of the one that the open round has found
+        self._stage: Literal["rest", "training", "aggregated"] = "rest"
+        self._is_blank = False
+        self._weights: State = {}  # of "multi" and "single", as the open round has found them
+        self._reset_cache()
+
+    @property
+    def fusion(self) -> FusionLayer:
+        """The module's operators and frozen extractor; known after ``setup``.
+
+        Raises:
+            RuntimeError: Before.
+
+        """
+        if self._fusion is None:
+            raise RuntimeError("The module is fused in `setup`.")
+        return self._fusion
+
+    # Lightning's hooks
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Has the module fuse its features, if it does not yet."""
+        if stage == "fit":
+            if isinstance(find_federation(trainer).server.aggregator, FedMA):
+                raise MisconfigurationException(
+                    "Expected an aggregator that keeps neurons in their places, but got FedMA: channels that are fused"
+                    " with those of another extractor cannot be matched."
+                )
+            _move_to_front(self, trainer)
+        is_fused = find_fusion(pl_module) is not None
+        with seeded_generators(derive_seed(_federation_seed(trainer), _OPERATOR)):
+            self._fusion = self._fuse(pl_module)
+        self._is_blank = stage != "fit" and not is_fused and (self.operator, self.conv_init) == ("conv", "default")
+        goes_on = stage != "fit" or trainer.current_epoch > 0
+        self._reference = self._fusion.frozen.state() if goes_on and self._fusion.is_referring else {}
+        self._stage, self._before, self._weights = "rest", {}, {}
+        self._fusion.has_run = False
+        self._reset_cache()
+        self._rest()
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Makes sure that the operator trains."""
+        _add_parameters(list(self.fusion.parameters()), trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Says that a convolution which nobody has trained makes nothing of a model that was trained without."""
+        if self._is_blank:
+            rank_zero_warn(
+                "The module had no fusion: the convolution that it got has random weights, and what follows it makes"
+                " nothing of them. Evaluate the module without `FeatureFusion`, or a checkpoint of a fit with it."
+            )
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Likewise."""
+        self.on_validation_start(trainer, pl_module)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Likewise."""
+        self.on_validation_start(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Brings the weights back into their range; sees what the cache was good for."""
+        for operator in self.fusion.mixing_operators().values():
+            operator.project()
+        if self.fusion.cache is not None and self._batch > self._per_epoch:
+            self._found += self.fusion.cache.hits - self._hits
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Goes back to the extractor that belongs to the last complete global model."""
+        if self._fusion is not None:
+            self._rest()
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Refuses to resume a fit without fusion, whose optimizers do not know the operator."""
+        names = [f"{_name_of(self.fusion, pl_module)}.{name}" for name in self.fusion.state_dict()]
+        has_fusion = any(name in checkpoint["state_dict"] for name in names)
+        self._is_blank = self._is_blank and not has_fusion
+        if trainer.state.fn == TrainerFn.FITTING and names and not has_fusion:
+            raise MisconfigurationException(
+                "Expected a checkpoint of a fit with fusion, but got one without, whose optimizers do not know the"
+                " operator: begin a new fit with its weights, module.load_state_dict(torch.load(path)['state_dict'])."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class's note."""
+        return {"reference": dict(self._reference)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back the extractor that the checkpoint's model is evaluated with."""
+        self._reference = dict(state_dict["reference"]) if self.eval_reference == "previous" else {}
+        if self._fusion is not None:
+            self._rest()
+
+    # A round
+
+    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Notes what the global model had."""
+        self._stage = "training"
+        self._before = self.fusion.frozen.state(self.fusion.network) if self._follows(trainer) else {}
+        self._weights = {name: each.weight.detach().clone() for name, each in self._mixing_operators(module).items()}
+
+    def on_client_start(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Freezes a copy of the extractor that the client received."""
+        self.fusion.refer()
+        self._batch = self._found = 0
+        federation = find_federation(trainer)
+        assert federation.current_visit is not None
+        self._per_epoch = federation.population.batches_per_epoch(client) or federation.current_visit.num_batches
+        is_repeated = federation.current_visit.num_batches > self._per_epoch
+        self.fusion.cache = FeatureCache() if self._caches and is_repeated else None
+
+    def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
+        """Counts the visit's batches."""
+        self._batch += 1
+        cache = self.fusion.cache
+        if cache is not None:
+            cache.is_filling, self._hits = self._batch <= self._per_epoch, cache.hits
+        return batch
+
+    def on_client_end(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
+    ) -> None:
+        """Makes sure that features were fused."""
+        if self.operator != "none" and not self.fusion.has_run:
+            raise MisconfigurationException(
+                f"Expected {type(module).__name__} to run its {type(self.fusion.network).__name__} up to"
+                f" {self.fusion.layer}, where features are fused, but no batch did: name another layer in `at`."
+            )
+        cache = self.fusion.cache
+        if cache is not None and self._batch >= 2 * self._per_epoch and not self._found:
+            self._caches = False
+            network = type(self.fusion.network).__name__
+            rank_zero_warn(
+                "`cache_global_features` finds none of the inputs again in a second pass over the data, which an"
+                " augmentation changes, it seems: they are not kept any more."
+                if cache.misses
+                else f"`cache_global_features` keeps nothing: {network} is not called with one tensor alone."
+            )
+
+    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
+        """Lets go of the client's copy."""
+        self.fusion.cache = None
+        self._rest()
+
+    def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
+        """Smooths the weights of "multi" and "single"; what follows is done with the extractor that is replaced."""
+        for name, operator in self._mixing_operators(module).items():
+            if name in state:
+                state[name] = operator.projected(smooth_weight(state[name], self._weights[name], self.ema))
+        self._stage = "aggregated"
+        self._rest()
+
+    def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
+        """Keeps the extractor of the model that was replaced, if it was."""
+        if is_new:
+            self._reference = self._before
+        self._stage, self._before = "rest", {}
+        self._rest()
+
+    def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
+        """Gives a client's model an extractor of the global model that has the client's personal entries."""
+        if client is not None and self._stage == "training":
+            self.fusion.refer()
+            return
+        self._rest()
+        if client is not None and self.fusion.is_referring:
+            policies, network = find_federation(trainer).policies, _name_of(self.fusion.network, module)
+            own = self.fusion.frozen.state(self.fusion.network)
+            names = {name: ".".join(filter(None, (network, name))) for name in own}
+            self.fusion.refer({name: own[name] for name in own if policies.get(names[name]) == "personal"})
+
+    def _fuse(self, module: L.LightningModule) -> FusionLayer:
+        fusion = find_fusion(module)
+        if fusion is not None:
+            place = Extractor(_name_of(fusion.network, module), fusion.layer)
+            if fusion.operator != self.operator or self.at not in ("auto", place.path):
+                raise MisconfigurationException(
+                    f"Expected a module without fusion, or with {self.operator!r} at {self.at!r}, but it has"
+                    f" {fusion.operator!r} at {place}: take it out with `lightning_fed.modules.unwrap`."
+                )
+            for name, value in fusion.arguments.items():
+                said = getattr(self, name)
+                if said != inspect.signature(FeatureFusion).parameters[name].default and said != value:
+                    raise MisconfigurationException(
+                        f"Expected a module without fusion, or with {name}={said!r}, but its fusion has"
+                        f" {name}={value!r}: take it out with `lightning_fed.modules.unwrap`."
+                    )
+            return fusion
+        try:
+            fusion = fuse(
+                module,
+                self.operator,
+                self.at,
+                self.channels,
+                self.levels,
+                self.network,
+                conv_init=self.conv_init,
+                conv_bias=self.conv_bias,
+                clamp=self.clamp,
+                channel_axis=self.channel_axis,
+            )
+        except ValueError as error:
+            late = "" if any(True for _ in module.parameters()) else " (What is built in its `setup` comes too late.)"
+            raise OptionError(f"{error}{late}") from error
+        count = sum(parameter.numel() for parameter in fusion.parameters())
+        place = Extractor(_name_of(fusion.network, module), fusion.layer)
+        rank_zero_info(f"FeatureFusion: {self.operator!r} with {count} parameters fuses {place}.")
+        return fusion
+
+    def _rest(self) -> None:
+        """What the module is like between visits, and after the fit."""
+        reference = self._before if self._stage == "aggregated" else self._reference
+        if reference:
+            self.fusion.refer(reference)
+        else:
+            self.fusion.release()
+
+    def _follows(self, trainer: L.Trainer) -> bool:
+        """Whether the global model is evaluated with the extractor of the one before it; of several none is that."""
+        rule = type(find_federation(trainer).server.aggregator)
+        return self.eval_reference == "previous" and rule.model_of is Aggregator.model_of
+
+    def _mixing_operators(self, module: nn.Module) -> dict[str, MixingOperator]:
+        prefix = f"{_name_of(self.fusion, module)}.operators"
+        return {f"{prefix}.{name}.weight": each for name, each in self.fusion.mixing_operators().items()}
+
+    def _reset_cache(self) -> None:
+        self._caches = self.cache_global_features and self.operator != "none"
+        self._batch = self._per_epoch = 0  # of the visit's batches
+        self._hits = self._found = 0  # samples of the cache before the batch, and in passes but the first
+
+
+def _federation_seed(trainer: L.Trainer) -> int:
+    """The seed of the Trainer's federation; without one, as where a module is only evaluated, that of a new one."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    federation = next((callback for callback in callbacks if isinstance(callback, Federation)), None)
+    return default_seed() if federation is None else federation.schedule.seed
+
+
+def _name_of(layer: nn.Module, module: nn.Module) -> str:
+    names: list[str] = [name for name, each in module.named_modules() if each is layer]
+    return names[0]
+
+
+def _move_to_front(callback: L.Callback, trainer: L.Trainer) -> None:
+    """Right behind the federation, so that for all others a visit has the extractor that it is about."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    federation = next(place for place, one in enumerate(callbacks) if isinstance(one, Federation))
+    if callbacks.index(callback) > federation:  # (`setup` runs in a loop over them.)
+        callbacks.remove(callback)
+        callbacks.insert(federation + 1, callback)
+
+
+def _add_parameters(parameters: list[nn.Parameter], trainer: L.Trainer) -> None:
+    """Has the first optimizer train parameters that no optimizer does, where a module names those that it trains."""
+    trained = {
+        id(one) for optimizer in trainer.optimizers for group in optimizer.param_groups for one in group["params"]
+    }
+    missing = [one for one in parameters if one.requires_grad and id(one) not in trained]
+    if not missing:
+        return
+    if not trainer.optimizers or trainer.optimizers[0].state:
+        raise MisconfigurationException(
+            "Expected `configure_optimizers` to train the parameters of `feature_fusion`: pass it self.parameters()."
+        )
+    trainer.optimizers[0].param_groups[0]["params"] += missing
+    rank_zero_info("FeatureFusion: the first optimizer trains the operator too.")

@@ -1,0 +1,191 @@
+r"""FedFusion: operators that fuse a client's features with those of the global model.
+
+Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
+equations 1 to 3. https://arxiv.org/abs/1908.05891 is the longer version, https://github.com/thu-media/FedFusion the
+authors' program. :math:`E_l(x)` are the client's features, :math:`E_g(x)` those of the global model as it was sent.
+
+Features are maps ``(N, C, *size)``, vectors ``(N, C)`` or sequences of tokens ``(N, T, C)``. Which axis has the
+channels follows from the number of axes, and can be said: ``channel_axis=-1`` for maps ``(N, H, W, C)``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_fed.numerics.precision import at_least_float32, cast_back, to_float64
+
+
+def fuse_multi(local: Tensor, reference: Tensor, weight: Tensor, channel_axis: int | None = None) -> Tensor:
+    r"""A weight for every channel (eq. 2).
+
+    .. math:: F(x) = \lambda \odot E_g(x) + (1 - \lambda) \odot E_l(x), \qquad \lambda \in \mathbb{R}^C
+
+    It is computed as :math:`E_l + \lambda \odot (E_g - E_l)`: with :math:`\lambda = 0`, and wherever both features are
+    equal, the result is :math:`E_l` to the last bit.
+
+    Args:
+        local: The client's features :math:`E_l(x)`.
+        reference: Features :math:`E_g(x)` of the global model, of the same shape.
+        weight: The weights :math:`\lambda`, shape ``(C,)``; any real numbers.
+        channel_axis: The axis of the channels; ``None`` for the second, or of three axes the last.
+
+    Returns:
+        Fused features, in the shape and type of ``local``. Gradients flow.
+
+    Raises:
+        ValueError: If shapes do not fit.
+
+    Example:
+        >>> local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])
+        >>> fuse_multi(local, reference, torch.tensor([0.25, 0.5]))
+        tensor([[1.5000, 0.5000]])
+
+    """
+    axis = _check(local, reference, channel_axis)
+    if weight.shape != local.shape[axis : axis + 1]:
+        raise ValueError(
+            f"Expected `weight` to have a number for each of {local.shape[axis]} channels, but got shape"
+            f" {tuple(weight.shape)}."
+        )
+    return _between(local, reference, weight.reshape(-1, *[1] * (local.ndim - 1 - axis)))
+
+
+def fuse_single(local: Tensor, reference: Tensor, weight: Tensor) -> Tensor:
+    r"""One weight for all channels (eq. 3), computed as in :func:`fuse_multi`.
+
+    .. math:: F(x) = \lambda E_g(x) + (1 - \lambda) E_l(x), \qquad \lambda \in \mathbb{R}
+
+    Args:
+        local: The client's features :math:`E_l(x)`.
+        reference: Features :math:`E_g(x)` of the global model, of the same shape.
+        weight: The weight :math:`\lambda`, shape ``()``; any real number.
+
+    Returns:
+        Fused features, in the shape and type of ``local``. Gradients flow.
+
+    Raises:
+        ValueError: If shapes do not fit.
+
+    Example:
+        >>> local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])
+        >>> fuse_single(local, reference, torch.tensor(0.25))
+        tensor([[1.5000, 1.2500]])
+
+    """
+    _check(local, reference, None)
+    if weight.ndim:
+        raise ValueError(f"Expected `weight` to be one number, but got shape {tuple(weight.shape)}.")
+    return _between(local, reference, weight)
+
+
+def fuse_conv(
+    local: Tensor,
+    reference: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    channel_axis: int | None = None,
+) -> Tensor:
+    r"""A 1x1 convolution over the channels of both (eq. 1).
+
+    .. math:: F(x) = W \, (E_g(x) \,\Vert\, E_l(x)) + b, \qquad W \in \mathbb{R}^{C \times 2C}
+
+    The global features come first, as in the paper; the authors' program has them second, and a bias. Of vectors and
+    tokens it is a linear layer.
+
+    Args:
+        local: The client's features :math:`E_l(x)`.
+        reference: Features :math:`E_g(x)` of the global model, of the same shape.
+        weight: The weights, shape ``(C, 2C)``: a row for every channel of the result.
+        bias: The bias :math:`b`, shape ``(C,)``; ``None`` for none.
+        channel_axis: The axis of the channels; ``None`` for the second, or of three axes the last.
+
+    Returns:
+        Fused features, in the shape of ``local``. Gradients flow.
+
+    Raises:
+        ValueError: If shapes do not fit.
+
+    Example:
+        >>> local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])
+        >>> fuse_conv(local, reference, torch.tensor([[1.0, 0.0, 0.5, 0.0], [0.0, 2.0, 0.0, -1.0]]))
+        tensor([[ 3.5000, -4.0000]])
+
+    """
+    axis = _check(local, reference, channel_axis)
+    channels = local.shape[axis]
+    if weight.shape != (channels, 2 * channels):
+        raise ValueError(
+            f"Expected `weight` to have shape {(channels, 2 * channels)} for {channels} channels, but got"
+            f" {tuple(weight.shape)}."
+        )
+    both = torch.cat([reference.to(local.dtype), local], axis)
+    if axis == 1 and local.ndim == 4:
+        return F.conv2d(both, weight[:, :, None, None], bias)  # whose gradients have the layout of the maps
+    return F.linear(both.movedim(axis, -1), weight, bias).movedim(-1, axis)
+
+
+@torch.no_grad()
+def smooth_weight(weight: Tensor, previous: Tensor, ema: float) -> Tensor:
+    r"""The exponential moving average of the weights that rounds come to, for "multi" and "single".
+
+    .. math:: \lambda_{r+1} = (1 - \mu) \bar\lambda_{r+1} + \mu \lambda_r
+
+    The paper says that there is one; the form, and :math:`\mu = 0.9`, are those of the authors' program.
+
+    Args:
+        weight: The clients' average :math:`\bar\lambda_{r+1}`, any shape.
+        previous: The global model's :math:`\lambda_r`, of the same shape, which starts from 0.
+        ema: The share :math:`\mu` of the previous one, in [0, 1); with 0 the average stays as it is.
+
+    Returns:
+        The new weights, in the type of ``weight``.
+
+    Example:
+        >>> smooth_weight(torch.tensor(0.3), torch.tensor(0.02), ema=0.9)
+        tensor(0.0480)
+
+    """
+    if not ema:
+        return weight
+    return cast_back((1 - ema) * to_float64(weight) + ema * to_float64(previous), weight)
+
+
+def channel_axis_of(features: Tensor, channel_axis: int | None = None) -> int:
+    """The axis of the channels, counted from the front.
+
+    Args:
+        features: Features, at least two axes.
+        channel_axis: What was said; ``None`` for the second axis, or of three the last.
+
+    Raises:
+        ValueError: If there is no such axis, or it is that of the examples.
+
+    Example:
+        >>> channel_axis_of(torch.zeros(2, 8, 4, 4)), channel_axis_of(torch.zeros(2, 5, 8))
+        (1, 2)
+
+    """
+    if channel_axis is None:
+        channel_axis = -1 if features.ndim == 3 else 1
+    if features.ndim < 2 or channel_axis not in (*range(1, features.ndim), *range(1 - features.ndim, 0)):
+        raise ValueError(
+            f"Expected features with examples on the first axis and channels on axis {channel_axis}, but got shape"
+            f" {tuple(features.shape)}."
+        )
+    return channel_axis % features.ndim
+
+
+def _check(local: Tensor, reference: Tensor, channel_axis: int | None) -> int:
+    if local.shape != reference.shape:
+        raise ValueError(
+            f"Expected `reference` to have the shape of `local`, {tuple(local.shape)}, but got"
+            f" {tuple(reference.shape)}."
+        )
+    return channel_axis_of(local, channel_axis)
+
+
+def _between(local: Tensor, reference: Tensor, weight: Tensor) -> Tensor:
+    wide = at_least_float32(local)
+    return torch.lerp(wide, reference.to(wide.dtype), weight.to(wide.dtype)).to(local.dtype)

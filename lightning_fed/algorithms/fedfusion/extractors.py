@@ -1,0 +1,208 @@
+"""Where a network's feature extractor ends, and what its features look like."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_fed.model.features import FeatureLayer, encoder_of, named_layers, require_classifier
+
+_NAMES = ("features", "encoder", "backbone", "feature_extractor", "extractor", "body", "base")
+_POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d)
+_TIMM_POOLS = ("SelectAdaptivePool2d", "FastAdaptiveAvgPool")
+_SIDES = (64, 32, 28, 96, 128, 224, 256, 384, 512)  # pixels
+
+
+class Extractor(NamedTuple):
+    """The part of a model that makes features of data.
+
+    Attributes:
+        network: Name of the module that is called with the data, as in ``named_modules``.
+        layer: The end of a layer in it that has the features; its path is relative to the network.
+
+    """
+
+    network: str
+    layer: FeatureLayer
+
+    @property
+    def path(self) -> str:
+        """Name of the layer in the model."""
+        return ".".join(filter(None, (self.network, self.layer.path)))
+
+    def __str__(self) -> str:
+        return f"the {self.layer.side} of {self.path!r}"
+
+
+def find_extractor(module: nn.Module, at: str | FeatureLayer = "auto", network: str = "auto") -> Extractor:
+    """Where the feature extractor of a model ends.
+
+    ``"auto"`` looks for, in this order:
+
+    1. the ``encoder`` of a model that also has a ``decoder`` or a ``segmentation_head`` (all of
+       ``segmentation_models_pytorch``), or the ``backbone`` of one that also has a ``classifier`` (torchvision's
+       segmentation models);
+    2. a module called ``features``, ``encoder``, ``backbone``, ``extractor``, ``body`` or ``base`` that is the first of
+       several with parameters (VGG, DenseNet, MobileNet, the papers' networks);
+    3. what goes into the last global pooling, or else into the last ``nn.Flatten``, beside the layer that makes the
+       logits (ResNet, EfficientNet and their like);
+    4. what goes into the layer that makes the logits (vision transformers).
+
+    Args:
+        module: The model, or a module that holds it.
+        at: Name of the layer whose output is the features, an end of it, or ``"auto"``.
+        network: Name of the module that is called with the data and runs this layer; ``""`` for ``module`` itself. With
+            ``"auto"`` it is the layer itself where that is found by its name or is a direct child of a LightningModule,
+            else the outermost module that is not a LightningModule.
+
+    Returns:
+        The extractor.
+
+    Raises:
+        ValueError: If there is no such layer, or it is not in the network; with ``"auto"``, if the network has several
+            layers that make logits (timm's distilled ones).
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+        >>> str(find_extractor(net))
+        "the input of '2'"
+
+    """
+    layers = dict(module.named_modules())
+    if at == "auto":
+        own = dict(named_layers(module))
+        layer = _find_extractor(own) or _find_features(module, own)
+    else:
+        layer = at if isinstance(at, FeatureLayer) else FeatureLayer(at)
+    for name in (layer.path, *([] if network == "auto" else [network])):
+        if name not in layers:
+            raise ValueError(
+                f"Expected the name of a layer of {type(module).__name__}, but got {name!r}: {_nearest(layers, name)}."
+            )
+    root = _find_network(module, layer) if network == "auto" else network
+    if layer.path != root and root and not layer.path.startswith(f"{root}."):
+        raise ValueError(f"Expected `network` to hold the layer {layer.path!r}, but got {root!r}.")
+    if layer == FeatureLayer(root, "input"):
+        raise ValueError(f"Expected a layer that has features at its ends, but {layer} is the data.")
+    return Extractor(root, layer._replace(path=layer.path[len(root) :].lstrip(".")))
+
+
+def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in what a layer returns, with a name for each that is fit for a module.
+
+    Example:
+        >>> [name for name, _ in named_features([torch.zeros(1), (torch.zeros(1), torch.zeros(1))])]
+        ['0', '1_0', '1_1']
+
+    """
+    if isinstance(features, Tensor):
+        if features.is_floating_point():
+            yield name or "0", features
+    elif isinstance(features, Mapping | list | tuple):
+        pairs = features.items() if isinstance(features, Mapping) else enumerate(features)
+        for key, value in pairs:
+            yield from named_features(value, f"{name}_{key}".lstrip("_"))
+
+
+def with_features(features: Any, new: Mapping[str, Tensor], name: str = "") -> Any:
+    """What a layer returns, with other tensors in the place of those named.
+
+    Example:
+        >>> with_features([1, torch.zeros(1)], {"1": torch.ones(1)})
+        [1, tensor([1.])]
+
+    """
+    if isinstance(features, Tensor):
+        return new.get(name or "0", features)
+    if isinstance(features, MutableMapping):
+        changed = copy.copy(features)
+        for key, value in features.items():
+            changed[key] = with_features(value, new, f"{name}_{key}".lstrip("_"))
+        return changed
+    if isinstance(features, list | tuple):
+        values = [with_features(value, new, f"{name}_{key}".lstrip("_")) for key, value in enumerate(features)]
+        return type(features)(*values) if hasattr(features, "_fields") else type(features)(values)
+    return features
+
+
+def example_inputs(network: nn.Module) -> Iterator[Tensor]:
+    """Inputs that a network may take, told by its first layer with parameters; on its device, in its type.
+
+    Example:
+        >>> next(example_inputs(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)))).shape
+        torch.Size([2, 784])
+
+    """
+    for layer in network.modules():
+        weight = next(layer.parameters(recurse=False), None)
+        if weight is None:
+            continue
+        shapes: Sequence[tuple[int, ...]] = ()
+        if isinstance(layer, nn.Embedding):
+            yield torch.zeros(2, 8, dtype=torch.int64, device=weight.device)
+        elif isinstance(layer, nn.Linear):
+            shapes = [(layer.in_features,)]
+        elif isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            shapes = [(layer.in_channels, *[side] * (weight.ndim - 2)) for side in _SIDES]
+        for shape in shapes:
+            count = 2 * torch.Size(shape).numel()
+            yield torch.linspace(-1, 1, count, device=weight.device).to(weight.dtype).reshape(2, *shape)
+        if shapes:
+            return
+
+
+def _find_extractor(layers: Mapping[str, nn.Module]) -> FeatureLayer | None:
+    """An extractor that is a module of its own."""
+    for name, layer in layers.items():
+        trained = [part for part, child in layer.named_children() if any(True for _ in child.parameters())]
+        first = trained[0] if len(trained) > 1 and trained[0] in _NAMES else None
+        extractor = encoder_of(layer) or first
+        if extractor is not None:
+            return FeatureLayer(f"{name}.{extractor}".lstrip("."))
+    return None
+
+
+def _find_features(module: nn.Module, layers: Mapping[str, nn.Module]) -> FeatureLayer:
+    """A layer inside a classifier behind which there are features."""
+    head = require_classifier(module)
+    for layer in layers.values():
+        get_classifier: Any = getattr(layer, "get_classifier", None)
+        heads = get_classifier() if callable(get_classifier) else None
+        if isinstance(heads, tuple | list | nn.ModuleList) and len(heads) > 1:
+            raise ValueError(
+                f"Expected {type(layer).__name__} to have one layer that makes the logits, but it has {len(heads)}:"
+                " name the layer of its features."
+            )
+    names = list(layers)
+    before = names[: names.index(head)]
+    parents = ["", *(name for name in before if name and head.startswith(f"{name}."))]
+    beside = [name for name in before if name and name.rpartition(".")[0] in parents and name not in parents]
+    trained = next((name for name in before if any(True for _ in layers[name].parameters(recurse=False))), head)
+    beside = [name for name in beside if before.index(name) > names.index(trained)]
+    pools = [name for name in beside if isinstance(layers[name], _POOLS) or type(layers[name]).__name__ in _TIMM_POOLS]
+    flattens = [name for name in beside if isinstance(layers[name], nn.Flatten)]
+    return FeatureLayer([head, *flattens[-1:], *pools[-1:]][-1], "input")
+
+
+def _find_network(module: nn.Module, layer: FeatureLayer) -> str:
+    """The module that is called with the data, as far as names tell."""
+    if not isinstance(module, L.LightningModule):
+        return "" if layer.side == "input" or layer.path.rpartition(".")[2] not in _NAMES else layer.path
+    if layer.side == "output" and ("." not in layer.path or layer.path.rpartition(".")[2] in _NAMES):
+        return layer.path
+    first, _, rest = layer.path.partition(".")
+    if not rest:
+        return ""
+    return f"{first}._orig_mod" if rest.startswith("_orig_mod.") else first  # what `torch.compile` has wrapped
+
+
+def _nearest(layers: Mapping[str, nn.Module], name: str) -> str:
+    while name and name not in layers:
+        name = name.rpartition(".")[0]
+    children = [f"{name}.{child}".lstrip(".") for child, _ in layers[name].named_children()]
+    return f"{repr(name) if name else 'it'} has {children}"

@@ -1,0 +1,198 @@
+"""A frozen copy of a network's feature extractor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_fed.messages import State
+from lightning_fed.model.features import FeatureLayer
+
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
+class FrozenExtractor:
+    """A copy of a network up to one of its layers: in evaluation mode, without gradients.
+
+    It is no module, so that it is nobody's submodule: it is in no ``parameters()`` and no ``state_dict()``.
+
+    Args:
+        network: The network, which is copied.
+        layer: The end of a layer in it that has the features.
+
+    Attributes:
+        network: The copy.
+        entries: Names of the parameters and buffers that it has, of those of the network.
+        is_plain: Whether the layer is called with one argument, and the features are one tensor; ``None`` before a run.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> extractor = FrozenExtractor(net, FeatureLayer("1"))
+        >>> extractor(torch.zeros(4, 2)).shape
+        torch.Size([4, 3])
+
+    """
+
+    def __init__(self, network: nn.Module, layer: FeatureLayer) -> None:
+        self.network = _copied(network).eval().requires_grad_(False)
+        self.layer = layer
+        self.entries = set(_entries(self.network))
+        self.is_plain: bool | None = None
+        tapped = self.network.get_submodule(layer.path)
+        if layer.side == "input":
+            tapped.register_forward_pre_hook(self._stop, with_kwargs=True)
+        elif layer.path:
+            tapped.register_forward_hook(self._stop, with_kwargs=True)
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The features of the data that the network is called with."""
+        try:
+            features = self.network(*args, **kwargs)
+        except _Reached as reached:
+            return reached.features
+        if self.layer != FeatureLayer(""):
+            raise RuntimeError(f"Expected {type(self.network).__name__} to run {self.layer}, but it did not.")
+        self.is_plain = is_plain(args, kwargs, features)
+        return features
+
+    def refer(self, source: nn.Module | Mapping[str, Tensor]) -> None:
+        """Takes over values.
+
+        Args:
+            source: The network, whose types and device are taken over too; or values of its parameters and buffers by
+                name. Others stay as they are.
+
+        Raises:
+            ValueError: If a shape differs.
+
+        """
+        if isinstance(source, nn.Module):
+            self.follow(source)
+        values = _entries(source) if isinstance(source, nn.Module) else source
+        with torch.no_grad():
+            for name, entry in _entries(self.network).items():
+                if name not in self.entries or name not in values:
+                    continue
+                if values[name].shape != entry.shape:
+                    raise ValueError(
+                        f"Expected {name!r} of the extractor to have shape {tuple(entry.shape)}, but got"
+                        f" {tuple(values[name].shape)}."
+                    )
+                entry.copy_(values[name])
+
+    def state(self, source: nn.Module | None = None) -> State:
+        """A copy of its parameters and buffers, or of their counterparts in the network.
+
+        Args:
+            source: The network; ``None`` for the extractor itself.
+
+        """
+        entries = _entries(self.network if source is None else source)
+        return {name: value.detach().clone() for name, value in entries.items() if name in self.entries}
+
+    def follow(self, network: nn.Module) -> None:
+        """Moves to the device of the network, and changes to its types."""
+        leader, own = (next(each.parameters(), None) for each in (network, self.network))
+        if leader is None or own is None or (leader.device, leader.dtype) == (own.device, own.dtype):
+            return
+        self.network.to(leader.device)
+        originals = _entries(network)
+        for name, entry in _entries(self.network).items():
+            entry.data = entry.data.to(originals[name].dtype)
+
+    def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
+        """Lets go of what the layers behind the features have, as far as it can be told.
+
+        Args:
+            args: Inputs that the network can be run with.
+            kwargs: Those that have names.
+
+        Returns:
+            The features of these inputs, and the last layer with parameters that was run for them.
+
+        """
+        begun, done = set[nn.Module](), dict[nn.Module, None]()
+        handles = [
+            handle
+            for module in self.network.modules()
+            for handle in (
+                module.register_forward_pre_hook(lambda module, args: begun.add(module)),
+                module.register_forward_hook(lambda module, args, output: done.update({module: None}), prepend=True),
+            )
+        ]
+        try:
+            features = self(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        needed = set(_needed(self.network, begun, set(done)))
+        let_go = {name: entry for name, entry in _entries(self.network).items() if name not in needed}
+        values = {name: entry.data for name, entry in let_go.items()}
+        for entry in let_go.values():
+            entry.data = entry.data.new_empty(0)
+        try:
+            self(*args, **kwargs)
+            self.entries &= needed
+        except Exception:  # a layer that is not called and whose weights are used all the same
+            for name, entry in let_go.items():
+                entry.data = values[name]
+        with_parameters = (module for module in reversed(done) if any(True for _ in module.parameters(recurse=False)))
+        return features, next(with_parameters, None)
+
+    def _stop(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
+        features = args[0] if self.layer.side == "input" else output
+        self.is_plain = is_plain(args, kwargs, features)
+        raise _Reached(features)
+
+
+def is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any], features: Any) -> bool:
+    """Whether a layer is called with one argument, and its features are one tensor: so can be what another returns."""
+    return len(args) == 1 and not kwargs and isinstance(features, Tensor)
+
+
+class _Reached(BaseException):
+    """Ends a forward pass where the features are; no `except Exception` of a network is meant."""
+
+    def __init__(self, features: Any) -> None:
+        super().__init__()
+        self.features = features
+
+
+def _copied(network: nn.Module) -> nn.Module:
+    """A copy; of a LightningModule without what it has beside its layers, such as its Trainer."""
+    shared = {}
+    if isinstance(network, L.LightningModule):
+        shared = {id(value): value for name, value in vars(network).items() if name not in _INTERNAL}
+    with torch.inference_mode(False):  # what is made in that mode cannot meet gradients
+        return copy.deepcopy(network, shared)
+
+
+def _entries(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, those too that are not in the state."""
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def _needed(module: nn.Module, begun: set[nn.Module], done: set[nn.Module], prefix: str = "") -> Iterator[str]:
+    """The entries of what was run: all that a module has which came to its end, and its own of one which did not.
+
+    Lists of layers are not called, nor are modules of which a method is called or single layers are (activation
+    checkpointing): something in them is.
+    """
+    if module in done:
+        yield from (f"{prefix}{name}" for name in _entries(module))
+    elif module in begun or any(layer in begun for layer in module.modules()) or not _is_callable(module):
+        own = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        yield from (f"{prefix}{name}" for pairs in own for name, _ in pairs)
+        for name, child in module.named_children():
+            yield from _needed(child, begun, done, f"{prefix}{name}.")
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Whether a module has a forward pass; lists of layers or parameters have none."""
+    return type(module).forward is not nn.Module.forward

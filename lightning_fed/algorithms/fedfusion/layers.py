@@ -1,0 +1,331 @@
+"""FedFusion in a network: a layer whose features are fused with those of the global model.
+
+Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
+section 3: a model L = C . F . (E_l, E_g) of an extractor E_l, a frozen copy E_g of the global model's, an operator
+F and a classifier C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_fed.algorithms.fedfusion.equations import channel_axis_of
+from lightning_fed.algorithms.fedfusion.extractors import example_inputs, named_features, with_features
+from lightning_fed.algorithms.fedfusion.feature_cache import FeatureCache
+from lightning_fed.algorithms.fedfusion.frozen_extractor import FrozenExtractor, is_plain
+from lightning_fed.algorithms.fedfusion.operators import ConvInit, MixingOperator, OperatorName, Range, build_operator
+from lightning_fed.model.features import FeatureLayer
+
+Example: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class FusionLayer(nn.Module):
+    """The fusion operators of a network, and the frozen extractor of the global model.
+
+    It is not called: hooks on the network run the frozen extractor on what the network is called with, and fuse at the
+    layer. So no layer of the network moves or changes its name.
+
+    Args:
+        network: The module that is called with the data.
+        layer: The end of a layer in it whose features are fused; ``""`` for its own output.
+        operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``, see
+            :func:`~lightning_fed.modules.build_operator`.
+        channels: Number of channels of the features, or of each of several that are fused; ``"infer"`` finds out by
+            running the network up to the layer.
+        levels: Which of several features (an encoder's maps) are fused: their places, from the end where negative, or
+            keys; ``"all"`` but the data itself, which some encoders return too.
+        conv_init: How "conv" starts, see :class:`~lightning_fed.modules.ConvFusion`.
+        conv_bias: Whether "conv" has a bias.
+        clamp: Range of the weights of "multi" and "single".
+        channel_axis: The axis of the channels; ``None`` finds out.
+        example: Arguments to run the network with, those with names apart; ``None`` for a guess from its first layer.
+
+    Attributes:
+        arguments: What it was built with that lasts, by name.
+        operators: The operators, by the name of their level.
+        frozen: The frozen extractor, a :class:`~lightning_fed.modules.FrozenExtractor`; of nothing with "none".
+        cache: Keeps features of the frozen extractor; ``None`` for none.
+        ndims: Number of axes of the features, by level, as soon as they have been seen.
+        is_plain: Whether the layer is called with one argument, and its features are one tensor, likewise.
+        has_run: Whether features have been fused; may be set.
+
+    Raises:
+        ValueError: If an option is unknown or out of its range, the network cannot be run to find out the channels, or
+            there is no such level.
+
+    """
+
+    operators: nn.ModuleDict
+
+    def __init__(
+        self,
+        network: nn.Module,
+        layer: FeatureLayer,
+        operator: OperatorName = "conv",
+        channels: int | Sequence[int] | Literal["infer"] = "infer",
+        levels: Sequence[int | str] | Literal["all"] = "all",
+        *,
+        conv_init: ConvInit = "default",
+        conv_bias: bool = True,
+        clamp: Range | None = None,
+        channel_axis: int | None = None,
+        example: Example | None = None,
+    ) -> None:
+        super().__init__()
+        self.arguments = {"levels": levels, "conv_bias": conv_bias, "clamp": clamp, "channel_axis": channel_axis}
+        self.operator = operator
+        self.layer = layer
+        self.cache: FeatureCache | None = None
+        self.has_run = False
+        self._network = (network,)  # not a submodule of this one
+        has_any = operator != "none"
+        self.frozen = FrozenExtractor(network, layer) if has_any else FrozenExtractor(nn.Identity(), FeatureLayer(""))
+        self._is_referring = False
+        self._reference: dict[str, Tensor] | None = None
+        self.ndims: dict[str, int] = {}
+        self.is_plain: bool | None = None
+        options = {"conv_init": conv_init, "conv_bias": conv_bias, "clamp": clamp}
+        found = self._find_channels(channels, levels, channel_axis, example) if has_any else {}
+        self.operators = nn.ModuleDict(
+            {
+                name: build_operator(operator, count, channel_axis=axis, **options)  # type: ignore[arg-type]
+                for name, (count, axis) in found.items()
+            }
+        )
+        weight = next(network.parameters(), None)
+        if weight is not None and weight.is_floating_point():
+            self.operators.to(weight.device, weight.dtype)
+        self._handles: list[RemovableHandle] = []
+        if not has_any:
+            return
+        tapped = network.get_submodule(layer.path)
+        self._handles.append(network.register_forward_pre_hook(self._before_network, with_kwargs=True))
+        if layer.side == "input":
+            self._handles.append(tapped.register_forward_pre_hook(self._before_layer, with_kwargs=True))
+        else:
+            self._handles.append(tapped.register_forward_hook(self._after_layer, prepend=True, with_kwargs=True))
+
+    @property
+    def network(self) -> nn.Module:
+        """The network whose features are fused."""
+        return self._network[0]
+
+    @property
+    def is_referring(self) -> bool:
+        """Whether features are fused with those of the frozen extractor, or with themselves."""
+        return self._is_referring
+
+    def mixing_operators(self) -> dict[str, MixingOperator]:
+        """The operators of "multi" and "single", by level."""
+        return {name: each for name, each in self.operators.items() if isinstance(each, MixingOperator)}
+
+    def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
+        """Takes over the global model's extractor: from now on features are fused with what it makes.
+
+        Args:
+            source: A network like this one, or values of its parameters and buffers by name; ``None`` for the network
+                as it is now.
+
+        """
+        if self.operator != "none":
+            self.frozen.refer(self.network if source is None else source)
+            self._is_referring, self._reference = True, None
+
+    def release(self) -> None:
+        """Fuses features with themselves, as if the global model's extractor were this one."""
+        self._is_referring, self._reference = False, None
+
+    def watch_loading(self, owner: nn.Module) -> None:
+        """Has the module that this one is a part of load states that know nothing of fusion."""
+        self._handles.append(owner.register_load_state_dict_post_hook(self._forgive))  # type: ignore[no-untyped-call]
+
+    def detach(self) -> None:
+        """Takes the hooks off the network."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # Hooks of the network and the layer
+
+    def _before_network(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_referring:
+            return
+        if any(value.grad_fn is not None for _, value in named_features([args, kwargs])):
+            raise RuntimeError(
+                f"Expected {type(network).__name__}, whose features are fused, to be called with data, but it is called"
+                " with what other layers made of them: name in `network` the module that they are part of."
+            )
+        self.frozen.follow(network)
+        if self.cache is None or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            self._reference = self._features(*args, **kwargs)
+        else:
+            self._reference = self.cache.get(args[0], self._features)
+
+    def _before_layer(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (self._fused(args[0], args, kwargs), *args[1:]), kwargs
+
+    def _after_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return self._fused(output, args, kwargs)
+
+    def _features(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        features = dict(named_features(self.frozen(*args, **kwargs)))
+        return {name: features[name] for name in self.operators}
+
+    def _fused(self, features: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        local = dict(named_features(features))
+        if not self.has_run:
+            self.has_run, self.is_plain = True, is_plain(args, kwargs, features)
+            self.ndims = {name: local[name].ndim for name in self.operators}
+        if self._is_referring:
+            reference, self._reference = self._reference, None
+            if reference is None:
+                raise RuntimeError(
+                    f"Expected {self.layer} to be run once whenever {type(self.network).__name__} is called, but it is"
+                    " run again, or by itself: name another layer in `at`, or in `network` the module that is called."
+                )
+        else:
+            reference = {name: local[name].detach() for name in self.operators}
+        return with_features(
+            features, {name: each(local[name], reference[name]) for name, each in self.operators.items()}
+        )
+
+    def _forgive(self, owner: nn.Module, incompatible: Any) -> None:
+        """Leaves the operators as they are where a state has none of them."""
+        own = tuple(f".{name}" for name in self.state_dict())
+        missing = [name for name in incompatible.missing_keys if name.endswith(own)]
+        if len(missing) == len(own):
+            incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in missing]
+
+    # Channels
+
+    def _find_channels(
+        self,
+        channels: int | Sequence[int] | Literal["infer"],
+        levels: Sequence[int | str] | Literal["all"],
+        channel_axis: int | None,
+        example: Example | None,
+    ) -> dict[str, tuple[int, int | None]]:
+        """Channels and their axis, by level."""
+        if channels != "infer":
+            counts = [channels] if isinstance(channels, int) else list(channels)
+            names = [str(place) for place in (range(len(counts)) if levels == "all" else levels)]
+            if len(names) != len(counts):
+                raise ValueError(f"Expected `channels` of {len(names)} levels, but got {counts}.")
+            with suppress(ValueError):  # then the copy is of the whole network
+                self._run(example)
+            return {name: (count, channel_axis) for name, count in zip(names, counts, strict=True)}
+        inputs, features, last = self._run(example)
+        found = {}
+        for name, value in _chosen(dict(named_features(features)), levels, inputs).items():
+            axis = _last_axis(value, last) if channel_axis is None else channel_axis
+            found[name] = (value.shape[channel_axis_of(value, axis)], axis)
+            self.ndims[name] = value.ndim
+        self.is_plain = self.frozen.is_plain
+        return found
+
+    def _run(self, example: Example | None) -> tuple[Any, Any, nn.Module | None]:
+        """Inputs that the network can be run with, its features of them, and the last layer that made them."""
+        error: Exception | None = None
+        guesses: Iterator[Example] = (((guess,), {}) for guess in example_inputs(self.network))
+        for args, kwargs in guesses if example is None else [example]:
+            try:
+                return (args, kwargs), *self.frozen.prune(*args, **kwargs)
+            except Exception as fault:
+                error = error or fault
+        raise ValueError(
+            f"Expected to find out the channels of {self.layer} by running {type(self.network).__name__}, but"
+            f" {'no input is known for its first layer' if error is None else f'it raised {error!r}'}: set the module's"
+            " `example_input_array`, or `channels`."
+        ) from error
+
+
+def _last_axis(features: Tensor, last: nn.Module | None) -> int | None:
+    """-1 for maps that were made by a layer which has the channels last, as in Swin transformers; else ``None``."""
+    if features.ndim < 4 or not isinstance(last, nn.Linear | nn.LayerNorm):
+        return None
+    width = last.out_features if isinstance(last, nn.Linear) else last.normalized_shape[-1]
+    return -1 if features.shape[1] != width == features.shape[-1] else None
+
+
+def _chosen(
+    features: dict[str, Tensor], levels: Sequence[int | str] | Literal["all"], inputs: Any
+) -> dict[str, Tensor]:
+    """The features that are fused, by name."""
+    data = [value for _, value in named_features(inputs)]
+    if levels == "all":
+        made = {
+            name: value
+            for name, value in features.items()
+            if value.numel() and not any(value.shape == one.shape and torch.equal(value, one) for one in data)
+        }
+        if made:
+            return made
+    names, chosen = list(features), {}
+    for level in () if levels == "all" else levels:
+        name = names[level] if isinstance(level, int) and -len(names) <= level < len(names) else str(level)
+        if name in features:
+            chosen[name] = features[name]
+    if not chosen or len(chosen) != len(levels):
+        shapes = {name: tuple(value.shape) for name, value in features.items()}
+        raise ValueError(f"Expected `levels` to be some of the extractor's features, {shapes}, but got {levels!r}.")
+    return chosen
+
+
+class FusedExtractor(nn.Module):
+    """A feature extractor E_l, an operator F, and a frozen copy E_g of the global model's extractor: F(E_l, E_g).
+
+    For a network of one's own. :class:`~lightning_fed.callbacks.FeatureFusion` looks after one that it finds, and puts
+    fusion into any other network without changing it. Until :meth:`refer` features are fused with themselves.
+
+    Args:
+        local: The extractor E_l.
+        operator: The operator F, by name.
+        channels: Number of channels of the features, or of each of several; ``"infer"`` finds out.
+        options: Further arguments of :class:`~lightning_fed.modules.FusionLayer`.
+
+    Attributes:
+        local: The extractor.
+        feature_fusion: The operator and the frozen copy. The copy is no submodule: it is in no ``parameters()`` and no
+            ``state_dict()``, has no gradients, and stays in evaluation mode.
+
+    Raises:
+        ValueError: If an option is unknown or out of its range, or the channels cannot be found out.
+
+    Example:
+        >>> extractor = FusedExtractor(nn.Conv2d(1, 8, 3), "multi")
+        >>> extractor.refer()  # the global model as it was sent
+        >>> extractor(torch.zeros(2, 1, 6, 6)).shape, len(extractor.state_dict())
+        (torch.Size([2, 8, 4, 4]), 3)
+
+    """
+
+    def __init__(
+        self,
+        local: nn.Module,
+        operator: OperatorName = "conv",
+        channels: int | Sequence[int] | Literal["infer"] = "infer",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.local = local
+        self.feature_fusion = FusionLayer(local, FeatureLayer(""), operator, channels, **options)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The fused features."""
+        return self.local(*args, **kwargs)
+
+    def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
+        """Makes E_g a frozen copy of an extractor; ``None`` for E_l as it is now."""
+        self.feature_fusion.refer(source)
+
+    def release(self) -> None:
+        """Fuses features with themselves, as if E_g were E_l."""
+        self.feature_fusion.release()

@@ -1,0 +1,237 @@
+"""Putting FedFusion into a model, and taking it out again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor, nn
+
+from lightning_fed.algorithms.fedfusion.extractors import Extractor, find_extractor
+from lightning_fed.algorithms.fedfusion.layers import Example, FusedExtractor, FusionLayer
+from lightning_fed.algorithms.fedfusion.operators import ConvFusion, OperatorName
+from lightning_fed.messages import State
+from lightning_fed.model.feature_extraction import evaluating
+from lightning_fed.model.features import FeatureLayer
+
+FUSION = "feature_fusion"
+"""Name of the submodule that :func:`fuse` adds to a model."""
+
+
+def fuse(
+    module: nn.Module,
+    operator: OperatorName = "conv",
+    at: str | FeatureLayer = "auto",
+    channels: int | Sequence[int] | Literal["infer"] = "infer",
+    levels: Sequence[int | str] | Literal["all"] = "all",
+    network: str = "auto",
+    **options: Any,
+) -> FusionLayer:
+    """Has a model fuse its features, in place.
+
+    The model gets one submodule more, ``feature_fusion``, whose parameters are those of the operators. All else stays
+    where it is and keeps its name. A checkpoint without fusion loads into the model, and leaves the operators as they
+    are. Until :meth:`FusionLayer.refer <lightning_fed.modules.FusionLayer>` is called features are fused with
+    themselves.
+
+    Args:
+        module: The model.
+        operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
+        at: Where the features are, see :func:`~lightning_fed.modules.find_extractor`.
+        channels: Number of channels of the features, or of each of several; ``"infer"`` finds out by running the
+            network on the module's ``example_input_array``, or else on a guess.
+        levels: Which of several features are fused, see :class:`~lightning_fed.modules.FusionLayer`.
+        network: Name of the module that is called with the data, see :func:`~lightning_fed.modules.find_extractor`.
+        options: Further arguments of :class:`~lightning_fed.modules.FusionLayer`.
+
+    Returns:
+        The layer ``module.feature_fusion``.
+
+    Raises:
+        ValueError: If an option is unknown or out of its range, there is no such layer, the channels cannot be found
+            out, or the model has fusion already.
+
+    Example:
+        >>> from lightning_fed.tasks import ClassificationTask
+        >>> task = ClassificationTask("mcmahan_cnn", num_classes=10)
+        >>> fuse(task, "conv").operators["0"].weight.shape
+        torch.Size([64, 128])
+
+    """
+    if hasattr(module, FUSION) or find_fusion(module) is not None:
+        raise ValueError(f"Expected {type(module).__name__} without `{FUSION}`, but it has one: see `unwrap`.")
+    if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        raise ValueError(f"Expected a module that can have one more submodule, but got {type(module).__name__}.")
+    extractor = find_extractor(module, at, network)
+    root = module.get_submodule(extractor.network)
+    example = _example(module, root) if channels == "infer" and operator != "none" else None
+    layer = FusionLayer(root, extractor.layer, operator, channels, levels, example=example, **options)
+    module.add_module(FUSION, layer)
+    layer.watch_loading(module)
+    _forget_compiled_code(module)
+    return layer
+
+
+def find_fusion(module: nn.Module) -> FusionLayer | None:
+    """The fusion of a model; ``None`` if it has none.
+
+    Args:
+        module: The model, or a module that holds it.
+
+    Raises:
+        ValueError: If it has several.
+
+    Example:
+        >>> find_fusion(nn.Linear(2, 1)) is None
+        True
+
+    """
+    found = [layer for layer in module.modules() if isinstance(layer, FusionLayer)]
+    if len(found) > 1:
+        raise ValueError(f"Expected {type(module).__name__} to have one fusion, but got {len(found)}.")
+    return found[0] if found else None
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Takes the fusion out of a model, in place: what is left needs nothing of this package.
+
+    The model predicts as with ``eval_reference="current"``: features are fused with themselves. For "multi", "single"
+    and "none" that changes nothing, F(E, E) = E. Of "conv" a 1x1 convolution (for vectors and tokens a linear layer)
+    with the sum of both halves of the weights stays beside the layer: ``nn.Sequential(layer, convolution)`` is in the
+    layer's place, so that its entries' names get a ``.0``, or a ``.1`` where the fusion is at its input.
+
+    Args:
+        module: The model.
+
+    Returns:
+        The model, or what has taken its place if ``module`` is a :class:`~lightning_fed.modules.FusedExtractor`.
+
+    Raises:
+        ValueError: If there is no fusion, or one by "conv" of an encoder's maps or of a layer with several inputs, or
+            whose features nobody has seen.
+
+    Example:
+        >>> from lightning_fed.tasks import ClassificationTask
+        >>> task = ClassificationTask("mcmahan_cnn", num_classes=10)
+        >>> names = list(task.state_dict())
+        >>> _ = fuse(task, "multi")
+        >>> list(unwrap(task).state_dict()) == names
+        True
+
+    """
+    fusion = find_fusion(module)
+    if fusion is None:
+        raise ValueError(f"Expected {type(module).__name__} to have a fusion, but it has none.")
+    names = {id(layer): name for name, layer in module.named_modules(remove_duplicate=False)}
+    owner_name = names[id(fusion)].rpartition(".")[0]
+    owner = module.get_submodule(owner_name)
+    place = Extractor(names[id(fusion.network)], fusion.layer)
+    point = _pointwise(fusion, place) if fusion.operator == "conv" else None
+    fusion.detach()
+    _forget_compiled_code(module)
+    if isinstance(owner, FusedExtractor):
+        return _put(module, owner_name, owner.local if point is None else nn.Sequential(owner.local, point))
+    delattr(owner, FUSION)
+    if point is not None:
+        layer = module.get_submodule(place.path)
+        both = (point, layer) if place.layer.side == "input" else (layer, point)
+        module = _put(module, place.path, nn.Sequential(*both))
+    return module
+
+
+def plain_state(state: Mapping[str, Tensor]) -> State:
+    """The state of a model without its fusion, for a model without: what a checkpoint's ``state_dict`` holds.
+
+    Args:
+        state: The state of a model that :func:`fuse` changed, with "multi", "single" or "none".
+
+    Raises:
+        ValueError: If the fusion is a convolution: what follows was trained on its output. Load the state into a model
+            with fusion, and see :func:`unwrap`.
+
+    Example:
+        >>> list(plain_state({"net.weight": torch.zeros(1), "feature_fusion.operators.0.weight": torch.zeros(())}))
+        ['net.weight']
+
+    """
+    inside = [name for name in state if name.startswith(f"{FUSION}.")]
+    convolutions = [name for name in inside if state[name].ndim > 1]
+    if convolutions:
+        raise ValueError(
+            f"Expected a state whose fusion can be left out, but {convolutions[0]!r} is a convolution: load it into a"
+            " model with fusion, and `unwrap` that."
+        )
+    return {name: value for name, value in state.items() if name not in inside}
+
+
+def _example(module: nn.Module, network: nn.Module) -> Example | None:
+    """What the network is called with when the module is called with its example, as Lightning calls it."""
+    example = getattr(module, "example_input_array", None) if isinstance(module, L.LightningModule) else None
+    if example is None:
+        return None
+    seen: list[Example] = []
+    handle = network.register_forward_pre_hook(
+        lambda network, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
+    )
+    weight = next(network.parameters(), None)
+    if weight is not None:
+        example = move_data_to_device(example, weight.device)
+    try:
+        with evaluating(module):
+            if isinstance(example, Mapping):
+                module(**example)
+            else:
+                module(*(example if isinstance(example, list | tuple) else (example,)))
+    finally:
+        handle.remove()
+    return seen[0] if seen else None
+
+
+def _forget_compiled_code(module: nn.Module) -> None:
+    """Has a model that is compiled be compiled anew: code that was made before does not see new hooks."""
+    # What `torch.compile` and `Module.compile` leave; neither has a public name.
+    if any("_orig_mod" in name or vars(layer).get("_compiled_call_impl") for name, layer in module.named_modules()):
+        torch.compiler.reset()
+
+
+def _pointwise(fusion: FusionLayer, place: Extractor) -> nn.Module:
+    """The layer that F(E, E) is."""
+    operators = [each for each in fusion.operators.values() if isinstance(each, ConvFusion)]
+    ndims = list(fusion.ndims.values())
+    if not ndims:
+        raise ValueError(f"Expected features that have been seen, but nobody has run {place}: run the model.")
+    if not fusion.is_plain:
+        raise ValueError(
+            f"Expected one layer with one input and one tensor of features, which a convolution can follow, but"
+            f" {place} has several: keep the fusion, or train with 'multi'."
+        )
+    ndim, (operator,) = ndims[0], operators
+    channels = len(operator.weight)
+    axis = operator.channel_axis if operator.channel_axis is not None else (-1 if ndim == 3 else 1)
+    is_last = ndim == 2 or axis in (-1, ndim - 1)
+    has_bias = operator.bias is not None
+    kinds = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+    point: Any = (  # without values: those of a new layer would be drawn
+        nn.Linear(channels, channels, has_bias, device="meta")
+        if is_last
+        else kinds[ndim](channels, channels, 1, bias=has_bias, device="meta")
+    )
+    with torch.no_grad():
+        summed = operator.weight[:, :channels] + operator.weight[:, channels:]
+        point.to(summed.dtype).to_empty(device=summed.device)
+        point.weight.copy_(summed.reshape(point.weight.shape))
+        if has_bias:
+            point.bias.copy_(operator.bias)
+    return point.train(fusion.training)  # type: ignore[no-any-return]
+
+
+def _put(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+    """Puts a layer in the place of another; returns the module, or the layer if it was the module itself."""
+    if not name:
+        return layer
+    parent, _, last = name.rpartition(".")
+    module.get_submodule(parent).register_module(last, layer)
+    return module

@@ -1,0 +1,222 @@
+"""FedFusion's operators as layers: what fuses a client's features with those of the global model.
+
+Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019. The
+equations are in :mod:`lightning_fed.algorithms.fedfusion.equations`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fed.algorithms.fedfusion.equations import fuse_conv, fuse_multi, fuse_single
+from lightning_fed.argument_checks import check_count, check_option
+
+OperatorName = Literal["conv", "multi", "single", "none"]
+ConvInit = Literal["default", "local", "average"]
+Range: TypeAlias = tuple[float, float]
+
+
+class FusionOperator(nn.Module, ABC):
+    """What makes features of two: those of the client, and those of the global model."""
+
+    @abstractmethod
+    def forward(self, local: Tensor, reference: Tensor) -> Tensor:
+        """The fused features, in the shape of ``local``."""
+
+
+class MixingOperator(FusionOperator):
+    r"""An operator whose weights say how much of the global features is taken (abstract).
+
+    Attributes:
+        weight: The weights :math:`\lambda`.
+
+    """
+
+    weight: nn.Parameter
+    clamp: Range | None
+
+    def projected(self, weight: Tensor) -> Tensor:
+        """Weights in the operator's range, if it has one."""
+        return weight if self.clamp is None else weight.clamp(*self.clamp)
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Brings its weights back into their range."""
+        if self.clamp is not None:
+            self.weight.clamp_(*self.clamp)
+
+    def extra_repr(self) -> str:
+        """What is shown of it."""
+        return f"weights={self.weight.numel()}"
+
+
+class MultiFusion(MixingOperator):
+    r"""A weight for every channel, see :func:`~lightning_fed.algorithms.fedfusion.fuse_multi`.
+
+    The weights start from 0, where the operator is the identity, or from what is nearest to it in their range.
+
+    Args:
+        channels: Number of channels :math:`C`.
+        clamp: Range that training leaves the weights in; ``None``, as in the paper, for any numbers.
+        channel_axis: The axis of the channels; ``None`` for the second, or of three axes the last.
+
+    Raises:
+        ValueError: If a number is out of its range.
+
+    Example:
+        >>> operator = MultiFusion(channels=4)
+        >>> local, reference = torch.rand(2, 4, 8, 8), torch.rand(2, 4, 8, 8)
+        >>> torch.equal(operator(local, reference), local)
+        True
+
+    """
+
+    def __init__(self, channels: int, clamp: Range | None = None, channel_axis: int | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(check_count("channels", channels)))
+        self.clamp = _check_range(clamp)
+        self.channel_axis = channel_axis
+        self.project()
+
+    def forward(self, local: Tensor, reference: Tensor) -> Tensor:
+        """The fused features, in the shape of ``local``."""
+        return fuse_multi(local, reference, self.weight, self.channel_axis)
+
+
+class SingleFusion(MixingOperator):
+    r"""One weight for all channels, see :func:`~lightning_fed.algorithms.fedfusion.fuse_single`; it starts from 0.
+
+    Args:
+        clamp: Range that training leaves the weight in; ``None``, as in the paper, for any number.
+
+    Raises:
+        ValueError: If the range is empty.
+
+    Example:
+        >>> SingleFusion()(torch.ones(2, 4), torch.zeros(2, 4)).sum().item()
+        8.0
+
+    """
+
+    def __init__(self, clamp: Range | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.clamp = _check_range(clamp)
+        self.project()
+
+    def forward(self, local: Tensor, reference: Tensor) -> Tensor:
+        """The fused features, in the shape of ``local``."""
+        return fuse_single(local, reference, self.weight)
+
+
+class ConvFusion(FusionOperator):
+    r"""A 1x1 convolution over the channels of both, see :func:`~lightning_fed.algorithms.fedfusion.fuse_conv`.
+
+    Args:
+        channels: Number of channels :math:`C`.
+        init: How the weights start: ``"default"`` as those of any convolution of PyTorch, which is what the authors do;
+            ``"local"`` as the identity of the client's features; ``"average"`` as the mean of both. In the latter two
+            the bias is 0.
+        bias: Whether it has a bias, as in the authors' program; the paper shows none.
+        channel_axis: The axis of the channels; ``None`` for the second, or of three axes the last.
+
+    Attributes:
+        weight: Shape ``(C, 2C)``, the global features' columns first.
+        bias: Shape ``(C,)``, or ``None``.
+
+    Raises:
+        ValueError: If ``init`` is unknown or there are no channels.
+
+    Example:
+        >>> operator = ConvFusion(channels=64)
+        >>> sum(parameter.numel() for parameter in operator.parameters())
+        8256
+
+    """
+
+    def __init__(
+        self, channels: int, init: ConvInit = "default", bias: bool = True, channel_axis: int | None = None
+    ) -> None:
+        super().__init__()
+        check_option("init", init, get_args(ConvInit))
+        layer = nn.Linear(2 * check_count("channels", channels), channels, bias)  # starts as a 1x1 convolution does
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.init = init
+        self.channel_axis = channel_axis
+        if init != "default":
+            identity, shares = torch.eye(channels), {"local": (0.0, 1.0), "average": (0.5, 0.5)}[init]
+            with torch.no_grad():
+                self.weight.copy_(torch.cat([share * identity for share in shares], 1))
+                if bias:
+                    self.bias.zero_()
+
+    def forward(self, local: Tensor, reference: Tensor) -> Tensor:
+        """The fused features, in the shape of ``local``."""
+        return fuse_conv(local, reference, self.weight, self.bias, self.channel_axis)
+
+    def extra_repr(self) -> str:
+        """What is shown of it."""
+        return f"channels={len(self.weight)}, init={self.init!r}, bias={self.bias is not None}"
+
+
+class NoFusion(FusionOperator):
+    """The client's features alone: with it FedFusion is federated averaging.
+
+    Example:
+        >>> local = torch.rand(2, 4)
+        >>> NoFusion()(local, torch.rand(2, 4)) is local
+        True
+
+    """
+
+    def forward(self, local: Tensor, reference: Tensor) -> Tensor:
+        """``local``."""
+        return local
+
+
+def build_operator(
+    name: OperatorName,
+    channels: int,
+    *,
+    conv_init: ConvInit = "default",
+    conv_bias: bool = True,
+    clamp: Range | None = None,
+    channel_axis: int | None = None,
+) -> FusionOperator:
+    """An operator by name.
+
+    Args:
+        name: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
+        channels: Number of channels.
+        conv_init: Of "conv", see :class:`ConvFusion`.
+        conv_bias: Of "conv", see :class:`ConvFusion`.
+        clamp: Of "multi" and "single": the range that training leaves the weights in.
+        channel_axis: The axis of the channels; ``None`` for the second, or of three axes the last.
+
+    Raises:
+        ValueError: If an option is unknown or out of its range.
+
+    Example:
+        >>> build_operator("multi", channels=8)
+        MultiFusion(weights=8)
+
+    """
+    check_option("operator", name, get_args(OperatorName))
+    if name == "conv":
+        return ConvFusion(channels, conv_init, conv_bias, channel_axis)
+    if name == "multi":
+        return MultiFusion(channels, clamp, channel_axis)
+    return SingleFusion(clamp) if name == "single" else NoFusion()
+
+
+def _check_range(clamp: Range | None) -> Range | None:
+    if clamp is None:
+        return None
+    if len(clamp) != 2 or not clamp[0] < clamp[1]:
+        raise ValueError(f"Expected `clamp` to be a range such as (0, 1), but got {clamp!r}.")
+    return (float(clamp[0]), float(clamp[1]))

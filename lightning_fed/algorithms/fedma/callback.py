@@ -1,0 +1,398 @@
+"""FedMA on the client's side: what is settled stays, the rest takes its order and trains on.
+
+Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lightning_fed.algorithms.fedma.aggregator import FedMA
+from lightning_fed.algorithms.fedma.checks import check_growth, check_optimizers, check_options, warn_of_rounds
+from lightning_fed.algorithms.fedma.matching_pass import (
+    COUNTS,
+    MEMORY,
+    NEEDS,
+    PLACES,
+    STEP,
+    WIDTH,
+    places_in,
+    widths_in,
+)
+from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.client.local_model import forget_memory
+from lightning_fed.data.population import PlannedVisit
+from lightning_fed.errors import ClientFault
+from lightning_fed.matching.groups import PermutationGroups
+from lightning_fed.matching.permutation import PermutationGroup, resize_groups
+from lightning_fed.matching.stages import find_stages
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
+from lightning_fed.model.batches import Place, find_inputs, find_target
+from lightning_fed.model.entries import trainable_entries
+from lightning_fed.model.initial_state import initial_state
+from lightning_fed.model.resize import fit_widths, named_tensors
+from lightning_fed.rounds.batch_norm import batch_norm_layers, measure_statistics, pool_statistics
+from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.trainer_checks import OverriddenMethod
+from lightning_fed.server.schedule import Visit, client_key, derive_seed
+
+_MODEL = f"{MEMORY}model:"
+
+
+class LayerwiseTraining(FederatedCallback):
+    """The client's side of :class:`~lightning_fed.algorithms.FedMA`, which adds it to the Trainer.
+
+    Before the first round it finds the module's groups of neurons and the stages, and names them in the log. A client
+    keeps its own model between the rounds of a pass, and until the end of the next: with large models, give the
+    federation a folder as ``store``. What is settled does not train (``requires_grad`` is off, BatchNorm in evaluation
+    mode).
+
+    Checkpoints of models that have grown load into modules of the first widths, in all that the Trainer does. Other
+    widths than those of groups that can grow, as of another number of classes, are refused: its state, which is part of
+    checkpoints, names the groups' axes, a few numbers for each entry.
+
+    Args:
+        example_input: What the module's ``forward`` is called with to follow its neurons, see
+            :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default the module's
+            ``example_input_array``, or else the inputs of two of a client's examples.
+        pin: Patterns of entry names whose neurons stay where they are. Those of entries that do not travel do anyway.
+        extra_groups: Groups of neurons that are not found by themselves, of a client's widths.
+        target: Where a batch has its labels: index, key or function; ``None`` for the usual places.
+        inputs: Where a batch has its inputs, likewise.
+
+    Raises:
+        MisconfigurationException: In ``fit``, if the federation's rule is not FedMA, clients keep their optimizer state
+            or hold rows of entries, their work is counted in steps where the rule has epochs, or an optimizer has state
+            before its first step (Adagrad) or remembers sizes that change (LBFGS).
+        ValueError: If a checkpoint has widths that cannot have grown, or that do not fit each other. In ``fit``, if
+            stages or patterns do not fit the module, or clients are to start from random numbers and a layer cannot
+            draw its own.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> from lightning_fed.algorithms import FedMA
+        >>> trainer = FederatedTrainer(
+        ...     max_rounds=4, aggregator=FedMA(), callbacks=[LayerwiseTraining(pin=["embedding.*"])], logger=False
+        ... )
+
+    """
+
+    def __init__(
+        self,
+        example_input: Any = None,
+        pin: Sequence[str] = (),
+        extra_groups: Sequence[PermutationGroup] = (),
+        target: Place = None,
+        inputs: Place = None,
+    ) -> None:
+        self.example_input = example_input
+        self.pin = pin
+        self.extra_groups = extra_groups
+        self.target = target
+        self.inputs = inputs
+        self.groups = PermutationGroups(())
+        self._hook: OverriddenMethod | None = None
+        self._stages: list[frozenset[str]] = []  # entries
+        self._settled_parameters: list[nn.Parameter] = []
+        self._settled_layers: list[nn.Module] = []
+        self._holders = frozenset[Client]()
+        self._counts: Tensor | None = None
+        self._batches_left = 0
+        self._has_warned = False
+        self._growable: dict[str, list[int]] = {}  # axes of groups that can grow, of the fit or the last one
+        self._resized: dict[str, tuple[torch.Size, torch.Size]] = {}  # by a checkpoint: before and after
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Lets a checkpoint of a wider model load."""
+        self._give_back()
+        self._resized = {}
+        if stage == "fit":
+            self._growable = {}
+
+        def resize(checkpoint: dict[str, Any]) -> None:
+            state, known = checkpoint["state_dict"], checkpoint.get("callbacks", {}).get(self.state_key)
+            own = {name: value.shape for name, value in named_tensors(pl_module).items() if name in state}
+            self._resized = {name: (shape, state[name].shape) for name, shape in own.items()}
+            if known is not None:
+                check_growth(self._resized, known["growable"])
+            fit_widths(pl_module, state)
+            assert self._hook is not None
+            self._hook.original(checkpoint)
+
+        self._hook = OverriddenMethod(pl_module, "on_load_checkpoint", resize)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The axes of every entry that belong to groups which can grow."""
+        return {"growable": self._growable}
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Gives back what ``setup`` took."""
+        self._give_back()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Gives back what ``setup`` took."""
+        self._release()
+        self._give_back()
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Finds the groups of neurons and the stages."""
+        federation = find_federation(trainer)
+        rule = _rule(federation)
+        local = federation.local_model(pl_module)
+        check_options(federation, rule, local)
+        pin = [*self.pin, *local.home]
+        extra = resize_groups(self.extra_groups, [rule.widths.get(own.name, own.size) for own in self.extra_groups])
+        found = PermutationGroups.of(pl_module, self._example(federation, pl_module), pin=pin, extra_groups=extra)
+        shared = {name: local.entries[name] for name in local.shared}
+        self._growable = _growable_axes(found)
+        check_growth(self._resized, self._growable)
+        if rule.widths:  # the fit was resumed: groups and entries of a client's widths
+            if found.sizes != rule.widths:
+                raise MisconfigurationException(
+                    f"FedMA goes on from a model with {rule.widths} neurons, but the module has {found.sizes}. If this"
+                    " is to be another fit, give it a rule of its own, which was in none."
+                )
+            wide = found
+            found = wide.resized(rule.client_widths)
+            shared = wide.slice(shared, {name: torch.arange(size) for name, size in rule.client_widths.items()})
+        self.groups = found
+        stages = find_stages(found, local.shared, rule.stages)
+        while len(stages) > 1 and not trainable_entries(pl_module).difference(*(own.entries for own in stages[:-1])):
+            stages[-2:] = [stages[-2].joined(stages[-1])]  # nothing would be left to train
+        check_optimizers(trainer, rule.mode == "grow" and len(stages) > 1 and any(group.is_growable for group in found))
+        self._stages = [frozenset(stage.entries) for stage in stages]
+        rule.prepare(found, stages, shared)
+        if rule.start == "independent":
+            initial_state(pl_module, 0)  # says whether it can
+        if not len(found) and rule.mode != "none":
+            rank_zero_warn("FedMA has found no neurons that can change places: layers are averaged as they are.")
+        rank_zero_info(
+            f"FedMA: {len(found)} groups with {sum(found.sizes.values())} neurons in {len(stages)} stages, one round"
+            f" each: {'; '.join(', '.join(stage.groups) or stage.entries[0].rpartition('.')[0] for stage in stages)}."
+        )
+        if trainer.is_global_zero:
+            warn_of_rounds(trainer, len(stages))
+
+    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Notes who has a model of its own."""
+        self._holders = _rule(find_federation(trainer)).holders
+
+    def on_client_request(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
+    ) -> None:
+        """Says how far the client's own model has come."""
+        memory = find_federation(trainer).client_memory
+        if STEP in memory:
+            request.extras[STEP] = memory[STEP]
+
+    def on_client_receive(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Makes the client's model of what it has and what it is sent."""
+        federation = find_federation(trainer)
+        memory = federation.client_memory
+        broadcast.state = self._assemble(federation, module, client, broadcast, memory)
+
+    def on_client_start(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Keeps what is settled from training."""
+        federation = find_federation(trainer)
+        stage = int(broadcast.extras[STEP][1])
+        self._hold(module, stage)
+        rule = _rule(federation)
+        self._counts, self._batches_left = None, 0
+        if rule.last_layer == "class" and stage == len(self._stages) - 1 and rule.num_classes > 1:
+            self._counts = torch.zeros(rule.num_classes, dtype=torch.int64)
+            batches = federation.population.batches_per_epoch(client)
+            planned = federation.current_visit
+            assert planned is not None
+            self._batches_left = batches or planned.num_batches
+
+    def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
+        """Counts the client's classes, in one epoch of the last stage."""
+        if self._counts is not None and self._batches_left:
+            self._batches_left -= 1
+            try:
+                labels = find_target(batch, self.target)
+            except ValueError as error:
+                labels = torch.zeros(0)
+                reason = str(error)
+            else:
+                reason = f"the labels are {labels.dtype}"
+            if labels.is_floating_point() or labels.is_complex():
+                self._counts = None
+                if not self._has_warned:
+                    rank_zero_warn(f"FedMA averages the output layer by numbers of examples, because {reason}.")
+                    self._has_warned = True
+                return batch
+            known = labels[(labels >= 0) & (labels < len(self._counts))]  # not those that are ignored
+            self._counts += torch.bincount(known.flatten().long().cpu(), minlength=len(self._counts))
+        return batch
+
+    def on_client_end(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
+    ) -> None:
+        """Keeps the client's model, and sends the stage that is to be settled."""
+        memory = find_federation(trainer).client_memory
+        stage = int(memory[STEP][1])
+        memory |= {_MODEL + name: value for name, value in update.state.items()}
+        update.state = {name: value for name, value in update.state.items() if name in self._stages[stage]}
+        if self._counts is not None:
+            update.extras[COUNTS] = self._counts
+
+    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
+        """Lets everything train again."""
+        self._release()
+
+    def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
+        """Has BatchNorm's statistics of the stage measured, if the pass goes on."""
+        federation = find_federation(trainer)
+        rule = _rule(federation)
+        if rule.unfinished is None or federation.batch_norm != "recalibrate":
+            return
+        stage, current = rule.unfinished
+        layers = {  # not the user's frozen
+            name: layer
+            for name, layer in batch_norm_layers(module).items()
+            if layer.training and f"{name}.running_mean" in stage.entries
+        }
+        if not layers:
+            return
+        local = federation.local_model(module)
+        server = federation.server
+
+        def load(visit: Visit) -> None:
+            message = rule.broadcast(visit.client)
+            server.count_down(message)
+            local.recall(visit.client)
+            whole = self._assemble(federation, module, visit.client, message, dict(local.memory))
+            local.load_client(visit.client, whole)
+
+        visits = [visit for visit in federation.cohort.visits if visit.client in current.places]
+        reports = measure_statistics(trainer, module, server, federation.population, visits, layers, load)
+        measured: State = {}
+        for name in layers:
+            pooled = pool_statistics([report for _, report in reports], name)
+            if pooled is not None:
+                for kind, value in zip(("running_mean", "running_var"), pooled, strict=True):
+                    entry = f"{name}.{kind}"
+                    measured[entry] = value.to(current.settled[entry])
+        rule.put_statistics(measured)
+
+    def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
+        """Has clients forget models that nothing will build on any more."""
+        federation = find_federation(trainer)
+        visited = {visit.client for visit in federation.cohort.visits}
+        for client in (self._holders | visited) - _rule(federation).holders:
+            forget_memory(federation.store, client, trainer.current_epoch, MEMORY)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _assemble(
+        self,
+        federation: Federation,
+        module: L.LightningModule,
+        client: Client,
+        broadcast: Broadcast,
+        memory: State,
+    ) -> State:
+        """The client's model at the start of a visit; what it has to remember is put into its memory."""
+        sent, stage = broadcast.extras, int(broadcast.extras[STEP][1])
+        if not _has_what_it_needs(memory, broadcast):
+            raise ClientFault("it does not have its model of the stage before any more")
+        own = {name[len(_MODEL) :]: value for name, value in memory.items() if name.startswith(_MODEL)}
+        widths, places = widths_in(memory), places_in(memory)
+        memory[STEP] = sent[STEP]
+        if stage:
+            memory |= {name: value for name, value in sent.items() if name.startswith((PLACES, WIDTH))}
+            return self.groups.resized(widths).grow(own, widths_in(sent), places_in(sent)) | broadcast.state
+        for name in (*map(WIDTH.__add__, widths), *map(PLACES.__add__, places)):
+            del memory[name]
+        if NEEDS in sent:  # a new pass, from the client's own neurons of the global model
+            return self.groups.resized(widths).slice(own, places) | broadcast.state
+        if not broadcast.state:
+            seed = derive_seed(federation.schedule.seed, client_key(client))
+            return {name: value for name, value in initial_state(module, seed).items() if name in self._all_entries}
+        return broadcast.state
+
+    @property
+    def _all_entries(self) -> frozenset[str]:
+        return frozenset[str]().union(*self._stages)
+
+    def _hold(self, module: nn.Module, stage: int) -> None:
+        """Keeps the parameters and statistics of settled stages as they are."""
+        settled = frozenset[str]().union(*self._stages[:stage])
+        for name, parameter in module.named_parameters():
+            if name in settled and parameter.requires_grad:
+                parameter.requires_grad_(False)
+                self._settled_parameters.append(parameter)
+        for name, layer in module.named_modules():
+            if layer.training and f"{name}.running_mean" in settled:  # BatchNorm, and InstanceNorm that keeps them
+                layer.eval()
+                self._settled_layers.append(layer)
+
+    def _release(self) -> None:
+        for parameter in self._settled_parameters:
+            parameter.requires_grad_(True)
+        for layer in self._settled_layers:
+            layer.train()
+        self._settled_parameters, self._settled_layers = [], []
+
+    def _example(self, federation: Federation, module: L.LightningModule) -> Any:
+        """What the module is called with."""
+        example = self.example_input if self.example_input is not None else module.example_input_array
+        if example is None:
+            population = federation.find_population()
+            client = population.clients[0]
+            visit = PlannedVisit(Visit(client, 0, 0, steps=1), population.num_samples(client), 1)
+            batch = next((item.batch for item in population.stream([visit], True) if item.batch is not None), None)
+            if batch is None:
+                raise MisconfigurationException(
+                    f"FedMA finds no batch of client {client!r} to call the module with: give `LayerwiseTraining` an"
+                    " `example_input`."
+                )
+            try:
+                example = find_inputs(batch, self.inputs)[:2]
+            except ValueError as error:
+                raise MisconfigurationException(
+                    f"{error} Or give `LayerwiseTraining` an `example_input`: a tensor, a tuple or a dictionary."
+                ) from error
+        return tree_map(lambda value: value.to(module.device) if isinstance(value, Tensor) else value, example)
+
+    def _give_back(self) -> None:
+        if self._hook is not None:
+            self._hook.give_back()
+            self._hook = None
+
+
+def _rule(federation: Federation) -> FedMA:
+    rule = federation.server.aggregator
+    if not isinstance(rule, FedMA):
+        raise MisconfigurationException(
+            f"`LayerwiseTraining` goes with the rule FedMA, but the federation's is {type(rule).__name__}."
+        )
+    return rule
+
+
+def _growable_axes(groups: PermutationGroups) -> dict[str, list[int]]:
+    """The axes of entries that groups can make longer, tied ones under all names."""
+    axes: dict[str, set[int]] = {}
+    for name, axis in (own for group in groups if group.is_growable for own in group.entries):
+        for other in (name, *(other for other, first in groups.tied.items() if first == name)):
+            axes.setdefault(other, set()).add(axis)
+    return {name: sorted(own) for name, own in axes.items()}
+
+
+def _has_what_it_needs(memory: State, broadcast: Broadcast) -> bool:
+    """Whether a client has the model that a message builds on."""
+    needed, own = broadcast.extras.get(NEEDS), memory.get(STEP)
+    return needed is None or (own is not None and torch.equal(own.cpu(), needed.cpu()))

@@ -1,0 +1,119 @@
+"""What a pass through the layers cannot go with, and what a fit should know of its rounds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping
+
+from lightning_fed.algorithms.fedma.aggregator import FedMA
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.client.local_model import LocalModel
+from lightning_fed.errors import OptionError
+
+_log = logging.getLogger(__name__)
+
+
+def check_options(federation: Federation, rule: FedMA, local: LocalModel) -> None:
+    """Refuses options of the federation.
+
+    Args:
+        federation: The federation.
+        rule: Its rule.
+        local: The module as a client sees it.
+
+    Raises:
+        MisconfigurationException: If a pass cannot go with one of them.
+
+    """
+    if federation.optimizer_state == "keep":
+        raise MisconfigurationException(
+            "FedMA cannot go on with a client's optimizer state, which is of other neurons after each stage: use"
+            " optimizer_state='reset'."
+        )
+    if local.sliced:
+        raise MisconfigurationException(f"FedMA needs whole entries, but clients hold rows of {list(local.sliced)}.")
+    if not local.shared:
+        raise MisconfigurationException("Expected entries that clients send, but got none: all are personal or frozen.")
+    own = {name: getattr(rule, name) for name in ("retrain_epochs", "last_epochs")}
+    given = ", ".join(f"{name}={epochs}" for name, epochs in own.items() if epochs is not None)
+    if given and federation.schedule.local_steps is not None:
+        raise MisconfigurationException(
+            f"Expected no `local_steps` where FedMA has epochs of its own, but got {federation.schedule.local_steps}"
+            f" with {given}."
+        )
+
+
+def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
+    """Refuses optimizers that cannot follow when layers change their widths.
+
+    Args:
+        trainer: The Trainer, whose optimizers are as they were made.
+        grows: Whether layers may grow between a client's visits of one pass.
+
+    Raises:
+        MisconfigurationException: If there is one.
+
+    """
+    if any(optimizer.state for optimizer in trainer.optimizers):
+        raise MisconfigurationException(
+            "FedMA cannot train with an optimizer that has state before its first step (Adagrad): layers change their"
+            " widths. Use another one."
+        )
+    if grows and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+        raise MisconfigurationException(
+            "FedMA cannot train with LBFGS, which remembers its parameters' sizes, where layers grow in the middle of a"
+            " pass: use mode='permute', stages=1, or another optimizer."
+        )
+
+
+def check_growth(
+    shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], growable: Mapping[str, Sequence[int]]
+) -> None:
+    """Refuses widths of a checkpoint that no group of neurons can have got.
+
+    Args:
+        shapes: Shapes of entries in the module and in the checkpoint.
+        growable: The axes of entries that belong to groups which can grow.
+
+    Raises:
+        OptionError: If an entry has another length on another axis.
+
+    """
+    for name, (own, other) in shapes.items():
+        axes = [axis for axis, (a, b) in enumerate(zip(own, other, strict=False)) if a != b]
+        if not set(axes) <= set(growable.get(name, ())):
+            raise OptionError(
+                f"Expected a checkpoint in which only neurons that FedMA can add make a difference, but got {name!r} of"
+                f" shape {tuple(other)} for the module's {tuple(own)}."
+            )
+
+
+def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
+    """Says where the fit ends, or may, before there is a new model.
+
+    Args:
+        trainer: The Trainer.
+        length: Rounds of a pass.
+
+    """
+    rounds = trainer.max_epochs or -1
+    if rounds > 0 and rounds % length:
+        _log.warning(
+            "A pass through the stages takes %d rounds: of the last %d of %d rounds no new model comes.",
+            length,
+            rounds % length,
+            rounds,
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, EarlyStopping) and callback.patience < length:
+            _log.warning(
+                "EarlyStopping has a patience of %d, but there is a new model only every %d rounds: it should wait for"
+                " as many at least.",
+                callback.patience,
+                length,
+            )

@@ -1,0 +1,59 @@
+"""The mean of output layers by the classes that clients have.
+
+Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_fed.numerics.precision import cast_back, to_float64
+
+
+@torch.no_grad()
+def class_mean(layers: Sequence[Tensor], counts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    r"""The mean of an output layer, every class's row weighted by the clients' shares of that class.
+
+    .. math:: W_k = \sum_j \frac{n_{jk}}{\sum_{j'} n_{j'k}} W_{jk}
+
+    A class that no client has is weighted by the clients' weights.
+
+    Args:
+        layers: The clients' weights or biases, shape ``(classes, ...)``, floating point.
+        counts: Number of examples (or pixels) of each class that each client has, shape ``(classes,)``.
+        weights: Weight of each client, greater than 0, for classes that nobody has.
+
+    Returns:
+        The mean, shape ``(classes, ...)``.
+
+    Raises:
+        ValueError: If the numbers or shapes do not fit.
+
+    Example:
+        >>> biases = [torch.tensor([1.0, 1.0, 1.0]), torch.tensor([3.0, 3.0, 3.0])]
+        >>> class_mean(biases, [torch.tensor([1, 3, 0]), torch.tensor([1, 0, 0])], [3, 1])
+        tensor([2.0000, 1.0000, 1.5000])
+
+    """
+    if not len(layers) == len(counts) == len(weights) > 0:
+        raise ValueError(
+            "Expected `layers`, `counts` and `weights` to be of the same clients, at least one, but got"
+            f" {len(layers)}, {len(counts)} and {len(weights)}."
+        )
+    for layer, count in zip(layers, counts, strict=True):
+        if layer.shape != layers[0].shape or count.shape != layer.shape[:1]:
+            raise ValueError(
+                f"Expected layers of shape {tuple(layers[0].shape)} and a count for each class, but got the shapes"
+                f" {tuple(layer.shape)} and {tuple(count.shape)}."
+            )
+    of_class = torch.stack([to_float64(count.to(layers[0].device)) for count in counts])
+    of_client = to_float64(torch.tensor(list(weights), device=layers[0].device))[:, None].expand_as(of_class)
+    shares = torch.where(of_class.sum(0) > 0, of_class, of_client)
+    shares = shares / shares.sum(0)
+    total = to_float64(torch.zeros_like(layers[0]))
+    for layer, share in zip(layers, shares, strict=True):
+        total += to_float64(layer) * share.view(-1, *[1] * (layer.ndim - 1))
+    return cast_back(total, layers[0])

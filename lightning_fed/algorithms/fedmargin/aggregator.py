@@ -1,0 +1,371 @@
+"""FedMargin: clients count by how far their class prototypes have moved.
+
+Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
+of Things Journal 2022. The published text that could be read gives no equation: those here are reconstructions from its
+words (see :mod:`lightning_fed.algorithms.fedmargin.margins`), and every alternative is an option.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_fed.algorithms.fedmargin.margins import (
+    AttentionKind,
+    ClassReduction,
+    Combination,
+    MarginKind,
+    MeanMarginKind,
+    aggregate_mean_margin,
+    aggregate_prototype_margin,
+    combine_attention,
+    margin_attention,
+)
+from lightning_fed.algorithms.fedmargin.prototype_messages import (
+    find_bad_prototypes,
+    find_odd_prototypes,
+    lpm_name,
+    pack_prototypes,
+    unpack_prototypes,
+)
+from lightning_fed.algorithms.fedmargin.prototypes import (
+    PrototypeMemory,
+    PrototypeReference,
+    Prototypes,
+    PrototypeWeighting,
+    aggregate_prototypes,
+    reference_prototypes,
+    update_prototypes,
+)
+from lightning_fed.argument_checks import check_count, check_number, check_option
+from lightning_fed.errors import BadUpdate, OptionError
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.model.entries import is_running_statistic
+from lightning_fed.numerics.precision import cast_back, to_float64
+from lightning_fed.numerics.weighted_mean import WeightedMean
+from lightning_fed.server.server import Aggregator
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class MarginReport:
+    """Margins and weights of a round's clients.
+
+    Args:
+        clients: Their keys, in the order in which their updates came.
+        lpm: Local prototype margin of each; NaN where it is missing.
+        apm: Aggregate prototype margin of each, likewise.
+        attention: Weight of each in the aggregate.
+        amm: Margin among the aggregate prototypes.
+
+    """
+
+    clients: list[Client] = field(default_factory=list)
+    lpm: list[float] = field(default_factory=list)
+    apm: list[float] = field(default_factory=list)
+    attention: list[float] = field(default_factory=list)
+    amm: float = math.nan
+
+
+class FedMargin(Aggregator):
+    r"""Weighted mean of the clients' models; the weights are attention by margins of class prototypes.
+
+    The margin between two prototypes is half their distance. A client's local prototype margin (LPM) compares its
+    prototypes before and after its visit, its aggregate prototype margin (APM) those after with the prototypes of all
+    clients and rounds so far. The more a client's prototypes deviate, the more its model counts:
+
+    .. math:: a_k = \tfrac12 \left( \frac{\mathrm{LPM}_k}{\sum_j \mathrm{LPM}_j}
+        + \frac{\mathrm{APM}_k}{\sum_j \mathrm{APM}_j} \right), \qquad
+        w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)
+
+    These equations and their alternatives are reconstructions from the paper's words, not its own. Clients that move
+    alike get equal weights: FairAvg, exactly. A client that sends no prototypes gets the mean of the others' margins.
+    Integer entries come from the client with the most examples; BatchNorm's running statistics are the weighted mean,
+    whatever the step. The attention is known only when all updates are
+    there: memory grows with the cohort, one model per client.
+
+    The prototypes come from :class:`~lightning_fed.callbacks.ClassPrototypes`, which is added to the Trainer if it has
+    none; give it your own to choose the layer, the classes or how they are measured (with the same ``margin`` and
+    ``class_reduction``).
+
+    Args:
+        margin: Margin of a class, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
+        class_reduction: How a client's classes make one number.
+        attention: ``"sum"``, or ``"softmax"`` as in FedAtt.
+        temperature: Of the softmax.
+        standardize: Whether the softmax divides the margins by their mean first.
+        combine: How the attention by LPM and by APM make one.
+        proto_weighting: Weights of the clients in the round's prototypes.
+        proto_memory: How the aggregate prototypes remember earlier rounds.
+        proto_ema: Weight of the old value, for ``proto_memory="ema"``.
+        apm_reference: Aggregate prototypes before the round, or after it.
+        size_weighting: Whether the attention is multiplied by the clients' numbers of examples.
+        server_lr: Step :math:`\eta` towards the weighted mean.
+        amm: Margin among the aggregate prototypes, for the log: over all pairs, or to the nearest.
+        amm_normalize: Whether to divide it by the prototypes' mean length.
+        clients_by_name: Most clients in a round that are logged by name.
+
+    Attributes:
+        prototypes: Aggregate prototypes over clients and rounds; ``None`` before the first.
+        last: Margins and weights of the last round.
+        num_classes: Number of classes, which :class:`~lightning_fed.callbacks.ClassPrototypes` finds in a fit; ``None``
+            where nobody has said so.
+        updates: What has been received in this round.
+
+    Raises:
+        ValueError: If an option is unknown or out of its range; in a round, if LPM was measured in another way.
+
+    Note:
+        Logged are ``fedmargin/amm``, ``fedmargin/attention_entropy`` (1 where all clients count alike) and, with at
+        most ``clients_by_name`` clients in a round, ``fedmargin/lpm/<client>``, ``fedmargin/apm/<client>`` and
+        ``fedmargin/attention/<client>``.
+
+    Example:
+        >>> fedmargin = FedMargin(combine="lpm")
+        >>> fedmargin.start_round(0, {"w": torch.tensor([0.0])})
+        >>> for client, moved in (("a", 3.0), ("b", 1.0)):
+        ...     extras = {"prototypes:lpm:semantic:mean": torch.tensor(moved)}
+        ...     fedmargin.receive(ClientUpdate(client, 1, {"w": torch.tensor([moved])}, extras))
+        >>> fedmargin.aggregate(), fedmargin.last.attention
+        ({'w': tensor([2.5000])}, [0.75, 0.25])
+
+    """
+
+    takes_rows: bool = True
+
+    def __init__(
+        self,
+        margin: MarginKind = "semantic",
+        class_reduction: ClassReduction = "mean",
+        attention: AttentionKind = "sum",
+        temperature: float = 1.0,
+        standardize: bool = True,
+        combine: Combination = "mean",
+        proto_weighting: PrototypeWeighting = "class_count",
+        proto_memory: PrototypeMemory = "ema",
+        proto_ema: float = 0.1,
+        apm_reference: PrototypeReference = "previous",
+        size_weighting: bool = False,
+        server_lr: float = 1.0,
+        amm: MeanMarginKind = "pairs",
+        amm_normalize: bool = False,
+        clients_by_name: int = 20,
+    ) -> None:
+        for name, value, kinds in (
+            ("margin", margin, MarginKind),
+            ("class_reduction", class_reduction, ClassReduction),
+            ("attention", attention, AttentionKind),
+            ("combine", combine, Combination),
+            ("proto_weighting", proto_weighting, PrototypeWeighting),
+            ("proto_memory", proto_memory, PrototypeMemory),
+            ("apm_reference", apm_reference, PrototypeReference),
+            ("amm", amm, MeanMarginKind),
+        ):
+            check_option(name, value, get_args(kinds))
+        if not 0 < check_number("temperature", temperature) < math.inf:
+            raise ValueError(f"Expected `temperature` to be greater than 0 and finite, but got {temperature}.")
+        if not 0 <= check_number("proto_ema", proto_ema) <= 1:
+            raise ValueError(f"Expected `proto_ema` to be in 0 to 1, but got {proto_ema}.")
+        if not 0 < check_number("server_lr", server_lr) < math.inf:
+            raise ValueError(f"Expected `server_lr` to be greater than 0 and finite, but got {server_lr}.")
+        self.margin: MarginKind = margin
+        self.class_reduction: ClassReduction = class_reduction
+        self.attention: AttentionKind = attention
+        self.temperature = temperature
+        self.standardize = standardize
+        self.combine: Combination = combine
+        self.proto_weighting: PrototypeWeighting = proto_weighting
+        self.proto_memory: PrototypeMemory = proto_memory
+        self.proto_ema = proto_ema
+        self.apm_reference: PrototypeReference = apm_reference
+        self.size_weighting = size_weighting
+        self.server_lr = server_lr
+        self.amm: MeanMarginKind = amm
+        self.amm_normalize = amm_normalize
+        self.clients_by_name = check_count("clients_by_name", clients_by_name, lowest=0)
+        self.prototypes: Prototypes | None = None
+        self.last = MarginReport()
+        self.num_classes: int | None = None
+        self._round = -1
+        self._state: State = {}
+        self.updates: list[ClientUpdate] = []
+
+    def required_callbacks(self) -> Sequence[Any]:
+        """The measurement of prototypes."""
+        from lightning_fed.algorithms.fedmargin.callback import ClassPrototypes  # a room above this one
+
+        return [ClassPrototypes(margin=self.margin, class_reduction=self.class_reduction)]
+
+    def start_round(self, round: int, state: State) -> None:
+        """Starts a round from ``state``."""
+        self._round, self._state, self.updates = round, state, []
+
+    def broadcast(self, client: Client) -> Broadcast:
+        """The global state; with the aggregate prototypes where LPM needs classes that a client may not have."""
+        extras: State = {}
+        if self.margin in ("hypothesis", "relative") and self.prototypes is not None:
+            extras = pack_prototypes(self.prototypes)
+        return Broadcast(self._round, dict(self._state), extras)
+
+    def receive(self, update: ClientUpdate) -> None:
+        """Keeps the update: what it weighs is known when all have come.
+
+        Raises:
+            OptionError: If its margin was measured in another way.
+            BadUpdate: If its prototypes are malformed.
+
+        """
+        fault = find_bad_prototypes(update.extras, self.num_classes)
+        if fault is not None:
+            raise BadUpdate(fault)
+        self._local_margin(update)
+        self.updates.append(update)
+
+    def merge(self, other: Aggregator) -> None:
+        """Joins the updates of another aggregator of the same kind.
+
+        Raises:
+            TypeError: If ``other`` is of another kind.
+
+        """
+        if not isinstance(other, FedMargin):
+            raise TypeError(f"Expected `other` to be a FedMargin, but got {type(other).__name__}.")
+        self.updates += other.updates
+
+    def leave_out(self) -> dict[Client, str]:
+        """Whose prototypes have more or fewer features than those of most of the round's clients."""
+        known = None if self.prototypes is None else self.prototypes.means.shape[1]
+        odd = find_odd_prototypes({update.client: update.extras for update in self.updates}, known)
+        self.updates = [update for update in self.updates if update.client not in odd]
+        return odd
+
+    def aggregate(self) -> State:
+        """The weighted mean, after the step of ``server_lr``."""
+        weights = self._attend()
+        largest = weights.max()
+        mean = WeightedMean()
+        for update, weight in zip(self.updates, weights, strict=True):
+            # Equal weights are exactly 1.
+            mean.add(update.state, float(weight / largest), update.num_samples, update.rows)
+        state = mean.mean(self._state)
+        self.updates = []
+        if self.server_lr == 1:
+            return state
+        return {name: self._step(name, value) for name, value in state.items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Margins and weights of the round, see the class's note."""
+        last, values = self.last, {"fedmargin/amm": self.last.amm}
+        if len(last.clients) > 1:
+            entropy = -sum(weight * math.log(weight) for weight in last.attention if weight)
+            values["fedmargin/attention_entropy"] = entropy / math.log(len(last.clients))
+        if len(last.clients) <= self.clients_by_name:
+            for name in ("lpm", "apm", "attention"):
+                numbers = zip(last.clients, getattr(last, name), strict=True)
+                values |= {f"fedmargin/{name}/{client}": value for client, value in numbers}
+        return {name: value for name, value in values.items() if not math.isnan(value)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The aggregate prototypes."""
+        return {} if self.prototypes is None else {"means": self.prototypes.means, "counts": self.prototypes.counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the aggregate prototypes."""
+        self.prototypes = Prototypes(state["means"], state["counts"]) if state else None
+
+    def _attend(self) -> Tensor:
+        """The clients' weights; measures and remembers the margins on the way."""
+        updates = self.updates
+        lpm = [self._local_margin(update) for update in updates]
+        apm = [math.nan] * len(updates)
+        owners, sets = self._unpack()
+        if sets:
+            current = aggregate_prototypes(sets, self.proto_weighting, [updates[owner].num_samples for owner in owners])
+            aggregate = update_prototypes(self.prototypes, current, decay=self.proto_ema, memory=self.proto_memory)
+            reference = reference_prototypes(self.prototypes, current, aggregate, self.apm_reference)
+            for owner, prototypes in zip(owners, sets, strict=True):
+                apm[owner] = float(
+                    aggregate_prototype_margin(
+                        prototypes, reference, margin=self.margin, class_reduction=self.class_reduction
+                    )
+                )
+            self.prototypes = aggregate
+        weights = self._weights(lpm, apm, [update.num_samples for update in updates])
+        amm = math.nan
+        if self.prototypes is not None:
+            amm = float(aggregate_mean_margin(self.prototypes, self.amm, normalize=self.amm_normalize))
+        self.last = MarginReport([update.client for update in updates], lpm, apm, weights.tolist(), amm)
+        return weights
+
+    def _weights(self, lpm: Sequence[float], apm: Sequence[float], num_samples: Sequence[int]) -> Tensor:
+        local, aggregate = (
+            margin_attention(
+                torch.tensor(margins, dtype=torch.float64),
+                self.attention,
+                temperature=self.temperature,
+                standardize=self.standardize,
+            )
+            for margins in (lpm, apm)
+        )
+        return combine_attention(
+            local, aggregate, self.combine, num_samples=num_samples if self.size_weighting else None
+        )
+
+    def _local_margin(self, update: ClientUpdate) -> float:
+        name = lpm_name(self.margin, self.class_reduction)
+        if name in update.extras:
+            return float(update.extras[name])
+        others = [key for key in update.extras if key.startswith("prototypes:lpm:")]
+        if others:
+            raise OptionError(
+                f"Expected the client's margin {name!r}, but it sent {others[0]!r}: give `ClassPrototypes` and"
+                " `FedMargin` the same `margin` and `class_reduction`."
+            )
+        return math.nan
+
+    def _unpack(self) -> tuple[list[int], list[Prototypes]]:
+        """Places of the updates with prototypes, and these over all classes seen so far."""
+        self._forget_others()
+        known = 0 if self.prototypes is None else len(self.prototypes.counts)
+        owners, classes = [], [known - 1]
+        for place, update in enumerate(self.updates):
+            theirs = update.extras.get("prototypes:classes")
+            if theirs is not None and len(theirs):
+                owners.append(place)
+                classes.append(int(theirs.max()))
+        count = max(classes) + 1
+        if self.prototypes is not None and count > known:
+            more = count - known
+            means, counts = self.prototypes
+            self.prototypes = Prototypes(
+                torch.cat([means, means.new_zeros(more, means.shape[1])]), torch.cat([counts, counts.new_zeros(more)])
+            )
+        sets = [unpack_prototypes(self.updates[owner].extras, count) for owner in owners]
+        return owners, [prototypes for prototypes in sets if prototypes is not None]
+
+    def _forget_others(self) -> None:
+        """Forgets aggregate prototypes of other features than the round's: who sent them was alone, or wrong."""
+        packed = (update.extras for update in self.updates if len(update.extras.get("prototypes:classes", ())))
+        width = next((extras["prototypes:means"].shape[1] for extras in packed), None)
+        if self.prototypes is None or width in (None, self.prototypes.means.shape[1]):
+            return
+        _log.warning(
+            "Round %d: the aggregate prototypes start anew: those of the clients have %d features instead of %d.",
+            self._round,
+            width,
+            self.prototypes.means.shape[1],
+        )
+        self.prototypes = None
+
+    def _step(self, name: str, mean: Tensor) -> Tensor:
+        if not mean.is_floating_point() or is_running_statistic(name):
+            return mean
+        old = to_float64(self._state[name])
+        return cast_back(old + self.server_lr * (to_float64(mean) - old), mean)

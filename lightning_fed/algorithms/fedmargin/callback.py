@@ -1,0 +1,392 @@
+"""Class prototypes of a client's features, before and after its visit; of each epoch on a plain Trainer."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_fed.algorithms.fedmargin.aggregator import FedMargin
+from lightning_fed.algorithms.fedmargin.feature_sums import FeatureRules, WatchedSums, exact_sums
+from lightning_fed.algorithms.fedmargin.margins import (
+    ClassReduction,
+    MarginKind,
+    aggregate_mean_margin,
+    local_prototype_margin,
+)
+from lightning_fed.algorithms.fedmargin.prototype_messages import lpm_name, pack_prototypes, unpack_prototypes
+from lightning_fed.algorithms.fedmargin.prototypes import Prototypes, VoidLabel
+from lightning_fed.algorithms.server_optimizer import averaging_rule
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.data.loader_clients import undisturbed
+from lightning_fed.data.population import PlannedVisit, seed_everything, seeded_generators
+from lightning_fed.data.round_loader import describe
+from lightning_fed.errors import OptionError
+from lightning_fed.messages import Broadcast, Client, ClientUpdate
+from lightning_fed.model.features import FeatureLayer, count_classes, find_feature_layer, tap_features
+from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.isolated_pass import forward_step, one_pass, until_fault
+
+_log = logging.getLogger(__name__)
+
+
+class ClassPrototypes(FederatedCallback):
+    r"""Measures the class-wise means of the learned features, and how far training moves them.
+
+    In a federation every client sends its prototypes after its visit along with its update, with the number of feature
+    vectors behind each and its local prototype margin (LPM): for :class:`~lightning_fed.algorithms.FedMargin`, or to
+    look at. The mean LPM is logged as ``fed/lpm``. On a plain ``L.Trainer`` the same is measured from the start of
+    every epoch to its end, and logged as ``prototypes/lpm`` and ``prototypes/amm`` (the margin among the classes).
+
+    ``passes="exact"`` runs the data through the model twice more, in evaluation mode and without gradients: once
+    before the visit and once after it, on the same examples. That is the definition, and costs two forward passes as
+    far as the features: a step is broken off when it has made them.
+    ``passes="online"`` takes the features that training computes anyway: the prototypes *before* are those of the
+    visit's first pass over the data and those *after* of its last (of its first and second half, where it has only
+    one). A visit of a single batch has no *before*, and so no LPM, for which
+    :class:`~lightning_fed.algorithms.FedMargin` takes the mean of the others': the log says so. The weights move
+    meanwhile, augmentation and dropout are on, and two halves hold different examples: good for watching and for long
+    visits, while margins of short visits are noisy.
+
+    The exact passes run the module's ``training_step`` (with manual optimization its ``validation_step``), so that
+    the model is fed as in training. An augmentation inside the data set cannot be switched off from here; both passes
+    draw the same random numbers. They fetch their batches in the main process. The training that goes on draws the
+    same random numbers as without this callback, and finds what the step writes as it was. Batches for which
+    ``training_step`` returns ``None`` are left out of all passes. Several processes of a plain Trainer add up what each
+    has seen of its part of the data.
+
+    Args:
+        layer: Name of the layer whose output is the features; ``"auto"`` takes what
+            :func:`~lightning_fed.modules.find_feature_layer` finds, and says so in the log.
+        num_classes: Number of classes; ``"auto"`` takes the module's hyper-parameter ``num_classes``, or else the
+            channels of the logits.
+        ignore_index: Label of void pixels; ``None`` for none, ``"auto"`` for 255 unless that is a class.
+        exclude_classes: Classes that are left out, such as a background.
+        target: Where a batch has its labels: an index or key, or a function of the batch; by default the second
+            element, or ``batch["target"]``, ``["label"]``, ``["mask"]``, ``["y"]`` or their plurals. Integers of shape
+            ``(N,)`` or ``(N, [1,] *size)``; maps are brought to the features' size by nearest neighbour.
+        passes: ``"exact"`` or ``"online"``.
+        max_batches: Largest number of batches of an exact pass; ``None`` for all.
+        normalize_features: Whether feature vectors are divided by their length.
+        min_count: Fewest feature vectors of a class that is not taken to be absent.
+        margin: Margin of a class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
+        class_reduction: How LPM makes one number of the classes'.
+        lpm_before: What LPM compares with: the prototypes under the weights that were downloaded, or those that the
+            client kept after its last visit.
+
+    State: ``layer``, whose features are measured, in words (a str, or None).
+
+    Attributes:
+        prototypes: On a plain Trainer, those at the end of the last epoch; ``None`` before.
+        classes_found: Number of classes in a fit; ``None`` before.
+
+    Raises:
+        ValueError: If an option is unknown or out of its range; in ``fit``, if the layer or the number of classes
+            cannot be found, or a fit is resumed with another layer than its prototypes are of.
+
+    Example:
+        >>> prototypes = ClassPrototypes(layer="model.encoder", exclude_classes=[0])
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[prototypes], logger=False)
+
+    References:
+        Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations",
+        IEEE Internet of Things Journal 2022. Its equations were not at hand: they are reconstructed, see
+        :mod:`lightning_fed.algorithms.fedmargin.margins`.
+
+    """
+
+    def __init__(
+        self,
+        layer: str = "auto",
+        num_classes: int | Literal["auto"] = "auto",
+        ignore_index: VoidLabel = "auto",
+        exclude_classes: Sequence[int] = (),
+        target: int | str | Callable[[Any], Tensor] | None = None,
+        passes: Literal["exact", "online"] = "exact",
+        max_batches: int | None = None,
+        normalize_features: bool = False,
+        min_count: int = 1,
+        margin: MarginKind = "semantic",
+        class_reduction: ClassReduction = "mean",
+        lpm_before: Literal["download", "last_local"] = "download",
+    ) -> None:
+        check_option("passes", passes, ("exact", "online"))
+        check_option("lpm_before", lpm_before, ("download", "last_local"))
+        empty = Prototypes(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
+        local_prototype_margin(empty, empty, margin=margin, class_reduction=class_reduction)  # checks both names
+        if num_classes != "auto":
+            check_count("num_classes", num_classes)
+        if max_batches is not None:
+            check_count("max_batches", max_batches)
+        check_count("min_count", min_count)
+        self.layer = layer
+        self.num_classes = num_classes
+        self.ignore_index: VoidLabel = ignore_index
+        self.exclude_classes = tuple(exclude_classes)
+        self.target = target
+        self.passes = passes
+        self.max_batches = max_batches
+        self.normalize_features = normalize_features
+        self.min_count = min_count
+        self.margin: MarginKind = margin
+        self.class_reduction: ClassReduction = class_reduction
+        self.lpm_before = lpm_before
+        self.prototypes: Prototypes | None = None
+        self.classes_found: int | None = None
+        self._layer: FeatureLayer
+        self._measured: str | None = None  # that layer in words
+        self._former: str | None = None  # that of the fit that is resumed
+        self._rules: FeatureRules
+        self._tap = ExitStack()
+        self._watched: WatchedSums | None = None
+        self._has_warned = False
+        self._before: Prototypes | None = None
+        self._others: Prototypes | None = None  # of all clients, where one client's margins need other classes
+
+    # What both doors share
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forgets an earlier fit."""
+        if stage == "fit":
+            self._measured = self._former = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whose features are measured."""
+        return {"layer": self._measured}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Notes whose features were measured."""
+        self._former = state_dict["layer"]
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Finds the layer and the number of classes."""
+        self.prototypes = None
+        self._layer = find_feature_layer(pl_module) if self.layer == "auto" else FeatureLayer(self.layer)
+        self._measured = str(self._layer)
+        if self._former not in (None, self._measured) and self._compares_rounds(trainer):
+            raise OptionError(
+                f"Expected `layer` of `ClassPrototypes` to be that of the checkpoint, with whose prototypes the new"
+                f" ones are compared: {self._former}, but got {self._measured}."
+            )
+        classes = count_of_classes(pl_module) if self.num_classes == "auto" else self.num_classes
+        if classes is None:
+            raise ValueError("The number of classes cannot be found: pass `num_classes` to `ClassPrototypes`.")
+        self._rules = FeatureRules(
+            classes, self.ignore_index, self.exclude_classes, self.target, self.normalize_features, self.min_count
+        )
+        self.classes_found = classes
+        rule = averaging_rule(find_federation(trainer).server.aggregator) if is_federated(trainer) else None
+        if isinstance(rule, FedMargin):
+            rule.num_classes = classes
+        self._before, self._watched, self._has_warned = None, None, False  # nothing is left of another fit
+        if self.layer == "auto":
+            rank_zero_info(f"ClassPrototypes: the features of {classes} classes are {self._layer}.")
+        self._tap.close()
+        tap = self._tap.enter_context(tap_features(pl_module, self._layer))
+        if self.passes == "online":
+            tap.on_features = self._watch  # all the fit long, so that a model that is compiled knows it
+        else:
+            self._tap.close()  # the layer is there
+        if forward_step(pl_module) is None and self.passes == "exact":
+            raise ValueError(
+                "A module with manual optimization needs a `validation_step` for exact passes: add one, or use"
+                " passes='online'."
+            )
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Keeps the batch, whose features its training pass is about to make."""
+        if self._watched is not None and batch is not None:
+            self._watched.start_batch(batch)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Lets go of the batch."""
+        if self._watched is not None:
+            self._watched.end_batch(is_trained=bool(outputs))
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Takes the hook off the model."""
+        self._tap.close()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Takes the hook off the model."""
+        self._tap.close()
+
+    # A federation
+
+    def on_client_start(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Measures the prototypes of the downloaded weights."""
+        self._before, self._others = None, unpack_prototypes(broadcast.extras, self._rules.num_classes)
+        planned = find_federation(trainer).current_visit
+        assert planned is not None
+        if self.passes == "online":
+            self._warn_of_short_visits(planned)
+            per_epoch = find_federation(trainer).population.batches_per_epoch(client)
+            self._watched = WatchedSums(self._rules, planned.num_batches, per_epoch)
+        elif self.lpm_before == "download":
+            self._before = self._measure_client(trainer, module, planned)
+
+    def on_client_end(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
+    ) -> None:
+        """Measures the prototypes of the trained weights, and puts them into the update."""
+        federation = find_federation(trainer)
+        if self.passes == "online":
+            self._before, after = self._stop_watching(trainer, module)
+        else:
+            assert federation.current_visit is not None
+            after = self._measure_client(trainer, module, federation.current_visit)
+        if after is None:
+            return
+        if self.lpm_before == "last_local":
+            self._before = unpack_prototypes(federation.client_memory, self._rules.num_classes)
+            federation.client_memory.update(pack_prototypes(after))
+        update.extras |= pack_prototypes(after)
+        if self._before is None:
+            return
+        others = self._others
+        if others is not None and others.means.shape != after.means.shape:
+            others = None  # of other features: the next aggregate starts anew
+        margin = local_prototype_margin(
+            after, self._before, margin=self.margin, class_reduction=self.class_reduction, fallback=others
+        )
+        if not margin.isnan():
+            update.extras[lpm_name(self.margin, self.class_reduction)] = margin
+            update.metrics["lpm"] = float(margin)
+
+    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
+        """Forgets the client, also where nothing came of its visit."""
+        self._before, self._others, self._watched = None, None, None
+
+    def _compares_rounds(self, trainer: L.Trainer) -> bool:
+        """Whether prototypes are compared with those of earlier rounds."""
+        if not is_federated(trainer):
+            return False
+        rule = averaging_rule(find_federation(trainer).server.aggregator)
+        return self.lpm_before == "last_local" or isinstance(rule, FedMargin)
+
+    def _measure_client(
+        self, trainer: L.Trainer, module: L.LightningModule, planned: PlannedVisit
+    ) -> Prototypes | None:
+        """Prototypes of the client; ``None`` where its data fail, which does not cost it its update."""
+        faults = list[Exception]()
+        batches = until_fault(one_pass(find_federation(trainer).population, planned.visit, aside=True), faults)
+        with seeded_generators(), closing(batches):
+            prototypes = self._measure(trainer, module, batches)
+        if faults:
+            _log.warning("The prototypes of client %r are left out: %s.", planned.visit.client, describe(faults[0]))
+            return None
+        return prototypes
+
+    def _warn_of_short_visits(self, planned: PlannedVisit) -> None:
+        if planned.num_batches > 1 or self._has_warned or self.lpm_before == "last_local":
+            return
+        self._has_warned = True
+        _log.warning(
+            "Client %r trains on a single batch, of which online passes make no local prototype margin (this is said"
+            " once): FedMargin takes the mean of the others' for it, so that a client that hardly moves counts like"
+            " them. passes='exact' measures it.",
+            planned.visit.client,
+        )
+
+    # A plain Trainer
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measures the prototypes of the weights at the start of the epoch."""
+        if is_federated(trainer):
+            return
+        if self.passes == "online":
+            if math.isinf(trainer.num_training_batches):
+                raise ValueError(
+                    "Online passes need to know how many batches an epoch has: set `limit_train_batches`, or use"
+                    " passes='exact'."
+                )
+            self._watched = WatchedSums(self._rules, int(trainer.num_training_batches))
+        else:
+            self._before = self._measure_epoch(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measures the prototypes at the end of the epoch, and logs the margins."""
+        if is_federated(trainer):
+            return
+        if self.passes == "online":
+            self._before, after = self._stop_watching(trainer, pl_module)
+        else:
+            after = self._measure_epoch(trainer, pl_module)
+        self.prototypes = after
+        if after is None or self._before is None or trainer.barebones:
+            return
+        values = {
+            "prototypes/lpm": local_prototype_margin(
+                after, self._before, margin=self.margin, class_reduction=self.class_reduction
+            ),
+            "prototypes/amm": aggregate_mean_margin(after),
+        }
+        for name, value in values.items():
+            if not value.isnan():
+                pl_module.log(name, value.float(), batch_size=1, sync_dist=True)  # all processes have the same
+
+    def _measure_epoch(self, trainer: L.Trainer, module: L.LightningModule) -> Prototypes | None:
+        loader: Any = trainer.train_dataloader
+        if isinstance(loader, Mapping | list | tuple):
+            raise ValueError(
+                f"Expected one training loader for exact passes, but got a {type(loader).__name__} of {len(loader)}:"
+                " use passes='online'."
+            )
+        limit = trainer.num_training_batches
+        with seeded_generators(), undisturbed(loader, trainer.current_epoch):
+            seed_everything(trainer.current_epoch)  # the same at both ends of the epoch
+            batches = itertools.islice(loader, None if math.isinf(limit) else int(limit))
+            return self._measure(trainer, module, batches)
+
+    # Measuring
+
+    def _measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any]) -> Prototypes | None:
+        """The prototypes of the module as it is; ``None`` if there is no batch."""
+        sums = exact_sums(trainer, module, self._layer, itertools.islice(batches, self.max_batches), self._rules)
+        sums.gather(trainer)
+        return sums.prototypes()
+
+    def _watch(self, features: Tensor) -> None:
+        if self._watched is not None:
+            self._watched.take(features)
+
+    def _stop_watching(
+        self, trainer: L.Trainer, module: L.LightningModule
+    ) -> tuple[Prototypes | None, Prototypes | None]:
+        """The prototypes before and after; none where the start was not seen."""
+        watched, self._watched = self._watched, None
+        if watched is None:
+            return None, None
+        watched.check(self._layer, is_manual=not module.automatic_optimization)
+        for sums in (watched.first, watched.last):
+            sums.gather(trainer)
+        return watched.first.prototypes(), watched.last.prototypes()
+
+
+def is_federated(trainer: L.Trainer) -> bool:
+    """Whether the Trainer has a federation."""
+    return any(isinstance(callback, Federation) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def count_of_classes(module: L.LightningModule) -> int | None:
+    """The module's hyper-parameter ``num_classes`` (or ``classes``), or else the channels of its logits."""
+    for name in ("num_classes", "classes"):
+        value = module.hparams.get(name)
+        if isinstance(value, int) and value > 1:
+            return value
+    return count_classes(module)

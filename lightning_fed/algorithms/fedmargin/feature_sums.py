@@ -1,0 +1,219 @@
+"""Sums of features by class: of passes beside the training, and of the batches that training runs anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_fed.algorithms.fedmargin.prototypes import (
+    Prototypes,
+    VoidLabel,
+    class_places,
+    class_prototypes,
+    class_sums,
+)
+from lightning_fed.model.batches import Place, as_classes, find_target
+from lightning_fed.model.features import FeatureLayer, tap_features, without_compiled_code
+from lightning_fed.rounds.isolated_pass import forward_step, isolated_pass, prepare_batch, run_prepared
+
+
+@dataclass(frozen=True)
+class FeatureRules:
+    """What counts as a feature vector of a class.
+
+    Args:
+        num_classes: Number of classes.
+        ignore_index: Label of void pixels.
+        exclude_classes: Classes that are left out.
+        target: Where a batch has its labels.
+        normalize_features: Whether feature vectors are divided by their length.
+        min_count: Fewest feature vectors of a class that is not taken to be absent.
+
+    Raises:
+        ValueError: If the classes do not fit each other.
+
+    """
+
+    num_classes: int
+    ignore_index: VoidLabel
+    exclude_classes: tuple[int, ...]
+    target: Place
+    normalize_features: bool
+    min_count: int
+
+    def __post_init__(self) -> None:
+        nothing = torch.zeros(0, dtype=torch.int64)
+        class_places(nothing, self.num_classes, self.ignore_index, self.exclude_classes)
+
+
+class FeatureSums:
+    """Sums of feature vectors and their numbers, by class.
+
+    Args:
+        rules: What counts.
+
+    """
+
+    def __init__(self, rules: FeatureRules) -> None:
+        self._rules = rules
+        self._sums: Tensor | None = None
+        self._counts: Tensor | None = None
+
+    def add(self, features: Tensor, batch: Any) -> None:
+        """Adds the features of a batch."""
+        rules = self._rules
+        labels = as_classes(find_target(batch, rules.target), features.ndim)
+        if features.ndim > 2 and labels.ndim == 1:
+            features = features.flatten(2).mean(2)  # one label for a whole map
+        sums, counts = class_sums(
+            features,
+            labels,
+            rules.num_classes,
+            ignore_index=rules.ignore_index,
+            exclude_classes=rules.exclude_classes,
+            normalize_features=rules.normalize_features,
+        )
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    def gather(self, trainer: L.Trainer) -> None:
+        """Adds up what the Trainer's processes have seen of their parts of the data, in all of them."""
+        if trainer.world_size == 1:
+            return
+        strategy, rules = trainer.strategy, self._rules
+        device = strategy.root_device
+        width = torch.tensor(0 if self._sums is None else self._sums.shape[1], device=device)
+        width = strategy.reduce(width, reduce_op="max")
+        if self._sums is None or self._counts is None:  # this process had no batch
+            self._sums = torch.zeros(rules.num_classes, int(width), dtype=torch.float64, device=device)
+            self._counts = torch.zeros(rules.num_classes, dtype=torch.int64, device=device)
+        self._sums = strategy.reduce(self._sums, reduce_op="sum")
+        self._counts = strategy.reduce(self._counts, reduce_op="sum")
+
+    def prototypes(self) -> Prototypes | None:
+        """The means; ``None`` if there was no batch."""
+        if self._sums is None or self._counts is None:
+            return None
+        return class_prototypes(self._sums.cpu(), self._counts.cpu(), min_count=self._rules.min_count)
+
+
+def exact_sums(
+    trainer: L.Trainer, module: L.LightningModule, layer: FeatureLayer, batches: Iterable[Any], rules: FeatureRules
+) -> FeatureSums:
+    """Sums of the features that the module makes of data as it is, in a pass that leaves no trace.
+
+    The step of a batch is broken off as soon as it has made the features. A batch for which ``training_step`` returns
+    ``None`` before that is left out.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        layer: Where the features are.
+        batches: The data.
+        rules: What counts.
+
+    Raises:
+        ValueError: If no step runs the layer.
+
+    """
+    step, sums = forward_step(module), FeatureSums(rules)
+    assert step is not None
+    with tap_features(module, layer) as tap, isolated_pass(module), without_compiled_code():
+        has_run = has_missed = False
+        for number, batch in enumerate(batches):
+            prepared = prepare_batch(trainer, module, batch)
+
+            def take(features: Tensor, prepared: Any = prepared) -> None:
+                sums.add(features, prepared)
+                raise _FeaturesSeen
+
+            tap.on_features = take
+            try:
+                output = run_prepared(trainer, module, step, prepared, number)
+            except _FeaturesSeen:
+                has_run = True
+            else:
+                has_missed |= output is not None or step != "training_step"
+    if has_missed and not has_run:
+        raise ValueError(
+            f"Expected `{step}` to use the model's features, but {layer} was not run: name another `layer`."
+        )
+    return sums
+
+
+class _FeaturesSeen(BaseException):
+    """What comes after the features in a step is not needed; no ``Exception``, which a step may catch."""
+
+
+class WatchedSums:
+    """Sums of the features of the first and of the last batches of training, as training makes them.
+
+    Args:
+        rules: What counts.
+        num_batches: Batches of all the training that is watched.
+        per_epoch: Batches of one pass over the data, where there are several.
+
+    Attributes:
+        first: Of the first pass, or of the first half of the only one.
+        last: Of the last pass or half.
+
+    """
+
+    def __init__(self, rules: FeatureRules, num_batches: int, per_epoch: int | None = None) -> None:
+        self.first, self.last = FeatureSums(rules), FeatureSums(rules)
+        self._length = min(per_epoch or num_batches, num_batches // 2)
+        self._num_batches = num_batches
+        self._batch: Any = None  # whose features are awaited
+        self._started = self._seen = self._left_out = 0
+
+    def start_batch(self, batch: Any) -> None:
+        """Keeps the batch, whose features its training pass is about to make."""
+        self._batch = batch
+        self._started += 1
+
+    def take(self, features: Tensor) -> None:
+        """Adds the features of the batch, as its first forward pass makes them."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        self._seen += 1
+        place = self._started - 1
+        if place < self._length:
+            self.first.add(features, batch)
+        elif place >= self._num_batches - max(1, self._length):
+            self.last.add(features, batch)
+
+    def end_batch(self, is_trained: bool) -> None:
+        """Lets go of the batch: what runs from now on is validation, say.
+
+        Args:
+            is_trained: Whether the step returned something, as far as is known.
+
+        """
+        if self._batch is not None and not is_trained:
+            self._left_out += 1
+        self._batch = None
+
+    def check(self, layer: FeatureLayer, is_manual: bool) -> None:
+        """Makes sure that the features were seen.
+
+        Args:
+            layer: Where they are.
+            is_manual: Whether optimization is manual: then it is not known whether a step returned something.
+
+        Raises:
+            ValueError: If they were not, in a batch that was trained on.
+
+        """
+        is_blind = is_manual and self._started > 0 and self._seen == 0
+        if is_blind or self._seen + self._left_out < self._started:
+            raise ValueError(
+                f"Expected training to use the model's features in every batch, but {layer} was run in {self._seen} of"
+                f" {self._started}: name another `layer`, or use passes='exact' where `torch.compile` has compiled the"
+                " model before the fit."
+            )

@@ -1,0 +1,121 @@
+"""Margin among the class prototypes of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_fed.algorithms.fedmargin.margins import MeanMarginKind, aggregate_mean_margin
+from lightning_fed.algorithms.fedmargin.prototypes import (
+    VoidLabel,
+    class_places,
+    class_prototypes,
+    class_sums,
+    void_label,
+)
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.numerics.float64_states import Float64States
+
+
+class AggregateMeanMargin(Float64States):
+    r"""AMM of the features that a model makes of labelled data: how far apart the means of the classes are.
+
+    .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert p[c] - p[c'] \rVert
+
+    over the :math:`C'` classes seen, see :func:`~lightning_fed.algorithms.fedmargin.aggregate_mean_margin`. The equation is a
+    reconstruction: the published text describes it in words alone. Sums are kept in float64, :math:`C \times d` of
+    them, however much data there is; processes add theirs up.
+
+    Args:
+        num_classes: Number of classes :math:`C`.
+        num_features: Length :math:`d` of a feature vector (number of channels of a feature map).
+        kind: Mean over all pairs of classes, or over the classes' distances to their nearest other class.
+        normalize: Whether to divide by the mean length of the prototypes, so that the scale of the features does not
+            matter.
+        ignore_index: Label of void pixels; ``None`` for none, ``"auto"`` for 255 unless that is a class.
+        exclude_classes: Classes that are left out, such as a background.
+        normalize_features: Whether every feature vector is divided by its Euclidean length first.
+        min_count: Fewest feature vectors of a class that counts as seen, at least 1.
+        **kwargs: Arguments of ``torchmetrics.Metric``.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> import torch
+        >>> margin = AggregateMeanMargin(num_classes=3, num_features=2)
+        >>> margin.update(torch.tensor([[0.0, 0.0], [6.0, 8.0]]), torch.tensor([0, 1]))
+        >>> margin.update(torch.tensor([[3.0, 4.0], [3.0, 4.0]]), torch.tensor([2, 2]))
+        >>> margin.compute()
+        tensor(3.3333)
+
+    """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+    wide_states = ("sums", "counts")
+
+    sums: Tensor
+    counts: Tensor
+
+    def __init__(
+        self,
+        num_classes: int,
+        num_features: int,
+        *,
+        kind: MeanMarginKind = "pairs",
+        normalize: bool = False,
+        ignore_index: VoidLabel = "auto",
+        exclude_classes: Sequence[int] = (),
+        normalize_features: bool = False,
+        min_count: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        check_option("kind", kind, get_args(MeanMarginKind))
+        for name, value in (("num_features", num_features), ("min_count", min_count)):
+            check_count(name, value)
+        class_places(torch.zeros(0, dtype=torch.int64), num_classes, ignore_index, exclude_classes)
+        self.num_classes = num_classes
+        self.num_features = num_features
+        self.kind: MeanMarginKind = kind
+        self.normalize = normalize
+        self.ignore_index = void_label(ignore_index, num_classes)
+        self.exclude_classes = tuple(exclude_classes)
+        self.normalize_features = normalize_features
+        self.min_count = min_count
+        self.add_state("sums", torch.zeros(num_classes, num_features, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("counts", torch.zeros(num_classes, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, features: Tensor, labels: Tensor) -> None:
+        """Adds a batch.
+
+        Args:
+            features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``.
+            labels: Classes, shape ``(N,)`` or ``(N, *label_size)``; label maps are resized to the features'.
+
+        Raises:
+            ValueError: If shapes or types do not fit, or a label is out of its range.
+
+        """
+        if features.ndim > 1 and features.shape[1] != self.num_features:
+            raise ValueError(f"Expected {self.num_features} features (`num_features`), but got {features.shape[1]}.")
+        sums, counts = class_sums(
+            features,
+            labels,
+            self.num_classes,
+            ignore_index=self.ignore_index,
+            exclude_classes=self.exclude_classes,
+            normalize_features=self.normalize_features,
+        )
+        self.sums = self.sums + sums
+        self.counts = self.counts + counts
+
+    def compute(self) -> Tensor:
+        """The margin; NaN with fewer than two classes."""
+        prototypes = class_prototypes(self.sums, self.counts, min_count=self.min_count, dtype=torch.float64)
+        return aggregate_mean_margin(prototypes, self.kind, normalize=self.normalize).to(self.dtype).to(self.device)

@@ -1,0 +1,243 @@
+"""Class prototypes as points in a plane, every few rounds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_fed.algorithms.fedmargin.aggregator import FedMargin
+from lightning_fed.algorithms.fedmargin.callback import ClassPrototypes, is_federated
+from lightning_fed.algorithms.fedmargin.principal_axes import PrincipalAxes, principal_axes
+from lightning_fed.algorithms.fedmargin.prototype_messages import (
+    find_bad_prototypes,
+    find_odd_prototypes,
+    unpack_prototypes,
+)
+from lightning_fed.algorithms.fedmargin.prototypes import Prototypes, aggregate_prototypes
+from lightning_fed.algorithms.server_optimizer import averaging_rule
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.callbacks.pictures import Color, figure_pixels, has_matplotlib, report_others, tensorboards
+from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors
+from lightning_fed.messages import Client, ClientUpdate, State
+from lightning_fed.rounds.callback import FederatedCallback
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_log = logging.getLogger(__name__)
+
+Basis = Literal["each", "first"]
+
+
+class PrototypePlots(FederatedCallback):
+    """Draws the class prototypes as points in a plane, and logs the picture to TensorBoard.
+
+    In a federation with :class:`~lightning_fed.algorithms.FedMargin` they are its aggregate prototypes over clients
+    and rounds; with any other aggregator those of the round, over the clients, each class weighted by their counts. On
+    a plain ``L.Trainer`` they are those at the end of the epoch. They are measured by
+    :class:`~lightning_fed.callbacks.ClassPrototypes`, which comes with FedMargin and is otherwise to be added.
+
+    The plane is that in which the prototypes are most spread out
+    (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`; every class counts the same). With ``basis="each"`` every picture
+    has its own, turned in itself so that its axes are nearest to those of the picture before: how far apart the classes
+    are is seen best. With ``basis="first"`` the plane of the first picture stays, until a class appears that was not
+    there when it was chosen: what moves are the prototypes alone, but as the features change, that plane shows less and
+    less of them. Both axes have the same scale. The title says how much of the spread of the prototypes around their
+    mean (sum of squared distances) lies in the plane.
+
+    A picture is drawn in the first epoch (round) in which there are two classes, and then whenever ``every_n_epochs``
+    have passed since the last one; the step on TensorBoard's axis is the epoch. Other loggers are passed over.
+
+    State: ``last_epoch``, the epoch of the last picture (an int, or None), and ``view``, its plane: ``center`` (d
+    numbers), ``axes`` (2 d numbers) and ``classes``, the indices of those that chose it; or None.
+
+    Args:
+        every_n_epochs: Epochs (rounds) from one picture to the next.
+        class_names: Names of the classes, from class 0 on; the others are shown by their index.
+        class_colors: Colours (red, green, blue; 0 to 255), likewise; the others have those of a palette.
+        basis: Whether the plane is chosen for every picture, or stays.
+        projector: Whether the prototypes also go, in all their dimensions, to TensorBoard's projector.
+
+    Raises:
+        ValueError: If ``every_n_epochs`` is below 1, ``class_colors`` holds no colours, or ``basis`` is unknown.
+        ModuleNotFoundError: In ``fit``, if matplotlib is not installed.
+        MisconfigurationException: In ``fit``, if nothing measures prototypes, or not before this callback runs.
+
+    Example:
+        >>> from lightning_fed.callbacks import ClassPrototypes
+        >>> callbacks = [ClassPrototypes(), PrototypePlots(class_names=["road", "sky", "tree"])]
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=callbacks, logger=False)
+
+    """
+
+    tag = "prototypes/plane"
+    """Name of the image in TensorBoard; in the projector it is ``prototypes``."""
+
+    def __init__(
+        self,
+        every_n_epochs: int = 5,
+        class_names: Sequence[str] = (),
+        class_colors: Sequence[Sequence[int]] | None = None,
+        basis: Basis = "each",
+        projector: bool = False,
+    ) -> None:
+        check_count("every_n_epochs", every_n_epochs)
+        check_option("basis", basis, get_args(Basis))
+        self.every_n_epochs = every_n_epochs
+        self.class_names = tuple(class_names)
+        self.class_colors = checked_colors(class_colors)
+        self.basis: Basis = basis
+        self.projector = projector
+        self._last_epoch: int | None = None
+        self._view: PrincipalAxes | None = None
+        self._known: Tensor = torch.zeros(0, dtype=torch.int64)
+        self._sent: dict[Client, State] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forgets an earlier run, and says which loggers get no pictures."""
+        if stage != "fit":
+            return
+        if trainer.current_epoch == 0:  # else the same Trainer goes on
+            self._last_epoch, self._view = None, None
+        report_others("PrototypePlots", trainer)
+        if tensorboards(trainer) and not has_matplotlib():
+            raise ModuleNotFoundError("PrototypePlots needs matplotlib: pip install 'lightning-fed[demo]'")
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Makes sure that something measures prototypes; by now all callbacks are there."""
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        places = [place for place, callback in enumerate(callbacks) if isinstance(callback, ClassPrototypes)]
+        if not places:
+            raise MisconfigurationException("PrototypePlots needs a `ClassPrototypes` among the Trainer's callbacks.")
+        if not is_federated(trainer) and places[0] > callbacks.index(self):
+            raise MisconfigurationException(
+                "Expected `ClassPrototypes` before `PrototypePlots` in the Trainer's callbacks, but got it after: the"
+                " prototypes of an epoch are measured at its end."
+            )
+
+    # A federation
+
+    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Forgets what was sent in a round that came to nothing."""
+        self._sent = {}
+
+    def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
+        """Keeps the client's prototypes."""
+        self._sent[update.client] = {name: value for name, value in update.extras.items() if name in _TRAVELLING}
+
+    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
+        """The prototypes of this process's clients."""
+        return self._sent
+
+    def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
+        """Those of all clients."""
+        self._sent = {client: packed for share in shares for client, packed in share.items()}
+
+    def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
+        """Draws the prototypes of the round that was just aggregated."""
+        server = find_federation(trainer).server
+        rule = averaging_rule(server.aggregator)
+        if isinstance(rule, FedMargin):
+            prototypes = rule.prototypes
+        else:
+            prototypes = self._over_clients(trainer, server.report.received)
+        self._sent = {}
+        self._draw(trainer, prototypes, f"Round {trainer.current_epoch}")
+
+    # A plain Trainer
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draws the prototypes at the end of the epoch."""
+        if not is_federated(trainer):
+            self._draw(trainer, _measuring(trainer).prototypes, f"Epoch {trainer.current_epoch}")
+
+    # Both
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class's note."""
+        if self._view is None:
+            return {"last_epoch": self._last_epoch, "view": None}
+        return {"last_epoch": self._last_epoch, "view": {**self._view._asdict(), "classes": self._known}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on counting from the last picture, in its plane."""
+        self._last_epoch, view = state_dict["last_epoch"], state_dict["view"]
+        self._view = None if view is None else PrincipalAxes(view["center"], view["axes"])
+        self._known = self._known if view is None else view["classes"]
+
+    def _over_clients(self, trainer: L.Trainer, clients: Iterable[Client]) -> Prototypes | None:
+        """Prototypes over the clients that have sent some; none of those whose cannot be drawn, by name."""
+        num_classes = _measuring(trainer).classes_found
+        assert num_classes is not None
+        sent = {client: self._sent[client] for client in clients}
+        faults = {client: find_bad_prototypes(packed, num_classes) for client, packed in sent.items()}
+        good = {client: packed for client, packed in sent.items() if faults[client] is None}
+        faults |= find_odd_prototypes(good)
+        for client, fault in faults.items():
+            if fault is not None:
+                _log.warning("The prototypes of client %r are not drawn: %s.", client, fault)
+        sets = [unpack_prototypes(packed, num_classes) for client, packed in sent.items() if faults[client] is None]
+        known = [prototypes for prototypes in sets if prototypes is not None and prototypes.present.any()]
+        return aggregate_prototypes(known) if known else None
+
+    def _draw(self, trainer: L.Trainer, prototypes: Prototypes | None, title: str) -> None:
+        epoch = trainer.current_epoch
+        is_early = self._last_epoch is not None and epoch - self._last_epoch < self.every_n_epochs
+        if prototypes is None or is_early or not tensorboards(trainer):
+            return
+        classes = prototypes.present.nonzero()[:, 0].cpu()
+        if len(classes) < 2:
+            return
+        means = prototypes.means.detach().cpu()[classes]
+        if self._view is not None and self._view.center.shape != means.shape[1:]:
+            self._view = None  # of other features
+        self._last_epoch = epoch
+        if self._view is None or self.basis == "each" or not torch.isin(classes, self._known).all():
+            fresh = principal_axes(means)
+            self._view, self._known = fresh if self._view is None else fresh.turned_to(self._view), classes
+        if not trainer.is_global_zero:
+            return
+        count = len(prototypes.counts)
+        names = [*self.class_names, *(str(index) for index in range(len(self.class_names), count))]
+        colors = [*(self.class_colors or ()), *default_colors(count)[len(self.class_colors or ()) :]]
+        shown = [(names[index], colors[index]) for index in classes.tolist()]
+        picture = figure_pixels(_figure(self._view, means, shown, title))
+        for logger in tensorboards(trainer):
+            logger.experiment.add_image(self.tag, picture, global_step=epoch)
+            if self.projector:
+                labels = [name for name, _ in shown]
+                logger.experiment.add_embedding(means, metadata=labels, tag="prototypes", global_step=epoch)
+
+
+_TRAVELLING = ("prototypes:classes", "prototypes:means", "prototypes:counts")
+
+
+def _measuring(trainer: L.Trainer) -> ClassPrototypes:
+    """The callback that measures prototypes."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next(callback for callback in callbacks if isinstance(callback, ClassPrototypes))
+
+
+def _figure(view: PrincipalAxes, means: Tensor, shown: Sequence[tuple[str, Color]], title: str) -> Figure:
+    """The prototypes in the plane, each with its class's name and colour."""
+    from matplotlib.figure import Figure  # the extra `demo`
+
+    points = view.project(means)
+    seen, total = (float((values - values.mean(0)).square().sum()) for values in (points, means.double()))
+    figure = Figure(figsize=(6, 6), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    for (x, y), (name, color) in zip(points.tolist(), shown, strict=True):
+        axes.scatter(x, y, s=100, color=[v / 255 for v in color], edgecolors="black", linewidths=0.5, zorder=4)
+        axes.annotate(name, (x, y), xytext=(7, 7), textcoords="offset points", zorder=3)
+    axes.set_title(f"{title}: {seen / total if total else 1:.0%} of the spread")
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.margins(0.15)
+    axes.grid(alpha=0.3)
+    return figure

@@ -1,0 +1,397 @@
+"""Class prototypes: means of the features of every class, on one client, over clients, and over rounds.
+
+Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations" (FedMargin),
+IEEE Internet of Things Journal 2022. The published text that could be read gives no equation: what is called a
+reconstruction here is ours, made from the description in words, and its alternatives are options.
+
+Prototypes are tensors over *all* classes; a class that a client does not have has count 0, and its row of zeros is
+never looked at. The labels of segmentation follow the code of Michieli and Zanuttigh, "Continual Semantic Segmentation
+via Repulsion-Attraction of Sparse and Disentangled Latent Representations" (SDR), CVPR 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.numerics.chunks import chunk_steps
+from lightning_fed.numerics.precision import float64_device
+
+PrototypeWeighting = Literal["class_count", "num_samples", "uniform"]
+PrototypeMemory = Literal["ema", "cumulative"]
+PrototypeReference = Literal["previous", "current"]
+VoidLabel: TypeAlias = int | Literal["auto"] | None
+
+_VOID = 255
+
+
+class Prototypes(NamedTuple):
+    """The prototypes of all classes.
+
+    Attributes:
+        means: Mean features, shape ``(C, d)``; zeros where a class is absent.
+        counts: Number of feature vectors behind every mean, shape ``(C,)``, integers; 0 where a class is absent.
+
+    Example:
+        >>> Prototypes(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([3, 0])).present
+        tensor([ True, False])
+
+    """
+
+    means: Tensor
+    counts: Tensor
+
+    @property
+    def present(self) -> Tensor:
+        """Which classes there are, shape ``(C,)``, booleans."""
+        return self.counts > 0
+
+
+@torch.no_grad()
+def class_sums(
+    features: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    *,
+    ignore_index: VoidLabel = "auto",
+    exclude_classes: Sequence[int] = (),
+    normalize_features: bool = False,
+) -> tuple[Tensor, Tensor]:
+    r"""Sums the feature vectors of every class in float64, and counts them.
+
+    Sums and counts of several batches are added up; :func:`class_prototypes` makes means of them. Large inputs are
+    converted piece by piece, never as a whole.
+
+    Args:
+        features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``; any floating-point type.
+        labels: Classes, integers, shape ``(N,)`` or ``(N, *label_size)``. Of label maps the nearest label is taken for
+            every position of the feature map, see :func:`resize_labels`.
+        num_classes: Number of classes :math:`C`.
+        ignore_index: Label of void pixels, outside of :math:`0 \dots C - 1`; ``None`` for none, ``"auto"`` for 255
+            unless that is a class.
+        exclude_classes: Classes that are left out, such as a background.
+        normalize_features: Whether every feature vector is divided by its Euclidean length first.
+
+    Returns:
+        Sums, shape ``(C, d)``, float64, and counts, shape ``(C,)``, int64.
+
+    Raises:
+        ValueError: If shapes or types do not fit, or a label or an option is out of its range.
+
+    Example:
+        >>> sums, counts = class_sums(torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 0.0]]), torch.tensor([1, 1, 255]), 3)
+        >>> sums.tolist(), counts.tolist()
+        ([[0.0, 0.0], [4.0, 4.0], [0.0, 0.0]], [0, 2, 0])
+
+    """
+    if features.ndim < 2 or labels.ndim != features.ndim - 1 or labels.shape[0] != features.shape[0]:
+        raise ValueError(
+            "Expected `features` of shape (N, d) with `labels` of shape (N,), or of shape (N, d, *size) with labels of"
+            f" as many dimensions as the size, but got {tuple(features.shape)} and {tuple(labels.shape)}."
+        )
+    if labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"Expected `labels` to be integers, but got {labels.dtype}.")
+    places = class_places(resize_labels(labels, features.shape[2:]), num_classes, ignore_index, exclude_classes)
+    places = places.flatten(1) if places.ndim > 1 else places[:, None]
+    features = features.flatten(2) if features.ndim > 2 else features[..., None]
+    count, width, positions = features.shape
+    # One row more, for what is left out: a feature that is not finite there stays there.
+    device = float64_device(features.device)
+    sums = torch.zeros(num_classes + 1, width, dtype=torch.float64, device=device)
+    images, pixels = chunk_steps(count, width, positions)
+    for some_features, some_places in zip(torch.split(features, images), torch.split(places, images), strict=True):
+        for part, place in zip(torch.split(some_features, pixels, 2), torch.split(some_places, pixels, 1), strict=True):
+            rows = (
+                part.to(device)
+                .transpose(1, 2)
+                .to(torch.float64, memory_format=torch.contiguous_format)
+                .reshape(-1, width)
+            )
+            sums.index_add_(0, place.flatten().to(device), F.normalize(rows, dim=1) if normalize_features else rows)
+    return sums[:-1], torch.bincount(places.flatten(), minlength=num_classes + 1)[:-1].to(device)
+
+
+def class_places(
+    labels: Tensor, num_classes: int, ignore_index: VoidLabel = "auto", exclude_classes: Sequence[int] = ()
+) -> Tensor:
+    r"""The labels with :math:`C`, one more than the last class, in the place of all that is left out.
+
+    Args:
+        labels: Classes, integers of any shape.
+        num_classes: Number of classes :math:`C`.
+        ignore_index: Label of void pixels, as in :func:`class_sums`.
+        exclude_classes: Classes that are left out.
+
+    Returns:
+        Integers from 0 to :math:`C`, int64, of the labels' shape.
+
+    Raises:
+        ValueError: If a label or an option is out of its range.
+
+    Example:
+        >>> class_places(torch.tensor([0, 1, 2, 255]), num_classes=3, exclude_classes=[0]).tolist()
+        [3, 1, 2, 3]
+
+    """
+    check_count("num_classes", num_classes)
+    ignore_index = void_label(ignore_index, num_classes)
+    if ignore_index is not None and 0 <= ignore_index < num_classes:
+        raise ValueError(
+            f"Expected `ignore_index` to be no class (0 to {num_classes - 1}), but got {ignore_index}. Pass"
+            " `ignore_index=None`; a class is left out with `exclude_classes`."
+        )
+    for excluded in exclude_classes:
+        if not 0 <= excluded < num_classes:
+            raise ValueError(f"Expected `exclude_classes` to be in 0 to {num_classes - 1}, but got {excluded}.")
+    labels = labels.long()
+    kept = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
+    outside = kept & ((labels < 0) | (labels >= num_classes))
+    if outside.any():
+        raise ValueError(
+            f"Expected `labels` to be in 0 to {num_classes - 1} or `ignore_index` ({ignore_index}), but got"
+            f" {int(labels[outside][0])}."
+        )
+    for excluded in exclude_classes:
+        kept &= labels != excluded
+    return torch.where(kept, labels, num_classes)
+
+
+def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
+    """The label of void pixels; ``"auto"`` is 255, as masks of 8 bits have it, where that is no class.
+
+    Example:
+        >>> void_label("auto", 21), void_label("auto", 300), void_label(-1, 300)
+        (255, None, -1)
+
+    """
+    if ignore_index != "auto":
+        return ignore_index
+    return _VOID if num_classes <= _VOID else None
+
+
+def resize_labels(labels: Tensor, size: Sequence[int]) -> Tensor:
+    r"""Nearest-neighbour resize: position i of n takes the label at :math:`\lfloor i m / n \rfloor` of m.
+
+    As ``torch.nn.functional.interpolate(mode="nearest")``, but in integers, so that no large label and no position is
+    rounded.
+
+    Args:
+        labels: Label maps, shape ``(N, *label_size)``.
+        size: New size, as many numbers as ``label_size`` has.
+
+    Returns:
+        Labels, shape ``(N, *size)``.
+
+    Example:
+        >>> resize_labels(torch.tensor([[[0, 0, 1, 1], [255, 255, 1, 0]]]), (1, 2)).tolist()
+        [[[0, 1]]]
+
+    """
+    for dim, length in enumerate(size, start=1):
+        if labels.shape[dim] != length:
+            index = torch.arange(length, device=labels.device) * labels.shape[dim] // length
+            labels = labels.index_select(dim, index)
+    return labels
+
+
+def class_prototypes(
+    sums: Tensor, counts: Tensor, *, min_count: int = 1, dtype: torch.dtype = torch.float32
+) -> Prototypes:
+    r"""The class-wise means of features.
+
+    .. math:: p_k[c] = \frac{1}{n_{k,c}} \sum_{(x, u): \text{label} = c} E(x)_u
+
+    Args:
+        sums: Sums of the features per class, shape ``(C, d)``, see :func:`class_sums`.
+        counts: Number of feature vectors per class :math:`n_{k,c}`, shape ``(C,)``.
+        min_count: Fewest feature vectors of a class that is not taken to be absent, at least 1.
+        dtype: Type of the means.
+
+    Returns:
+        Prototypes.
+
+    Raises:
+        ValueError: If ``min_count`` is below 1.
+
+    Example:
+        >>> class_prototypes(torch.tensor([[2.0, 4.0], [5.0, 5.0]]), torch.tensor([2, 0]))
+        Prototypes(means=tensor([[1., 2.],
+                [0., 0.]]), counts=tensor([2, 0]))
+
+    """
+    check_count("min_count", min_count)
+    counts = torch.where(counts >= min_count, counts, 0)
+    means = sums / counts.clamp(min=1).unsqueeze(1)
+    return Prototypes(means.where(counts.unsqueeze(1) > 0, 0).to(dtype), counts)
+
+
+@torch.no_grad()
+def aggregate_prototypes(
+    clients: Sequence[Prototypes],
+    weighting: PrototypeWeighting = "class_count",
+    num_samples: Sequence[int] | None = None,
+) -> Prototypes:
+    r"""The prototypes of a round: per class the weighted mean over the clients that have it.
+
+    .. math:: P_t[c] = \frac{\sum_{k: c \in C_k} \omega_{k,c}\, p_k[c]}{\sum_{k: c \in C_k} \omega_{k,c}}
+
+    The weights are a reconstruction: the published text says "weighted average" and no more.
+
+    Args:
+        clients: Prototypes of the round's clients, at least one.
+        weighting: :math:`\omega_{k,c}`: the client's number of feature vectors of the class, its number of examples, or
+            one.
+        num_samples: Number of examples of every client, for ``weighting="num_samples"``.
+
+    Returns:
+        Prototypes of the classes that any client has, with the clients' counts added up.
+
+    Raises:
+        ValueError: If there is no client, ``weighting`` is unknown or ``num_samples`` does not fit.
+
+    Example:
+        >>> ann = Prototypes(torch.tensor([[0.0], [1.0]]), torch.tensor([1, 5]))
+        >>> bob = Prototypes(torch.tensor([[4.0], [0.0]]), torch.tensor([3, 0]))
+        >>> aggregate_prototypes([ann, bob]).means.tolist()
+        [[3.0], [1.0]]
+
+    """
+    check_option("weighting", weighting, get_args(PrototypeWeighting))
+    if not clients:
+        raise ValueError("Expected `clients` to be at least one client's prototypes, but got none.")
+    check_same_shape(*clients)
+    counts = torch.stack([client.counts for client in clients])
+    present = (counts > 0).to(torch.float64)
+    if weighting == "class_count":
+        weights = counts.to(torch.float64)
+    elif weighting == "num_samples":
+        weights = present * _sizes(num_samples, len(clients), counts.device)[:, None]
+    else:
+        weights = present
+    sums = torch.zeros(clients[0].means.shape, dtype=torch.float64, device=counts.device)
+    for client, weight in zip(clients, weights, strict=True):
+        sums += client.means.to(torch.float64).where(client.present[:, None], 0) * weight[:, None]
+    total = weights.sum(0)
+    means = sums / total.where(total > 0, 1).unsqueeze(1)
+    return Prototypes(means.to(clients[0].means.dtype), counts.sum(0).where(total > 0, 0))
+
+
+@torch.no_grad()
+def update_prototypes(
+    previous: Prototypes | None, current: Prototypes, *, decay: float = 0.1, memory: PrototypeMemory = "ema"
+) -> Prototypes:
+    r"""The aggregate prototypes after a round, which remember the rounds before it.
+
+    .. math:: \bar P_t[c] = \begin{cases}
+        \beta \bar P_{t-1}[c] + (1 - \beta) P_t[c] & \text{if } c \text{ was known and is seen now} \\
+        P_t[c] & \text{if } c \text{ is seen for the first time} \\
+        \bar P_{t-1}[c] & \text{if } c \text{ is not seen now} \end{cases}
+
+    The rule is a reconstruction of "over previous rounds and clients". The default weighs the new value 0.9, as the
+    code of FedSpace (of one of FedMargin's authors) does; ``memory="cumulative"`` is the running mean weighted by
+    counts, as in SDR's code.
+
+    Args:
+        previous: Aggregate prototypes before the round :math:`\bar P_{t-1}`; ``None`` in the first.
+        current: Prototypes of the round :math:`P_t`, see :func:`aggregate_prototypes`.
+        decay: Weight of the old value :math:`\beta` in 0 to 1, for ``memory="ema"``.
+        memory: Moving average, or mean over all rounds weighted by counts.
+
+    Returns:
+        Aggregate prototypes, with the counts of all rounds added up.
+
+    Raises:
+        ValueError: If ``decay`` is out of its range, ``memory`` is unknown or the shapes differ.
+
+    Example:
+        >>> old = Prototypes(torch.tensor([[0.0], [5.0]]), torch.tensor([1, 1]))
+        >>> new = Prototypes(torch.tensor([[1.0], [0.0]]), torch.tensor([1, 0]))
+        >>> update_prototypes(old, new, decay=0.25).means.tolist()
+        [[0.75], [5.0]]
+
+    """
+    check_option("memory", memory, get_args(PrototypeMemory))
+    if not 0 <= decay <= 1:
+        raise ValueError(f"Expected `decay` to be in 0 to 1, but got {decay}.")
+    if previous is None:
+        return current
+    check_same_shape(previous, current)
+    counts = previous.counts + current.counts
+    if memory == "ema":
+        share = torch.full(counts.shape, decay, dtype=torch.float64, device=counts.device)
+    else:
+        share = previous.counts / counts.clamp(min=1).to(torch.float64)
+    share = torch.where(previous.present, share.where(current.present, 1.0), 0.0).unsqueeze(1)
+    old, new = (one.means.to(torch.float64).where(one.present.unsqueeze(1), 0) for one in (previous, current))
+    return Prototypes((share * old + (1 - share) * new).to(current.means.dtype), counts)
+
+
+def reference_prototypes(
+    previous: Prototypes | None, current: Prototypes, aggregate: Prototypes, reference: PrototypeReference = "previous"
+) -> Prototypes:
+    r"""What the clients' prototypes are compared with in the aggregate prototype margin.
+
+    The choice is a reconstruction: the published text says "the aggregate set of prototypes" and no more.
+
+    Args:
+        previous: Aggregate prototypes before the round :math:`\bar P_{t-1}`; ``None`` in the first.
+        current: Prototypes of the round :math:`P_t`.
+        aggregate: Aggregate prototypes after the round :math:`\bar P_t`, see :func:`update_prototypes`.
+        reference: The aggregate before the round, with :math:`P_t` for classes never seen before, or the one after it.
+
+    Returns:
+        Prototypes of the same classes for either reference.
+
+    Raises:
+        ValueError: If ``reference`` is unknown or the shapes differ.
+
+    Example:
+        >>> old = Prototypes(torch.tensor([[0.0], [0.0]]), torch.tensor([1, 0]))
+        >>> new = Prototypes(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 1]))
+        >>> reference_prototypes(old, new, update_prototypes(old, new)).means.tolist()
+        [[0.0], [2.0]]
+
+    """
+    check_option("reference", reference, get_args(PrototypeReference))
+    if reference == "current":
+        return aggregate
+    if previous is None:
+        return current
+    check_same_shape(previous, current)
+    return Prototypes(
+        torch.where(previous.present.unsqueeze(1), previous.means, current.means),
+        torch.where(previous.present, previous.counts, current.counts),
+    )
+
+
+def check_same_shape(*prototypes: Prototypes) -> None:
+    """Refuses prototypes that cannot be compared.
+
+    Args:
+        *prototypes: Prototypes, at least one.
+
+    Raises:
+        ValueError: If their numbers of classes or features differ.
+
+    """
+    shape = prototypes[0].means.shape
+    for other in prototypes:
+        if other.means.shape != shape or other.counts.shape != shape[:1]:
+            raise ValueError(
+                f"Expected prototypes of one shape, but got means of shape {tuple(other.means.shape)} with"
+                f" {tuple(other.counts.shape)} counts beside means of shape {tuple(shape)}."
+            )
+
+
+def _sizes(num_samples: Sequence[int] | None, count: int, device: torch.device) -> Tensor:
+    if num_samples is None or len(num_samples) != count or min(num_samples) < 0:
+        raise ValueError(
+            f"Expected `num_samples` to be {count} numbers of examples, one per client and none negative, but got"
+            f" {num_samples}."
+        )
+    return torch.tensor(list(num_samples), dtype=torch.float64, device=device)

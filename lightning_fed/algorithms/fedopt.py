@@ -1,0 +1,233 @@
+"""Adaptive optimizers on the server.
+
+Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar & McMahan, "Adaptive Federated Optimization", ICLR 2021, Algorithm
+2. https://arxiv.org/abs/2003.00295
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fed.algorithms.server_optimizer import ServerOptimizer
+from lightning_fed.argument_checks import check_option, check_share
+from lightning_fed.server.server import Aggregator
+
+SecondMoment: TypeAlias = Literal["adagrad", "adam", "yogi"]
+
+
+class AdaptiveOptimizer(Optimizer):
+    r"""The three adaptive steps of the paper, for :class:`ServerOptimizer`.
+
+    With the gradient :math:`g_t = -\Delta_t`:
+
+    .. math:: m_t = \beta_1 m_{t-1} + (1 - \beta_1) \Delta_t, \qquad
+        w_{t+1} = w_t + \eta \frac{m_t}{\sqrt{v_t} + \tau}
+
+    .. math::
+        \text{adagrad: } v_t = v_{t-1} + \Delta_t^2 \qquad
+        \text{adam: } v_t = \beta_2 v_{t-1} + (1 - \beta_2) \Delta_t^2 \\
+        \text{yogi: } v_t = v_{t-1} - (1 - \beta_2) \Delta_t^2 \, \mathrm{sign}(v_{t-1} - \Delta_t^2)
+
+    with :math:`m_{-1} = 0` and :math:`v_{-1} = \tau^2`. Unlike in ``torch.optim.Adam`` nothing is corrected for the
+    bias of the first steps.
+
+    Args:
+        params: Parameters, as for every optimizer.
+        lr: Learning rate :math:`\eta`.
+        beta1: Decay :math:`\beta_1` of the first moment.
+        beta2: Decay :math:`\beta_2` of the second moment, which Adagrad does not have.
+        tau: :math:`\tau`, how adaptive the step is: the smaller, the more.
+        second_moment: How the second moment is made.
+
+    Raises:
+        ValueError: If an argument is unknown or out of its range.
+
+    Example:
+        >>> w = torch.tensor(1.0, requires_grad=True)
+        >>> optimizer = AdaptiveOptimizer([w], lr=0.1)
+        >>> w.grad = torch.tensor(-1.25)
+        >>> optimizer.step()
+        >>> round(w.item(), 6)
+        1.099203
+
+    References:
+        Reddi et al., ICLR 2021, Algorithm 2.
+
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+        second_moment: SecondMoment = "adam",
+    ) -> None:
+        for name, value in (("lr", lr), ("tau", tau)):
+            if not 0 < value < float("inf"):
+                raise ValueError(f"Expected `{name}` to be greater than 0 and finite, but got {value}.")
+        for name, value in (("beta1", beta1), ("beta2", beta2)):
+            check_share(name, value)
+        check_option("second_moment", second_moment, get_args(SecondMoment))
+        options = {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau, "second_moment": second_moment}
+        super().__init__(params, options)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {
+                    "mean": torch.zeros_like(parameter),
+                    "square": torch.full_like(parameter, tau**2),
+                }
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step.
+
+        Args:
+            closure: Computes the loss and the gradients, as for every optimizer.
+
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    moments = self.state[parameter]
+                    moments["mean"].lerp_(-parameter.grad, 1 - group["beta1"])
+                    _second_moment(moments["square"], parameter.grad.square(), group["second_moment"], group["beta2"])
+                    scale = moments["square"].sqrt().add_(group["tau"])
+                    parameter.addcdiv_(moments["mean"], scale, value=group["lr"])
+        return loss
+
+
+def _second_moment(moment: Tensor, square: Tensor, kind: SecondMoment, beta2: float) -> None:
+    if kind == "adagrad":
+        moment.add_(square)
+    elif kind == "adam":
+        moment.lerp_(square, 1 - beta2)
+    else:
+        moment.sub_((1 - beta2) * square * torch.sign(moment - square))
+
+
+class FedAdagrad(ServerOptimizer):
+    """The mean change of the clients, divided by the root of the sum of its squares over all rounds.
+
+    :class:`ServerOptimizer` with Adagrad as the paper has it (:class:`AdaptiveOptimizer`).
+
+    Args:
+        lr: Learning rate of the server; the authors tune it and the clients' on a grid of powers of ten.
+        beta1: Decay of the first moment; the authors have none in their experiments.
+        tau: How adaptive the step is: the smaller, the more.
+        aggregator: The averaging rule, by name or as an object; the algorithm in the paper weighs clients equally
+            (``"fairavg"``).
+        lazy_rows: See :class:`ServerOptimizer`.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> FedAdagrad(lr=0.01).optimizer_kwargs["lr"]
+        0.01
+
+    References:
+        Reddi et al., ICLR 2021, Algorithm 2.
+
+    """
+
+    def __init__(
+        self,
+        lr: float = 0.1,
+        beta1: float = 0.0,
+        tau: float = 1e-3,
+        aggregator: str | Aggregator = "fedavg",
+        lazy_rows: bool = False,
+    ) -> None:
+        options = {"lr": lr, "beta1": beta1, "tau": tau, "second_moment": "adagrad"}
+        super().__init__(AdaptiveOptimizer, aggregator, lazy_rows, **options)
+
+
+class FedAdam(ServerOptimizer):
+    """The decaying mean of the clients' changes, divided by the root of that of their squares.
+
+    :class:`ServerOptimizer` with Adam as the paper has it (:class:`AdaptiveOptimizer`), without correction of the bias
+    of the first rounds. With the correction it is ``ServerOptimizer("Adam", lr=0.1, betas=(0.9, 0.99), eps=1e-3)``.
+
+    Args:
+        lr: Learning rate of the server; the authors tune it and the clients' on a grid of powers of ten.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        tau: How adaptive the step is: the smaller, the more.
+        aggregator: The averaging rule, by name or as an object; the algorithm in the paper weighs clients equally
+            (``"fairavg"``).
+        lazy_rows: See :class:`ServerOptimizer`.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> fedadam = FedAdam()
+        >>> fedadam.optimizer_kwargs["beta1"], fedadam.optimizer_kwargs["beta2"]
+        (0.9, 0.99)
+
+    References:
+        Reddi et al., ICLR 2021, Algorithm 2.
+
+    """
+
+    def __init__(
+        self,
+        lr: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+        aggregator: str | Aggregator = "fedavg",
+        lazy_rows: bool = False,
+    ) -> None:
+        options = {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau, "second_moment": "adam"}
+        super().__init__(AdaptiveOptimizer, aggregator, lazy_rows, **options)
+
+
+class FedYogi(ServerOptimizer):
+    """As :class:`FedAdam`, but the second moment moves towards the new square by no more than a part of that square.
+
+    :class:`ServerOptimizer` with Yogi as the paper has it (:class:`AdaptiveOptimizer`).
+
+    Args:
+        lr: Learning rate of the server; the authors tune it and the clients' on a grid of powers of ten.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        tau: How adaptive the step is: the smaller, the more.
+        aggregator: The averaging rule, by name or as an object; the algorithm in the paper weighs clients equally
+            (``"fairavg"``).
+        lazy_rows: See :class:`ServerOptimizer`.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> type(FedYogi(aggregator="fairavg").inner).__name__
+        'FairAvg'
+
+    References:
+        Reddi et al., ICLR 2021, Algorithm 2.
+
+    """
+
+    def __init__(
+        self,
+        lr: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+        aggregator: str | Aggregator = "fedavg",
+        lazy_rows: bool = False,
+    ) -> None:
+        options = {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau, "second_moment": "yogi"}
+        super().__init__(AdaptiveOptimizer, aggregator, lazy_rows, **options)

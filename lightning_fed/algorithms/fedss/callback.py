@@ -1,0 +1,306 @@
+"""FedSS: clients hold, train and send a few classes of very many.
+
+"Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, Algorithm 1.
+The losses are in :mod:`lightning_fed.algorithms.fedss.losses`, the layer is
+:class:`~lightning_fed.modules.SampledSoftmaxHead`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_fed.algorithms.fedss.head import SampledSoftmaxHead, find_sampled_softmax_head
+from lightning_fed.algorithms.fedss.held_classes import ForeignLabelError, HeldClasses
+from lightning_fed.algorithms.fedss.losses import LogQ, Objective, QSupport, sample_negatives
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.data.population import seeded_generators
+from lightning_fed.data.round_loader import describe
+from lightning_fed.errors import ClientFault, OptionError
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request
+from lightning_fed.model.batches import find_target
+from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.isolated_pass import one_pass
+
+ClientClasses: TypeAlias = Mapping[Client, Sequence[int]] | Callable[[Client], Sequence[int]]
+
+_NEGATIVES = 2  # the visit's stream of random numbers that the negatives are drawn from
+
+
+class SampledSoftmax(FederatedCallback):
+    r"""Sends a client the head's rows of its own classes and of a few others, and trains it on these.
+
+    The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Before its visit a client with the
+    classes :math:`P_k` draws :math:`m` others, :math:`N_k`, and asks for the rows :math:`S_k = P_k \cup N_k`, sorted,
+    so that the server cannot tell one from the other. These rows come down, train, and go back; neither the client's
+    model nor its optimizer ever has more. The aggregator averages them (its option ``row_weighting``).
+
+    A client whose batch has a label that is none of its classes, or none of the head's, is left out by name.
+
+    In the visit the client's label space is :math:`S_k`. The module's ``training_step`` gets the batch with its labels
+    as columns of the logits, and the head corrects the logits: ``F.cross_entropy(self(x), y)`` is the loss of FedSS, in
+    a step that knows nothing of it. Lightning's own hooks get the batch as it came. Validation and prediction use all
+    classes. Of metrics in ``training_step``, those that are told the number of classes do not fit: give them
+    ``logits.argmax(dim=1)``.
+
+    Args:
+        num_negatives: Classes :math:`m` that a client draws beside its own, uniformly without replacement, from a
+            generator of its own.
+        objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`: ``"fedss"``;
+            ``"negonly"``, against the drawn classes alone; ``"posonly"``, among its own classes, which draws none;
+            ``"full"``, the softmax over all classes, which is sent as a whole.
+        resample: Whether classes are drawn once for a ``"round"``, or for every ``"batch"`` of it. The client then asks
+            for all that it is going to need.
+        head: Name of the head; ``"auto"`` finds the only one.
+        target: Where a batch has its labels: an index or key, or a function that returns one of the batch's tensors; by
+            default the second element, or ``batch["target"]``, ``["label"]``, ``["y"]`` or their plurals. Whole
+            numbers; negative ones are none, as in cross-entropy's ``ignore_index=-100``.
+        classes: The clients' own classes, a mapping or a function of the client; ``None`` looks for the labels in a
+            pass over a client's data, when it first takes part.
+        log_q: Which logits are corrected, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`.
+        q_support: What the drawn classes count as drawn from, see there.
+
+    Raises:
+        ValueError: If an option is unknown or out of its range; in ``fit``, if the head or the labels are not found,
+            labels are soft, or a loader of the client's own may leave examples out and ``classes`` are not given.
+        MisconfigurationException: In ``setup``, if the Trainer has no federation; in ``fit``, if the federation's
+            options do not go with clients that hold other rows in every round (``optimizer_state="keep"``, BatchNorm
+            with ``batch_norm="recalibrate"``, a rule that needs whole entries), if the head's weight is shared, or the
+            head is in evaluation mode in training.
+
+    Note:
+        Logged is ``fed/held_classes``, the mean of :math:`|S_k|`.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> from lightning_fed.modules import SampledSoftmaxHead
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), SampledSoftmaxHead(784, num_classes=10_000))
+        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[SampledSoftmax(num_negatives=100)], logger=False)
+
+    References:
+        FedSS, section 3 and Algorithm 1.
+
+    """
+
+    def __init__(
+        self,
+        num_negatives: int,
+        objective: Objective = "fedss",
+        resample: Literal["round", "batch"] = "round",
+        head: str = "auto",
+        target: int | str | Callable[[Any], Tensor] | None = None,
+        classes: ClientClasses | None = None,
+        log_q: LogQ = "negatives",
+        q_support: QSupport = "complement",
+    ) -> None:
+        self.num_negatives = check_count("num_negatives", num_negatives, lowest=0)
+        check_option("resample", resample, ("round", "batch"))
+        one = torch.zeros(1, dtype=torch.int64)
+        HeldClasses(one, torch.ones(1, dtype=torch.bool), objective, log_q, q_support)  # checks the options
+        self.objective: Objective = objective
+        self.resample = resample
+        self.head = head
+        self.target = target
+        self.classes = classes
+        self.log_q: LogQ = log_q
+        self.q_support: QSupport = q_support
+        self._own: dict[Client, Tensor] = {}
+        self._name: str | None = None
+        self._held: HeldClasses | None = None
+        self._columns: list[Tensor] = []  # of the visit's batches, where each has negatives of its own
+        self._batch = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forgets the clients of another fit."""
+        if stage == "fit":
+            find_federation(trainer)
+            callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            if sum(isinstance(callback, SampledSoftmax) for callback in callbacks) > 1:
+                raise MisconfigurationException("Expected one `SampledSoftmax` callback, but the Trainer has more.")
+            self._own, self._name, self._held = {}, None, None
+
+    def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
+        """The head's parameters, unless all classes are sent."""
+        return [] if self.objective == "full" else self._entries(module)
+
+    def on_client_request(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
+    ) -> None:
+        """Draws the negatives and asks for the rows."""
+        self._held, self._columns, self._batch = None, [], -1
+        if self.objective == "full":
+            return
+        planned = find_federation(trainer).current_visit
+        assert planned is not None
+        try:
+            own = self._own_classes(trainer, client)
+        except ClientFault as error:
+            planned.fault = str(error)  # it is left out by name
+            return
+        generator = np.random.default_rng([planned.visit.seed, _NEGATIVES])
+        draws = planned.num_batches if self.resample == "batch" else 1
+        count = 0 if self.objective == "posonly" else self.num_negatives
+        num_classes = self._head(module).num_classes
+        drawn = [sample_negatives(own, num_classes, count, generator) for _ in range(draws)]
+        rows = torch.unique(torch.cat([own, *drawn]))
+        self._held = HeldClasses(rows, torch.isin(rows, own), self.objective, self.log_q, self.q_support)
+        if self.resample == "batch":
+            self._columns = [torch.searchsorted(rows, torch.cat([own, some]).sort().values) for some in drawn]
+        request.rows |= dict.fromkeys(self._entries(module), rows)
+
+    def on_client_start(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Tells the head which classes it has the rows of."""
+        self._hold(module)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Goes on to the next batch's negatives."""
+        self._batch += 1
+
+    def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
+        """The batch with its labels as columns of the logits."""
+        if self._held is None:
+            return batch
+        self._hold(module)  # another callback may look at the model before this one
+        head = self._head(module)
+        if module.training and not head.training:
+            raise MisconfigurationException(
+                "The head is in evaluation mode while the module trains: its logits would not be those of the sampled"
+                " softmax. Leave the head out of what you put in evaluation mode."
+            )
+        target = find_target(batch, self.target)
+        labels = self._classes_of(target)
+        columns = self._columns[max(0, self._batch)] if self._columns else None
+        try:
+            local = head.begin_batch(labels, columns)
+        except ForeignLabelError as error:
+            raise ClientFault(
+                f"its classes are not all known: {error} Give `SampledSoftmax` the clients' `classes`"
+            ) from error
+        if target.is_floating_point():
+            local = local.to(target.dtype)
+        return _exchange(batch, target, local)
+
+    def on_client_end(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
+    ) -> None:
+        """Notes how many classes the client held."""
+        if self._held is not None:
+            update.metrics["held_classes"] = float(len(self._held.classes))
+
+    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
+        """Tells the head that it has all classes again."""
+        self._held = None
+        self._head(module).release()
+
+    def _head(self, module: L.LightningModule) -> SampledSoftmaxHead:
+        if self._name is None:
+            self._name = find_sampled_softmax_head(module) if self.head == "auto" else self.head
+        head = module.get_submodule(self._name)
+        if not isinstance(head, SampledSoftmaxHead):
+            raise ValueError(
+                f"Expected `head` to name a SampledSoftmaxHead, but {self.head!r} is a {type(head).__name__}."
+            )
+        return head
+
+    def _entries(self, module: L.LightningModule) -> list[str]:
+        """Names of the head's parameters among the module's."""
+        head = self._head(module)
+        own = {id(parameter) for parameter in head.parameters()}
+        for name, layer in module.named_modules():
+            if layer is not head and any(id(each) in own for each in layer.parameters(recurse=False)):
+                raise MisconfigurationException(
+                    f"The head shares its weight with {name!r}, which would look up other rows than those it means:"
+                    " clients can hold a few classes only if the weight is the head's own."
+                )
+        return [name for name, parameter in module.named_parameters() if id(parameter) in own]
+
+    def _hold(self, module: L.LightningModule) -> None:
+        head = self._head(module)
+        if self._held is not None and head.held is not self._held:
+            head.hold(self._held)
+
+    def _own_classes(self, trainer: L.Trainer, client: Client) -> Tensor:
+        """The labels in a client's data, in increasing order; they are looked for once."""
+        if client not in self._own:
+            if self.classes is None:
+                labels = self._labels(trainer, client)
+            else:
+                given = self.classes(client) if callable(self.classes) else self.classes[client]
+                labels = torch.as_tensor(given, dtype=torch.int64)
+            self._own[client] = torch.unique(labels)
+        own, count = self._own[client], self._head(trainer.lightning_module).num_classes
+        if not len(own):
+            raise ClientFault("it has no labels")
+        if not 0 <= int(own[0]) <= int(own[-1]) < count:
+            raise ClientFault(f"it has labels from {int(own[0])} to {int(own[-1])}, and the head has {count} classes")
+        return own
+
+    def _labels(self, trainer: L.Trainer, client: Client) -> Tensor:
+        federation = find_federation(trainer)
+        population, planned = federation.population, federation.current_visit
+        assert planned is not None
+        if not population.gives_all(client):
+            raise OptionError(
+                f"The loader of client {client!r} may leave examples out of a pass (`drop_last`, or sampling with"
+                " replacement), so that its classes cannot be looked for: give `SampledSoftmax` the clients' `classes`."
+            )
+        found = []
+        with seeded_generators():
+            batches = one_pass(population, planned.visit, aside=True)
+            while True:
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    break
+                except Exception as error:
+                    raise ClientFault(f"its data raised {describe(error)}") from error
+                labels = torch.unique(self._classes_of(find_target(batch, self.target))).cpu()
+                found.append(labels[labels >= 0])
+        return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+
+    def _classes_of(self, target: Tensor) -> Tensor:
+        """Labels as whole numbers."""
+        if not target.is_floating_point():
+            return target
+        if target.ndim > 1 or not bool((target == target.round()).all()):
+            raise OptionError(
+                f"Expected labels to be class numbers, but got {target.dtype} of shape {tuple(target.shape)}: soft"
+                " labels have classes that a client does not hold. Say where the labels are with `target`."
+            )
+        return target.long()
+
+
+def _exchange(batch: Any, old: Tensor, new: Tensor) -> Any:
+    """The batch with one tensor for another.
+
+    Raises:
+        OptionError: If it is not in the batch.
+
+    """
+    places = 0
+
+    def exchange(value: Tensor) -> Tensor:
+        nonlocal places
+        places += value is old
+        return new if value is old else value
+
+    exchanged = apply_to_collection(batch, Tensor, exchange)
+    if not places:
+        raise OptionError(
+            "Expected `target` to give a tensor that is in the batch, in a list, dictionary or dataclass, so that its"
+            f" labels can be made columns of the logits, but in a {type(batch).__name__} it is not found: let it return"
+            " the tensor itself, and leave its shape to the `training_step`."
+        )
+    return exchanged

@@ -1,0 +1,336 @@
+"""FedSS: a last layer of very many classes, of which a client holds a few.
+
+"Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022; the losses
+are in :mod:`lightning_fed.algorithms.fedss.losses`.
+
+In a visit the client's label space is what it holds: the layer has the rows of these classes only, labels are their
+columns, and in training the layer gives the logits whose cross-entropy is the client's loss. So a ``training_step``
+with ``F.cross_entropy(self(x), y)`` stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fed.algorithms.fedss.held_classes import HeldClasses
+from lightning_fed.algorithms.fedss.losses import Reduction, sampled_logits
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.model.features import LogitsLayer
+from lightning_fed.numerics.chunks import CHUNK_ELEMENTS
+from lightning_fed.numerics.precision import at_least_float32
+
+_SCALE = 20.0  # the paper's, A.2
+
+
+class _Batch(NamedTuple):
+    """What the logits are over in training."""
+
+    held: HeldClasses
+    columns: Tensor | None = None  # those of the held classes that these are; None for all
+    target: Tensor | None = None
+
+
+class SampledSoftmaxHead(LogitsLayer):
+    r"""The last layer of a classifier with very many classes.
+
+    .. math:: o_j = s \left\langle \frac{f}{\lVert f \rVert}, \frac{w_j}{\lVert w_j \rVert} \right\rangle + b_j
+        \text{ (cosine)} \qquad o_j = \langle f, w_j \rangle + b_j \text{ (linear)}
+
+    On its own it is a layer like any other. In a client's visit it may hold the rows of a few classes. Which ones
+    (:meth:`hold`, :meth:`begin_batch`) is no part of its state, and matters in training only.
+
+    The logits are float32 at least, so that the loss is computed in float32 in half precision too, and cosines of half
+    weights are. Features of zeros have no direction, and their gradients are huge: do not let a ReLU be the layer
+    before cosine logits.
+
+    Args:
+        in_features: Size of the features, :math:`d`.
+        num_classes: Number of all classes, :math:`n`.
+        scale: Factor :math:`s` of cosine logits. Linear logits have none.
+        normalize: Whether logits are cosines; else they are those of `torch.nn.Linear`.
+        bias: Whether there is a bias. The paper has none.
+
+    Shape:
+        - Features: ``(*, in_features)``.
+        - Logits: ``(*, num_classes)``; ``(*, S)`` while it holds S classes, or as many as the batch has columns.
+
+    Raises:
+        ValueError: If a size is not a positive number, ``scale`` is not greater than 0, or linear logits are given one.
+
+    Example:
+        >>> head = SampledSoftmaxHead(in_features=2, num_classes=1000)
+        >>> head(torch.ones(4, 2)).shape
+        torch.Size([4, 1000])
+        >>> held = HeldClasses(torch.tensor([7, 8, 500]), torch.tensor([True, True, False]))
+        >>> head.weight.data = head.weight.data[held.classes]  # what the client is sent
+        >>> head.hold(held)
+        >>> target = head.begin_batch(torch.tensor([7, 8, 8, 7]))
+        >>> target, head(torch.ones(4, 2)).shape
+        (tensor([0, 1, 1, 0]), torch.Size([4, 3]))
+        >>> loss = F.cross_entropy(head(torch.ones(4, 2)), target)  # FedSS
+
+    """
+
+    def __init__(
+        self, in_features: int, num_classes: int, scale: float = _SCALE, normalize: bool = True, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.in_features = check_count("in_features", in_features)
+        self.num_classes = check_count("num_classes", num_classes)
+        if not 0 < scale < math.inf:
+            raise ValueError(f"Expected `scale` to be a number greater than 0, but got {scale}.")
+        if not normalize and scale != _SCALE:
+            raise ValueError(f"Expected no `scale` with `normalize=False`: linear logits have none, but got {scale}.")
+        self.scale = scale
+        self.normalize = normalize
+        self.weight = nn.Parameter(torch.empty(num_classes, in_features))
+        self.bias = nn.Parameter(torch.empty(num_classes)) if bias else None
+        self._held: HeldClasses | None = None
+        self._batch: _Batch | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters as `torch.nn.Linear` does."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def extra_repr(self) -> str:
+        """What distinguishes this layer from others of its type."""
+        kind = f"scale={self.scale}" if self.normalize else "normalize=False"
+        return f"in_features={self.in_features}, num_classes={self.num_classes}, {kind}, bias={self.bias is not None}"
+
+    # --- what a client holds ------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> HeldClasses | None:
+        """The classes that the layer holds; ``None`` for all, as a layer like any other."""
+        return self._held
+
+    def hold(self, held: HeldClasses) -> None:
+        """From now on the parameters' rows are those of some classes.
+
+        Whoever says so puts these rows in place, and all rows with :meth:`release`.
+
+        Args:
+            held: The classes.
+
+        Raises:
+            ValueError: If there are no such classes, or not all of them for the objective "full".
+
+        """
+        held.check_among(self.num_classes)
+        self._held, self._batch = held, _Batch(held)
+
+    def release(self) -> None:
+        """From now on the parameters' rows are those of all classes."""
+        self._held = self._batch = None
+
+    def begin_batch(self, target: Tensor, columns: Tensor | None = None) -> Tensor:
+        """Says which batch the next forward passes in training are of.
+
+        Args:
+            target: The batch's labels among all classes, whole numbers, any shape; negative where there is none.
+            columns: Which of the held classes the batch's softmax is over, int64 positions, strictly increasing, with
+                all positives; ``None`` for all.
+
+        Returns:
+            The labels as columns of the logits, int64; negative ones as they are.
+
+        Raises:
+            RuntimeError: If the layer holds all classes, see :meth:`hold`.
+            ValueError: If the columns are not in order or leave out a positive, or a label is none of the client's own.
+
+        """
+        if self._held is None:
+            raise RuntimeError("The head holds all classes: call `hold` before `begin_batch`.")
+        held = self._held if columns is None else self._held.cast_back(columns)
+        held.check_among(self.num_classes)
+        local = held.relabel(target)
+        self._batch = _Batch(held, columns, local)
+        return local
+
+    def relabel(self, target: Tensor) -> Tensor:
+        """Labels among all classes as columns of the logits that the layer gives in training.
+
+        Args:
+            target: Labels, whole numbers, any shape; negative where there is none.
+
+        Returns:
+            The columns, int64; negative labels as they are. While the layer holds all classes, the labels themselves.
+
+        Raises:
+            ValueError: If a label is none of the client's own classes.
+
+        Example:
+            >>> head = SampledSoftmaxHead(2, 1000)
+            >>> head.hold(HeldClasses(torch.tensor([7, 8, 500]), torch.tensor([True, False, True])))
+            >>> head.relabel(torch.tensor([500, -100, 7]))
+            tensor([   2, -100,    0])
+
+        """
+        return target if self._batch is None else self._batch.held.relabel(target)
+
+    # --- logits -------------------------------------------------------------------------------------------------------
+
+    def forward(self, features: Tensor) -> Tensor:
+        """The logits; in training with held classes those whose cross-entropy is the client's loss.
+
+        Args:
+            features: Features, shape ``(*, in_features)``.
+
+        Raises:
+            ValueError: In training, if the rows are not those of the held classes, or the objective needs every
+                example's label and the batch that began has another number of them.
+
+        """
+        if self._batch is None or not self.training:
+            return self._logits(features, self.weight, self.bias)
+        return self._sampled(features, self._batch)
+
+    def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """The cross-entropy of the logits: the client's loss where some classes are held, else the full softmax's.
+
+        It is ``F.cross_entropy(head(features), target)``, also for other examples than those of the batch that began.
+
+        Args:
+            features: Features, shape ``(*, in_features)``.
+            target: Labels as the batch has them in the step, shape ``(*)``; -100 where there is none.
+            reduction: Mean over the examples that have a class, their sum, or a value for each.
+
+        Returns:
+            The loss, a scalar, or shape ``(*)``; float32 for smaller types.
+
+        Raises:
+            ValueError: If ``reduction`` is unknown, or the rows are not those of the held classes.
+
+        Example:
+            >>> head = SampledSoftmaxHead(2, 5)
+            >>> features, target = torch.randn(3, 2), torch.tensor([0, 4, 4])
+            >>> torch.equal(head.loss(features, target), F.cross_entropy(head(features), target))
+            True
+
+        """
+        check_option("reduction", reduction, get_args(Reduction))
+        labels = target.reshape(-1)
+        if self._batch is None or not self.training:
+            logits = self._logits(features, self.weight, self.bias)
+        else:
+            logits = self._sampled(features, self._batch._replace(target=labels))
+        value = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels, reduction=reduction)
+        return value.reshape(target.shape) if reduction == "none" else value
+
+    @torch.no_grad()
+    def topk(self, features: Tensor, k: int, chunk_size: int | None = None) -> tuple[Tensor, Tensor]:
+        """The largest logits, without ever holding all of them: neither corrected nor masked, also in training.
+
+        Args:
+            features: Features, shape ``(*, in_features)``.
+            k: How many.
+            chunk_size: Number of classes whose logits are computed at a time; by default as many as make 16 MiB.
+
+        Returns:
+            Logits in descending order, and their numbers among all classes, also while some are held; both of shape
+            ``(*, k)``.
+
+        Raises:
+            ValueError: If there are no ``k`` classes, ``chunk_size`` is below 1, or the rows are not those of the held
+                classes.
+
+        Example:
+            >>> head = SampledSoftmaxHead(2, 4, normalize=False)
+            >>> head.weight.data = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 0.0], [0.0, 9.0]])
+            >>> head.topk(torch.tensor([[1.0, 0.0]]), k=2, chunk_size=1)
+            (tensor([[3., 2.]]), tensor([[1, 2]]))
+
+        """
+        self._check_rows()
+        k, count = check_count("k", k), len(self.weight)
+        if k > count:
+            raise ValueError(f"Expected `k` to be at most the number of classes ({count}), but got {k}.")
+        default = max(1, CHUNK_ELEMENTS // max(1, features.shape[:-1].numel()))
+        step = default if chunk_size is None else check_count("chunk_size", chunk_size)
+        values = features.new_empty((*features.shape[:-1], 0), dtype=at_least_float32(features).dtype)
+        classes = torch.empty_like(values, dtype=torch.int64)
+        for start in range(0, count, step):
+            rows = slice(start, start + step)
+            logits = self._logits(features, self.weight[rows], None if self.bias is None else self.bias[rows])
+            some, places = logits.topk(min(k, logits.shape[-1]))
+            values, order = torch.cat([values, some], -1).topk(min(k, values.shape[-1] + some.shape[-1]))
+            classes = torch.cat([classes, places + start], -1).gather(-1, order)
+        if self._held is not None:
+            classes = self._held.classes.to(classes.device)[classes]
+        return values, classes
+
+    def _logits(self, features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self.normalize:
+            return at_least_float32(F.linear(features, weight, bias))
+        cosines = F.linear(_directions(features), _directions(weight))
+        logits = self.scale * at_least_float32(cosines)
+        return logits if bias is None else logits + bias
+
+    def _sampled(self, features: Tensor, batch: _Batch) -> Tensor:
+        self._check_rows()
+        held = batch.held
+        if batch.columns is None:
+            logits = self._logits(features, self.weight, self.bias)
+        else:
+            columns = batch.columns.to(self.weight.device)
+            bias = None if self.bias is None else self.bias[columns]
+            logits = self._logits(features, self.weight[columns], bias)
+        rows = logits.reshape(-1, logits.shape[-1])
+        target = None
+        if held.needs_target:
+            if batch.target is None or batch.target.numel() != len(rows):
+                raise ValueError(
+                    f"Expected a label for each of {len(rows)} examples with objective={held.objective!r} and"
+                    f" log_q={held.log_q!r}, but got {0 if batch.target is None else batch.target.numel()}: see"
+                    " `begin_batch`, or use `loss` for other examples than the batch's."
+                )
+            target = batch.target.reshape(-1).to(rows.device)
+        is_positive, correction = held.is_positive.to(rows.device), held.correction(self.num_classes)
+        rows = sampled_logits(rows, is_positive, correction, target, objective=held.objective, log_q=held.log_q)
+        return rows.reshape(logits.shape)
+
+    def _check_rows(self) -> None:
+        if self._held is not None and len(self.weight) != len(self._held.classes):
+            raise ValueError(
+                f"Expected `weight` to have the rows of the {len(self._held.classes)} held classes, but got"
+                f" {len(self.weight)}."
+            )
+
+
+def find_sampled_softmax_head(module: nn.Module) -> str:
+    """Name of the only :class:`SampledSoftmaxHead` in a module.
+
+    Args:
+        module: The model, or a module that holds it.
+
+    Returns:
+        Its name, as in ``named_modules``.
+
+    Raises:
+        ValueError: If there is none, or several.
+
+    Example:
+        >>> find_sampled_softmax_head(nn.Sequential(nn.Linear(8, 2), SampledSoftmaxHead(2, 1000)))
+        '1'
+
+    """
+    names: list[str] = [name for name, layer in module.named_modules() if isinstance(layer, SampledSoftmaxHead)]
+    if len(names) != 1:
+        raise ValueError(
+            f"Expected {type(module).__name__} to have one SampledSoftmaxHead, but got {names or 'none'}: make it the"
+            " model's last layer, or see `to_sampled_softmax`."
+        )
+    return names[0]
+
+
+def _directions(vectors: Tensor) -> Tensor:
+    return F.normalize(at_least_float32(vectors), dim=-1, eps=1e-12)

@@ -1,0 +1,147 @@
+"""FedSS: which classes of very many a client holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from lightning_fed.algorithms.fedss.losses import LogQ, Objective, QSupport, log_correction
+from lightning_fed.argument_checks import check_option
+
+
+class ForeignLabelError(ValueError):
+    """A label that is none of the client's own classes."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldClasses:
+    """The classes that a client holds, and what its loss makes of them.
+
+    Args:
+        classes: Their numbers among all classes, int64, strictly increasing, shape ``(S,)``.
+        is_positive: Which of them are the client's own, bool, shape ``(S,)``; the others were drawn.
+        objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`.
+        log_q: Which logits are corrected, see there.
+        q_support: What the drawn classes count as drawn from, see
+            :func:`~lightning_fed.algorithms.fedss.log_correction`.
+
+    Raises:
+        ValueError: If the classes are not in order, none is the client's own, or an option is unknown.
+
+    Example:
+        >>> held = HeldClasses(torch.tensor([2, 5, 7]), torch.tensor([True, True, False]))
+        >>> held.relabel(torch.tensor([5, -100, 2]))
+        tensor([   1, -100,    0])
+
+    """
+
+    classes: Tensor
+    is_positive: Tensor
+    objective: Objective = "fedss"
+    log_q: LogQ = "negatives"
+    q_support: QSupport = "complement"
+
+    def __post_init__(self) -> None:
+        check_option("objective", self.objective, get_args(Objective))
+        check_option("log_q", self.log_q, get_args(LogQ))
+        check_option("q_support", self.q_support, get_args(QSupport))
+        _check_increasing("classes", self.classes)
+        if self.is_positive.dtype != torch.bool or self.is_positive.shape != self.classes.shape:
+            raise ValueError(
+                f"Expected `is_positive` to be of type bool and shape {tuple(self.classes.shape)}, but got"
+                f" {self.is_positive.dtype} of shape {tuple(self.is_positive.shape)}."
+            )
+        if not self.is_positive.any():
+            raise ValueError("Expected at least one class of the client's own in `is_positive`, but got none.")
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether the logits of an example depend on its label."""
+        return self.objective == "negonly" or (self.objective == "fedss" and self.log_q == "all_but_target")
+
+    def check_among(self, num_classes: int) -> None:
+        """Refuses classes that a layer does not have.
+
+        Args:
+            num_classes: Number of all classes.
+
+        Raises:
+            ValueError: If one of them is none of these, or the objective "full" does not have all of them.
+
+        """
+        lowest, highest = int(self.classes[0]), int(self.classes[-1])
+        if lowest < 0 or highest >= num_classes:
+            raise ValueError(f"Expected `classes` to be from 0 to {num_classes - 1}, but got {lowest} to {highest}.")
+        if self.objective == "full" and len(self.classes) != num_classes:
+            raise ValueError(
+                f"Expected all {num_classes} classes for the objective 'full', but got {len(self.classes)}."
+            )
+
+    def correction(self, num_classes: int) -> float:
+        """What is added to the logits of drawn classes, see :func:`~lightning_fed.algorithms.fedss.log_correction`.
+
+        Args:
+            num_classes: Number of all classes.
+
+        """
+        num_positives = int(self.is_positive.sum())
+        return log_correction(num_positives, len(self.classes) - num_positives, num_classes, self.q_support)
+
+    def cast_back(self, columns: Tensor) -> HeldClasses:
+        """Some of the classes: the client's own, and fewer that were drawn.
+
+        Args:
+            columns: Positions among the held classes, int64, strictly increasing, with all positives.
+
+        Raises:
+            ValueError: If they are not in order, out of range, or leave out a positive.
+
+        """
+        _check_increasing("columns", columns)
+        count = len(self.classes)
+        if len(columns) and (columns[0] < 0 or columns[-1] >= count):
+            raise ValueError(
+                f"Expected `columns` to be from 0 to {count - 1}, but got {int(columns[0])} to {int(columns[-1])}."
+            )
+        left_out = int(self.is_positive.sum()) - int(self.is_positive[columns].sum())
+        if left_out:
+            raise ValueError(f"Expected `columns` to have all of the client's own classes, but {left_out} are missing.")
+        return replace(self, classes=self.classes[columns], is_positive=self.is_positive[columns])
+
+    def relabel(self, target: Tensor) -> Tensor:
+        """Labels among all classes as positions among the held ones.
+
+        Args:
+            target: Labels, whole numbers, any shape; negative where there is none.
+
+        Returns:
+            The positions, int64, on the device of the labels; negative labels as they are.
+
+        Raises:
+            ForeignLabelError: If a label is none of the client's own classes.
+            ValueError: If labels are no whole numbers.
+
+        """
+        if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+            raise ValueError(f"Expected `target` to be class numbers, but got {target.dtype}.")
+        labels = target.to(torch.int64)
+        classes, is_positive = self.classes.to(labels.device), self.is_positive.to(labels.device)
+        columns = torch.searchsorted(classes, labels.contiguous()).clamp(max=len(classes) - 1)
+        is_own = (classes[columns] == labels) & is_positive[columns]
+        wrong = torch.unique(labels[(labels >= 0) & ~is_own])
+        if len(wrong):
+            raise ForeignLabelError(
+                f"Expected `target` to be among the client's own classes, but got {wrong.tolist()}."
+            )
+        return torch.where(labels >= 0, columns, labels)
+
+
+def _check_increasing(name: str, values: Tensor) -> None:
+    if values.ndim != 1 or values.dtype != torch.int64 or not (values.diff() > 0).all():
+        raise ValueError(
+            f"Expected `{name}` to be strictly increasing int64 numbers in a row, but got {values.dtype} of shape"
+            f" {tuple(values.shape)}."
+        )

@@ -1,0 +1,296 @@
+"""FedSS: the losses of clients that hold a few classes of very many.
+
+"Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, equations 1
+to 8. A client holds its own classes P (positives) and m of the others N (negatives), drawn uniformly without
+replacement, instead of all n. The equations define the correction for negatives only, and a target is always a
+positive: no positive is corrected by default. That is the choice with which the sum over the held classes estimates the
+full softmax's without bias, because a negative is drawn with probability m q, and a positive with probability 1.
+
+References:
+    - Bengio and Senecal, "Adaptive Importance Sampling to Accelerate Training of a Neural Probabilistic Language
+      Model", IEEE Transactions on Neural Networks 2008 (the correction).
+    - Blanc and Rendle, "Adaptive Sampled Softmax with Kernel Based Sampling", ICML 2018 (of the negatives only).
+
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.numerics.precision import at_least_float32, to_float64
+
+Objective = Literal["fedss", "negonly", "posonly", "full"]
+LogQ = Literal["negatives", "all_but_target", "none"]
+QSupport = Literal["complement", "all"]
+Reduction = Literal["mean", "sum", "none"]
+Norm = Literal["l2", "mean_abs"]
+
+
+def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, generator: np.random.Generator) -> Tensor:
+    r"""Draws classes that a client does not have, uniformly without replacement.
+
+    :math:`N \subset [n] \setminus P` with :math:`\min(m, n - |P|)` elements. Time and memory grow with :math:`|P| + m`,
+    not with :math:`n`.
+
+    Args:
+        positives: The client's own classes :math:`P`, whole numbers, shape ``(classes,)``, in any order; repeated ones
+            count once.
+        num_classes: Number of all classes :math:`n`.
+        num_negatives: How many to draw, :math:`m`; all others if there are not so many.
+        generator: Where the random numbers come from.
+
+    Returns:
+        The drawn classes in ascending order, int64, shape ``(min(m, n - |P|),)``, on the CPU.
+
+    Raises:
+        ValueError: If a number is too small, or a positive is none of the classes.
+
+    Example:
+        >>> sample_negatives(torch.tensor([0, 3]), 6, 4, np.random.default_rng(0))
+        tensor([1, 2, 4, 5])
+        >>> sample_negatives(torch.arange(20), 1_000_000, 5, np.random.default_rng(0)).shape
+        torch.Size([5])
+
+    """
+    num_classes = check_count("num_classes", num_classes)
+    num_negatives = check_count("num_negatives", num_negatives, lowest=0)
+    own = torch.unique(_whole_numbers("positives", positives).cpu())
+    if len(own) and (own[0] < 0 or own[-1] >= num_classes):
+        raise ValueError(
+            f"Expected `positives` to be classes from 0 to {num_classes - 1}, but got {int(own[0])} to {int(own[-1])}."
+        )
+    others = num_classes - len(own)
+    ranks = generator.choice(others, min(num_negatives, others), replace=False, shuffle=False)
+    places = torch.from_numpy(np.sort(ranks)).to(torch.int64)
+    # The negative of rank r comes behind as many positives as have no more than r negatives before them.
+    return places + torch.searchsorted(own - torch.arange(len(own)), places, right=True)
+
+
+def log_correction(
+    num_positives: int, num_negatives: int, num_classes: int, q_support: QSupport = "complement"
+) -> float:
+    r"""What is added to the logit of a sampled class (eq. 3).
+
+    .. math:: -\ln(m q), \qquad q = \frac{1}{n - |P|} \text{ (complement) or } \frac{1}{n} \text{ (all)}
+
+    Args:
+        num_positives: Number of the client's own classes, :math:`|P|`.
+        num_negatives: Number of drawn classes, :math:`m`.
+        num_classes: Number of all classes, :math:`n`.
+        q_support: Whether the negatives count as drawn from the other classes, as they are, or from all.
+
+    Returns:
+        The correction; 0 if nothing was drawn.
+
+    Raises:
+        ValueError: If ``q_support`` is unknown, or there are more classes than all.
+
+    Example:
+        >>> round(log_correction(2, 2, 6), 6), log_correction(2, 4, 6)
+        (0.693147, 0.0)
+
+    """
+    check_option("q_support", q_support, get_args(QSupport))
+    if num_positives + num_negatives > num_classes:
+        raise ValueError(
+            f"Expected `num_classes` to be at least the number of positives and negatives"
+            f" ({num_positives + num_negatives}), but got {num_classes}."
+        )
+    if num_negatives == 0:
+        return 0.0
+    support = num_classes - num_positives if q_support == "complement" else num_classes
+    return math.log(support / num_negatives)
+
+
+def sampled_logits(
+    logits: Tensor,
+    is_positive: Tensor,
+    correction: float,
+    target: Tensor | None = None,
+    *,
+    objective: Objective = "fedss",
+    log_q: LogQ = "negatives",
+) -> Tensor:
+    r"""The logits whose cross-entropy is the client's loss.
+
+    Corrected ones are :math:`o'_j = o_j - \ln(m q)`, and classes that an objective leaves out are :math:`-\infty`: the
+    negatives for "posonly", for "negonly" the positives but for the target, of examples that have one.
+
+    Args:
+        logits: Logits :math:`o` of the held classes, shape ``(N, S)``.
+        is_positive: Which of them are the client's own, bool, shape ``(S,)``.
+        correction: What :func:`log_correction` says.
+        target: Columns of the examples' classes, shape ``(N,)``; negative where an example has none. Only "negonly" and
+            "all_but_target" need it.
+        objective: See :func:`sampled_softmax_loss`.
+        log_q: See :func:`sampled_softmax_loss`.
+
+    Returns:
+        Logits, shape ``(N, S)``; float32 for smaller types. Gradients flow.
+
+    Raises:
+        ValueError: If an option is unknown, shapes do not fit, or the target is needed and missing.
+
+    Example:
+        >>> sampled_logits(torch.zeros(1, 3), torch.tensor([True, True, False]), 0.5)
+        tensor([[0.0000, 0.0000, 0.5000]])
+        >>> target = torch.tensor([1])
+        >>> sampled_logits(torch.zeros(1, 3), torch.tensor([True, True, False]), 0.5, target, objective="negonly")
+        tensor([[  -inf, 0.0000, 0.5000]])
+
+    """
+    check_option("objective", objective, get_args(Objective))
+    check_option("log_q", log_q, get_args(LogQ))
+    _check_columns(logits, is_positive)
+    logits = at_least_float32(logits)
+    if objective == "full":
+        return logits
+    if objective == "posonly":
+        return logits.masked_fill(~is_positive, -torch.inf)
+    if objective == "fedss" and log_q != "all_but_target":
+        return logits if log_q == "none" else logits + (~is_positive).to(logits.dtype) * correction
+    if target is None:
+        raise ValueError(f"Expected `target` with objective={objective!r} and log_q={log_q!r}, but got None.")
+    _check_rows(logits, target)
+    others = torch.arange(len(is_positive), device=target.device) != target.unsqueeze(1)
+    if log_q != "none":  # "negonly" masks the positives among them
+        logits = logits + others.to(logits.dtype) * correction
+    if objective == "negonly":  # a row without a target keeps its numbers: masked all over, its gradient would be NaN
+        logits = logits.masked_fill(is_positive & others & (target >= 0).unsqueeze(1), -torch.inf)
+    return logits
+
+
+def sampled_softmax_loss(
+    logits: Tensor,
+    target: Tensor,
+    is_positive: Tensor,
+    num_classes: int,
+    *,
+    objective: Objective = "fedss",
+    log_q: LogQ = "negatives",
+    q_support: QSupport = "complement",
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""The loss of a client that holds some of the classes (eqs. 2, 5 to 8).
+
+    .. math::
+        \text{fedss: } \ln\Big(1 + \sum_{j \in P \cup N \setminus t} e^{o'_j - o'_t}\Big) \qquad
+        \text{negonly: } \ln\Big(1 + \sum_{j \in N} e^{o'_j - o'_t}\Big)
+
+    .. math::
+        \text{posonly: } \ln\Big(1 + \sum_{j \in P \setminus t} e^{o_j - o_t}\Big) \qquad
+        \text{full: } \ln\Big(1 + \sum_{j \in [n] \setminus t} e^{o_j - o_t}\Big)
+
+    With all negatives "fedss" is "full". With a single positive "posonly" is 0, and so is its gradient.
+
+    Args:
+        logits: Logits :math:`o` of the held classes :math:`P \cup N`, shape ``(N, S)``; computed in float32 if they are
+            of a smaller type.
+        target: Columns of the examples' classes :math:`t`, which are positives; shape ``(N,)``, whole numbers. Examples
+            with -100 are left out.
+        is_positive: Which columns are the client's own classes, bool, shape ``(S,)``.
+        num_classes: Number of all classes :math:`n`.
+        objective: The loss; "full" needs the logits of all classes.
+        log_q: Which logits are corrected by :math:`-\ln(m q)`: those of the negatives; all but the target's, as a
+            library's sampled softmax would that knows nothing of positives; or none, which is the same as all.
+        q_support: See :func:`log_correction`.
+        reduction: Mean over the examples that have a class, their sum, or a value for each.
+
+    Returns:
+        The loss, a scalar, or shape ``(N,)``; float32 for smaller types.
+
+    Raises:
+        ValueError: If an option is unknown, shapes do not fit, a target is not the column of a positive, or logits of
+            some classes are given for "full".
+
+    Example:
+        >>> logits, is_positive = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([True, True, False, False])
+        >>> sampled_softmax_loss(logits, torch.tensor([0]), is_positive, num_classes=6)
+        tensor(0.5528)
+        >>> sampled_softmax_loss(logits, torch.tensor([0]), is_positive, num_classes=6, objective="negonly")
+        tensor(0.3150)
+
+    """
+    check_option("reduction", reduction, get_args(Reduction))
+    check_option("objective", objective, get_args(Objective))
+    _check_columns(logits, is_positive)
+    _check_rows(logits, target)
+    target = _whole_numbers("target", target)
+    if objective == "full" and logits.shape[1] != num_classes:
+        raise ValueError(f"Expected `logits` of all {num_classes} classes for 'full', but got {logits.shape[1]}.")
+    columns = target[target != -100]
+    wrong = torch.unique(columns[~torch.isin(columns, is_positive.nonzero())])
+    if len(wrong):
+        raise ValueError(f"Expected `target` to be columns of positives or -100, but got {wrong.tolist()}.")
+    num_positives = int(is_positive.sum())
+    correction = log_correction(num_positives, len(is_positive) - num_positives, num_classes, q_support)
+    logits = sampled_logits(logits, is_positive, correction, target, objective=objective, log_q=log_q)
+    return F.cross_entropy(logits, target, reduction=reduction)
+
+
+@torch.no_grad()
+def gradient_noise(change: Iterable[Tensor], reference: Iterable[Tensor], norm: Norm = "l2") -> Tensor:
+    r"""How far a round's change of the parameters is from that of the full softmax.
+
+    .. math:: \lVert \bar g - \bar g_{\mathrm{full}} \rVert_2 \quad \text{or} \quad
+        \frac{1}{D} \sum_{i=1}^D |\bar g_i - \bar g_{\mathrm{full}, i}|
+
+    of all :math:`D` entries together. The paper measures it in figure 9 (A.3) and does not say in which norm.
+
+    Args:
+        change: The aggregated change :math:`\bar g` of some parameters (those of the classifier, or of the features),
+            or their gradients.
+        reference: That of the same parameters with the full softmax.
+        norm: Length of the difference, or mean absolute difference.
+
+    Returns:
+        The noise, a float64 scalar.
+
+    Raises:
+        ValueError: If ``norm`` is unknown, there are no parameters, or they differ in number or shape.
+
+    Example:
+        >>> gradient_noise([torch.tensor([3.0, 1.0]), torch.tensor([4.0])], [torch.tensor([0.0, 1.0]), torch.zeros(1)])
+        tensor(5., dtype=torch.float64)
+
+    """
+    check_option("norm", norm, get_args(Norm))
+    changes, references = list(change), list(reference)
+    shapes, expected = [tuple(value.shape) for value in changes], [tuple(value.shape) for value in references]
+    if not shapes or shapes != expected:
+        raise ValueError(f"Expected `change` and `reference` to have the same shapes, but got {shapes} and {expected}.")
+    pairs = zip(changes, references, strict=True)
+    difference = torch.cat([(to_float64(value) - to_float64(full)).flatten() for value, full in pairs])
+    return torch.linalg.vector_norm(difference) if norm == "l2" else difference.abs().mean()
+
+
+def _whole_numbers(name: str, values: Tensor) -> Tensor:
+    if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise ValueError(
+            f"Expected `{name}` to be a row of whole numbers, but got {values.dtype} of shape {tuple(values.shape)}."
+        )
+    return values.to(torch.int64)
+
+
+def _check_columns(logits: Tensor, is_positive: Tensor) -> None:
+    if logits.ndim != 2 or is_positive.shape != logits.shape[1:] or is_positive.dtype != torch.bool:
+        raise ValueError(
+            "Expected `logits` of shape (N, S) and `is_positive` of type bool and shape (S,), but got"
+            f" {tuple(logits.shape)} and {is_positive.dtype} of shape {tuple(is_positive.shape)}."
+        )
+
+
+def _check_rows(logits: Tensor, target: Tensor) -> None:
+    if target.shape != logits.shape[:1]:
+        raise ValueError(
+            f"Expected `target` to have one class for each of the {len(logits)} rows of the logits, but got shape"
+            f" {tuple(target.shape)}."
+        )

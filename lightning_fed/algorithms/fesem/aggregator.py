@@ -1,0 +1,274 @@
+"""Several global models, one per cluster of clients: k-means on the clients' weights.
+
+Xie, Long, Shen, Zhou, Wang, Jiang & Zhang, "Multi-Center Federated Learning", 2020. https://arxiv.org/abs/2005.01026
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from lightning_fed.algorithms.fesem.clustering import embed, k_means
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.errors import OptionError
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.model.entries import copy_state, is_running_statistic
+from lightning_fed.numerics.precision import to_float64
+from lightning_fed.numerics.weighted_mean import WeightedMean
+from lightning_fed.server.schedule import client_key, derive_seed
+from lightning_fed.server.server import Aggregator
+
+_log = logging.getLogger(__name__)
+
+
+class FeSEM(Aggregator):
+    r"""Federated stochastic expectation maximisation: clients are grouped by their weights around several centres.
+
+    .. math:: r_k = \arg\min_g \lVert W_k - \tilde W^{(g)} \rVert^2, \qquad
+        \tilde W^{(g)} = \frac{\sum_{k: r_k = g} n_k W_k}{\sum_{k: r_k = g} n_k}
+
+    The clients of a round are assigned to the nearest centre as it was when the round began; then every centre becomes
+    the mean of its clients of the round. A centre without a client in the round stays as it is, and so do the
+    assignments of clients that were not there. A client starts its visit from its own centre.
+
+    The first round is one of federated averaging, and its clients' models give the first centres: ``"k-means++"``
+    keeps them all until the round's end and groups them (:func:`~lightning_fed.algorithms.fesem.k_means`); ``"random"`` takes
+    those of some clients as they are, drawn by the seed, which needs no memory and may well put two centres into one
+    group. A client starts from the global model as long as it has no centre.
+
+    The module's global model is the mean of the centres, weighted by the examples of all clients assigned to them: it
+    belongs to no client. Evaluation client by client uses each client's centre, and
+    :class:`~lightning_fed.callbacks.CenterEvaluation`, which is added to the Trainer, evaluates all centres on the
+    validation data: watch ``fesem/<metric>``. Memory is that of the centres and of a sum in float64 for each, however
+    many clients, but for the first round with ``"k-means++"``.
+
+    Args:
+        num_centers: Number of centres. 1 is FedAvg, exactly.
+        assign_on: Pattern of the entries that are compared, such as ``"*head.*"`` for the last layer; ``"*"`` takes all
+            floating-point entries but for BatchNorm's running statistics.
+        init: How the first centres are found.
+        seed: Seed of the first centres.
+
+    Attributes:
+        centers: The centres; empty before the end of the first round.
+        assignments: Client to index of its centre.
+
+    Raises:
+        ValueError: If ``num_centers`` is below 1, ``init`` is unknown or ``seed`` is negative; in a round, if
+            ``assign_on`` matches nothing.
+
+    Note:
+        The state holds ``centers`` (list of states), ``clients`` (all that have taken part), their ``assignments``
+        (index or ``None``) and their ``num_samples``. Logged
+        are ``fesem/clients/<index>``, the clients assigned to each centre, and ``fesem/moved``, the clients of the
+        round that changed their centre.
+
+    Example:
+        >>> fesem = FeSEM(num_centers=2)
+        >>> fesem.start_round(0, {"w": torch.tensor(0.0)})
+        >>> for client, w in {"a": 1.0, "b": 1.5, "c": 9.0, "d": 7.0}.items():
+        ...     fesem.receive(ClientUpdate(client, 1, {"w": torch.tensor(w)}))
+        >>> fesem.aggregate(), sorted(float(center["w"]) for center in fesem.centers)
+        ({'w': tensor(4.6250)}, [1.25, 8.0])
+
+    References:
+        Xie et al., 2020, "FeSEM".
+
+    """
+
+    def __init__(
+        self,
+        num_centers: int = 3,
+        assign_on: str = "*",
+        init: Literal["k-means++", "random"] = "k-means++",
+        seed: int = 0,
+    ) -> None:
+        check_count("num_centers", num_centers)
+        check_option("init", init, ("k-means++", "random"))
+        if seed < 0:
+            raise ValueError(f"Expected `seed` to be at least 0, but got {seed}.")
+        self.num_centers = num_centers
+        self.assign_on = assign_on
+        self.init = init
+        self.seed = seed
+        self.centers: list[State] = []
+        self.assignments: dict[Client, int] = {}
+        self._num_samples: dict[Client, int] = {}
+        self._moved = 0
+        self.start_round(-1, {})
+
+    def required_callbacks(self) -> Sequence[Any]:
+        """The evaluation of the centres on the validation data."""
+        from lightning_fed.algorithms.fesem.center_evaluation import CenterEvaluation  # a room above this one
+
+        return [CenterEvaluation()]
+
+    def start_round(self, round: int, state: State) -> None:
+        """Starts a round; ``state`` is what clients without a centre start from."""
+        self._round, self._state = round, state
+        self.centers = [  # a checkpoint's are on the CPU
+            {name: value.to(state[name].device) for name, value in center.items()} for center in self.centers
+        ]
+        self._names = self._compared(state)
+        self.means = [WeightedMean() for _ in self.centers] or [WeightedMean()]
+        self.received: dict[Client, tuple[int, int]] = {}  # place of its mean, and number of examples
+        self.candidates: dict[tuple[int, int], ClientUpdate] = {}
+
+    def broadcast(self, client: Client) -> Broadcast:
+        """The client's centre; the global state before it has one."""
+        center = self.model_of(client)
+        return Broadcast(self._round, dict(self._state if center is None else center))
+
+    def receive(self, update: ClientUpdate) -> None:
+        """Adds the update to the mean of its cluster."""
+        place = self._nearest(update.state) if self.centers else 0
+        self.means[place].add(update.state, update.num_samples, update.num_samples)
+        self.received[update.client] = place, update.num_samples
+        if not self.centers:
+            key = client_key(update.client)
+            self._offer((derive_seed(self.seed, key), key), update)
+
+    def merge(self, other: Aggregator) -> None:
+        """Joins what another FeSEM with the same centres has received.
+
+        Raises:
+            TypeError: If ``other`` is of another kind.
+
+        """
+        if not isinstance(other, FeSEM):
+            raise TypeError(f"Expected `other` to be a FeSEM, but got {type(other).__name__}.")
+        for ours, theirs in zip(self.means, other.means, strict=True):
+            ours.merge(theirs)
+        self.received |= other.received
+        for key, update in other.candidates.items():
+            self._offer(key, update)
+
+    def aggregate(self) -> State:
+        """Moves the centres; returns their mean, weighted by the examples of all clients assigned to them."""
+        self._num_samples = self._num_samples | {client: size for client, (_, size) in self.received.items()}
+        if not self.centers:
+            return self._first_centers()
+        places = {client: place for client, (place, _) in self.received.items()}
+        self._moved = sum(self.assignments.get(client, place) != place for client, place in places.items())
+        self.assignments = self.assignments | places
+        self.centers = _means_or(self.means, self.centers)
+        total = WeightedMean()
+        for place, size in self.sizes().items():
+            if place is not None:
+                total.add(self.centers[place], size, size)
+        return total.mean()
+
+    def sizes(self) -> dict[int | None, int]:
+        """Examples of all clients seen so far, by the centre they are assigned to; ``None`` for those without one."""
+        sizes: dict[int | None, int] = {}
+        for client, size in self._num_samples.items():
+            place = self.assignments.get(client)
+            sizes[place] = sizes.get(place, 0) + size
+        return sizes
+
+    def model_of(self, client: Client) -> State | None:
+        """The client's centre; ``None`` if it has none."""
+        place = self.assignments.get(client)
+        return None if place is None else self.centers[place]
+
+    def metrics(self) -> dict[str, float]:
+        """Clients per centre, and how many changed theirs."""
+        counts = Counter(self.assignments.values())
+        values = {f"fesem/clients/{place}": float(counts[place]) for place in range(len(self.centers))}
+        return values | {"fesem/moved": float(self._moved)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class's note."""
+        return {
+            "centers": self.centers,
+            # Names as Python has them: NumPy's do not load with `weights_only=True`.
+            "clients": [str(client) if isinstance(client, str) else int(client) for client in self._num_samples],
+            "assignments": [self.assignments.get(client) for client in self._num_samples],
+            "num_samples": list(self._num_samples.values()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores it.
+
+        Raises:
+            ValueError: If it holds another number of centres.
+
+        """
+        centers = state.get("centers", [])
+        if centers and len(centers) != self.num_centers:
+            raise ValueError(f"Expected a state of `num_centers`={self.num_centers}, but it holds {len(centers)}.")
+        clients = state.get("clients", [])
+        self.centers = list(centers)
+        places = zip(clients, state.get("assignments", []), strict=True)
+        self.assignments = {client: place for client, place in places if place is not None}
+        self._num_samples = dict(zip(clients, state.get("num_samples", []), strict=True))
+
+    def _first_centers(self) -> State:
+        """Finds the centres among the clients of the round; returns the mean of all."""
+        mean = self.means[0].mean()
+        self._moved = 0
+        updates = [self.candidates[key] for key in sorted(self.candidates)]
+        if self.num_centers == 1:
+            self.centers = [copy_state(mean)]
+            self.assignments = dict.fromkeys(self.received, 0)
+        elif len(updates) < self.num_centers:
+            _log.warning(
+                "Round %d had %d good updates, fewer than num_centers=%d: it was one of federated averaging.",
+                self._round,
+                len(updates),
+                self.num_centers,
+            )
+        elif self.init == "random":
+            self.centers = [update.state for update in updates]
+            self.assignments = {update.client: place for place, update in enumerate(updates)}
+        else:
+            points = embed([update.state for update in updates], self._names)
+            sizes = torch.tensor([update.num_samples for update in updates])
+            generator = np.random.default_rng(np.random.SeedSequence([self.seed, self._round]))
+            places, first = k_means(points, self.num_centers, sizes, generator)
+            means = [WeightedMean() for _ in first]
+            for update, place in zip(updates, places.tolist(), strict=True):
+                means[place].add(update.state, update.num_samples, update.num_samples)
+                self.assignments = self.assignments | {update.client: place}
+            self.centers = _means_or(means, [updates[place].state for place in first.tolist()])
+        self.candidates = {}
+        return mean
+
+    def _offer(self, key: tuple[int, int], update: ClientUpdate) -> None:
+        """Keeps the update; of random ones those with the smallest keys, a draw that does not depend on the order."""
+        if self.num_centers > 1:
+            self.candidates[key] = update
+            if self.init == "random" and len(self.candidates) > self.num_centers:
+                del self.candidates[max(self.candidates)]
+
+    @torch.no_grad()
+    def _nearest(self, state: State) -> int:
+        distances = [
+            sum((to_float64(state[name]) - to_float64(center[name])).square().sum() for name in self._names)
+            for center in self.centers
+        ]
+        return int(torch.stack([torch.as_tensor(distance) for distance in distances]).argmin())
+
+    def _compared(self, state: State) -> list[str]:
+        names = [
+            name
+            for name, value in state.items()
+            if value.is_floating_point() and not is_running_statistic(name) and fnmatchcase(name, self.assign_on)
+        ]
+        if state and not names:
+            raise OptionError(
+                "Expected `assign_on` to match floating-point entries of the model, but"
+                f" {self.assign_on!r} matches none of {list(state)}."
+            )
+        return names
+
+
+def _means_or(means: Sequence[WeightedMean], centers: Sequence[State]) -> list[State]:
+    """The means; where nothing was added, the centres."""
+    return [mean.mean() if mean.count else center for mean, center in zip(means, centers, strict=True)]

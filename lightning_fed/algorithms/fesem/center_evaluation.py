@@ -1,0 +1,86 @@
+"""Evaluation of a federation that keeps several global models."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import lightning as L
+
+from lightning_fed.algorithms.fesem.aggregator import FeSEM
+from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.messages import Client, State
+from lightning_fed.model.entries import copy_state, live_entries, load_entries
+from lightning_fed.rounds.client_evaluation import Stage, evaluate_clients
+
+_log = logging.getLogger(__name__)
+
+
+class CenterEvaluation(L.Callback):
+    """Runs the module's validation step over the validation data with every centre of :class:`FeSEM`.
+
+    Whatever ``validation_step`` logs is logged once more as ``fesem/<name>``: the mean over the centres, weighted by
+    the examples of the clients that are assigned to them; clients without a centre count with the global model, from
+    which they would start. It comes with Lightning's own validation, in ``fit`` before any callback looks at what it
+    monitors, and in ``validate``; and so does ``test_step`` with the test data. Without data, or before the
+    first round, nothing happens. It costs one validation per centre.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> trainer = FederatedTrainer(max_rounds=10, aggregator="fesem", logger=False)  # adds it by itself
+
+    """
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Goes to its place: behind the federation, before callbacks that monitor."""
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        federation = find_federation(trainer)
+        callbacks.remove(self)
+        callbacks.insert(callbacks.index(federation) + 1, self)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Evaluates the centres on the validation data."""
+        if not trainer.sanity_checking:
+            self._evaluate(trainer, pl_module, trainer.val_dataloaders, "validation")
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Evaluates the centres on the test data."""
+        self._evaluate(trainer, pl_module, trainer.test_dataloaders, "test")
+
+    def _evaluate(self, trainer: L.Trainer, pl_module: L.LightningModule, loaders: Any, stage: Stage) -> None:
+        federation = find_federation(trainer)
+        aggregator = federation.server.aggregator
+        loader = _only_one(loaders, stage)
+        if loader is None or not isinstance(aggregator, FeSEM) or not aggregator.sizes():
+            return
+        entries = live_entries(pl_module)
+        before = copy_state({name: entries[name] for center in aggregator.centers for name in center})
+        models: dict[Client, State] = {}
+        weights: dict[Client, int] = {}
+        for place, size in aggregator.sizes().items():
+            key = "global" if place is None else place
+            models[key] = before if place is None else aggregator.centers[place]
+            weights[key] = size
+
+        def load(key: Client) -> None:
+            load_entries(entries, models[key])
+
+        try:
+            results = evaluate_clients(trainer, pl_module, dict.fromkeys(models, loader), load, stage, is_pooled=True)
+        finally:
+            load_entries(entries, before)
+        total = sum(weights.values())
+        values: dict[str, float] = {
+            f"fesem/{name}": sum(weights[key] * value for key, value in by_key.items()) / total
+            for name, by_key in results.values.items()
+        }
+        federation.round_log.put(trainer, trainer.current_epoch, values)
+
+
+def _only_one(loaders: Any, stage: Stage) -> Any:
+    if not isinstance(loaders, list | tuple | dict):
+        return loaders
+    if len(loaders) > 1:
+        _log.warning("The centres are not evaluated: there are %d %s loaders, not one.", len(loaders), stage)
+        return None
+    return next(iter(loaders.values() if isinstance(loaders, dict) else loaders), None)

@@ -1,0 +1,131 @@
+"""k-means with the k-means++ start, on tensors; and points that are as far from one another as states are.
+
+Arthur & Vassilvitskii, "k-means++: The Advantages of Careful Seeding", SODA 2007; Lloyd, "Least Squares Quantization in
+PCM", IEEE Transactions on Information Theory 1982.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fed.numerics.chunks import CHUNK_ELEMENTS
+from lightning_fed.numerics.precision import to_float64
+
+
+@torch.no_grad()
+def k_means(
+    points: Tensor,
+    num_centers: int,
+    weights: Tensor,
+    generator: np.random.Generator,
+    num_starts: int = 10,
+    max_steps: int = 100,
+) -> tuple[Tensor, Tensor]:
+    r"""Groups points around centres; the first centres are points that are far from one another.
+
+    .. math:: \Pr(\text{next first centre} = x) \propto \min_g \lVert x - c_g \rVert^2
+
+    Then, until nothing changes, every point goes to its nearest centre, and every centre to the weighted mean of its
+    points; one without points stays where it is. Of several starts that one counts whose points are nearest to their
+    centres, by the weighted sum of squared distances.
+
+    Args:
+        points: Shape ``(N, d)``.
+        num_centers: Number of centres, at most N.
+        weights: Weight of each point, shape ``(N,)``.
+        generator: Draws the first centres.
+        num_starts: Number of starts.
+        max_steps: Largest number of steps of a start.
+
+    Returns:
+        Index of every point's centre, shape ``(N,)``, and index of the point that each centre was first, shape
+        ``(num_centers,)``.
+
+    Raises:
+        ValueError: If there are fewer points than centres.
+
+    Example:
+        >>> points = torch.tensor([[0.0], [8.0], [0.2], [7.8]])
+        >>> assignments, _ = k_means(points, 2, torch.ones(4), np.random.default_rng(0))
+        >>> bool(assignments[0] == assignments[2]), bool(assignments[0] == assignments[1])
+        (True, False)
+
+    """
+    if len(points) < num_centers:
+        raise ValueError(f"Expected at least as many points as centres, but got {len(points)} and {num_centers}.")
+    points, weights = to_float64(points), to_float64(weights)
+    best: tuple[float, Tensor, Tensor] | None = None
+    for _ in range(num_starts):
+        first = _far_points(points, num_centers, generator)
+        spread, assignments = _settle(points, points[first], weights, max_steps)
+        if best is None or spread < best[0] * (1 - 1e-9):  # of equal ones the first
+            best = spread, assignments, torch.tensor(first)
+    assert best is not None
+    return best[1], best[2]
+
+
+@torch.no_grad()
+def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
+    """Points that are as far from one another as flat states are: classical scaling, without loss.
+
+    Args:
+        states: Entries of any shape, the same in all states.
+        names: The entries that count.
+
+    Returns:
+        One point per state, shape ``(N, N)``, in float64.
+
+    Example:
+        >>> points = embed([{"w": torch.zeros(1000)}, {"w": torch.ones(1000)}], ["w"])
+        >>> round(float((points[0] - points[1]).square().sum()), 6)
+        1000.0
+
+    """
+    products = torch.zeros(len(states), len(states), dtype=torch.float64)
+    for name in names:
+        rows = [state[name].detach().flatten() for state in states]
+        step = max(1, CHUNK_ELEMENTS // len(rows))
+        for start in range(0, len(rows[0]), step):
+            part = torch.stack([to_float64(row[start : start + step]) for row in rows])
+            part -= part.mean(0)
+            products += (part @ part.T).cpu()
+    values, vectors = torch.linalg.eigh(products)
+    points: Tensor = vectors * values.clamp_min(0).sqrt()
+    return points
+
+
+def _far_points(points: Tensor, count: int, generator: np.random.Generator) -> list[int]:
+    first = [int(generator.integers(len(points)))]
+    while len(first) < count:
+        squares = _squares(points, points[first]).amin(1).cpu().numpy()
+        squares[first] = 0
+        if squares.sum() == 0:  # all others lie on a centre
+            squares = np.ones(len(points))
+            squares[first] = 0
+        mass = squares.cumsum()
+        first.append(int(np.searchsorted(mass / mass[-1], generator.random(), side="right")))
+    return first
+
+
+def _settle(points: Tensor, centers: Tensor, weights: Tensor, max_steps: int) -> tuple[float, Tensor]:
+    """Lloyd's steps: weighted sum of squared distances, and every point's centre."""
+    squares = _squares(points, centers)
+    assignments = squares.argmin(1)
+    for _ in range(max_steps):
+        for place in sorted(set(assignments.tolist())):
+            share = weights * (assignments == place)
+            centers[place] = (share[:, None] * points).sum(0) / share.sum()
+        squares = _squares(points, centers)
+        before, assignments = assignments, squares.argmin(1)
+        if torch.equal(before, assignments):
+            break
+    return float((weights * squares.amin(1)).sum()), assignments
+
+
+def _squares(points: Tensor, centers: Tensor) -> Tensor:
+    """Squared distances, shape ``(N, G)``; differences are taken first, as large norms would drown small distances."""
+    return torch.stack([(points - center).square().sum(1) for center in centers], 1)

@@ -1,0 +1,262 @@
+"""A federation's client as a Flower ``ClientApp``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed.backends.flower.data import HalfData
+from lightning_fed.backends.flower.options import check_options
+from lightning_fed.backends.flower.packets import (
+    HELLO,
+    NOT_HERE,
+    Answer,
+    Fault,
+    Packet,
+    read_packet,
+    read_train_request,
+    write_fault,
+    write_packet,
+    write_request,
+    write_update,
+)
+from lightning_fed.backends.flower.remote_server import RemoteServerSide
+from lightning_fed.backends.flower.server import Model
+from lightning_fed.backends.flower.transport import from_records, to_records
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.client.client_store import FolderStore
+from lightning_fed.data.federated import FederatedDataModule, split_loader
+from lightning_fed.data.population import Population
+from lightning_fed.data.round_loader import describe
+from lightning_fed.errors import ClientFault
+from lightning_fed.messages import Client, ClientUpdate
+
+_log = logging.getLogger(__name__)
+
+ClientsData = L.LightningDataModule | Mapping[Client, Any]
+
+_QUIET: dict[str, Any] = {
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+_OURS = (
+    "callbacks", "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "fast_dev_run", "strategy",
+    "limit_val_batches", "num_sanity_val_steps", "check_val_every_n_epoch", "val_check_interval",
+    "reload_dataloaders_every_n_epochs",
+)  # fmt: skip
+
+
+def client_app(
+    federation: Federation,
+    model: Model,
+    data: ClientsData | Callable[[Mapping[str, Any]], ClientsData],
+    trainer: Mapping[str, Any] | None = None,
+    *,
+    callbacks: Sequence[L.Callback] = (),
+    store: str | os.PathLike[str] | None = None,
+) -> LightningClientApp:
+    """The clients' half of a federation, as a Flower app: what runs beside the data.
+
+    A visit is a fit of an ordinary ``L.Trainer``, with this machine's accelerator, precision and loggers. What stays
+    with the clients (personal layers, kept optimizer state, what callbacks remember) stays in ``store``, and what the
+    federation says of it is said here: the server cannot ask for it.
+
+    One machine may have several clients: all that ``data`` has, or, with ``partition-id`` and ``num-partitions`` in the
+    node's configuration, every ``num-partitions``-th of them, as in a simulation.
+
+    Args:
+        federation: The federation, as the server has it.
+        model: The LightningModule, or what makes it (after ``lightning.seed_everything`` with the federation's seed).
+        data: A mapping of clients or a ``FederatedDataModule``; or, where the federation has a ``partition``, a
+            datamodule that it splits. Or a function of the node's configuration that returns one of these.
+        trainer: Arguments of ``L.Trainer``.
+        callbacks: Callbacks beside the federation's own.
+        store: Folder for what is the clients'; by default ``lightning-fed`` in Flower's own (``FLWR_HOME``).
+
+    Raises:
+        ValueError: If the Trainer is asked for what is the server's to say.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import TensorDataset
+        >>> from lightning_fed.tasks import ClassificationTask
+        >>> app = client_app(
+        ...     Federation("fedavg", clients_per_round=2),
+        ...     lambda: ClassificationTask(nn.Linear(4, 2), num_classes=2),
+        ...     lambda node: {node["client"]: TensorDataset(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long))},
+        ...     trainer={"accelerator": "cpu"},
+        ... )
+
+    """
+    return LightningClientApp(ClientRunner(federation, model, data, check_options(trainer, _OURS), callbacks, store))
+
+
+class LightningClientApp(ClientApp):
+    """What :func:`client_app` makes: an app that has its runner answer.
+
+    Args:
+        runner: Answers letters.
+
+    """
+
+    def __init__(self, runner: ClientRunner) -> None:
+        super().__init__()
+        self.runner = runner
+        self.query()(self._answer)
+        self.query("request")(self._answer)
+        self.train()(self._answer)
+        self.evaluate()(self._answer)
+
+    def _answer(self, message: Message, context: Context) -> Message:
+        kind, packet = message.metadata.message_type, from_records(message.content)
+        return Message(to_records(self.runner.answer(kind, packet, context.node_config)), reply_to=message)
+
+
+class ClientRunner:
+    """Answers letters; lives as long as its process, so that the next visit finds model and data built.
+
+    The arguments are those of :func:`client_app`.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        model: Model,
+        data: ClientsData | Callable[[Mapping[str, Any]], ClientsData],
+        options: Mapping[str, Any],
+        callbacks: Sequence[L.Callback] = (),
+        store: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._federation, self._model, self._data = federation, model, data
+        self._options, self._callbacks = dict(options), list(callbacks)
+        home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "lightning-fed"
+        self._store = Path(store) if store is not None else home
+        self._run = ""
+        self._module: L.LightningModule
+        self._found: dict[str, tuple[Population, HalfData]] = {}  # by node
+
+    def answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
+        """What a client says to a letter.
+
+        Args:
+            kind: The type of Flower's message.
+            letter: The letter.
+            node: The configuration of the node that it came to.
+
+        Raises:
+            PacketError: If the letter is none of ours.
+
+        """
+        population, datamodule = self._data_at(node)
+        clients = _clients_at(node, population)
+        if kind == HELLO:
+            read_packet(packet, "hello")
+            return write_packet("hello", {"clients": clients, "stays": "worker" in node})
+        train_request, broadcast = read_train_request(packet, kind)
+        client = train_request.visit.client
+        if client not in clients:
+            return write_fault(Fault(client, NOT_HERE))
+        seed = self._federation.schedule.seed
+        if train_request.seed != seed:
+            return write_fault(Fault(client, f"its federation has seed {seed}, and the server's {order.seed}", True))
+        remote = RemoteServerSide(kind, train_request, broadcast, population)
+        try:
+            if train_request.run != self._run:
+                L.seed_everything(train_request.seed, verbose=False)
+                self._module = self._model if isinstance(self._model, L.LightningModule) else self._model()
+                self._run = train_request.run
+            steps = self._fit(remote, train_request.run, train_request.visit.round, datamodule)
+        except ClientFault as fault:
+            return write_fault(Fault(client, str(fault)))
+        except Exception as error:
+            _log.exception("Round %d: the program of client %r failed.", train_request.visit.round, client)
+            self._run = ""  # whatever it has done to the module
+            return write_fault(Fault(client, describe(error), is_of_program=True))
+        server = remote.server
+        if remote.request is not None:
+            return write_request(remote.request)
+        if remote.measured is not None:
+            num_samples = population.num_samples(client)
+            return write_update(ClientUpdate(client, num_samples, {}, remote.measured), Answer())
+        if server.update is not None:
+            store = FolderStore(self._store / train_request.run, keep_all=True)
+            if train_request.needed:
+                store.prune(client, train_request.needed)
+            return write_update(
+                server.update, Answer(steps, remote.left, store.newest(client) == train_request.visit.round)
+            )
+        return write_fault(Fault(client, server.fault or "it has no answer"))
+
+    def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:
+        """One round with one visit, or an errand; the number of optimizer steps."""
+        half = self._federation.replace(
+            clients_per_round=1.0,
+            min_clients=1,
+            dropout=0.0,
+            stragglers=0.0,
+            partial_work="keep",
+            partition=None,
+            vectorize=1,
+            store=FolderStore(self._store / run, keep_all=True),
+            evaluate_clients_every=0,
+        )
+        half.take_apart(remote)
+        trainer = L.Trainer(
+            **{**_QUIET, **self._options},
+            max_epochs=round + 1,
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            callbacks=[half, *self._callbacks],
+        )
+        # The round is the epoch. There is no public way to say so; these attributes are what checkpoints hold.
+        progress = trainer.fit_loop.epoch_progress
+        for counts in (progress.total, progress.current):
+            counts.load_state_dict(dict.fromkeys(counts.state_dict(), round))
+        trainer.fit(self._module, datamodule=datamodule)
+        return trainer.global_step
+
+    def _data_at(self, node: Mapping[str, Any]) -> tuple[Population, HalfData]:
+        """A node's data, which are read once."""
+        key = json.dumps(dict(node), sort_keys=True) if callable(self._data) else ""
+        if key not in self._found:
+            self._found[key] = self._read_data(node)
+        return self._found[key]
+
+    def _read_data(self, node: Mapping[str, Any]) -> tuple[Population, HalfData]:
+        data: Any = self._data(node) if callable(self._data) else self._data
+        partition = self._federation.partition
+        if isinstance(data, Mapping):
+            data = FederatedDataModule(data)
+        if isinstance(data, FederatedDataModule) == (partition is not None) or not isinstance(
+            data, L.LightningDataModule
+        ):
+            raise MisconfigurationException(
+                "Expected `data` to be clients (a mapping, or a FederatedDataModule), or a datamodule that the"
+                f" federation's `partition` splits, but got {type(data).__name__} and partition={partition!r}."
+            )
+        data.prepare_data()
+        data.setup("fit")
+        if isinstance(data, FederatedDataModule):
+            return data.population(), HalfData(data)
+        assert partition is not None
+        return split_loader(data.train_dataloader(), partition, self._federation.schedule.seed), HalfData(data)
+
+
+def _clients_at(node: Mapping[str, Any], population: Population) -> list[Client]:
+    """Whose data a node has."""
+    if "partition-id" in node and "num-partitions" in node:
+        return list(population.clients[int(node["partition-id"]) :: int(node["num-partitions"])])
+    return list(population.clients)

@@ -1,0 +1,297 @@
+"""Messages as text and bytes: a header in JSON, then the tensors' memory as it is. Nothing is pickled.
+
+A large model is one run of bytes, which Flower cuts into chunks; a model of many small entries is not many objects.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, distinct
+from lightning_fed.server.schedule import Visit
+
+VERSION = 1
+"""Of the messages. Halves of different versions do not understand each other, and say so."""
+
+_MANY = 2**53  # whole numbers that a float holds exactly
+
+VISIT, REQUEST, STATISTICS, HELLO, STAY = "train", "query.request", "evaluate", "query", "query.stay"
+"""What a client is asked for, as the types of Flower's messages: an update, the rows it wants, what goes into its
+BatchNorm layers, and, of a node, who its clients are, and to stay awake for the next letter."""
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
+NOT_HERE = "its data are not at this node"
+"""The fault of a client that is asked for at the wrong node."""
+
+
+class PacketError(ValueError):
+    """What came is no message of ours, in words."""
+
+
+@dataclass(frozen=True)
+class Packet:
+    """A message as it travels.
+
+    Args:
+        text: The header: JSON.
+        data: The tensors' bytes, one after another. Their number is what communication is counted in.
+
+    """
+
+    text: str
+    data: bytes = b""
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """What a client is told beside the broadcast: what to do, and from where it goes on.
+
+    Args:
+        run: Name of the fit. What a client kept in another one is not seen.
+        visit: The visit.
+        kept: Index of the round of the client's last good update of which it keeps anything; -1 before.
+        needed: Rounds from which on the server may resume: what a client kept before the newest version of an earlier
+            round is never asked for again.
+        seed: Seed of the federation, with which the model is built.
+        frozen: Digest of the entries that never travel, which both halves must have alike.
+        hyperparameters: Those of the round's optimizers, and where per-step schedulers and the loss scale start.
+        asked: Digest of what the client has asked for, if it has.
+
+    """
+
+    run: str
+    visit: Visit
+    kept: int
+    needed: int
+    seed: int
+    frozen: str
+    hyperparameters: dict[str, Any]
+    asked: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client says beside its update.
+
+    Args:
+        steps: Optimizer steps that it has done.
+        after: Where it left per-step schedulers and the loss scale.
+        keeps: Whether it has kept anything of the visit for its next one.
+
+    """
+
+    steps: int = 0
+    after: dict[str, Any] | None = None
+    keeps: bool = False
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why there is no answer.
+
+    Args:
+        client: The client.
+        reason: In words.
+        is_of_program: Whether the client's program failed, and not its data or numbers.
+
+    """
+
+    client: Client
+    reason: str
+    is_of_program: bool = False
+
+
+# --- letters --------------------------------------------------------------------------------------------------------
+
+
+def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Packet:
+    """Makes a letter.
+
+    Args:
+        kind: What it is.
+        header: Primitives and plain containers.
+        tensors: Groups of tensors by name.
+
+    Raises:
+        PacketError: If something cannot travel.
+
+    Example:
+        >>> letter = write_letter("hello", {"round": 3}, state={"w": torch.tensor([1.0])})
+        >>> read_letter(letter, "hello")
+        ({'round': 3}, {'state': {'w': tensor([1.])}})
+
+    """
+    table: dict[str, list[tuple[str, str, list[int]]]] = {}
+    parts = []
+    for group, state in tensors.items():
+        table[group] = []
+        for name, value in state.items():
+            dtype = str(value.dtype).removeprefix("torch.")
+            if dtype not in _DTYPES or value.layout != torch.strided:
+                raise PacketError(f"entry {name!r} is {value.dtype} with layout {value.layout}, which cannot travel")
+            table[group].append((name, dtype, list(value.shape)))
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            parts.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    text = json.dumps({"version": VERSION, "kind": kind, "header": dict(header), "tensors": table})
+    return Packet(text, b"".join(parts))
+
+
+def read_packet(packet: Packet, *kinds: str) -> tuple[dict[str, Any], dict[str, State]]:
+    """Header and tensors of a letter of one of some kinds; with several, the header says which as ``"kind"``.
+
+    Raises:
+        PacketError: If it is none, is of another version, or its table does not fit its bytes.
+
+    """
+    try:
+        content = json.loads(packet.text)
+        version, kind, header, table = (content[name] for name in ("version", "kind", "header", "tensors"))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise PacketError("it is no message of lightning-fed") from error
+    if version != VERSION:
+        raise PacketError(f"it is of version {version!r} instead of {VERSION}: install the same release everywhere")
+    if kind not in kinds or not isinstance(header, dict) or not isinstance(table, dict):
+        raise PacketError(f"it is {kind!r} instead of {' or '.join(map(repr, kinds))}")
+    start, tensors = 0, {}
+    for group, rows in table.items():
+        tensors[group] = state = dict[str, Tensor]()
+        for row in rows if isinstance(rows, list) else [None]:
+            name, dtype, shape, size = _checked(row)
+            if start + size > len(packet.data):
+                raise PacketError(f"entry {name!r} needs more bytes than there are")
+            if name in state:
+                raise PacketError(f"entry {name!r} is there twice")
+            data = bytearray(memoryview(packet.data)[start : start + size])
+            start += size
+            value = torch.frombuffer(data, dtype=dtype) if size else torch.zeros(0, dtype=dtype)
+            state[name] = value.reshape(shape)
+    if start != len(packet.data):
+        raise PacketError(f"its entries have {start} bytes, but it has {len(letter.data)}")
+    return (header if len(kinds) == 1 else {**header, "kind": kind}), tensors
+
+
+def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
+    try:
+        name, dtype, shape = row
+        is_good = isinstance(name, str) and dtype in _DTYPES
+        is_good = is_good and all(type(length) is int and 0 <= length < 2**48 for length in shape)
+    except (TypeError, ValueError):
+        is_good = False
+    if not is_good:
+        raise PacketError(f"its table has {row!r}, which is no entry")
+    return name, _DTYPES[dtype], shape, math.prod(shape) * _DTYPES[dtype].itemsize
+
+
+# --- the federation's messages ---------------------------------------------------------------------------------------
+
+
+def write_train_request(kind: str, train_request: TrainRequest, broadcast: Broadcast | None = None) -> Packet:
+    """What goes down: an order, with the broadcast if there is one."""
+    header = {item.name: getattr(train_request, item.name) for item in fields(TrainRequest)} | {
+        "visit": asdict(train_request.visit)
+    }
+    if broadcast is None:
+        return write_packet(kind, header)
+    return write_packet(kind, header, state=broadcast.state, extras=broadcast.extras)
+
+
+def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadcast]:
+    """What :func:`write_order` wrote; without tensors where there was no broadcast.
+
+    Raises:
+        PacketError: If it is no such message.
+
+    """
+    header, tensors = read_packet(packet, kind)
+    try:
+        visit = Visit(**header.pop("visit"))
+        train_request = TrainRequest(visit=visit, **header)
+        # The run names a folder. What else may be wrong is found where it is used.
+        if not isinstance(train_request.run, str) or not re.fullmatch("[0-9a-f]{1,64}", train_request.run):
+            raise TypeError(f"the run is {order.run!r}")
+        for name, number in {"kept": train_request.kept, "needed": train_request.needed, "round": visit.round}.items():
+            if type(number) is not int or not -1 <= number < _MANY:
+                raise TypeError(f"{name} is {number!r}")
+    except (TypeError, KeyError) as error:
+        raise PacketError(f"its order does not have the fields of one: {error}") from error
+    return train_request, Broadcast(visit.round, tensors.get("state", {}), tensors.get("extras", {}))
+
+
+def write_request(request: Request) -> Packet:
+    """A client's request; rows that are the same for several entries travel once."""
+    lists = distinct(request.rows)
+    same = {name: next(key for key in lists if torch.equal(lists[key], rows)) for name, rows in request.rows.items()}
+    return write_packet("request", {"client": request.client, "same": same}, rows=lists, extras=request.extras)
+
+
+def write_update(update: ClientUpdate, answer: Answer) -> Packet:
+    """A client's update."""
+    header = {
+        "client": update.client,
+        "num_samples": update.num_samples,
+        "metrics": update.metrics,
+        "steps": answer.steps,
+        "after": answer.after,
+        "keeps": answer.keeps,
+    }
+    return write_packet("update", header, state=update.state, extras=update.extras)
+
+
+def write_fault(fault: Fault) -> Packet:
+    """Says why there is no answer."""
+    return write_packet("fault", asdict(fault))
+
+
+def read_reply(packet: Packet, client: Client, round: int) -> Request | tuple[ClientUpdate, Answer] | Fault:
+    """What a client has answered: a request, an update, or why there is none.
+
+    Args:
+        letter: The letter.
+        client: Who was asked.
+        round: The round that it was asked in.
+
+    Raises:
+        PacketError: If it is none of them, or another client's.
+
+    """
+    header, tensors = read_packet(packet, "request", "update", "fault")
+    if header.get("client") != client or isinstance(header.get("client"), bool):
+        raise PacketError(f"it answers for client {header.get('client')!r}")
+    try:
+        if header["kind"] == "fault":
+            return Fault(client, _cut(str(header["reason"])), bool(header["is_of_program"]))
+        if header["kind"] == "request":
+            lists = tensors["rows"]
+            return Request(client, {name: lists[key] for name, key in header["same"].items()}, tensors["extras"])
+        metrics = {str(name): float(value) for name, value in header["metrics"].items()}
+        num_samples, steps = header["num_samples"], header["steps"]
+        if any(type(number) is not int or not 0 <= number < _MANY for number in (num_samples, steps)):
+            raise PacketError(_cut(f"it reports {num_samples!r} examples and {steps!r} steps"))
+        update = ClientUpdate(client, num_samples, tensors["state"], tensors["extras"], metrics)
+        return update, Answer(steps, header["after"], header["keeps"] is True)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise (
+            error if isinstance(error, PacketError) else PacketError(_cut(f"it has no good header: {error!r}"))
+        ) from error
+
+
+def _cut(text: str) -> str:
+    """What somebody else has written, as one line of a log."""
+    line = " ".join("".join(each if each.isprintable() else " " for each in text[:2000]).split())
+    return line if len(line) <= 500 else f"{line[:500]}..."

@@ -1,0 +1,81 @@
+"""What the server remembers of what its clients keep: nothing of it, but since when."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from lightning_fed.client.client_store import ClientStore
+from lightning_fed.messages import Client, State
+
+
+class RemoteClientStore(ClientStore):
+    """For every client the round of its last good update. What the client kept then, it goes on from.
+
+    A client that has trained for nothing (its answer was lost, late or bad, the server was killed) keeps what it had
+    before, because the ledger's next order says so.
+
+    Attributes:
+        run: Name of the fit; another one after every ``restore(0, {})``.
+        needed: Rounds from which on the server may resume: those of its checkpoint before the last.
+
+    Example:
+        >>> ledger = RemoteClientStore()
+        >>> ledger.note("a", 3)
+        >>> ledger.kept("a"), ledger.kept("b")
+        (3, -1)
+
+    """
+
+    def __init__(self) -> None:
+        self.run = ""
+        self._rounds: dict[Client, int] = {}
+        self._round, self._of_round = -1, dict[Client, int]()
+        self._checkpoints = 0, 0
+        self.restore(0, {})
+
+    def kept(self, client: Client) -> int:
+        """Index of the round of the client's last good update; -1 before."""
+        return self._of_round.get(client, self._rounds.get(client, -1))
+
+    def get(self, client: Client) -> State | None:
+        """Nothing: it is the client's."""
+        return None
+
+    def put(self, client: Client, round: int, state: State) -> None:
+        """Nothing: what would be kept here is the client's, as :meth:`get` says."""
+
+    def note(self, client: Client, round: int) -> None:
+        """Notes that the client's update of ``round`` was good."""
+        if round != self._round:
+            self._rounds |= self._of_round
+            self._round, self._of_round = round, {}
+        self._of_round[client] = round
+
+    def checkpoint(self, round: int) -> dict[str, Any]:
+        """All notes as of the end of round ``round - 1``."""
+        if round > self._checkpoints[1]:
+            self._checkpoints = self._checkpoints[1], round
+        rounds = self._rounds | (self._of_round if self._round < round else {})
+        return {"run": self.run, "clients": list(rounds), "rounds": list(rounds.values())}
+
+    def restore(self, round: int, state: dict[str, Any]) -> None:
+        """Goes back to a checkpoint's notes.
+
+        Raises:
+            ValueError: If the checkpoint is of a fit in one process, whose clients are not those of this one.
+
+        """
+        if "folder" in state or state.get("states"):
+            raise ValueError(
+                "The checkpoint's clients kept what is theirs in one process, which those of Flower do not see."
+            )
+        self.run = state.get("run") or uuid.uuid4().hex
+        self._rounds = dict(zip(state.get("clients", ()), state.get("rounds", ()), strict=True))
+        self._round, self._of_round = -1, {}
+        self._checkpoints = round, round
+
+    @property
+    def needed(self) -> int:
+        """See the class."""
+        return self._checkpoints[0]

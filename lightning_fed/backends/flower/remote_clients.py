@@ -1,0 +1,290 @@
+"""The server's half of a federation whose clients are elsewhere: what it sends them, and what it takes from them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_fed.backends.flower.hyperparameters import (
+    digest,
+    digest_request,
+    fit_numbers,
+    name_optimizers,
+    on_device,
+    pack_numbers,
+)
+from lightning_fed.backends.flower.packets import (
+    NOT_HERE,
+    REQUEST,
+    STATISTICS,
+    VISIT,
+    Answer,
+    Fault,
+    Packet,
+    PacketError,
+    TrainRequest,
+    read_reply,
+    write_train_request,
+)
+from lightning_fed.backends.flower.remote_client_store import RemoteClientStore
+from lightning_fed.data.population import PlannedVisit, Population, StreamItem
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
+from lightning_fed.model.entries import find_non_finite
+from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.loop import RoundLoop
+from lightning_fed.rounds.remote import RemoteSide
+from lightning_fed.rounds.round import federated_callbacks
+from lightning_fed.server.interface import ServerInterface
+from lightning_fed.server.schedule import Cohort, Visit
+
+_log = logging.getLogger(__name__)
+
+
+class Transport(Protocol):
+    """What carries letters to clients and brings their answers."""
+
+    def ask(
+        self, kind: str, packets: Iterable[tuple[Client, Packet]], round: int
+    ) -> Iterator[tuple[Client, Packet | str]]:
+        """Sends letters and gives the answers in the same order: a letter, or in words why there is none."""
+
+    def forget(self, client: Client) -> None:
+        """Looks for a client anew, who is not where it was."""
+
+
+class RemotePopulation(Population):
+    """Clients by name alone: their data are on their machines."""
+
+    def num_samples(self, client: Client) -> int:
+        """Not known here."""
+        raise self._error(client)
+
+    def batches_per_epoch(self, client: Client, aside: bool = False) -> int | None:
+        """Not known here."""
+        raise self._error(client)
+
+    def stream(
+        self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()
+    ) -> Iterator[StreamItem]:
+        """Not here."""
+        raise self._error(visits[0].visit.client)
+
+    @staticmethod
+    def _error(client: Client) -> MisconfigurationException:
+        return MisconfigurationException(
+            f"The data of client {client!r} are on its own machine: the server cannot look at them. A callback or"
+            " option that needs them on the server works with clients in one process only."
+        )
+
+
+class RemoteClientSide(RemoteSide):
+    """To the server: its clients, which are reached by post.
+
+    Args:
+        post: Carries the letters.
+        ledger: What is remembered of what clients keep.
+        clients: Who they are.
+        seed: Seed of the federation.
+
+    """
+
+    has_server = True
+
+    def __init__(
+        self, transport: Transport, client_store: RemoteClientStore, clients: Sequence[Client], seed: int
+    ) -> None:
+        self._transport, self._client_store, self._seed = transport, client_store, seed
+        self.population = RemotePopulation(clients)
+        self._cohort = Cohort(())
+        self._train_request: dict[str, Any] = {}
+
+    def interface(self, server: ServerInterface) -> ServerInterface:
+        """The server itself."""
+        return server
+
+    def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
+        """What the schedule says."""
+        return drawn()
+
+    def visits_here(self, cohort: Cohort) -> Cohort:
+        """None: Lightning is given an empty batch, at whose end the answers are waited for."""
+        self._cohort = cohort
+        return Cohort((), cohort.dropped)
+
+    def start(self, loop: RoundLoop) -> None:
+        """Nothing: the Trainer's own optimizers and schedulers say what the round's are."""
+        loop.ignore("Detected call of `lr_scheduler.step")  # before `optimizer.step`, which clients do
+
+    def exchange(self, loop: RoundLoop) -> None:
+        """Sends the round's broadcasts, and receives what comes back, in the order of the cohort.
+
+        Raises:
+            RuntimeError: If every client's program failed.
+
+        """
+        round = loop.open
+        assert round is not None
+        frozen = {name: value for name, value in round.local.home.items() if loop.policies[name] == "frozen"}
+        start = pack_numbers(round.optimizers.start)
+        self._train_request = {
+            "run": self._client_store.run,
+            "needed": self._client_store.needed,
+            "seed": self._seed,
+            "frozen": digest(frozen),
+            "hyperparameters": start | {"optimizers": name_optimizers(loop.trainer.optimizers)},
+        }
+        number = loop.server.report.round
+        places = {visit.client: place for place, visit in enumerate(self._cohort.visits)}
+        requests = self._requests(loop)
+        broken: dict[Client, str] = {}
+
+        def packets() -> Iterator[tuple[Client, Packet]]:
+            for visit in self._cohort.visits:
+                request = requests.get(visit.client)
+                if visit.client in loop.server.report.failed:
+                    continue
+                try:
+                    broadcast = round.send(visit.client, request)
+                except ValueError as error:
+                    if request is None:
+                        raise
+                    loop.server.fail(visit.client, str(error))  # it asks for rows that the model does not have
+                    continue
+                asked = digest_request(request) if request is not None else ""
+                yield visit.client, write_train_request(VISIT, self._train_request_for(visit, asked), broadcast)
+
+        for client, reply in self._transport.ask(VISIT, packets(), number):
+            answer = _open(reply, client, number)
+            if isinstance(answer, Fault) and answer.is_of_program:
+                broken[client] = answer.reason
+            if isinstance(answer, Fault) and answer.reason == NOT_HERE:
+                self._transport.forget(client)
+            if not isinstance(answer, tuple):
+                loop.server.fail(client, answer.reason if isinstance(answer, Fault) else "it asks, and does not answer")
+                continue
+            update, said = answer
+            try:
+                after = None if said.after is None else _fit_after(said.after, start)
+            except ValueError as error:
+                loop.server.fail(client, f"where it left its schedulers cannot be used: {error}")
+                continue
+            device = loop.trainer.lightning_module.device
+            update.state, update.extras = on_device(update.state, device), on_device(update.extras, device)
+            if round.receive(update):
+                if said.keeps:
+                    self._client_store.note(client, number)
+                loop.progress.add_steps(loop.trainer, said.steps)
+                if after is not None:
+                    round.optimizers.note_visit(update.num_samples, places[client], after)
+        if broken and len(broken) == len(self._cohort.visits):
+            client, reason = next(iter(broken.items()))
+            raise RuntimeError(
+                f"The programs of all {len(broken)} clients of round {number} failed, the first of client {client!r}:"
+                f" {reason}. Nothing would come of further rounds."
+            )
+
+    def measure(
+        self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
+    ) -> list[tuple[Client, State]]:
+        """Has clients run their data through a model."""
+        reports: list[tuple[Client, State]] = []
+        models: dict[Client, State] = {}
+
+        def packets() -> Iterator[tuple[Client, Packet]]:
+            for visit in visits:
+                broadcast = send(visit)
+                models[visit.client] = broadcast.state
+                yield visit.client, write_train_request(STATISTICS, self._train_request_for(visit), broadcast)
+
+        for client, reply in self._transport.ask(STATISTICS, packets(), server.report.round):
+            answer = _open(reply, client, server.report.round)
+            fault = answer.reason if isinstance(answer, Fault) else "it does not answer what it was asked"
+            if isinstance(answer, tuple):
+                server.count_up(answer[0])
+                extras = answer[0].extras
+                found = find_non_finite(extras) or find_bad_statistics(extras, models[client])
+                if found is None:
+                    reports.append((client, extras))
+                    continue
+                fault = found
+            _log.warning("Client %r's BatchNorm statistics are left out: %s.", client, fault)
+        return reports
+
+    def _requests(self, loop: RoundLoop) -> dict[Client, Request]:
+        """What clients ask for, where callbacks have them ask."""
+        requests: dict[Client, Request] = {}
+        callbacks = federated_callbacks(loop.trainer)
+        if not any(is_overridden("on_client_request", callback, FederatedCallback) for callback in callbacks):
+            return requests
+        number = loop.server.report.round
+        packets = (
+            (visit.client, write_train_request(REQUEST, self._train_request_for(visit)))
+            for visit in self._cohort.visits
+        )
+        for client, reply in self._transport.ask(REQUEST, packets, number):
+            answer = _open(reply, client, number)
+            if isinstance(answer, Fault) and answer.reason == NOT_HERE:
+                self._transport.forget(client)
+            if not isinstance(answer, Request):
+                loop.server.fail(client, answer.reason if isinstance(answer, Fault) else "it does not ask")
+                continue
+            answer.extras = on_device(answer.extras, loop.trainer.lightning_module.device)
+            requests[client] = answer
+            fault = find_non_finite(answer.extras)
+            if fault is not None:
+                loop.server.fail(client, fault)
+        return requests
+
+    def _train_request_for(self, visit: Visit, asked: str = "") -> TrainRequest:
+        return TrainRequest(visit=visit, kept=self._client_store.kept(visit.client), asked=asked, **self._train_request)
+
+
+def find_bad_statistics(extras: State, model: State) -> str | None:
+    """What is wrong with a client's BatchNorm statistics, in words, or ``None``.
+
+    Args:
+        extras: What it measured, as ``InputStatistics.as_extras`` has it.
+        model: The entries of the model that it was sent.
+
+    Example:
+        >>> find_bad_statistics({"batch_norm:0:mean": torch.zeros(3)}, {"0.running_mean": torch.zeros(2)})
+        "entry 'batch_norm:0:mean' does not fit the model"
+
+    """
+    for name in extras:
+        prefix, _, rest = name.partition(":")
+        layer, _, kind = rest.rpartition(":")
+        like = model.get(f"{layer}.running_mean".lstrip("."))
+        names = [f"batch_norm:{layer}:{each}" for each in ("mean", "var", "count")]
+        if prefix != "batch_norm" or like is None or name not in names or any(each not in extras for each in names):
+            return f"entry {name!r} does not fit the model"
+        shape = torch.Size() if kind == "count" else like.shape
+        if extras[name].shape != shape or not extras[name].is_floating_point():
+            return f"entry {name!r} does not fit the model"
+        if kind != "mean" and bool((extras[name] < (1 if kind == "count" else 0)).any()):
+            return f"entry {name!r} is negative or empty"
+    return None
+
+
+def _fit_after(after: Any, start: dict[str, Any]) -> dict[str, Any]:
+    """Where a client left its schedulers; its loss scale only where the server has one too."""
+    if isinstance(after, dict) and not after.get("scaler"):
+        start = {**start, "scaler": {}}
+        after = {**after, "scaler": {}}
+    fitted: dict[str, Any] = fit_numbers(after, start)
+    return fitted
+
+
+def _open(reply: Packet | str, client: Client, round: int) -> Request | tuple[ClientUpdate, Answer] | Fault:
+    """What came back, whatever it is."""
+    if isinstance(reply, str):
+        return Fault(client, reply)
+    try:
+        return read_reply(reply, client, round)
+    except PacketError as error:
+        return Fault(client, f"its answer cannot be read: {error}")

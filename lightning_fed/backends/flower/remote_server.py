@@ -1,0 +1,225 @@
+"""A client's half of a federation whose server is elsewhere: one visit, or one errand, in an ordinary Trainer's fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_fed.backends.flower.hyperparameters import (
+    digest,
+    digest_request,
+    load_hyperparameters,
+    load_numbers,
+    name_optimizers,
+    on_device,
+    pack_numbers,
+)
+from lightning_fed.backends.flower.packets import REQUEST, VISIT, TrainRequest
+from lightning_fed.client.client_store import FolderStore
+from lightning_fed.data.population import Population
+from lightning_fed.data.round_loader import RoundLoader, describe
+from lightning_fed.errors import ClientFault
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
+from lightning_fed.model.entries import find_non_finite, live_entries
+from lightning_fed.rounds.batch_norm import client_statistics, layers_in_training
+from lightning_fed.rounds.isolated_pass import forward_step
+from lightning_fed.rounds.loop import RoundLoop
+from lightning_fed.rounds.remote import RemoteSide
+from lightning_fed.server.interface import RoundReport, ServerInterface
+from lightning_fed.server.schedule import Cohort, Visit
+
+
+class RemoteServer(ServerInterface):
+    """To a client: its server, from which there is one broadcast, and which gets one answer.
+
+    Args:
+        server: The desk of the federation's own server, which says what the method is.
+        broadcast: What has come.
+        asked: Digest of what the client has asked for before.
+
+    Attributes:
+        update: The answer; ``None`` before, and where there is none.
+        fault: Why there is none.
+
+    """
+
+    def __init__(self, server: ServerInterface, broadcast: Broadcast, asked: str) -> None:
+        super().__init__(server.aggregator, server.min_clients)
+        self._broadcast, self._asked = broadcast, asked
+        self.update: ClientUpdate | None = None
+        self.fault: str | None = None
+
+    def start_round(self, round: int, state: State) -> None:
+        """Begins to count."""
+        self.report = RoundReport(round)
+
+    def arrive(self, device: torch.device) -> None:
+        """Brings what has come to the module's device."""
+        came = self._broadcast
+        came.state, came.extras = on_device(came.state, device), on_device(came.extras, device)
+
+    def send(
+        self,
+        client: Client,
+        shape: Callable[[Broadcast], None] | None = None,
+        request: Request | None = None,
+    ) -> Broadcast:
+        """What has come; ``shape`` was called where it was made.
+
+        Raises:
+            ClientFault: If it is not what the client asked for, or is not finite.
+
+        """
+        request = Request(client) if request is None else request
+        if self._asked and digest_request(request) != self._asked:
+            raise ClientFault("it asks for something else than before: its data are not always in the same order")
+        fault = find_non_finite(self._broadcast.state) or find_non_finite(self._broadcast.extras)
+        if fault is not None:
+            raise ClientFault(f"what the server sent cannot be used: {fault}")
+        self._broadcast.rows = dict(request.rows)
+        self.count_down(self._broadcast)
+        return self._broadcast
+
+    def receive(self, update: ClientUpdate, unpack: Callable[[ClientUpdate], None] | None = None) -> bool:
+        """Takes the answer; ``unpack`` is called where it arrives."""
+        self.count_up(update)
+        fault = find_non_finite(update.state) or find_non_finite(update.extras)
+        if fault is not None:
+            return self.fail(update.client, fault)
+        self.update = update
+        self.report.received[update.client] = update.num_samples
+        self.report.metrics[update.client] = update.metrics
+        return True
+
+    def fail(self, client: Client, reason: str) -> bool:
+        """Notes why there is no answer."""
+        self.fault = reason
+        return super().fail(client, reason)
+
+    def finish_round(self) -> State | None:
+        """Nothing: what comes of the round is known to the server."""
+        return None
+
+
+class RemoteServerSide(RemoteSide):
+    """To a client: its server, for one visit or one errand.
+
+    Args:
+        kind: What is asked of the client.
+        order: The order.
+        broadcast: What came with it.
+        population: The clients of this node.
+
+    Attributes:
+        request: The client's request, if it was asked for that.
+        measured: What goes into BatchNorm, likewise.
+        left: Where the visit left per-step schedulers and the loss scale; ``None`` where nothing goes on from it.
+
+    """
+
+    has_server = False
+
+    def __init__(self, kind: str, train_request: TrainRequest, broadcast: Broadcast, population: Population) -> None:
+        self.population = population
+        self._kind, self._train_request, self._broadcast = kind, train_request, broadcast
+        self.server: RemoteServer
+        self.request: Request | None = None
+        self.measured: State | None = None
+        self.left: dict[str, Any] | None = None
+
+    def interface(self, server: ServerInterface) -> ServerInterface:
+        """The way to it."""
+        self.server = RemoteServer(server, self._broadcast, self._train_request.asked)
+        return self.server
+
+    def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
+        """The client alone."""
+        return Cohort((self._train_request.visit,))
+
+    def visits_here(self, cohort: Cohort) -> Cohort:
+        """The visit, unless something else is asked for."""
+        return cohort if self._kind == VISIT else Cohort(())
+
+    def start(self, loop: RoundLoop) -> None:
+        """Makes optimizers, schedulers and the client's store what they are at the start of this round.
+
+        Raises:
+            ClientFault: If the client does not have any more what it kept.
+            ValueError: If the server has another model.
+
+        """
+        trainer, train_request = loop.trainer, self._train_request
+        sent = train_request.hyperparameters
+        if sent["optimizers"] != name_optimizers(trainer.optimizers):
+            raise ValueError(
+                f"the server's optimizers are {sent['optimizers']}, and the client's"
+                f" {name_optimizers(trainer.optimizers)}: both need the same model"
+            )
+        load_hyperparameters(trainer.optimizers, sent["groups"])
+        configs: list[Any] = trainer.lr_scheduler_configs
+        stepwise = [config for config in configs if _is_stepwise(trainer, config)]
+        for config, numbers in zip(stepwise, sent["schedulers"], strict=True):
+            load_numbers(config.scheduler, numbers)
+        # What schedules rounds is the server's: here each of them would see a single one.
+        trainer.strategy.lr_scheduler_configs = stepwise
+        if sent["scaler"] and trainer.precision_plugin.state_dict():
+            load_numbers(trainer.precision_plugin, sent["scaler"])
+        self.server.arrive(trainer.lightning_module.device)
+        loop.store.restore(train_request.kept + 1, {"run": 0})
+        assert isinstance(loop.store, FolderStore)
+        if train_request.kept >= 0 and loop.store.newest(train_request.visit.client) != train_request.kept:
+            raise ClientFault(f"it does not have any more what it kept in round {order.kept}")
+        entries = live_entries(trainer.lightning_module)
+        frozen = {name: entries[name] for name in entries if loop.policies[name] == "frozen"}
+        if digest(frozen) != train_request.frozen:
+            raise ValueError(
+                f"the server has other values of the entries that never travel ({', '.join(frozen) or 'none here'}):"
+                " both halves need the same model, with the same weights"
+            )
+
+    def exchange(self, loop: RoundLoop) -> None:
+        """Does the errand; of a visit, looks where it ended."""
+        round, trainer, visit = loop.open, loop.trainer, self._train_request.visit
+        assert round is not None
+        if self._kind == VISIT:
+            self.left = None if round.optimizers.largest is None else pack_numbers(_left(round.optimizers.largest[2]))
+            return
+        loader = RoundLoader(loop.population, Cohort((visit,)), trainer.limit_train_batches)
+        if loader.failed:
+            self.server.fail(visit.client, loader.failed[visit.client])
+            return
+        (planned,) = loader.visits
+        if self._kind == REQUEST:
+            request = round.ask(planned)
+            round.leave()
+            if planned.fault is None:
+                self.request = request
+            else:
+                self.server.fail(visit.client, planned.fault)
+            return
+        module = trainer.lightning_module
+        step = forward_step(module)
+        try:
+            if step is None:
+                raise ClientFault("its module has no step to run")
+            round.local.load_client(visit.client, self.server.send(visit.client).state)
+            self.measured = client_statistics(trainer, module, loop.population, visit, layers_in_training(module), step)
+        except Exception as error:
+            self.server.fail(visit.client, describe(error))
+
+    def measure(
+        self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
+    ) -> list[tuple[Client, State]]:
+        """Nobody's: only a server asks."""
+        return []
+
+
+def _is_stepwise(trainer: L.Trainer, config: Any) -> bool:
+    return config.interval == "step" or not trainer.lightning_module.automatic_optimization
+
+
+def _left(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: state[name] for name in ("groups", "schedulers", "scaler")}

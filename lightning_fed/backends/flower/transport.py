@@ -1,0 +1,247 @@
+"""Flower's grid as a post: which node a client is at, what is sent there, what comes back and when it is too late."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from lightning_fed.backends.flower.packets import HELLO, STAY, Packet, PacketError, read_packet, write_packet
+from lightning_fed.data.population import client_keys
+from lightning_fed.messages import Client
+
+_log = logging.getLogger(__name__)
+
+_STYPE = "lightning-fed"
+_BETWEEN_QUESTIONS = 10.0  # seconds
+_COLLECTION = 3600.0  # seconds after the time limit for which answers that came in time are kept until they are read
+_LONGEST_KEY = 1000
+_LONGEST_PAUSE, _MARGIN = 3.0, 0.2  # seconds
+
+
+def to_records(packet: Packet) -> RecordDict:
+    """A letter as Flower's records.
+
+    Example:
+        >>> from_records(to_records(Letter("text", b"1234")))
+        Letter(text='text', data=b'1234')
+
+    """
+    array = Array(dtype="uint8", shape=(len(packet.data),), stype=_STYPE, data=packet.data)
+    return RecordDict({"letter": ConfigRecord({"text": packet.text}), "tensors": ArrayRecord({"data": array})})
+
+
+def from_records(content: RecordDict) -> Packet:
+    """The letter in Flower's records.
+
+    Raises:
+        PacketError: If there is none.
+
+    """
+    try:
+        text, array = content["letter"]["text"], content["tensors"]["data"]
+    except (KeyError, TypeError) as error:
+        raise PacketError("it is no message of lightning-fed") from error
+    if not isinstance(text, str) or not isinstance(array, Array) or array.stype != _STYPE:
+        raise PacketError("it is no message of lightning-fed")
+    return Packet(text, array.data)
+
+
+class FlowerTransport:
+    """Carries letters over Flower's grid.
+
+    Clients are at nodes: each says, once, whose data it has. A node that was lost and came back, with a name of its own
+    or another, is asked again.
+
+    Args:
+        grid: Flower's grid.
+        time_limit: Seconds in which a round's clients must have answered.
+        poll: Seconds between looks at whether an answer has come.
+
+    Attributes:
+        sent: Bytes of the tensors in all letters sent, and of those that came back (``received``).
+
+    """
+
+    def __init__(self, grid: Grid, time_limit: float, poll: float = 0.1) -> None:
+        self._grid, self._limit, self._poll = grid, time_limit, poll
+        self._nodes: dict[int, list[Client]] = {}
+        self._asked: dict[int, str] = {}
+        self._again: dict[int, float] = {}  # when to ask a node again that did not say who its clients are
+        self._staying: set[int] = set()  # nodes that stay awake when asked to
+        self._stays: list[str] = []
+        self._pauses: dict[str, float] = {}  # seconds between the last answers of a kind and the next letters
+        self._answered: tuple[str, float] | None = None
+        self.sent = self.received = 0
+
+    def meet(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
+        """Waits for the federation's clients.
+
+        Args:
+            expected: Who they are, or how many.
+            patience: Seconds to wait.
+
+        Returns:
+            Their keys, in the order of a mapping of clients.
+
+        Raises:
+            TimeoutError: If some are not there in time.
+
+        """
+        deadline = time.monotonic() + patience
+        wanted = None if isinstance(expected, int) else set(expected)
+        while True:
+            self._look_around()
+            known = {client for clients in self._nodes.values() for client in clients}
+            if (len(known) >= expected) if isinstance(expected, int) else known >= (wanted or set()):
+                break
+            if time.monotonic() > deadline:
+                missing = f"{len(known)} of {expected} are there" if wanted is None else f"missing are {wanted - known}"
+                raise TimeoutError(f"The federation's clients did not come within {patience:.0f} s: {missing}.")
+            time.sleep(self._poll)
+        chosen = client_keys(dict.fromkeys(known if wanted is None else wanted))
+        if isinstance(expected, int) and len(chosen) > expected:
+            raise TimeoutError(f"Expected {expected} clients, but there are {len(chosen)}: {list(chosen)}.")
+        return chosen
+
+    def ask(
+        self, kind: str, packets: Iterable[tuple[Client, Packet]], round: int
+    ) -> Iterator[tuple[Client, Packet | str]]:
+        """Sends letters and gives the answers in the same order: a letter, or in words why there is none.
+
+        Answers wait at the SuperLink until it is their turn, so that no more than one is in memory, and sums are added
+        up in the same order in every run. Messages therefore live longer than the time limit: an answer that came in
+        time is still there after a client before it has used the limit up.
+
+        Args:
+            kind: The type of the messages.
+            letters: Clients and what they are sent; taken one at a time.
+            round: The round.
+
+        """
+        self._look_around()
+        deadline = time.monotonic() + self._limit
+        waiting: list[tuple[Client, int | None, str | None]] = []
+        for client, packet in packets:
+            node = self._node_of(client)
+            sent = None if node is None else self._push(node, kind, packet, f"{round}", self._limit + _COLLECTION)
+            self.sent += len(packet.data)
+            waiting.append((client, node, sent))
+        if self._answered is not None:
+            self._pauses[self._answered[0]] = time.monotonic() - self._answered[1]
+        self._keep_awake([node for _, node, sent in waiting if node is not None and sent is not None], kind)
+        for client, node, sent in waiting:
+            if node is None or sent is None:
+                yield client, "it is not connected" if node is None else "its message could not be sent"
+                continue
+            yield client, self._await(node, sent, deadline)
+        self._answered = kind, time.monotonic()
+
+    def forget(self, client: Client) -> None:
+        """Asks the node that said that it has the client once more: it was started again, with other data."""
+        node = self._node_of(client)
+        if node is not None:
+            del self._nodes[node]
+            self._look_around()
+
+    def _await(self, node: int, sent: str, deadline: float) -> Packet | str:
+        looked = time.monotonic()
+        while True:
+            for message in self._grid.pull_messages([sent]):
+                if message.metadata.reply_to_message_id != sent:
+                    continue
+                if message.has_error():
+                    return f"Flower reports: {message.error.reason or f'error {message.error.code}'}"
+                try:
+                    packet = from_records(message.content)
+                except PacketError as error:
+                    return f"its answer cannot be read: {error}"
+                self.received += len(packet.data)
+                return packet
+            now = time.monotonic()
+            if now > deadline:
+                return f"it did not answer within {self._limit:.0f} s"
+            if now - looked > 2:
+                looked = now
+                if node not in self._grid.get_node_ids():
+                    self._nodes.pop(node, None)
+                    return "its connection was lost"
+            time.sleep(self._poll)
+
+    def _keep_awake(self, nodes: Sequence[int], kind: str) -> None:
+        """Has nodes look for letters again as soon as these are answered and the next ones are likely to be there.
+
+        A SuperNode that has just handled a message looks for another at once; one that found none, after three seconds.
+        So each gets a second message, which it handles by waiting as long as it took the server the last time. Longer
+        pauses, and nodes that start a whole process for it, are not worth it.
+        """
+        if self._stays:  # what came of the last ones is not kept
+            list(self._grid.pull_messages(self._stays))
+        self._stays = []
+        awake = [node for node in dict.fromkeys(nodes) if node in self._staying]
+        pause = self._pauses.get(kind, _LONGEST_PAUSE)
+        if awake and pause < _LONGEST_PAUSE:
+            content = RecordDict({"stay": ConfigRecord({"seconds": pause + _MARGIN})})
+            messages = [Message(content, node, STAY, ttl=self._limit) for node in awake]
+            self._stays = list(self._grid.push_messages(messages))
+
+    def _push(self, node: int, kind: str, packet: Packet, group: str, ttl: float) -> str | None:
+        message = Message(to_records(packet), node, kind, ttl=ttl, group_id=group)
+        return next(iter(self._grid.push_messages([message])), None)
+
+    def _node_of(self, client: Client) -> int | None:
+        return next((node for node, clients in self._nodes.items() if client in clients), None)
+
+    def _look_around(self) -> None:
+        """Asks nodes that are new who their clients are, and forgets those that have gone; waits for nobody."""
+        there = set(self._grid.get_node_ids())
+        for node in [node for node in self._nodes if node not in there]:
+            _log.warning("The node of the clients %s has gone.", self._nodes.pop(node))
+        now = time.monotonic()
+        for node in there - self._nodes.keys() - self._asked.keys():
+            if self._again.get(node, now) > now:
+                continue
+            sent = self._push(node, HELLO, write_packet("hello", {}), "hello", self._limit)
+            if sent is not None:
+                self._asked[node] = sent
+        for node, sent in list(self._asked.items()):
+            for message in self._grid.pull_messages([sent]):
+                del self._asked[node]
+                self._register(node, message)
+                break
+            else:
+                if node not in there:
+                    del self._asked[node]
+
+    def _register(self, node: int, message: Message) -> None:
+        try:
+            if message.has_error():
+                raise PacketError(message.error.reason or "it failed")
+            header, _ = read_packet(from_records(message.content), "hello")
+            clients = header.get("clients")
+            if not isinstance(clients, list) or not all(_is_key(client) for client in clients):
+                raise PacketError(f"its clients are {clients!r}"[:200])
+        except PacketError as error:
+            _log.warning("Node %d does not say who its clients are: %s.", node, error)
+            self._again[node] = time.monotonic() + _BETWEEN_QUESTIONS
+            return
+        taken = [client for client in clients if self._node_of(client) is not None]
+        if taken:
+            _log.warning(
+                "Node %d says that it has the clients %s too: the one that said so first is asked, while it is there.",
+                node,
+                taken,
+            )
+        self._nodes[node] = clients
+        (self._staying.add if header.get("stays") is True else self._staying.discard)(node)
+        _log.info("Node %d has the clients %s.", node, json.dumps(self._nodes[node]))
+
+
+def _is_key(client: object) -> bool:
+    if isinstance(client, str):
+        return client.isprintable() and len(client) <= _LONGEST_KEY  # no halves of characters, no new lines in logs
+    return type(client) is int

@@ -1,0 +1,95 @@
+"""A client's long-lived process: it answers what SuperNodes' short-lived ones bring, with everything loaded.
+
+A SuperNode starts a process for every message. Where that process is only to carry the message here (the ``client.py``
+that ``lightning-fed flower new`` writes imports no torch), a message costs a second, and model and data stay built.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from socket import AF_UNIX, SOCK_STREAM
+from socket import socket as connect_to
+
+from flwr.clientapp import ClientApp
+
+from lightning_fed.backends.flower.client import ClientRunner, LightningClientApp
+from lightning_fed.backends.flower.packets import Packet, PacketError
+from lightning_fed.data.round_loader import describe
+
+_log = logging.getLogger(__name__)
+
+
+def serve(app: ClientApp, socket: str | os.PathLike[str], count: int | None = None) -> None:
+    """Answers messages that come over a Unix socket, one after another.
+
+    Only this user can reach the socket: its folder is closed to others. What comes is text and bytes, which are not
+    unpickled.
+
+    Args:
+        app: What :func:`~lightning_fed.backends.flower.client_app` made.
+        socket: Where to listen; a file that is left there is replaced.
+        count: Number of messages after which to end; ``None`` for never.
+
+    Raises:
+        TypeError: If the app is another one.
+        FileExistsError: If there is a file, or another worker, already.
+        PermissionError: If others can reach the socket's folder.
+
+    """
+    if not isinstance(app, LightningClientApp):
+        raise TypeError(f"Expected an app of `client_app`, but got {app!r}.")
+    path = Path(socket)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.parent.stat().st_mode & 0o077:
+        raise PermissionError(
+            "Expected a folder for the socket that only you can reach (chmod 700), but others can reach"
+            f" {str(path.parent)!r}."
+        )
+    if path.exists() and not path.is_socket():
+        raise FileExistsError(f"Expected a place for a socket, but {str(path)!r} is a file.")
+    if _is_served(path):
+        raise FileExistsError(f"A worker is waiting at {str(path)!r} already.")
+    path.unlink(missing_ok=True)
+    with Listener(str(path), family="AF_UNIX") as listener:
+        _log.info("Waiting for messages at %s.", path)
+        while count is None or count > 0:
+            try:
+                with listener.accept() as connection:
+                    _answer(app.runner, connection)
+            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:  # whoever brought it
+                _log.warning("A message was not answered: %r.", error)
+            count = None if count is None else count - 1
+    path.unlink(missing_ok=True)
+
+
+def _is_served(path: Path) -> bool:
+    with connect_to(AF_UNIX, SOCK_STREAM) as end:
+        end.settimeout(1)
+        try:
+            end.connect(str(path))
+        except BlockingIOError:  # many are waiting for it
+            return True
+        except OSError as error:
+            return isinstance(error, TimeoutError)
+    return True
+
+
+def _answer(runner: ClientRunner, connection: Connection) -> None:
+    head = json.loads(connection.recv_bytes())
+    packet = Packet(connection.recv_bytes().decode(), connection.recv_bytes())
+    kind, node = head["kind"], head["node"]
+    try:
+        reply = runner.answer(kind, packet, node)
+    except Exception as error:  # one message's, or one node's: the worker answers the others
+        if not isinstance(error, PacketError):
+            _log.exception("A message of type %r for the node %s could not be answered.", kind, node)
+        said = str(error) if isinstance(error, PacketError) else describe(error)
+        connection.send_bytes(json.dumps({"error": said}).encode())
+        return
+    connection.send_bytes(b"{}")
+    connection.send_bytes(reply.text.encode())
+    connection.send_bytes(reply.data)

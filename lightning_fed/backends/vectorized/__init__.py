@@ -1,0 +1,1 @@
+"""Vectorised visits: several small clients trained at once under ``torch.func.vmap``."""

@@ -1,0 +1,101 @@
+"""Random numbers under ``torch.func.vmap`` that are those of each example alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+_DROPOUTS: set[Any] = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.feature_dropout}
+_MAKERS: set[Any] = {
+    *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.poisson),
+    *(torch.rand_like, torch.randn_like, torch.randint_like, torch.multinomial),
+    *(Tensor.bernoulli, Tensor.multinomial),
+}
+_WRITERS: set[Any] = {
+    *(Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.exponential_, Tensor.log_normal_),
+    *(Tensor.cauchy_, Tensor.geometric_),
+}
+
+
+class PerClientRandom(TorchFunctionMode):
+    """Inside ``torch.func.vmap``, dropout and random tensors are drawn for one example after another.
+
+    ``vmap(..., randomness="different")`` draws for all examples at once, which gives numbers that none of them would
+    have alone. What is not known here goes on to ``vmap``, with whose default ``randomness="error"`` it is an error.
+
+    Args:
+        turn_to: Makes PyTorch's global generator that of an example, by its index.
+        places: The index of each example.
+        index: Inside the function that is mapped, its own number: an element of ``torch.arange(examples)``.
+
+    Example:
+        >>> def noise(index):
+        ...     with PerClientRandom(torch.manual_seed, [5, 7], index):
+        ...         return torch.rand(2)
+        >>> both = torch.func.vmap(noise)(torch.arange(2))
+        >>> alone = torch.rand(2, generator=torch.Generator().manual_seed(7))
+        >>> torch.equal(both[1], alone)
+        True
+
+    """
+
+    def __init__(self, turn_to: Callable[[int], object], places: Sequence[int], index: Tensor) -> None:
+        super().__init__()
+        self._turn_to, self._places, self._index = turn_to, places, index
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Draws in the place of ``func``, if that is what it does."""
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return self._dropout(func, *args, **kwargs)
+        if kwargs.get("generator") is None:
+            if func in _MAKERS:
+                return self._drawn(func, args, kwargs)
+            if func in _WRITERS:
+                return args[0].copy_(
+                    self._drawn(lambda own, *rest, **options: func(own.clone(), *rest, **options), args, kwargs)
+                )
+        return func(*args, **kwargs)
+
+    def _dropout(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # Of ones it leaves what it multiplies with, which has no gradient.
+        return input * self._drawn(lambda like: func(torch.ones_like(like), *args, **kwargs), (input.detach(),), {})
+
+    def _drawn(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        def draw(row: int, *args: Any) -> Tensor:
+            self._turn_to(self._places[row])
+            return func(*args, **kwargs)
+
+        drawn: Tensor = _Draw.apply(draw, self._index, *args)
+        return drawn
+
+
+class _Draw(torch.autograd.Function):
+    """Calls a function for one example after another; ``vmap`` says which they are."""
+
+    @staticmethod
+    def forward(draw: Callable[..., Tensor], index: Tensor, *args: Any) -> Tensor:
+        return draw(int(index), *args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], draw: Callable[..., Tensor], index: Tensor, *args: Any
+    ) -> tuple[Tensor, int]:
+        def of(row: int) -> list[Any]:
+            return [
+                arg.select(dim, row) if isinstance(arg, Tensor) and dim is not None else arg
+                for arg, dim in zip(args, in_dims[2:], strict=True)
+            ]
+
+        return torch.stack([draw(row, *of(row)) for row in range(info.batch_size)]), 0

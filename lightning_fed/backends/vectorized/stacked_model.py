@@ -1,0 +1,310 @@
+"""Several clients' models in one module: what trains has a leading axis of the clients."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.optim import Optimizer
+
+from lightning_fed.backends.client_parallel.distributed_log import REDUCTIONS
+from lightning_fed.backends.vectorized.client_random import PerClientRandom
+from lightning_fed.data.interleave import OwnNumbers, Stacked, rebuild, tensors_of
+from lightning_fed.model.entries import copy_state
+from lightning_fed.model.resize import exchange
+from lightning_fed.numerics.precision import at_least_float32
+
+_LOG_ARGUMENTS = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]  # after the name and the value
+
+
+class StackedModel:
+    """The parameters and buffers of several clients, stacked, and the training step that is run for all of them.
+
+    One client after another is loaded into the module, and taken from there (:meth:`take`). Between :meth:`enter` and
+    :meth:`leave` the module's ``Parameter`` objects hold all clients' values, with a leading axis, so that an optimizer
+    that treats every number alone steps all clients. Afterwards each client's values are put back (:meth:`put`).
+
+    Args:
+        module: The module.
+        names: Names of the parameters and buffers that a client may have of its own.
+        size: Largest number of clients.
+        draws: Whether the training step draws random numbers.
+
+    Attributes:
+        is_entered: Whether the module holds the stack.
+
+    """
+
+    def __init__(self, module: L.LightningModule, names: Sequence[str], size: int, draws: bool) -> None:
+        self._module, self._draws = module, draws
+        self._caller = _Caller(module)
+        known = set(names)
+        self._parameters: dict[str, Tensor] = {
+            name: value for name, value in module.named_parameters() if name in known
+        }
+        self._buffers = {name: value for name, value in module.named_buffers() if name in known}
+        firsts = {id(value): name for name, value in self._own()}
+        # Every layer once, also one that is registered twice: `functional_call` would give it the wrong tensors back.
+        every = [
+            each
+            for path, layer in module.named_modules()
+            for find in (layer.named_parameters, layer.named_buffers)
+            for each in find(path, recurse=False, remove_duplicate=False)
+        ]
+        self._firsts = {f"module.{name}": firsts[id(value)] for name, value in every if id(value) in firsts}
+        self._whole = {name: many(value, size) for name, value in (*self._parameters.items(), *self._buffers.items())}
+        self._indices = torch.arange(size)
+        self._plain: dict[str, Tensor] = {}
+        self._ended: dict[int, dict[str, Tensor]] = {}
+        self._taken = self._parameters  # by a step
+        self._rows: dict[str, Tensor] = {}  # of the clients that there are
+        self._used: dict[tuple[int, ...], set[str]] = {}  # of a step's parts, the parameters that got gradients
+        self._count = 0
+        self.is_entered = False
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """The module's values are those of one more client."""
+        for name, own in self._own():
+            self._whole[name][self._count].copy_(own)
+        self._count += 1
+
+    def enter(self, optimizers: Sequence[Optimizer]) -> None:
+        """Puts the stack into the module's parameters, and into what optimizers remember of them."""
+        self._rows = {name: value[: self._count] for name, value in self._whole.items()}
+        self._plain = {name: own.data for name, own in self._parameters.items()}
+        stack_parameters(self._parameters.values(), (self._rows[name] for name in self._parameters), optimizers)
+        self.is_entered = True
+
+    def part(self) -> None:
+        """The steps take copies from here on, so that what a step has of the module's own tensors can be told apart."""
+        copies = copy_state(self._rows)
+        self._rows = copies
+        self._taken = {name: copies[name].requires_grad_(own.requires_grad) for name, own in self._parameters.items()}
+
+    def check_step(self) -> None:
+        """Looks at the gradients of a step whose clients had batches of several forms.
+
+        Raises:
+            RuntimeError: If the clients' losses were not of the same parameters. One without a gradient stays as it is;
+                as a row of a stack it has a gradient of zeros, with which momentum and weight decay go on.
+
+        """
+        (clients, first), *others = self._used.items() if len(self._used) > 1 else [((), set[str]())]
+        self._used = {}
+        for those, used in others:
+            if used != first:
+                raise RuntimeError(
+                    f"The losses of clients at the places {list(clients)} and {list(those)} of their group are not of"
+                    f" the same parameters (as {min(used ^ first)!r}): they cannot be stepped at once. With"
+                    " `vectorize=1` one trains after another."
+                )
+
+    @torch.no_grad()
+    def end(self, row: int) -> None:
+        """A client has trained on its last batch, while others go on."""
+        self._ended[row] = copy_state(self.row(row))
+
+    def leave(self) -> None:
+        """Gives the module its own tensors back."""
+        for name, plain in self._plain.items():
+            exchange(self._parameters[name], plain)
+        self._plain = {}
+        self.is_entered = False
+
+    @torch.no_grad()
+    def put(self, row: int) -> None:
+        """Makes the module the model of a client, by its row."""
+        values = self._ended.get(row) or self.row(row)
+        for name, own in self._own():
+            own.copy_(values[name])
+
+    def row(self, row: int) -> dict[str, Tensor]:
+        """The values of a client as they are now, by its row."""
+        return {name: value[row] for name, value in self._rows.items()}
+
+    def clear(self) -> None:
+        """Forgets the clients, the module having its own tensors back."""
+        self._count, self._ended, self._rows, self._used = 0, {}, {}, {}
+
+    def step(
+        self, training_step: Callable[..., Any], part: Stacked, rest: Sequence[Any], numbers: OwnNumbers
+    ) -> Tensor:
+        """Runs the training step for the clients of a batch.
+
+        Args:
+            training_step: The module's.
+            part: The clients' batches.
+            rest: Further arguments of the training step.
+            numbers: The clients' random numbers.
+
+        Returns:
+            Their losses, shape ``(clients,)``.
+
+        """
+        rows = _rows_of(part.clients, self._count)
+        trained = {name: own for name, own in self._taken.items() if own.requires_grad}
+        # With the buffers come parameters that the step itself may write, as those of a teacher that follows.
+        parameters, buffers = (
+            {name: own if rows is None else own[rows] for name, own in group.items()}
+            for group in (trained, {name: value for name, value in self._rows.items() if name not in trained})
+        )
+        used: set[str] = set()
+        if rows is not None:
+            for name, own in parameters.items():
+                own.register_hook(partial(_note, used, name))  # type: ignore[no-untyped-call]
+        tensors = tensors_of(part.batch)
+        logged: list[tuple[str, dict[str, Any]]] = []
+
+        def one(
+            parameters: dict[str, Tensor], buffers: dict[str, Tensor], tensors: list[Tensor], index: Tensor
+        ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+            values: list[Tensor] = []
+
+            def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+                logged.append((name, dict(zip(_LOG_ARGUMENTS, args, strict=False)) | options))
+                values.append(torch.as_tensor(value).detach())
+
+            own = parameters | buffers
+            entries = {name: own[first] for name, first in self._firsts.items()}  # tied ones under every name
+            batch = rebuild(part.batch, iter(tensors))
+            draws = PerClientRandom(numbers.turn_to, part.clients, index) if self._draws else nullcontext()
+            with Replaced(self._module, "log", log), draws:
+                output = functional_call(self._caller, entries, (training_step, batch, *rest), tie_weights=False)
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if not isinstance(loss, Tensor):
+                raise TypeError(f"Expected `training_step` to return a loss, but got {loss!r}.")
+            return loss.reshape(()), values, {name: entries[f"module.{name}"] for name in buffers}
+
+        indices = self._indices[: len(part.clients)]
+        losses, values, after = vmap(one)(parameters, buffers, tensors, indices)
+        if rows is not None:
+            self._used[part.clients] = used
+        for name, value in after.items():
+            if isinstance(rows, list) or value.data_ptr() != buffers[name].data_ptr():  # not written in place
+                self._rows[name][slice(None) if rows is None else rows] = value.detach()
+        for (name, options), value in zip(logged, values, strict=True):
+            self._log(part, name, value, options)
+        return losses
+
+    def _log(self, part: Stacked, name: str, values: Tensor, options: dict[str, Any]) -> None:
+        """Logs what all clients have logged, weighed as if one after another had."""
+        reduction = reduction_of(options)
+        if reduction == "mean":
+            size = options.get("batch_size")
+            if size is None:
+                size = extract_batch_size(rebuild(part.batch, iter([tensor[0] for tensor in tensors_of(part.batch)])))
+            options = {**options, "batch_size": size * len(part.clients)}
+        self._module.log(name, reduced(values, reduction), **options)
+
+    def _own(self) -> list[tuple[str, Tensor]]:
+        return [*self._parameters.items(), *self._buffers.items()]
+
+
+def joint_loss(losses: Sequence[Tensor]) -> Tensor:
+    """A loss whose value is the clients' mean, and whose gradient is that of their sum: each has its own.
+
+    Example:
+        >>> losses = torch.tensor([1.0, 3.0], requires_grad=True)
+        >>> loss = joint_loss([losses])
+        >>> loss.backward()
+        >>> loss.item(), losses.grad
+        (2.0, tensor([1., 1.]))
+
+    """
+    every = losses[0] if len(losses) == 1 else torch.cat(list(losses))
+    total = every.sum()
+    return total + (every.mean() - total).detach()
+
+
+def reduction_of(options: Mapping[str, Any]) -> str:
+    """What becomes of the values of several batches, by the options of a module's ``log``."""
+    reduction = options.get("reduce_fx", "mean")
+    return REDUCTIONS.get(reduction.lower() if isinstance(reduction, str) else reduction, "mean")
+
+
+def reduced(values: Tensor, reduction: str) -> Tensor:
+    """One value of those of several clients, the first axis.
+
+    Example:
+        >>> reduced(torch.tensor([1.0, 3.0]), "max"), reduced(torch.tensor([1, 3]), "mean")
+        (tensor(3.), tensor(2.))
+
+    """
+    if reduction in ("max", "min"):
+        return values.amax(0) if reduction == "max" else values.amin(0)
+    return values.sum(0) if reduction == "sum" else at_least_float32(values).mean(0)
+
+
+class Replaced(AbstractContextManager[None]):
+    """An attribute of an object is another one meanwhile.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> with Replaced(layer, "in_features", 7):
+        ...     print(layer.in_features)
+        7
+        >>> layer.in_features
+        1
+
+    """
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self._owner, self._name, self._value = owner, name, value
+
+    def __enter__(self) -> None:
+        self._before = {name: value for name, value in vars(self._owner).items() if name == self._name}
+        vars(self._owner)[self._name] = self._value
+
+    def __exit__(self, *args: object) -> None:
+        del vars(self._owner)[self._name]
+        vars(self._owner).update(self._before)
+
+
+class _Caller(nn.Module):
+    """Calls a function of a module as ``functional_call`` wants it called: from a module that holds it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
+def _rows_of(clients: Sequence[int], count: int) -> slice | list[int] | None:
+    """Rows in the form that costs least: ``None`` for all, a slice for neighbours."""
+    if len(clients) == count:
+        return None
+    is_run = clients[-1] - clients[0] + 1 == len(clients)
+    return slice(clients[0], clients[-1] + 1) if is_run else list(clients)
+
+
+def _note(names: set[str], name: str, gradient: Tensor) -> None:
+    names.add(name)
+
+
+def many(value: Tensor, size: int) -> Tensor:
+    """Room for as many tensors of the same form. Matrices lie transposed, as batched products make their gradients."""
+    if value.ndim == 2:
+        return value.new_empty(size, *value.shape[::-1]).mT
+    return value.new_empty(size, *value.shape)
+
+
+def stack_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
+    """Gives parameters the values of several clients, and each client what optimizers remember from the start."""
+    for own, value in zip(parameters, values, strict=True):
+        for optimizer in optimizers:
+            state = optimizer.state.get(own, {})
+            for key, kept in state.items():
+                if isinstance(kept, Tensor) and kept.shape == own.shape:
+                    state[key] = kept.expand(len(value), *kept.shape).clone()
+        exchange(own, value)

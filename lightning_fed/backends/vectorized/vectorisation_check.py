@@ -1,0 +1,290 @@
+"""A trial of whether two clients can be trained at once: at once and one after the other, compared."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_fed.backends.vectorized.stacked_model import (
+    StackedModel,
+    joint_loss,
+    many,
+    reduced,
+    reduction_of,
+    stack_parameters,
+)
+from lightning_fed.data.interleave import OwnNumbers, noticing_draws, stack_batches
+from lightning_fed.data.population import seed_everything
+from lightning_fed.data.round_loader import describe
+from lightning_fed.model.entries import copy_state
+from lightning_fed.rounds.isolated_pass import is_same, isolated_pass, noted_attributes, prepare_batch
+
+_WRITES = "`training_step` writes the attribute {!r}, which would be all clients'"
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_SEEDS = (1, 2)  # of the two clients of the trial
+_TOLERANCE = 0.01  # of rounding, also of devices that round early; what is wrong is so by more
+_LOW_TOLERANCE = 0.1  # likewise in low precision
+
+
+class Obstacle(Exception):
+    """Why visits cannot be trained at once, in words."""
+
+
+def try_out(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str], batch: Any) -> bool:
+    """Trains two clients on a batch at once and one after the other, beside the fit, and compares.
+
+    The module's values, metrics and attributes are as before afterwards; random numbers are the caller's to put aside.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        names: Names of the parameters and buffers that a client may have of its own.
+        batch: A batch as the loader gives it.
+
+    Returns:
+        Whether the training step draws random numbers.
+
+    Raises:
+        Obstacle: If the results differ, or cannot be had.
+
+    """
+    (optimizer,) = trainer.optimizers
+    modes = [(layer, layer.training) for layer in module.modules()]
+    trial = _Trial(module, names)
+    with _restored(_helpers_of(module).values()), isolated_pass(module, trial.log, gradients=True):
+        for layer, mode in modes:
+            layer.training = mode
+        try:
+            with trainer.precision_plugin.forward_context():
+                batch = prepare_batch(trainer, module, batch)
+                draws = trial.run(batch, trainer.precision in ("32-true", "64-true"))
+        except Obstacle:
+            raise
+        except Exception as error:
+            raise Obstacle(f"in a trial `training_step` raised {describe(error)}") from error
+    try:
+        _try_optimizer(optimizer)
+    except Obstacle:
+        raise
+    except Exception as error:
+        raise Obstacle(f"in a trial {type(optimizer).__name__} raised {describe(error)}") from error
+    return draws
+
+
+class _Trial:
+    """The training steps of two clients whose models differ, on the same batch."""
+
+    def __init__(self, module: L.LightningModule, names: Sequence[str]) -> None:
+        self._module, self._names = module, names
+        self._step: Callable[..., Any] = module.training_step
+        self._rest = [0] * (len(inspect.signature(self._step).parameters) > 1)
+        own = dict[str, Tensor](module.named_parameters()) | dict(module.named_buffers())
+        self._own = {name: own[name] for name in names}
+        self._start = copy_state(self._own)
+        self._trained = [value for value in module.parameters() if value.requires_grad]
+        self._helpers = _helpers_of(module)
+        self._logged: list[Tensor] = []
+        self._reductions: list[str] = []
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        if isinstance(value, Metric):
+            raise Obstacle(f"the metric {name!r} would take the clients for examples")
+        self._logged.append(torch.as_tensor(value).detach())
+        self._reductions.append(reduction_of(options))
+
+    def run(self, batch: Any, is_precise: bool) -> bool:
+        first = self._alone(0, batch)
+        before = noted_attributes(self._module) | self._helpers_attributes()
+        second = self._alone(1, batch)
+        for name, value in (noted_attributes(self._module) | self._helpers_attributes()).items():
+            if not is_same(before.get(name), value):
+                raise Obstacle(_WRITES.format(name))
+        # A layer in evaluation mode may be trained later on.
+        draws = any(isinstance(layer, _DROPOUTS) and layer.p for layer in self._module.modules())
+        try:
+            together = self._together(batch, draws)
+        except Exception:
+            if draws:
+                raise
+            draws = True  # the most common reason
+            together = self._together(batch, draws)
+        for name, value in self._all_attributes():
+            if _has_escaped(value):
+                raise Obstacle(_WRITES.format(name))
+        tolerance = _TOLERANCE if is_precise else _LOW_TOLERANCE
+        for what, one, other, both in zip(
+            ("loss", "log", "gradients", "buffers"), first, second, together, strict=True
+        ):
+            if what == "log":
+                values = zip(one, other, self._reductions, strict=False)
+                alone = _joined([reduced(torch.stack([left, right]), how) for left, right, how in values])
+            else:
+                alone = (one + other) / 2 if what == "loss" else torch.cat([one, other])
+            if alone.shape != both.shape or not (alone - both).norm() <= tolerance * alone.norm() + 1e-12:
+                raise Obstacle(f"in a trial of two clients at once the {what} differed from one after the other")
+        if not self._together(batch, draws, is_apart=True)[0].isfinite().all() and together[0].isfinite().all():
+            raise Obstacle(
+                "`training_step` has parameters or buffers from elsewhere than the module's attributes (a list, the"
+                " optimizer), where they are all clients'"
+            )
+        return draws
+
+    def _alone(self, client: int, batch: Any) -> tuple[Tensor, ...]:
+        self._load(client)
+        seed_everything(_SEEDS[client])
+        versions = [own._version for own in self._trained]  # noqa: SLF001 - has no public name
+        with noticing_draws() as has_drawn:
+            output = self._step(batch, *self._rest)
+        if versions != [own._version for own in self._trained]:  # noqa: SLF001
+            raise Obstacle("`training_step` writes parameters that the optimizer trains")
+        if has_drawn[0]:
+            raise Obstacle("`training_step` draws from Python's or NumPy's random numbers, which would be all clients'")
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        return self._results(loss, lambda value: [value])
+
+    def _together(self, batch: Any, draws: bool, is_apart: bool = False) -> tuple[Tensor, ...]:
+        """The results of both at once; with ``is_apart`` what the module itself holds meanwhile is no number."""
+        stack = StackedModel(self._module, self._names, len(_SEEDS), draws)
+        self._logged = []
+        for client in range(len(_SEEDS)):
+            self._load(client)
+            stack.take()
+        stack.enter([])
+        try:
+            parts = stack_batches(dict.fromkeys(range(len(_SEEDS)), batch))
+            numbers = OwnNumbers(_SEEDS, everywhere=False)
+            if is_apart:
+                stack.part()
+                for own in self._own.values():
+                    if own.is_floating_point():
+                        own.data.fill_(torch.nan)
+            loss = joint_loss([stack.step(self._step, part, self._rest, numbers) for part in parts])
+            if is_apart:
+                self._logged = []
+                return (loss.detach(),)
+            rows = {client: stack.row(client) for client in range(len(_SEEDS))}
+            results = self._results(loss, lambda value: list(value))
+        finally:
+            stack.leave()
+        buffers = [row[name] for row in rows.values() for name in self._buffer_names()]
+        return (*results[:3], _joined(buffers))
+
+    def _results(self, loss: Tensor, rows: Callable[[Tensor], list[Tensor]]) -> tuple[Tensor, ...]:
+        """Loss, logged values, gradients and buffers."""
+        gradients = torch.autograd.grad(loss, self._trained, allow_unused=True)
+        whole = [
+            rows(torch.zeros_like(own) if gradient is None else gradient)
+            for own, gradient in zip(self._trained, gradients, strict=True)
+        ]
+        by_client = [each for client in zip(*whole, strict=True) for each in client]
+        logged, self._logged = self._logged, []
+        buffers = [self._own[name] for name in self._buffer_names()]
+        return tuple(map(_joined, ([loss], logged, by_client, buffers)))
+
+    def _buffer_names(self) -> list[str]:
+        """What a step may write: also parameters that the optimizer does not train."""
+        return [name for name, value in self._own.items() if not value.requires_grad]
+
+    def _all_attributes(self) -> Iterator[tuple[str, Any]]:
+        layers = {f"{path}." if path else "": layer for path, layer in self._module.named_modules()}
+        for path, owner in (layers | {f"{path}.": helper for path, helper in self._helpers.items()}).items():
+            yield from ((f"{path}{name}", value) for name, value in vars(owner).items())
+
+    def _helpers_attributes(self) -> dict[str, Any]:
+        """The tensors and numbers in objects of the module's that are no modules, by name."""
+        return {
+            f"{path}.{name}": value.detach().clone() if isinstance(value, Tensor) and not _has_escaped(value) else value
+            for path, helper in self._helpers.items()
+            for name, value in vars(helper).items()
+            if isinstance(value, int | float | Tensor)
+        }
+
+    @torch.no_grad()
+    def _load(self, client: int) -> None:
+        """Gives the module the values that it came with, or others."""
+        for name, own in self._own.items():
+            start = self._start[name]
+            own.copy_(start * 0.9 if client and start.is_floating_point() else start)
+
+
+def _helpers_of(module: L.LightningModule) -> dict[str, Any]:
+    """Objects in a module's own attributes that are no modules, as one that keeps a running centre."""
+    own = vars(L.LightningModule())
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in own and not isinstance(value, nn.Module | type | Callable) and hasattr(value, "__dict__")
+        if not type(value).__module__.startswith(("lightning.", "torch."))
+    }
+
+
+@contextmanager
+def _restored(helpers: Iterable[Any]) -> Iterator[None]:
+    """Attributes of objects have their values back afterwards, if others were put in their place."""
+    before = [(helper, dict(vars(helper))) for helper in helpers]
+    try:
+        yield
+    finally:
+        for helper, values in before:
+            vars(helper).clear()
+            vars(helper).update(values)
+
+
+def _has_escaped(value: Any) -> bool:
+    """Whether there is a tensor in it of a ``vmap`` that is over."""
+    if isinstance(value, Tensor):
+        return bool(torch._C._functorch.is_batchedtensor(value))  # noqa: SLF001 - has no public name
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
+    return any(map(_has_escaped, inside))
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(
+        [torch.zeros(0, dtype=torch.float64), *(each.detach().double().cpu().flatten() for each in tensors)]
+    )
+
+
+def _try_optimizer(optimizer: Optimizer) -> None:
+    """Steps twice with two clients' gradients, at once and one after the other."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [own.shape for group in optimizer.param_groups for own in group["params"]]
+    # Of another size for the second client, as a norm of both would show.
+    steps = [
+        [
+            torch.randn(2, *shape, generator=generator) * torch.tensor([1.0, 3.0]).view(2, *[1] * len(shape))
+            for shape in shapes
+        ]
+        for _ in range(2)
+    ]
+    alone = [_stepped(optimizer, [[each[client] for each in step] for step in steps], None) for client in range(2)]
+    for together, one, other in zip(_stepped(optimizer, steps, 2), *alone, strict=True):
+        moved = torch.stack([one, other])
+        if not (together - moved).norm() <= 1e-4 * moved.norm():
+            raise Obstacle(f"{type(optimizer).__name__} does not treat every number alone: it would mix the clients")
+
+
+def _stepped(optimizer: Optimizer, steps: Sequence[Sequence[Tensor]], clients: int | None) -> list[Tensor]:
+    """How far a copy of the optimizer moves copies of its parameters."""
+    twin = object.__new__(type(optimizer))
+    # Without what a scheduler has put in the place of `step`, which steps the original.
+    vars(twin).update(copy.deepcopy({name: value for name, value in vars(optimizer).items() if name != "step"}))
+    parameters = [own for group in twin.param_groups for own in group["params"]]
+    for group in twin.param_groups:
+        group["lr"] = group.get("lr") or 0.1  # a warm-up may begin with 0
+    if clients is not None:
+        stack_parameters(parameters, [many(own.detach(), clients).copy_(own.detach()) for own in parameters], [twin])
+    start = [own.detach().clone() for own in parameters]
+    for gradients in steps:
+        for own, gradient in zip(parameters, gradients, strict=True):
+            own.grad = gradient.to(own)
+        type(twin).step(twin)
+    return [own.detach() - before for own, before in zip(parameters, start, strict=True)]

@@ -1,0 +1,277 @@
+"""What a client's own classes are mistaken for among themselves, as pictures."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_fed.argument_checks import check_count
+from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.callbacks.pictures import figure_pixels, has_matplotlib, paint_numbers, report_others, tensorboards
+from lightning_fed.data.population import seeded_generators
+from lightning_fed.data.round_loader import describe
+from lightning_fed.errors import OptionError
+from lightning_fed.messages import Client
+from lightning_fed.model.batches import as_classes, find_inputs, find_target
+from lightning_fed.rounds.isolated_pass import isolated_pass, one_pass, prepare_batch
+from lightning_fed.rounds.round import tell_of_model
+from lightning_fed.server.schedule import Visit, client_key, derive_seed
+
+_log = logging.getLogger(__name__)
+
+_MAX_LABELS = 50
+
+
+class Confusion(NamedTuple):
+    """How often one of a client's classes was taken for which.
+
+    Attributes:
+        classes: The client's own classes, increasing, shape ``(k,)``, int64.
+        counts: Examples by class (rows) and by that of them with the largest logit (columns), shape ``(k, k)``, int64.
+
+    """
+
+    classes: Tensor
+    counts: Tensor
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the examples whose own class has the largest logit among the client's classes."""
+        return float(self.counts.diagonal().sum() / self.counts.sum())
+
+
+class OwnClassConfusion(L.Callback):
+    r"""Draws which of a client's own classes the global model takes for which others of them, to TensorBoard.
+
+    A client that holds few classes of very many can train them to be right against all others and yet not tell them
+    from one another: FedSS' paper shows that they collapse if the loss has no other positives (``"negonly"``). Here the
+    model sees the data of some clients after the round, and the largest logit is looked for among the classes
+    :math:`P_k` in a client's own data. Rows are the true classes, columns the predicted ones, the colours of viridis
+    the shares of a row, from 0 (dark blue) to 1 (yellow). With matplotlib (the extra ``demo``) the axes are labelled,
+    without it the picture is the bare matrix.
+
+    Works with any classifier: the module is called with the inputs of a batch, ``pl_module(x)``, in evaluation mode,
+    and returns logits of shape ``(N, num_classes)``. A client with personal entries is looked at with its own. The data
+    are passed over twice, aside from training, and an augmentation in the data set cannot be switched off from here,
+    but draws the same every time. Neither weights, random numbers nor logs notice. A client whose data fail is left
+    out, with a line in the log.
+
+    A picture of every client is drawn after the first round, and then whenever ``every_n_epochs`` rounds have passed
+    since the last one; the step on TensorBoard's axis is the round. Other loggers get none.
+
+    State: ``last_epoch``, the round of the last pictures (an int, or None).
+
+    Args:
+        clients: The clients to look at, or how many: the first of the population.
+        every_n_epochs: Rounds from one picture to the next.
+        class_names: Names of the classes, from class 0 on; the others are shown by their index.
+        target: Where a batch has its labels: an index or key, or a function of the batch; by default the second
+            element, or ``batch["target"]``, ``["label"]``, ``["y"]`` or their plurals. Negative labels are none.
+        inputs: Where it has its inputs, likewise; by default the first element, or ``batch["image"]``, ``["x"]``,
+            ``["input"]`` or their plurals.
+
+    Attributes:
+        latest: The matrix of every client after the last round that was looked at, also where nothing was drawn.
+
+    Raises:
+        ValueError: If ``every_n_epochs`` is below 1 or there is no client to look at; in ``fit``, if one is none of the
+            federation's, or the module does not return logits.
+        MisconfigurationException: In ``fit``, if the Trainer has no federation.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> confusion = OwnClassConfusion(clients=["Greek/01", "Latin/07"], every_n_epochs=50)
+        >>> trainer = FederatedTrainer(max_rounds=200, callbacks=[confusion], logger=False)
+
+    References:
+        "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022,
+        section 5.
+
+    """
+
+    tag = "confusion"
+    """Name of the images in TensorBoard; a client's is added to it."""
+
+    def __init__(
+        self,
+        clients: int | Sequence[Client] = 4,
+        every_n_epochs: int = 5,
+        class_names: Sequence[str] = (),
+        target: int | str | Callable[[Any], Tensor] | None = None,
+        inputs: int | str | Callable[[Any], Tensor] | None = None,
+    ) -> None:
+        check_count("every_n_epochs", every_n_epochs)
+        if (clients if isinstance(clients, int) else len(clients)) < 1:
+            raise ValueError(f"Expected `clients` to be at least one, but got {clients}.")
+        self.clients = clients
+        self.every_n_epochs = every_n_epochs
+        self.class_names = tuple(class_names)
+        self.target = target
+        self.inputs = inputs
+        self.latest: dict[Client, Confusion] = {}
+        self._last_epoch: int | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forgets an earlier run, and says which loggers get no pictures."""
+        if stage != "fit":
+            return
+        find_federation(trainer)
+        if trainer.current_epoch == 0:  # else the same Trainer goes on
+            self._last_epoch, self.latest = None, {}
+        report_others("OwnClassConfusion", trainer)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Makes sure that the clients are there; by now they are known."""
+        strangers = [
+            client for client in self._chosen(trainer) if client not in find_federation(trainer).population.clients
+        ]
+        if strangers:
+            raise OptionError(f"Expected `clients` to be some of the federation's, but got {strangers}.")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Looks at the round's global model."""
+        round = trainer.current_epoch
+        if self._last_epoch is not None and round - self._last_epoch < self.every_n_epochs:
+            return
+        self._last_epoch, self.latest = round, {}
+        federation = find_federation(trainer)
+        local = federation.local_model(pl_module)
+        state = local.global_state()
+        try:
+            for client in self._chosen(trainer):
+                own = federation.server.aggregator.model_of(client)
+                local.load_client(client, state if own is None else own, trains=False)
+                tell_of_model(trainer, pl_module, client)
+                confusion = self._look(trainer, pl_module, federation, client)
+                if confusion is not None:
+                    self.latest[client] = confusion
+        finally:
+            local.load_global(state)
+            tell_of_model(trainer, pl_module, None)
+        if not trainer.is_global_zero or not tensorboards(trainer):
+            return
+        for client, confusion in self.latest.items():
+            picture = confusion_picture(confusion, self.class_names, f"Round {round}, client {client}")
+            for logger in tensorboards(trainer):
+                logger.experiment.add_image(f"{self.tag}/{client}", picture, global_step=round)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class's note."""
+        return {"last_epoch": self._last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on counting from the last pictures."""
+        self._last_epoch = state_dict["last_epoch"]
+
+    def _chosen(self, trainer: L.Trainer) -> list[Client]:
+        if isinstance(self.clients, int):
+            return list(itertools.islice(find_federation(trainer).population.clients, self.clients))
+        return list(self.clients)
+
+    def _look(
+        self, trainer: L.Trainer, module: L.LightningModule, federation: Federation, client: Client
+    ) -> Confusion | None:
+        """The matrix of one client; ``None`` where its data fail or have no labels."""
+        faults: list[Exception] = []
+
+        def batches() -> Iterator[Any]:
+            seed = derive_seed(federation.schedule.seed, client_key(client))  # the same batches in every picture
+            visit = Visit(client, 0, seed, steps=federation.schedule.local_steps)
+            try:
+                yield from one_pass(federation.population, visit, aside=True)
+            except Exception as error:  # its data's: what fails in the module is raised there
+                faults.append(error)
+
+        with seeded_generators(), isolated_pass(module):
+            found = [torch.unique(self._labels(batch)).cpu() for batch in batches()]
+            classes = torch.unique(torch.cat(found)) if found else torch.zeros(0, dtype=torch.int64)
+            classes = classes[classes >= 0]
+            counts = torch.zeros(len(classes), len(classes), dtype=torch.int64)
+            for batch in batches() if len(classes) and not faults else ():
+                prepared = prepare_batch(trainer, module, batch)
+                with trainer.precision_plugin.forward_context():
+                    logits = module(find_inputs(prepared, self.inputs))
+                counts += confusion_counts(logits, self._labels(prepared), classes)
+        if faults or not len(classes):
+            reason = f"its data raised {describe(faults[0])}" if faults else "its data have no labels"
+            _log.warning("The confusion of the classes of client %r is left out: %s.", client, reason)
+            return None
+        return Confusion(classes, counts)
+
+    def _labels(self, batch: Any) -> Tensor:
+        return as_classes(find_target(batch, self.target), 2).long()
+
+
+def confusion_counts(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
+    """How often one of some classes was taken for which, where only these are looked at.
+
+    Args:
+        logits: Shape ``(N, num_classes)``.
+        labels: Shape ``(N,)``; negative ones are left out.
+        classes: The classes that are looked at, all labels among them, increasing, shape ``(k,)``.
+
+    Returns:
+        Shape ``(k, k)``, int64, on the CPU: labels as rows, and as columns the class among ``classes`` with the largest
+        logit.
+
+    Raises:
+        ValueError: If the logits are not of these shapes.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 1.0, 9.0, 2.0], [0.0, 3.0, 9.0, 2.0]])
+        >>> confusion_counts(logits, torch.tensor([1, 3]), classes=torch.tensor([1, 3]))
+        tensor([[0, 1],
+                [1, 0]])
+
+    """
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape or logits.shape[-1] <= int(classes.max()):
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(
+            f"Expected the module to return logits of shape ({len(labels)}, num_classes) with at least"
+            f" {int(classes.max()) + 1} classes, but got {got}."
+        )
+    classes = classes.to(logits.device)
+    is_labelled = labels >= 0
+    rows = torch.searchsorted(classes, labels[is_labelled].to(logits.device))
+    columns = logits[is_labelled][:, classes].argmax(1)
+    counts = torch.bincount(rows * len(classes) + columns, minlength=len(classes) ** 2)
+    return counts.reshape(len(classes), len(classes)).cpu()
+
+
+def confusion_picture(confusion: Confusion, class_names: Sequence[str] = (), title: str = "") -> Tensor:
+    """A matrix of shares as a picture, shape ``(3, H, W)``, uint8; with axes if matplotlib is there.
+
+    Args:
+        confusion: The matrix.
+        class_names: Names of all classes, from class 0 on; the others are shown by their index.
+        title: Stands above it, with the accuracy.
+
+    """
+    shares = confusion.counts.double() / confusion.counts.sum(1, keepdim=True)
+    painted, size = paint_numbers(shares), len(shares)
+    if not has_matplotlib():
+        cell = max(1, min(16, 1024 // size))
+        return painted.repeat_interleave(cell, 1).repeat_interleave(cell, 2)
+    from matplotlib.cm import ScalarMappable  # the extra `demo`
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+
+    names = [class_names[label] if label < len(class_names) else str(label) for label in confusion.classes.tolist()]
+    side = min(20, 4 + 0.2 * size)
+    figure = Figure(figsize=(side + 1, side), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(painted.permute(1, 2, 0).numpy(), interpolation="nearest")
+    labelled = list(range(0, size, math.ceil(size / _MAX_LABELS)))
+    axes.set_xticks(labelled, [names[place] for place in labelled], rotation=90)
+    axes.set_yticks(labelled, [names[place] for place in labelled])
+    axes.set(xlabel="largest logit among these classes", ylabel="class")
+    axes.set_title(f"{title}: {confusion.accuracy:.0%} right among {size} classes")
+    figure.colorbar(ScalarMappable(Normalize(0, 1), "viridis"), ax=axes)
+    return figure_pixels(figure)

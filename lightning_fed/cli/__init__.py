@@ -1,0 +1,7 @@
+"""The command line."""
+
+from lightning_fed.cli.main import main as main
+
+__all__ = [
+    "main",
+]

@@ -1,0 +1,163 @@
+"""The command ``lightning-fed merge``: checkpoints of one architecture become one."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from argparse import SUPPRESS
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_fed.errors import OptionError
+from lightning_fed.matching.checkpoints import read_checkpoint, state_of, with_state
+from lightning_fed.matching.merging import MatchedAverage, MergedModel
+from lightning_fed.model.batch_norm import batch_norm_layers
+from lightning_fed.tasks.base import Task
+
+_DESCRIPTION = (
+    "Merges checkpoints of models of one architecture: neurons are matched, then averaged. The model is that of a"
+    " recipe (-c) or of --model, with the hyper-parameters in the first checkpoint for what these leave out; a"
+    " checkpoint of `lightning-fed fit` names the class as well. BatchNorm's statistics are measured with the training"
+    " data of the recipe or of --data."
+)
+_READ_PAST = ("trainer", "optimizer", "lr_scheduler")  # what else a recipe may have
+
+
+def run_merge(args: Sequence[str]) -> None:
+    """Runs the command.
+
+    Args:
+        args: The command line after the command.
+
+    Raises:
+        SystemExit: If the command line is wrong (status 2), or only help was asked for.
+        FileNotFoundError: If there is no such file.
+        OptionError: If checkpoints do not go together, or there is nothing to measure BatchNorm's statistics with.
+
+    """
+    parser = _parser()
+    _take_hyperparameters(parser, args)
+    config = parser.parse_args(list(args))
+    if config.model is None:
+        parser.error("Expected the model by `-c RECIPE` or `--model CLASS`: the first checkpoint does not name it.")
+    out = Path(config.out)
+    if any(out.resolve() == Path(path).resolve() for path in config.checkpoints):
+        parser.error(f"Expected `--out` to be another file than those that are merged, but got {out}.")
+    if out.is_dir() or config.out.endswith("/"):
+        parser.error(f"Expected `--out` to be a file, but got the folder {config.out}.")
+    count = len(config.checkpoints)
+    if config.weights is not None and len(config.weights) != count:
+        parser.error(f"Expected a weight for each of {count} checkpoints, but got {len(config.weights)} `--weights`.")
+    if config.seed_everything is not False:
+        L.seed_everything(None if config.seed_everything is True else config.seed_everything, True, verbose=False)
+    try:
+        average = MatchedAverage(**{name: config[name] for name in _options()})
+        built = parser.instantiate_classes(config)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)  # what cannot be written is not matched first
+    except OSError as error:
+        parser.error(f"Expected `--out` to be in a folder that can be made, but got {out}: {error.strerror}.")
+    try:
+        first = read_checkpoint(config.checkpoints[0])
+        before = {name: value.shape for name, value in built.model.state_dict().items()}
+        merged = _merge(average, built.model, built.data, config)
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+    torch.save(with_state(first, {**state_of(first), **merged.state}), out)
+    is_resized = any(before[name] != value.shape for name, value in merged.state.items())
+    sys.stdout.write(_report(merged, out, is_resized))
+
+
+def _parser() -> LightningArgumentParser:
+    parser = LightningArgumentParser(
+        prog="lightning-fed merge",
+        usage="lightning-fed merge CHECKPOINT CHECKPOINT ... -o CHECKPOINT [-c RECIPE] [options]",
+        description=_DESCRIPTION,
+    )
+    parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="files of Lightning, or of plain states")
+    parser.add_argument("-o", "--out", required=True, metavar="CHECKPOINT", help="the file to write")
+    parser.add_argument("-c", "--config", action="config", help="a recipe, whose model and data are used")
+    parser.add_argument("--weights", type=list[float] | None, help="weight of each checkpoint: [100,250]")
+    parser.add_argument("--num_batches", type=int | None, help="batches for BatchNorm's statistics; null for all")
+    parser.add_argument("--seed_everything", type=bool | int, default=0, help="seed of what is random in the data")
+    parser.add_class_arguments(MatchedAverage, skip={"inputs", "extra_groups"}, instantiate=False)
+    parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
+    parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=False)
+    for name in _READ_PAST:
+        parser.add_argument(f"--{name}", type=Any, help=SUPPRESS)
+    return parser
+
+
+def _options() -> list[str]:
+    names = inspect.signature(MatchedAverage).parameters
+    return [name for name in names if name not in ("inputs", "extra_groups")]
+
+
+def _take_hyperparameters(parser: LightningArgumentParser, args: Sequence[str]) -> None:
+    """Makes those of the first checkpoint what the model is made with by default."""
+    place = next((place for place, arg in enumerate(args) if not _is_option_or_value(args, place)), None)
+    if place is None:
+        return  # the parser says that there are none, or help was asked for
+    try:
+        hyperparameters = dict(read_checkpoint(args[place]).get(L.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {}))
+    except ValueError as error:
+        parser.error(str(error))
+    hyperparameters.pop("_instantiator", None)
+    named = hyperparameters.pop("_class_path", None)
+    for place, arg in enumerate(args):
+        if arg == "--model" and place + 1 < len(args):
+            named = args[place + 1]
+        elif arg.startswith("--model="):
+            named = arg.partition("=")[2]
+    if named is None or named.startswith("{"):
+        return
+    try:
+        parser.set_defaults({"model": {"class_path": named, "dict_kwargs": hyperparameters}})
+    except (AttributeError, ImportError, ValueError) as error:
+        parser.error(f"Expected the model's class to be found, but got {named!r}: {error}.")
+
+
+def _is_option_or_value(args: Sequence[str], place: int) -> bool:
+    """Every option has one value, after it or after an equals sign."""
+    before = args[place - 1] if place else ""
+    return args[place].startswith("-") or (before.startswith("-") and "=" not in before)
+
+
+def _merge(
+    average: MatchedAverage, module: L.LightningModule, data: L.LightningDataModule | None, config: Namespace
+) -> MergedModel:
+    if batch_norm_layers(module) and average.batch_norm == "recalibrate" and data is None:
+        raise OptionError(
+            "Expected data to measure BatchNorm's running statistics with, but got none: give `-c RECIPE` or `--data`,"
+            " or average them with `--batch_norm average`."
+        )
+    batches: Iterable[Any] | None = None
+    if data is not None:
+        data.prepare_data()
+        data.setup("fit")
+        batches = data.train_dataloader()
+        batches = batches if config.num_batches is None else islice(batches, config.num_batches)
+    example = module.example_input() if isinstance(module, Task) and batches is None else None
+    return average.merge(config.checkpoints, module, example_input=example, data=batches, weights=config.weights)
+
+
+def _report(merged: MergedModel, out: Path, is_resized: bool) -> str:
+    width = max((len(group.name) for group in merged.groups), default=0)
+    lines = [f"{'neurons of':{width}}  before  after  matched  seconds"] if merged.groups else []
+    lines += [
+        f"{group.name:{width}}  {group.before:6}  {group.width:5}  {group.matched:7.0%}  {group.seconds:7.2f}"
+        for group in merged.groups
+    ]
+    lines.append(f"Merged checkpoint: {out}")
+    if is_resized:
+        lines.append("Its layers have other widths than the model is made with: `load_matched` loads it.")
+    return "\n".join(lines) + "\n"

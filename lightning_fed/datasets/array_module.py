@@ -1,0 +1,194 @@
+"""What the ready data modules share: loaders, and the choice of samples."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+
+from lightning_fed.argument_checks import check_count
+from lightning_fed.data.arrays import ArrayDataset
+
+Split = Literal["train", "val", "test"]
+
+_STREAMS: dict[Split, int] = {"train": 0, "val": 1, "test": 2}
+_NEEDED: dict[str | None, tuple[Split, ...]] = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("test",),
+    None: ("train", "val", "test"),
+}
+
+
+class ArrayDataModule(LightningDataModule, ABC):
+    """A data module over three data sets in memory (abstract: `load_split` is left to its subclasses).
+
+    Each split is read once, in `setup` of the first stage that needs it or when its attribute is first used, and is
+    kept. Splits and subsets are a pure function of `seed`; the global generators are not touched.
+
+    Args:
+        class_names: Name of each class.
+        batch_size: Samples in a batch, in training.
+        eval_batch_size: Samples in a batch, in validation, test and prediction; None means `batch_size`.
+        num_workers: Worker processes of each loader. The data are in memory: 0 is mostly fastest.
+        train_size: Number of training samples to keep, a random subset; None keeps all. A smaller subset is part of
+            a larger one, and samples stay in their order.
+        val_size: The same for validation.
+        test_size: The same for the test.
+        seed: Chooses the subsets, and what is held out where a data set has no validation split of its own. It has
+            nothing to do with the seed of the training.
+
+    Attributes:
+        class_names: Name of each class.
+
+    Raises:
+        ValueError: If a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        class_names: Sequence[str],
+        batch_size: int,
+        eval_batch_size: int | None,
+        num_workers: int,
+        train_size: int | None,
+        val_size: int | None,
+        test_size: int | None,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        check_count("batch_size", batch_size)
+        check_count("num_workers", num_workers, 0)
+        check_count("seed", seed, 0)
+        optional = (("eval_batch_size", eval_batch_size, 1), ("train_size", train_size, 1), ("val_size", val_size, 0),
+                    ("test_size", test_size, 0))  # fmt: skip
+        for name, value, lowest in optional:
+            if value is not None:
+                check_count(name, value, lowest)
+        self.class_names = tuple(class_names)
+        self.batch_size = batch_size
+        self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+        self._sizes: dict[Split, int | None] = {"train": train_size, "val": val_size, "test": test_size}
+        self._datasets: dict[Split, ArrayDataset] = {}
+
+    @abstractmethod
+    def load_split(self, split: Split) -> ArrayDataset:
+        """Reads one split, with its subset already taken (`subset` and `held_out` do the choice).
+
+        Args:
+            split: Which one.
+
+        Returns:
+            The samples.
+        """
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.class_names)
+
+    @property
+    def train_dataset(self) -> ArrayDataset:
+        """Training samples."""
+        return self._dataset("train")
+
+    @property
+    def val_dataset(self) -> ArrayDataset:
+        """Validation samples."""
+        return self._dataset("val")
+
+    @property
+    def test_dataset(self) -> ArrayDataset:
+        """Test samples."""
+        return self._dataset("test")
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the splits that a stage needs and that were not read before.
+
+        Args:
+            stage: `"fit"`, `"validate"`, `"test"` or `"predict"` (test samples); None reads all splits.
+        """
+        for split in _NEEDED[stage]:
+            self._dataset(split)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled training batches."""
+        return self._loader("train", self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Validation batches in order; if there are none, Lightning says so and skips the validation."""
+        return self._loader("val", self.eval_batch_size)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Test batches in order."""
+        return self._loader("test", self.eval_batch_size)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Test batches in order."""
+        return self._loader("test", self.eval_batch_size)
+
+    def subset(self, split: Split, candidates: np.ndarray) -> np.ndarray:
+        """The samples that `train_size`, `val_size` or `test_size` keeps.
+
+        Args:
+            split: Whose size counts.
+            candidates: Positions of all samples of the split in the source.
+
+        Returns:
+            The positions kept, in the order of `candidates`.
+
+        Raises:
+            ValueError: If there are fewer candidates than the size.
+        """
+        size = self._sizes[split]
+        if size is None:
+            return candidates
+        if size > len(candidates):
+            raise ValueError(f"Expected `{split}_size` to be at most {len(candidates)}, but got {size}.")
+        kept: np.ndarray = np.sort(self._shuffled(split, len(candidates))[:size])
+        return np.take(candidates, kept)
+
+    def held_out(self, split: Split, num_train: int) -> np.ndarray:
+        """The samples of a split of a source that has training samples but no validation split.
+
+        `val_size` training samples, drawn at random, are the validation split. The others are for training.
+
+        Args:
+            split: `"train"` or `"val"`.
+            num_train: Number of training samples of the source.
+
+        Returns:
+            Positions in the training samples of the source, in order.
+
+        Raises:
+            ValueError: If `val_size` and `train_size` ask for more than there is.
+        """
+        everything = np.arange(num_train)
+        validation = self.subset("val", everything)
+        return validation if split == "val" else self.subset("train", np.setdiff1d(everything, validation))
+
+    def _shuffled(self, split: Split, num_samples: int) -> np.ndarray:
+        generator = np.random.default_rng(np.random.SeedSequence([self.seed, _STREAMS[split]]))
+        return generator.permutation(num_samples)
+
+    def _dataset(self, split: Split) -> ArrayDataset:
+        if split not in self._datasets:
+            self._datasets[split] = self.load_split(split)
+        return self._datasets[split]
+
+    def _loader(self, split: Split, batch_size: int, *, shuffle: bool = False) -> DataLoader[Any]:
+        return DataLoader(
+            self._dataset(split),
+            batch_size=batch_size,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+        )

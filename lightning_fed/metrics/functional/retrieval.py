@@ -1,0 +1,225 @@
+r"""Retrieval: are the nearest neighbours of an image those of its own class?
+
+"Efficient image representation learning with federated sampled softmax" (FedSS), equation 9: MAP@R with a fixed R. With
+as large an R as a class has other images it is that of Musgrave, Belongie and Lim, "A Metric Learning Reality Check",
+ECCV 2020, section 3.2.
+
+Neighbours are found for ``chunk_size`` queries among ``chunk_size`` images at a time: nothing that grows with the
+square of the number of images is ever held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.numerics.distances import squared_distances
+from lightning_fed.numerics.precision import to_float64
+
+RetrievalMetric = Literal["cosine", "euclidean"]
+
+_LAST = 0x7FFFFFFE  # beyond any distance, and even: not relevant
+
+
+@torch.no_grad()
+def mean_average_precision_at_r(
+    embeddings: Tensor,
+    labels: Tensor,
+    r: int | Literal["relevant"] = 10,
+    *,
+    metric: RetrievalMetric = "cosine",
+    gallery: Tensor | None = None,
+    gallery_labels: Tensor | None = None,
+    chunk_size: int = 1024,
+) -> Tensor:
+    r"""MAP@R: the mean over all queries of how much of the top R is of the query's class, with the top counting most.
+
+    .. math:: \mathrm{MAP@R} = \frac{1}{Q} \sum_q \frac{1}{R} \sum_{i=1}^{R} \mathrm{rel}_i
+        \frac{\sum_{j \le i} \mathrm{rel}_j}{i}
+
+    with :math:`\mathrm{rel}_i` = 1 where the i-th nearest image is of the query's class. Every image is a query once,
+    and is itself not among its neighbours. With R fixed, a perfect model reaches 1 only where every class has more than
+    R images: with five images in a class MAP@10 is 0.4 at most.
+
+    Of equally near images those of other classes come first: the result does not depend on the order of the images, and
+    a model that maps all of them to one point gets no credit for it. Distances that agree to seven digits count as
+    equal.
+
+    Args:
+        embeddings: Embeddings of the queries, shape ``(n, d)``.
+        labels: Classes, shape ``(n,)``, integers.
+        r: R, at least 1, the same for all queries, as in FedSS (neighbours that are not there, because there are fewer
+            images, count as misses); "relevant" for the number of other images of the query's class (queries without
+            any are left out).
+        metric: Neighbours by the angle between embeddings, or by their Euclidean distance.
+        gallery: Embeddings of the images that are searched, shape ``(m, d)``; ``None`` for all other queries.
+        gallery_labels: Their classes, shape ``(m,)``.
+        chunk_size: Number of queries, and of images, whose distances are computed at a time.
+
+    Returns:
+        MAP@R, a float64 scalar from 0 to 1. NaN if an embedding is not finite, or every query is left out.
+
+    Raises:
+        ValueError: If shapes do not fit, there is no query, labels are fractions, or an option is unknown or out of its
+            range.
+
+    Example:
+        >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]])
+        >>> mean_average_precision_at_r(embeddings, torch.tensor([0, 0, 1, 1]), r="relevant").item()
+        1.0
+        >>> mean_average_precision_at_r(embeddings, torch.tensor([0, 0, 1, 1]), r=2).item()
+        0.5
+
+    """
+    check_r(r)
+    search = _Search(embeddings, labels, metric, gallery, gallery_labels, chunk_size)
+    relevant = search.relevant()
+    largest = int(relevant.max()) if r == "relevant" else r
+    if not search.is_finite or largest == 0:
+        return torch.tensor(torch.nan, dtype=torch.float64, device=relevant.device)
+    depths = relevant if r == "relevant" else torch.full_like(relevant, r)
+    ranks = torch.arange(1, largest + 1, device=relevant.device)
+    total = torch.zeros((), dtype=torch.float64, device=relevant.device)
+    for hits, depth in zip(search.hits(largest), torch.split(depths, chunk_size), strict=True):
+        hits = hits & (ranks <= depth.unsqueeze(1))
+        precisions = hits.cumsum(1).double() / ranks
+        total += ((hits * precisions).sum(1) / depth.clamp_min(1)).sum()
+    return total / (depths > 0).sum()
+
+
+@torch.no_grad()
+def relevant_neighbors(
+    embeddings: Tensor,
+    labels: Tensor,
+    k: int,
+    *,
+    metric: RetrievalMetric = "cosine",
+    gallery: Tensor | None = None,
+    gallery_labels: Tensor | None = None,
+    chunk_size: int = 1024,
+) -> Tensor:
+    """Which of the k nearest neighbours of every query are of its class.
+
+    The first column's mean is the precision at 1; the mean of ``any(1)`` is the recall at k.
+
+    Args:
+        embeddings: As in :func:`mean_average_precision_at_r`, likewise equally near neighbours.
+        labels: As there.
+        k: Number of neighbours, at least 1; where there are fewer, the rest are misses.
+        metric: As there.
+        gallery: As there.
+        gallery_labels: As there.
+        chunk_size: As there.
+
+    Returns:
+        Shape ``(n, k)``, bool, nearest first.
+
+    Raises:
+        ValueError: As there, or if an embedding is not finite.
+
+    Example:
+        >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.9, 0.5], [0.1, 1.0]])
+        >>> hits = relevant_neighbors(embeddings, torch.tensor([0, 0, 1, 1]), k=2)
+        >>> hits[:, 0].double().mean().item(), hits.any(1).double().mean().item()
+        (0.75, 0.75)
+
+    """
+    check_count("k", k)
+    search = _Search(embeddings, labels, metric, gallery, gallery_labels, chunk_size)
+    if not search.is_finite:
+        raise ValueError("Expected finite embeddings, but got NaN or infinite values.")
+    return torch.cat(list(search.hits(k)))
+
+
+def check_r(r: int | Literal["relevant"]) -> None:
+    """Refuses an R that is neither a whole number from 1 on nor "relevant".
+
+    Raises:
+        ValueError: If it is neither.
+
+    """
+    if isinstance(r, str):
+        if r != "relevant":
+            raise ValueError(f"Expected `r` to be a whole number or 'relevant', but got {r!r}.")
+    else:
+        check_count("r", r)
+
+
+class _Search:
+    """Queries and the images that are searched, checked."""
+
+    def __init__(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        metric: RetrievalMetric,
+        gallery: Tensor | None,
+        gallery_labels: Tensor | None,
+        chunk_size: int,
+    ) -> None:
+        check_option("metric", metric, get_args(RetrievalMetric))
+        self.chunk_size = check_count("chunk_size", chunk_size)
+        if (gallery is None) != (gallery_labels is None):
+            raise ValueError("Expected `gallery` and `gallery_labels` together, but got one of them.")
+        _check("embeddings", embeddings, "labels", labels)
+        self.is_among_queries = gallery is None
+        if gallery is None or gallery_labels is None:
+            gallery, gallery_labels = embeddings, labels
+        else:
+            _check("gallery", gallery, "gallery_labels", gallery_labels)
+            if gallery.shape[1] != embeddings.shape[1]:
+                raise ValueError(
+                    f"Expected `gallery` of shape (m, {embeddings.shape[1]}), but got {tuple(gallery.shape)}."
+                )
+        self.queries, self.images = embeddings, gallery
+        self.metric = metric
+        device = to_float64(embeddings[:0]).device
+        self.labels, self.image_labels = (part.to(device, torch.int64) for part in (labels, gallery_labels))
+        self.is_finite = all(bool(part.isfinite().all()) for part in (embeddings, gallery))
+        self._shift = torch.zeros(gallery.shape[1], dtype=torch.float64, device=device)
+        if metric == "euclidean":  # what the images have in common does not cost precision
+            for chunk in torch.split(gallery, self.chunk_size):
+                self._shift += to_float64(chunk).sum(0) / len(gallery)
+
+    def relevant(self) -> Tensor:
+        """For every query the number of images of its class that are searched."""
+        classes, counts = torch.unique(self.image_labels, return_counts=True)
+        places = torch.searchsorted(classes, self.labels).clamp_max(len(classes) - 1)
+        found: Tensor = counts[places] * (classes[places] == self.labels)
+        return found - int(self.is_among_queries)
+
+    def hits(self, k: int) -> Iterator[Tensor]:
+        """Which of the k nearest images are of the query's class, for some queries after the other."""
+        for first in range(0, len(self.queries), self.chunk_size):
+            queries = self._placed(self.queries, first)
+            labels = self.labels[first : first + self.chunk_size, None]
+            nearest = labels.new_full((len(queries), k), _LAST, dtype=torch.int32)
+            for start in range(0, len(self.images), self.chunk_size):
+                distances = squared_distances(queries, self._placed(self.images, start), self._shift)
+                # The bits of a float that is not negative are in the order of the floats. The last one says whether the
+                # image is relevant: of equally near ones the others come first.
+                keys = distances.float().view(torch.int32)
+                keys = (keys & ~1) | (labels == self.image_labels[start : start + self.chunk_size])
+                if self.is_among_queries and start == first:  # they are cut alike
+                    keys.fill_diagonal_(_LAST)
+                nearest = torch.cat([nearest, keys], 1).topk(k, largest=False).values
+            yield (nearest & 1).bool()
+
+    def _placed(self, embeddings: Tensor, start: int) -> Tensor:
+        """Some of the embeddings, so that Euclidean distances rank them."""
+        chunk = to_float64(embeddings[start : start + self.chunk_size])
+        return F.normalize(chunk, dim=1) if self.metric == "cosine" else chunk
+
+
+def _check(name: str, embeddings: Tensor, label_name: str, labels: Tensor) -> None:
+    if embeddings.ndim != 2 or not len(embeddings):
+        raise ValueError(f"Expected `{name}` of shape (n, d), at least one, but got {tuple(embeddings.shape)}.")
+    if labels.shape != embeddings.shape[:1]:
+        raise ValueError(f"Expected `{label_name}` of shape ({len(embeddings)},), but got {tuple(labels.shape)}.")
+    if labels.is_floating_point():
+        raise ValueError(f"Expected `{label_name}` to be integers, but got {labels.dtype}.")

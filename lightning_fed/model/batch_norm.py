@@ -1,0 +1,177 @@
+r"""BatchNorm's running statistics, measured.
+
+Running statistics that were averaged with the weights belong to no model. What a model's weights really produce is
+found by running data through it: mean, variance and count of every BatchNorm layer's input, pooled over the parts of
+the data by the law of total variance,
+
+.. math:: \mu = \frac{1}{N} \sum_k n_k \mu_k, \qquad
+          \sigma^2 = \frac{1}{N - 1} \sum_k n_k \left(\sigma_k^2 + (\mu_k - \mu)^2\right).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fed.messages import State
+from lightning_fed.model.batches import Place, find_inputs
+from lightning_fed.model.entries import BatchNorm, find_non_finite
+from lightning_fed.numerics.precision import to_float64
+
+
+def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
+    """The BatchNorm layers (of any kind) that keep running statistics, by name."""
+    return {
+        name: cast("nn.BatchNorm2d", layer)  # the kinds share their attributes, and no public base class
+        for name, layer in module.named_modules()
+        if isinstance(layer, BatchNorm) and layer.running_mean is not None
+    }
+
+
+class InputStatistics:
+    """Counts, means and variances per channel of what goes into BatchNorm layers, over all batches.
+
+    A layer in training mode has each batch's mean and variance computed anyway: with a momentum of 1 they are its
+    running statistics after the batch. They are summed up in float64.
+
+    Args:
+        layers: The layers by name, in training mode. Their running statistics are overwritten.
+
+    Example:
+        >>> net = nn.Sequential(nn.BatchNorm1d(1))
+        >>> statistics = InputStatistics(batch_norm_layers(net))
+        >>> with statistics.watching():
+        ...     _ = net(torch.tensor([[1.0], [3.0]])), net(torch.tensor([[5.0], [7.0]]))
+        >>> statistics.as_extras()["batch_norm:0:mean"]
+        tensor([4.])
+
+    """
+
+    def __init__(self, layers: Mapping[str, nn.BatchNorm2d]) -> None:
+        self._layers = layers
+        self._sums: dict[str, tuple[int, Tensor, Tensor]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While inside, every forward pass is counted."""
+        momenta = {name: layer.momentum for name, layer in self._layers.items()}
+        handles = [layer.register_forward_hook(self._counter(name)) for name, layer in self._layers.items()]
+        for layer in self._layers.values():
+            layer.momentum = 1.0
+        try:
+            yield
+        finally:
+            for name, layer in self._layers.items():
+                layer.momentum = momenta[name]
+            for handle in handles:
+                handle.remove()
+
+    def as_extras(self) -> State:
+        """Mean and biased variance of every layer that was used, shape (channels,), and the count, shape ()."""
+        extras: State = {}
+        for name, (count, total, squares) in self._sums.items():
+            mean = total / count
+            extras[f"batch_norm:{name}:mean"] = mean.float()
+            extras[f"batch_norm:{name}:var"] = (squares / count - mean.square()).clamp_min(0).float()
+            extras[f"batch_norm:{name}:count"] = torch.tensor(count, dtype=torch.float64)
+        return extras
+
+    def _counter(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def count(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            added = inputs[0].numel() // inputs[0].shape[1]
+            mean = _statistic(layer, "running_mean")
+            variance = _statistic(layer, "running_var") * ((added - 1) / added)  # the running one is unbiased
+            before, total, squares = self._sums.get(name, (0, torch.zeros_like(mean), torch.zeros_like(mean)))
+            self._sums[name] = (before + added, total + added * mean, squares + added * (variance + mean.square()))
+
+        return count
+
+
+def pool_statistics(reports: Sequence[Mapping[str, Tensor]], layer: str) -> tuple[Tensor, Tensor] | None:
+    """Mean and unbiased variance of a layer's input over all clients, in float64; ``None`` if no client used it.
+
+    Example:
+        >>> a = {"batch_norm:0:mean": torch.tensor([0.0]), "batch_norm:0:var": torch.tensor([1.0]),
+        ...      "batch_norm:0:count": torch.tensor(2.0)}
+        >>> b = {**a, "batch_norm:0:mean": torch.tensor([2.0])}
+        >>> [value.item() for value in pool_statistics([a, b], "0")]
+        [1.0, 2.6666666666666665]
+
+    """
+    key = f"batch_norm:{layer}"
+    used = [report for report in reports if f"{key}:mean" in report]
+    if not used:
+        return None
+    counts, means, variances = (
+        torch.stack([to_float64(report[f"{key}:{name}"]).cpu() for report in used]) for name in ("count", "mean", "var")
+    )
+    counts = counts[:, None]
+    total = counts.sum()
+    mean = (counts * means).sum(0) / total
+    variance = (counts * (variances + (means - mean).square())).sum(0) / (total - 1).clamp_min(1)
+    return mean, variance
+
+
+def _statistic(layer: nn.Module, name: str) -> Tensor:
+    value: Tensor = getattr(layer, name)
+    return to_float64(value)
+
+
+@torch.no_grad()
+def recalibrate_batch_norm(module: nn.Module, batches: Iterable[Any], inputs: Place = None) -> None:
+    """Replaces the running statistics of a module's BatchNorm layers by those of some data.
+
+    The data are run once through the module, in evaluation mode except for BatchNorm, which normalises with each
+    batch's own statistics as in training: batches as in training are best. Mean and variance are over all batches,
+    whatever the layers' momentum is. What else the module keeps stays as it is, and so do layers that the data do not
+    reach.
+
+    Args:
+        module: The module, changed in place. Its ``forward`` is called with the inputs of a batch.
+        batches: The data, such as a ``DataLoader``; moved to the module's device.
+        inputs: Where a batch has its inputs: index, key or function; ``None`` for the usual places.
+
+    Raises:
+        ValueError: If there is no batch, one has no inputs, or a single example, or what is measured is not finite.
+            The statistics stay as they were then.
+
+    Example:
+        >>> net = nn.Sequential(nn.BatchNorm1d(1))
+        >>> recalibrate_batch_norm(net, [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])])
+        >>> net[0].running_mean, net[0].running_var
+        (tensor([4.]), tensor([6.6667]))
+
+    """
+    layers = batch_norm_layers(module)
+    modes = [(part, part.training) for part in module.modules()]
+    kept = [(buffer, buffer.clone()) for layer in layers.values() for buffer in layer.buffers(recurse=False)]
+    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    statistics, count = InputStatistics(layers), 0
+    module.eval()
+    for layer in layers.values():
+        layer.train()
+    try:
+        with statistics.watching():
+            for batch in batches:
+                module(find_inputs(batch, inputs).to(device))
+                count += 1
+    finally:
+        for part, was_training in modes:
+            part.training = was_training
+        for buffer, before in kept:
+            buffer.copy_(before)
+    if not count:
+        raise ValueError("Expected `batches` to have at least one batch, but got none.")
+    report = statistics.as_extras()
+    fault = find_non_finite(report)
+    if fault is not None:
+        raise ValueError(f"Expected the inputs of BatchNorm layers to be finite, but {fault}.")
+    for name, layer in layers.items():
+        pooled = pool_statistics([report], name)
+        if pooled is not None:
+            layer.get_buffer("running_mean").copy_(pooled[0])
+            layer.get_buffer("running_var").copy_(pooled[1])

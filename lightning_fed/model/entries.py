@@ -1,0 +1,285 @@
+"""The entries of a module's state: which travel, which stay with a client, which stay put; and safe loading.
+
+Every entry of ``module.state_dict()`` has one policy:
+
+- *shared*: goes down with the broadcast, comes back with the update, is aggregated;
+- *sliced*: shared, but a client asks for some of its rows, and holds and sends nothing else of it (FedSS);
+- *personal*: stays with its client between rounds and never travels (FedPer, FedBN);
+- *frozen*: never travels; every visit starts from the server's copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fed.errors import OptionError
+from lightning_fed.messages import State
+
+Policy: TypeAlias = Literal["shared", "sliced", "personal", "frozen"]
+Selector: TypeAlias = type[nn.Module] | str | Callable[[nn.Module], Iterable[str]]
+"""A pattern of entry names (``"head.*"``, as in :mod:`fnmatch`), a module type, whose entries are all meant, or a
+function of the module that names the entries.
+
+Types come first, because the command line tries them in this order and every class path is a string too.
+"""
+
+BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""The batch normalisation layers, with the subclasses that timm makes of them."""
+
+
+def live_entries(module: nn.Module) -> State:
+    """The module's state by name, as tensors that share memory with it: writing to them changes the module.
+
+    Tied entries (one tensor under several names) appear once, under their first name. A module's *extra state* is left
+    out, because it shares no memory with it: it stays as it is.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> _ = live_entries(layer)["bias"].fill_(3.0)
+        >>> layer.bias.item()
+        3.0
+
+    """
+    state = {
+        name: value
+        for name, value in module.state_dict().items()
+        if isinstance(value, Tensor) and name.rpartition(".")[2] != "_extra_state"
+    }
+    names = tied_names(state)
+    return {name: value for name, value in state.items() if names[name] == name}
+
+
+def trainable_entries(module: nn.Module) -> frozenset[str]:
+    """Names of the entries that are parameters which require gradients: no buffers, and no frozen layers.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2))
+        >>> sorted(trainable_entries(net))
+        ['1.bias', '1.weight']
+
+    """
+    memory = {parameter.data_ptr() for parameter in module.parameters() if parameter.requires_grad}
+    return frozenset(name for name, value in live_entries(module).items() if value.data_ptr() in memory)
+
+
+def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """For every entry the first name of the same memory: its own, unless it is tied to an earlier one.
+
+    Example:
+        >>> weight = torch.zeros(2)
+        >>> tied_names({"a": weight, "b": weight, "c": torch.zeros(2)})
+        {'a': 'a', 'b': 'a', 'c': 'c'}
+
+    """
+    first: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
+    return {
+        name: first.setdefault((value.data_ptr(), value.shape, value.stride()), name) if value.numel() else name
+        for name, value in state.items()
+    }
+
+
+def copy_state(state: Mapping[str, Tensor]) -> State:
+    """A copy of a state that shares no memory with it."""
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+@torch.no_grad()
+def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Writes ``state`` into live entries of the same names; other entries are left alone.
+
+    Args:
+        entries: What :func:`live_entries` returned.
+        state: Values of any of those entries.
+
+    Raises:
+        ValueError: If a name is unknown, or a shape or dtype differs. Nothing is written then.
+
+    """
+    fault = find_fault(state, {name: entries[name] for name in state if name in entries}, finite=False)
+    if fault is not None:
+        raise ValueError(f"The state cannot be loaded: {fault}.")
+    for name, value in state.items():
+        entries[name].copy_(value)
+
+
+@torch.no_grad()
+def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], finite: bool = True) -> str | None:
+    """What is wrong with a state that should look like ``reference``, in words, or ``None``.
+
+    Args:
+        state: The state to check.
+        reference: Tensors of the expected names, shapes and dtypes; their values do not matter.
+        finite: Whether NaN and infinity are faults.
+
+    Example:
+        >>> find_fault({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
+        "entry 'w' has shape (2,) instead of (3,)"
+
+    """
+    missing = [name for name in reference if name not in state]
+    if missing:
+        return f"{len(missing)} missing entries: {_some(missing)}"
+    unexpected = [name for name in state if name not in reference]
+    if unexpected:
+        return f"{len(unexpected)} unexpected entries: {_some(unexpected)}"
+    for name, value in state.items():
+        expected = reference[name]
+        if value.shape != expected.shape:
+            return f"entry {name!r} has shape {tuple(value.shape)} instead of {tuple(expected.shape)}"
+        if value.dtype != expected.dtype:
+            return f"entry {name!r} has dtype {value.dtype} instead of {expected.dtype}"
+    return find_non_finite(state) if finite else None
+
+
+@torch.no_grad()
+def find_non_finite(state: Mapping[str, Tensor]) -> str | None:
+    """Names the first entry with NaN or infinite values, in words, or ``None``; one synchronisation with the device."""
+    names = [name for name, value in state.items() if value.is_floating_point() or value.is_complex()]
+    # A norm reads memory once, where `isfinite` writes as well; it is also infinite where finite values are too large.
+    if not names or bool(norm([state[name] for name in names]).isfinite()):
+        return None
+    fault = next((name for name in names if not state[name].isfinite().all()), None)
+    return None if fault is None else f"entry {fault!r} has NaN or infinite values"
+
+
+def norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm of all entries of the tensors together, shape ``()``; 0 if there are none.
+
+    Example:
+        >>> norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
+        tensor(5.)
+
+    """
+    parts = [_norm(value) for value in tensors]
+    return _norm(torch.stack([part.to(parts[0].device) for part in parts])) if parts else torch.tensor(0.0)
+
+
+def _norm(value: Tensor) -> Tensor:
+    is_wide = value.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
+    length: Tensor = torch.linalg.vector_norm(value if is_wide else value.float())
+    return length.float()
+
+
+def entry_policies(
+    module: nn.Module,
+    personal: Sequence[Selector] = (),
+    frozen: Sequence[Selector] = (),
+) -> dict[str, Policy]:
+    """The policy of every entry of the module's state.
+
+    Args:
+        module: The module.
+        personal: Selectors of the personal entries.
+        frozen: Selectors of the frozen entries.
+
+    Raises:
+        ValueError: If a selector matches nothing, or an entry is both personal and frozen.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        >>> policies = entry_policies(net, personal=[nn.BatchNorm1d])
+        >>> policies["0.weight"], policies["1.running_mean"]
+        ('shared', 'personal')
+
+    """
+    names = list(live_entries(module))
+    is_personal = select_entries(module, names, personal, "personal")
+    is_frozen = select_entries(module, names, frozen, "frozen")
+    both = sorted(is_personal & is_frozen)
+    if both:
+        raise OptionError(f"Expected an entry to be personal or frozen, but these are both: {_some(both)}.")
+    return {name: "personal" if name in is_personal else "frozen" if name in is_frozen else "shared" for name in names}
+
+
+def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[Selector], option: str) -> set[str]:
+    """The entry names that selectors match.
+
+    Args:
+        module: The module whose entries they are.
+        names: The entries to choose from.
+        selectors: Name patterns, module types and functions.
+        option: Name of the option that the selectors come from, for the error.
+
+    Raises:
+        ValueError: If a selector matches nothing.
+
+    """
+    names = list(names)
+    matched: set[str] = set()
+    for selector in selectors:
+        if isinstance(selector, str):
+            found = {name for name in names if fnmatchcase(name, selector)}
+        elif not isinstance(selector, type):
+            found = set(selector(module)) & set(names)
+        else:
+            owners = [owner for owner, child in module.named_modules() if isinstance(child, selector)]
+            prefixes = tuple(f"{owner}." if owner else "" for owner in owners)
+            found = {name for name in names if name.startswith(prefixes)} if prefixes else set()
+        if not found:
+            raise OptionError(
+                f"Expected every selector in `{option}` to match entries of the model, but {selector!r} matches none of"
+                f" {_some(names)}."
+            )
+        matched |= found
+    return matched
+
+
+def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
+    """The selectors that were passed as an argument.
+
+    Args:
+        name: Name of the argument.
+        selectors: What was passed.
+
+    Raises:
+        ValueError: If it is not a list of patterns, module types and functions.
+
+    Example:
+        >>> check_selectors("personal", ["head.*", nn.BatchNorm2d])
+        ('head.*', <class 'torch.nn.modules.batchnorm.BatchNorm2d'>)
+
+    """
+    if isinstance(selectors, str) or not isinstance(selectors, Iterable):
+        raise ValueError(f"Expected `{name}` to be a list, such as ['head.*', nn.BatchNorm2d], but got {selectors!r}.")
+    checked = tuple(selectors)
+    for selector in checked:
+        if isinstance(selector, nn.Module) or not (isinstance(selector, str) or callable(selector)):
+            raise ValueError(
+                f"Expected `{name}` to be a list of name patterns ('head.*'), module types (nn.BatchNorm2d) and"
+                f" functions, but got {selector!r} in it."
+            )
+    return checked
+
+
+def batch_norm_statistics(module: nn.Module) -> set[str]:
+    """Names of the running statistics (mean, variance, counter) of the module's BatchNorm layers."""
+    return {
+        f"{name}.{buffer}" if name else buffer
+        for name, layer in module.named_modules()
+        if isinstance(layer, BatchNorm)
+        for buffer in ("running_mean", "running_var", "num_batches_tracked")
+        if getattr(layer, buffer) is not None
+    }
+
+
+def is_running_statistic(name: str) -> bool:
+    """Whether an entry is a running mean or variance of BatchNorm or its kin, by the name that PyTorch gives it.
+
+    For the server, which sees states and no layers.
+
+    Example:
+        >>> is_running_statistic("net.1.running_var"), is_running_statistic("net.1.weight")
+        (True, False)
+
+    """
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
+def _some(names: Sequence[str], limit: int = 5) -> str:
+    shown = ", ".join(repr(name) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

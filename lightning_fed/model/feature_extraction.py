@@ -1,0 +1,110 @@
+"""Features of a trained model on given data, to compare models with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fed.argument_checks import check_count
+from lightning_fed.model.batches import Place, find_inputs
+from lightning_fed.model.features import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
+
+
+def extract_features(
+    model: nn.Module,
+    batches: Iterable[Any],
+    layer: str = "auto",
+    *,
+    max_samples: int | None = 2000,
+    inputs: Place = None,
+    seed: int = 0,
+) -> Tensor:
+    """Feature vectors that a model makes of data, or a sample of them.
+
+    The model runs in evaluation mode without gradients, and has its modes back afterwards. Of feature maps every
+    position is one vector. Which vectors are in the sample depends on ``seed`` and on the number of images and
+    positions in each batch: two models of one architecture give vectors of the same positions of the same images, if
+    the batches come in the same order. No more than the sample and one batch are held.
+
+    Args:
+        model: A LightningModule or any other module; it is called with a batch's inputs.
+        batches: The data, such as a ``DataLoader`` that does not shuffle.
+        layer: Name of the layer whose output is the features; ``"auto"`` takes what
+            :func:`~lightning_fed.modules.find_feature_layer` finds.
+        max_samples: Largest number of vectors, drawn without replacement; ``None`` for all.
+        inputs: Where a batch has its inputs: an index or key, or a function of the batch; by default the first element
+            of a sequence, ``batch["image"]``, ``["x"]``, ``["input"]`` or their plurals, or the batch itself.
+        seed: Seed of the sample.
+
+    Returns:
+        Features, shape ``(n, d)``, float32, on the CPU, in the order of the data.
+
+    Raises:
+        ValueError: If ``max_samples`` is below 1, there is no such layer, the model does not run it, a batch has no
+            inputs, or there is no batch.
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
+        >>> batches = [(torch.zeros(2, 1, 8, 8), torch.zeros(2, 6, 6))] * 3
+        >>> extract_features(net, batches, max_samples=100).shape
+        torch.Size([100, 4])
+
+    """
+    if max_samples is not None:
+        check_count("max_samples", max_samples)
+    tapped = find_feature_layer(model) if layer == "auto" else FeatureLayer(layer)
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    sample = _Sample(max_samples, seed)
+    with tap_features(model, tapped) as tap, evaluating(model), without_compiled_code():
+        tap.on_features = sample.take
+        for batch in batches:
+            sample.is_awaited = True
+            model(find_inputs(batch, inputs).to(device))
+            if sample.is_awaited:
+                raise ValueError(f"Expected the model to use its features, but {tapped} was not run.")
+    if sample.vectors is None:
+        raise ValueError("Expected at least one batch, but got none.")
+    return sample.vectors
+
+
+class _Sample:
+    """Vectors drawn without replacement from a stream of features: a number for each, and the smallest are kept."""
+
+    def __init__(self, size: int | None, seed: int) -> None:
+        self.vectors: Tensor | None = None
+        self.is_awaited = False
+        self._size = size
+        self._draws = torch.zeros(0, dtype=torch.float64)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def take(self, features: Tensor) -> None:
+        """Takes the features of a batch, at its first pass through the layer."""
+        if not self.is_awaited:
+            return
+        self.is_awaited = False
+        maps = features.flatten(2) if features.ndim > 2 else features.unsqueeze(2)
+        count, _, positions = maps.shape
+        fresh = torch.rand(count * positions, generator=self._generator, dtype=torch.float64)
+        draws, known = torch.cat([self._draws, fresh]), len(self._draws)
+        kept = draws.argsort(stable=True)[: self._size].sort().values
+        new = (kept[kept >= known] - known).to(maps.device)
+        added = maps[new // positions, :, new % positions].to("cpu", torch.float32)
+        self.vectors = added if self.vectors is None else torch.cat([self.vectors[kept[kept < known]], added])
+        self._draws = draws[kept]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every layer then has its mode back."""
+    modes = [(layer, layer.training) for layer in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer, mode in modes:
+            layer.training = mode

@@ -1,0 +1,254 @@
+"""Where a model's features are: the layer between what represents an input and what classifies it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+_CLASSIFIERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class LogitsLayer(nn.Module):
+    """Base class of layers, other than PyTorch's own, that make the logits of their input's last axis.
+
+    Attributes:
+        num_classes: Number of classes.
+
+    """
+
+    num_classes: int
+
+
+class FeatureLayer(NamedTuple):
+    """One end of a layer.
+
+    Attributes:
+        path: Name of the layer in the model, as in ``named_modules``.
+        side: Whether its input or its output is meant.
+
+    """
+
+    path: str
+    side: Literal["input", "output"] = "output"
+
+    def __str__(self) -> str:
+        return f"the {self.side} of {repr(self.path) if self.path else 'the network'}"
+
+
+def find_feature_layer(module: nn.Module) -> FeatureLayer:
+    """The end of the feature extractor of classifiers and of segmentation models.
+
+    In this order: the output of the ``encoder`` of a model that also has a ``decoder`` or a ``segmentation_head``
+    (all of ``segmentation_models_pytorch``); the output of the ``backbone`` of one that also has a ``classifier``
+    (torchvision's segmentation models); the input of what :func:`find_classifier` finds.
+
+    Args:
+        module: The model, or a module that holds it.
+
+    Returns:
+        Which end of which layer.
+
+    Raises:
+        ValueError: If there is no such layer.
+
+    Example:
+        >>> find_feature_layer(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 2)))
+        FeatureLayer(path='3', side='input')
+
+    """
+    for name, layer in named_layers(module):
+        encoder = encoder_of(layer)
+        if encoder is not None:
+            return FeatureLayer(f"{name}.{encoder}".lstrip("."))
+    return FeatureLayer(require_classifier(module), "input")
+
+
+def encoder_of(layer: nn.Module) -> str | None:
+    """Name of the child of a segmentation model that is its feature extractor; ``None`` for any other layer.
+
+    Example:
+        >>> encoder_of(nn.ModuleDict({"backbone": nn.Conv2d(1, 4, 3), "classifier": nn.Conv2d(4, 2, 1)}))
+        'backbone'
+
+    """
+    parts = dict(layer.named_children())
+    for encoder, followers in (("encoder", ("decoder", "segmentation_head")), ("backbone", ("classifier",))):
+        if encoder in parts and any(follower in parts for follower in followers):
+            return encoder
+    return None
+
+
+def require_classifier(module: nn.Module) -> str:
+    """Name that :func:`find_classifier` finds, for those who look for features in front of it.
+
+    Raises:
+        ValueError: If there is no such layer.
+
+    """
+    classifier = find_classifier(module)
+    if classifier is None:
+        raise ValueError(
+            f"Expected {type(module).__name__} to have an encoder, a backbone, a linear layer or a convolution, but it"
+            " has none: name the layer of its features."
+        )
+    return classifier
+
+
+def find_classifier(module: nn.Module) -> str | None:
+    """Name of the layer that makes the logits.
+
+    It is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, or else what ``get_classifier()`` returns (timm), or the
+    ``segmentation_head`` (``segmentation_models_pytorch``), or the last layer that is linear or a convolution.
+
+    Args:
+        module: The model, or a module that holds it.
+
+    Returns:
+        Its name, or ``None`` if there is no such layer.
+
+    Example:
+        >>> find_classifier(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
+        '2'
+
+    """
+    layers = dict(named_layers(module))
+    names = {id(layer): name for name, layer in layers.items()}
+    heads = [name for name, layer in layers.items() if isinstance(layer, LogitsLayer)]
+    if heads:
+        return heads[-1]
+    for name, layer in layers.items():
+        get_classifier = getattr(layer, "get_classifier", None)
+        classifier = get_classifier() if callable(get_classifier) else None
+        if isinstance(classifier, nn.Module) and any(True for _ in classifier.parameters()):
+            return names[id(classifier)]
+        if "segmentation_head" in dict(layer.named_children()):
+            return f"{name}.segmentation_head".lstrip(".")
+    found = [name for name, layer in layers.items() if isinstance(layer, _CLASSIFIERS)]
+    return found[-1] if found else None
+
+
+def count_classes(module: nn.Module) -> int | None:
+    """Number of classes: channels of the logits, 2 where there is one; ``None`` if the classifier cannot be found.
+
+    Example:
+        >>> count_classes(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
+        2
+
+    """
+    name = find_classifier(module)
+    if name is None:
+        return None
+    classifier = module.get_submodule(name)
+    if isinstance(classifier, LogitsLayer):
+        return classifier.num_classes
+    widths = [
+        layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+        for _, layer in named_layers(classifier)
+        if isinstance(layer, _CLASSIFIERS)
+    ]
+    return max(2, widths[-1]) if widths else None
+
+
+class FeatureTap:
+    """Reads a layer's features whenever the model runs, from a forward hook.
+
+    Attributes:
+        features: Features of the last forward pass, detached, shape ``(N, d)`` or ``(N, d, *size)``; ``None`` before.
+            A layer that works in place can change them afterwards.
+        on_features: Called with them at every forward pass, before anything can.
+
+    """
+
+    def __init__(self, layer: FeatureLayer, channels_last: bool) -> None:
+        self.layer = layer
+        self.features: Tensor | None = None
+        self.on_features: Callable[[Tensor], None] | None = None
+        self._channels_last = channels_last
+
+    def read(self, module: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any], output: Any) -> None:
+        """The forward hook."""
+        values = [*inputs, *named_inputs.values()] if self.layer.side == "input" else [output]
+        features = next((each for each in map(_last_map, values) if each is not None), None)
+        if features is None:
+            kinds = ", ".join(type(value).__name__ for value in values)
+            raise ValueError(
+                f"Expected a layer with tensors at its ends, but got {kinds or 'nothing'} as {self.layer}."
+            )
+        features = features.detach()
+        self.features = features.movedim(-1, 1) if self._channels_last and features.ndim > 2 else features
+        if self.on_features is not None:
+            self.on_features(self.features)
+
+
+@contextmanager
+def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]:
+    """Watches a layer's features.
+
+    A model that ``torch.compile`` has compiled before does not notice: run it within :func:`without_compiled_code`. If
+    it is compiled meanwhile, its features are read outside its graphs.
+
+    Args:
+        module: The model, or a module that holds it.
+        layer: Which end of which layer. Of several inputs the first is taken, of several feature maps (an encoder's)
+            the last, of a dictionary the entry ``"out"``. The ends of a linear layer have their channels last, all else
+            in the second place.
+
+    Raises:
+        ValueError: If the model has no such layer.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> with tap_features(net, find_feature_layer(net)) as tap:
+        ...     _ = net(torch.zeros(5, 2))
+        >>> tap.features.shape
+        torch.Size([5, 3])
+
+    """
+    layers = dict(module.named_modules())
+    if layer.path not in layers:
+        parent = layer.path
+        while parent and parent not in layers:
+            parent = parent.rpartition(".")[0]
+        names = [f"{parent}.{name}".lstrip(".") for name, _ in layers[parent].named_children()]
+        raise ValueError(
+            f"Expected `layer` to be the name of a layer of {type(module).__name__}, but got {layer.path!r}:"
+            f" {repr(parent) if parent else 'it'} has {names}."
+        )
+    tapped = layers[layer.path]
+    tap = FeatureTap(layer, isinstance(tapped, nn.Linear | LogitsLayer))
+    hook = torch.compiler.disable(tap.read)  # type: ignore[no-untyped-call]
+    handle = tapped.register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield tap
+    finally:
+        handle.remove()
+
+
+def without_compiled_code() -> AbstractContextManager[None]:
+    """Runs what ``torch.compile`` has compiled as it was written: compiled code does not see a new hook."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6
+    return nullcontext() if set_stance is None else set_stance("force_eager")
+
+
+def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Named modules but for metrics, which can hold networks of their own."""
+    yield prefix, module
+    for name, child in module.named_children():
+        if not isinstance(child, Metric | MetricCollection):
+            yield from named_layers(child, f"{prefix}.{name}".lstrip("."))
+
+
+def _last_map(value: Any) -> Tensor | None:
+    """The tensor, or the last of several; ``None`` if there is none."""
+    if isinstance(value, Mapping):
+        value = [value["out"]] if "out" in value else list(value.values())
+    if isinstance(value, list | tuple) and value:
+        # Some encoders return (maps, tokens).
+        first = value[0]
+        return _last_map(first if isinstance(first, list | tuple) else value[-1])
+    return value if isinstance(value, Tensor) else None

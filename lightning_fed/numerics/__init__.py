@@ -1,0 +1,1 @@
+"""Numbers: float64 sums, weighted means, distances, and how large inputs are cut."""

@@ -1,0 +1,51 @@
+"""Numbers in float64, also from devices that have none; or in float32 at least."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WITHOUT_FLOAT64 = ("mps",)  # Apple's
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """The device itself, or the CPU where it has no float64."""
+    return torch.device("cpu") if device.type in _WITHOUT_FLOAT64 else device
+
+
+def to_float64(value: Tensor, copy: bool = False) -> Tensor:
+    """The values in float64 (complex128): on their device, or on the CPU where the device has no float64.
+
+    Args:
+        value: Numbers of any type and shape.
+        copy: Whether the result shares no memory with ``value``.
+
+    Example:
+        >>> widen(torch.tensor([1, 2]))
+        tensor([1., 2.], dtype=torch.float64)
+
+    """
+    near = value.to(float64_device(value.device))
+    return near.to(torch.complex128 if value.is_complex() else torch.float64, copy=copy)
+
+
+def cast_back(value: Tensor, like: Tensor) -> Tensor:
+    """What was computed with :func:`widen`, in the type and on the device of ``like``.
+
+    Example:
+        >>> narrow(torch.tensor([0.5], dtype=torch.float64), torch.tensor([1.0]))
+        tensor([0.5000])
+
+    """
+    return value.to(like.dtype).to(like.device)
+
+
+def at_least_float32(value: Tensor) -> Tensor:
+    """The values in float32, or in float64 if they are.
+
+    Example:
+        >>> at_least_float32(torch.tensor([0.5], dtype=torch.float16))
+        tensor([0.5000])
+
+    """
+    return value if value.dtype == torch.float64 else value.float()

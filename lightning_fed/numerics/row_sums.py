@@ -1,0 +1,135 @@
+"""Weighted averages of tables of which every client holds some rows only.
+
+"Federated sampled softmax" (FedSS), Algorithm 1, line 12: the change of a row that a client does not hold is zero.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_fed.argument_checks import check_option
+from lightning_fed.numerics.precision import cast_back, to_float64
+
+RowWeighting: TypeAlias = Literal["global", "per_row"]
+
+
+class RowSums:
+    r"""Running weighted sums of rows of a table, in the memory of the rows that were added.
+
+    With weights :math:`a_k`, rows :math:`S_k` of client *k* and the table :math:`w` that all started from, the mean is
+
+    .. math:: \bar w_j = w_j + \frac{1}{A_j} \sum_{k:\, j \in S_k} a_k (w_{k,j} - w_j)
+
+    where :math:`A_j` is the sum of all weights (``"global"``: clients without the row count as unchanged, the default),
+    or of those that have the row (``"per_row"``). Sums are kept in float64.
+
+    Attributes:
+        total: Sum of the weights added so far.
+        num_rows: Rows that are kept: at most about twice those that differ.
+
+    Example:
+        >>> sums = RowSums()
+        >>> sums.add(torch.tensor([1, 2]), torch.tensor([[3.0], [8.0]]), weight=1)
+        >>> sums.add(torch.tensor([2]), torch.tensor([[4.0]]), weight=3)
+        >>> sums.mean(torch.zeros(4, 1)).flatten(), sums.mean(torch.zeros(4, 1), "per_row").flatten()
+        (tensor([0.0000, 0.7500, 5.0000, 0.0000]), tensor([0., 3., 5., 0.]))
+
+    """
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, sums, weights
+        self._settled = self.num_rows = 0
+
+    @torch.no_grad()
+    def add(self, rows: Tensor, values: Tensor, weight: float) -> None:
+        """Adds some rows.
+
+        Args:
+            rows: Which, int64, shape ``(rows,)``, each once.
+            values: The rows, shape ``(rows, *)``.
+            weight: Their weight, not negative.
+
+        """
+        sums = to_float64(values.detach(), copy=True).mul_(weight)
+        self.add_sums(rows, sums, sums.new_full((len(rows),), weight))
+        self.total += weight
+
+    def add_sums(self, rows: Tensor, sums: Tensor, weights: Tensor) -> None:
+        """Adds rows that are sums already: float64, shape ``(rows, *)``, with a weight each, shape ``(rows,)``."""
+        self._parts.append((rows.to(sums.device), sums, weights))
+        self.num_rows += len(rows)
+        if self.num_rows > 2 * self._settled:  # so that the rows of many clients take the memory of those that differ
+            self._settle()
+
+    def merge(self, other: RowSums) -> None:
+        """Joins what ``other`` has added; ``other`` is left as it is."""
+        for rows, sums, weights in other._parts:
+            self.add_sums(rows, sums, weights)
+        self.total += other.total
+
+    @torch.no_grad()
+    def mean(self, base: Tensor, weighting: RowWeighting = "global", total: float | None = None) -> Tensor:
+        """The table after the weighted mean of what was added.
+
+        Args:
+            base: The table that all started from, shape ``(n, *)``.
+            weighting: What the weights of a row are divided by.
+            total: Sum of all weights, for ``"global"``; by default of those that were added.
+
+        Returns:
+            A new table, in the type and on the device of ``base``. Rows that nobody added are those of ``base``.
+
+        Raises:
+            ValueError: If ``weighting`` is unknown.
+
+        """
+        check_option("row_weighting", weighting, ("global", "per_row"))
+        self._settle()
+        table = base.detach().clone()
+        if not self._parts:
+            return table
+        rows, sums, weights = self._parts[0]
+        weights = weights.view(-1, *[1] * (sums.ndim - 1))
+        old = to_float64(base.detach()[rows.to(base.device)])
+        if weighting == "global":
+            whole = self.total if total is None else total
+            means = (sums + (whole - weights) * old) / whole
+        else:
+            means = torch.where(weights > 0, sums / weights, old)
+        table[rows.to(base.device)] = cast_back(means, base)
+        return table
+
+    def _settle(self) -> None:
+        """Makes one part of all, with every row once, in increasing order."""
+        if len(self._parts) > 1:
+            rows, sums, weights = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
+            rows, places = torch.unique(rows, return_inverse=True)
+            sums = sums.new_zeros((len(rows), *sums.shape[1:])).index_add_(0, places, sums)
+            weights = weights.new_zeros(len(rows)).index_add_(0, places, weights)
+            self._parts = [(rows, sums, weights)]
+        self._settled = self.num_rows = sum(len(rows) for rows, _, _ in self._parts)
+
+
+def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
+    """What is wrong with rows that are asked for of a table, in words, or ``None``.
+
+    Args:
+        rows: Should be int64 of shape ``(rows,)``, strictly increasing, within the table.
+        table: Should be of a floating-point type and have rows.
+
+    Example:
+        >>> find_bad_rows(torch.tensor([2, 1]), torch.zeros(3, 2))
+        'its rows are not strictly increasing'
+
+    """
+    if rows.dtype != torch.int64 or rows.ndim != 1:
+        return f"its rows are {rows.dtype} of shape {tuple(rows.shape)} instead of int64 of shape (rows,)"
+    if table.ndim == 0 or not table.is_floating_point():
+        return f"it has no rows to choose from: shape {tuple(table.shape)}, {table.dtype}"
+    if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(table)):
+        return f"its rows are between {int(rows.min())} and {int(rows.max())}, and it has {len(table)}"
+    return None if bool((rows.diff() > 0).all()) else "its rows are not strictly increasing"

@@ -1,0 +1,146 @@
+"""Weighted averages of model states in O(model) memory.
+
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_fed.numerics.chunks import pieces
+from lightning_fed.numerics.precision import cast_back, to_float64
+from lightning_fed.numerics.row_sums import RowSums, RowWeighting
+
+
+class WeightedMean:
+    r"""Running weighted mean of flat states, in the memory of one state however many are added.
+
+    .. math:: \bar w = \frac{\sum_k a_k w_k}{\sum_k a_k}
+
+    Floating-point entries are summed in float64 and cast back once, in :meth:`mean`, so that float32 states of
+    identical clients give exactly that client, and the order of the clients does not matter. Integer and boolean
+    entries (``num_batches_tracked``) cannot be averaged: they take the value of the state added with the largest
+    ``size``; where sizes are equal, the larger value. Of an entry of which states hold some rows only, see
+    :class:`RowSums`.
+
+    The object is a monoid: :meth:`merge` joins what another process has added.
+
+    Attributes:
+        total: Sum of the weights added so far.
+        count: Number of states added so far.
+
+    Example:
+        >>> import torch
+        >>> mean = WeightedMean()
+        >>> mean.add({"w": torch.tensor([1.0])}, weight=1, size=1)
+        >>> mean.add({"w": torch.tensor([3.0])}, weight=3, size=3)
+        >>> mean.mean()
+        {'w': tensor([2.5000])}
+
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._likes: dict[str, Tensor] = {}  # nothing, of the entries' dtypes and on their devices
+        self._integers: dict[str, Tensor] = {}
+        self._rows: dict[str, RowSums] = {}
+        self._largest = -1
+        self.total = 0.0
+        self.count = 0
+
+    @torch.no_grad()
+    def add(
+        self, state: Mapping[str, Tensor], weight: float, size: int, rows: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Adds one state.
+
+        Args:
+            state: Entries of any shape; every state added must have the same names and shapes.
+            weight: Its weight, not negative.
+            size: Number of examples behind it; decides whose integer entries are kept.
+            rows: For entries of which ``state`` holds some rows only, which: int64, shape ``(rows,)``.
+
+        Raises:
+            ValueError: If ``weight`` is negative or not finite.
+
+        """
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"Expected `weight` to be finite and not negative, but got {weight}.")
+        rows = rows or {}
+        for name, value in state.items():
+            if name in rows:
+                self._rows.setdefault(name, RowSums()).add(rows[name], value, weight)
+            elif not (value.is_floating_point() or value.is_complex()):
+                self._keep_integer(name, value, size)
+            elif name in self._sums:
+                for total, piece in zip(pieces(self._sums[name]), pieces(value.detach()), strict=True):
+                    total.add_(to_float64(piece), alpha=weight)  # adding is faster after a cast of its own
+            else:
+                self._sums[name] = to_float64(value.detach().contiguous(), copy=True).mul_(weight)
+                self._likes[name] = value.new_empty(0)
+        self._largest = max(self._largest, size)
+        self.total += weight
+        self.count += 1
+
+    @torch.no_grad()
+    def merge(self, other: WeightedMean) -> None:
+        """Joins the states that ``other`` has added; ``other`` is left as it is."""
+        for name, value in other._sums.items():
+            if name in self._sums:
+                self._sums[name].add_(value.to(self._sums[name].device))
+            else:
+                self._sums[name] = value.clone()
+                self._likes[name] = other._likes[name]
+        for name, value in other._integers.items():
+            self._keep_integer(name, value, other._largest)
+        for name, sums in other._rows.items():
+            self._rows.setdefault(name, RowSums()).merge(sums)
+        self._largest = max(self._largest, other._largest)
+        self.total += other.total
+        self.count += other.count
+
+    @torch.no_grad()
+    def mean(
+        self, base: Mapping[str, Tensor] | None = None, row_weighting: RowWeighting = "global"
+    ) -> dict[str, Tensor]:
+        """The weighted mean of what was added, in the entries' own dtypes.
+
+        Args:
+            base: What the states started from; needed for entries of which they hold some rows only.
+            row_weighting: What such rows are weighted by, see :meth:`RowSums.mean`.
+
+        Raises:
+            ValueError: If nothing with a positive weight was added.
+
+        """
+        if self.total <= 0:
+            raise ValueError("Expected at least one state with a positive weight before `mean`.")
+        means = {
+            name: cast_back(value / self.total, self._likes[name])
+            for name, value in self._sums.items()
+            if name not in self._rows
+        }
+        for name, sums in self._rows.items():
+            assert base is not None
+            means[name] = self._with_whole(name, sums).mean(base[name], row_weighting, self.total)
+        return means | {name: value.clone() for name, value in self._integers.items()}
+
+    def _with_whole(self, name: str, sums: RowSums) -> RowSums:
+        """The sums of an entry's rows with those of the states that hold all of it."""
+        if name not in self._sums:
+            return sums
+        whole, joined = self._sums[name], RowSums()
+        joined.merge(sums)
+        every = torch.arange(len(whole), device=whole.device)
+        joined.add_sums(every, whole, whole.new_full((len(whole),), self.total - sums.total))
+        return joined
+
+    def _keep_integer(self, name: str, value: Tensor, size: int) -> None:
+        kept = self._integers.get(name)
+        if kept is None or size > self._largest:
+            self._integers[name] = value.detach().clone()
+        elif size == self._largest:
+            self._integers[name] = torch.maximum(kept, value)

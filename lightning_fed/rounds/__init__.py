@@ -1,0 +1,1 @@
+"""The rounds: where the server half and the client half meet Lightning."""

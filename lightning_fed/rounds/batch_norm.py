@@ -1,0 +1,244 @@
+"""BatchNorm's running statistics in a federation.
+
+Averaged running statistics belong to no model: each client's are those of its own weights, and of few batches. What
+the averaged weights really produce is found by running data through them: every client reports the mean, variance and
+count of every BatchNorm layer's input, and the server pools them, see :mod:`lightning_fed.model.batch_norm`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_fed.client.local_model import LocalModel
+from lightning_fed.data.population import Population
+from lightning_fed.data.round_loader import describe
+from lightning_fed.data.visit_costs import share_out
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.model.batch_norm import InputStatistics as InputStatistics
+from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layers
+from lightning_fed.model.batch_norm import pool_statistics as pool_statistics
+from lightning_fed.model.entries import BatchNorm, find_non_finite
+from lightning_fed.rounds.isolated_pass import forward_step, isolated_pass, one_pass, run_step
+from lightning_fed.rounds.remote import RemoteSide
+from lightning_fed.rounds.round import tell_of_model
+from lightning_fed.rounds.trainer_checks import process_group_of
+from lightning_fed.server.interface import ServerInterface
+from lightning_fed.server.schedule import Cohort, Visit
+
+_log = logging.getLogger(__name__)
+
+_MOST_LEFT = 0.1  # 22 batches with BatchNorm's default momentum
+
+
+def freeze_batch_norm(module: nn.Module) -> None:
+    """Makes BatchNorm layers normalise with their running statistics in training too, and leave them as they are."""
+    for layer in batch_norm_layers(module).values():
+        layer.eval()
+
+
+def thaw_batch_norm(module: nn.Module) -> None:
+    """Puts BatchNorm layers in their parent's mode again."""
+    for parent in module.modules():
+        for child in parent.children():
+            if isinstance(child, BatchNorm):
+                child.train(parent.training)
+
+
+def recalibrate(
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    server: ServerInterface,
+    local: LocalModel,
+    population: Population,
+    cohort: Cohort,
+    remote: RemoteSide | None = None,
+) -> None:
+    """Replaces the running statistics of the global model by those that the round's clients measure with it.
+
+    Every client whose update was used runs its data once through the new global model, in evaluation mode except for
+    BatchNorm, which normalises with each batch's own statistics as in training. The exchange is counted: the global
+    model down, the statistics up. Layers in evaluation mode (a frozen backbone's) keep the statistics they have; where
+    no client can measure, the averages stay. Of several models that the aggregator keeps each is measured by its own
+    clients.
+
+    Args:
+        trainer: The Trainer.
+        module: The module, which holds the new global model.
+        server: Counts the messages.
+        local: The module's entries.
+        population: The clients' data.
+        cohort: The round's clients.
+        elsewhere: Where the clients are, if not here.
+
+    """
+    layers = layers_in_training(module)
+    if forward_step(module) is None or not layers:
+        return
+    state = local.global_state()
+
+    def send(visit: Visit) -> Broadcast:
+        own = server.aggregator.model_of(visit.client)
+        message = Broadcast(visit.round, state if own is None else own)
+        server.count_down(message)
+        return message
+
+    visits = [visit for visit in cohort.visits if visit.client in server.report.received]
+    if remote is None:
+        measured = measure_statistics(
+            trainer,
+            module,
+            server,
+            population,
+            visits,
+            layers,
+            lambda visit: local.load_client(visit.client, send(visit).state),
+        )
+        local.load_global(state)
+        tell_of_model(trainer, module, None)
+    else:
+        measured = remote.measure(server, visits, send)
+    reports = [(server.aggregator.model_of(client), report) for client, report in measured]
+    of_global = [report for own, report in reports if own is None] or [report for _, report in reports]
+    _write_statistics(local.entries, local.shared, of_global, layers)
+    for model in {id(own): own for own, _ in reports if own is not None}.values():
+        _write_statistics(model, local.shared, [report for own, report in reports if own is model], layers)
+
+
+def has_no_measuring_step(module: L.LightningModule) -> bool:
+    """Whether there is BatchNorm to be measured, and no step of the module to do it with."""
+    return forward_step(module) is None and bool(layers_in_training(module))
+
+
+def layers_in_training(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
+    """The BatchNorm layers by name, but for those that the user has put in evaluation mode."""
+    return {name: layer for name, layer in batch_norm_layers(module).items() if layer.training}
+
+
+def client_statistics(
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    population: Population,
+    visit: Visit,
+    layers: Mapping[str, nn.BatchNorm2d],
+    step: str,
+) -> State:
+    """What goes into BatchNorm layers when a client's data run once through the model that the module is.
+
+    Args:
+        trainer: The Trainer.
+        module: The module, whose parameters and buffers are loaded anew afterwards.
+        population: The clients' data.
+        visit: The client's visit.
+        layers: The layers by name. They normalise with each batch's own statistics.
+        step: Which step of the module to run, of :func:`~lightning_fed.rounds.isolated_pass.forward_step`.
+
+    Returns:
+        :meth:`InputStatistics.as_extras`.
+
+    """
+    statistics = InputStatistics(layers)
+    with isolated_pass(module, is_reloaded=True), statistics.watching():
+        for layer in layers.values():
+            layer.train()
+        for number, batch in enumerate(one_pass(population, visit)):
+            run_step(trainer, module, step, batch, number)
+    return statistics.as_extras()
+
+
+def measure_statistics(
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    server: ServerInterface,
+    population: Population,
+    visits: Iterable[Visit],
+    layers: Mapping[str, nn.BatchNorm2d],
+    load: Callable[[Visit], None],
+) -> list[tuple[Client, State]]:
+    """What goes into BatchNorm layers when clients run their data once through a model, as each reports it.
+
+    Args:
+        trainer: The Trainer.
+        module: The module; it is left with the last client's model.
+        server: Counts the reports.
+        population: The clients' data.
+        visits: The clients, whose updates were used in the round. Several processes share them.
+        layers: The layers by name. They normalise with each batch's own statistics.
+        load: Makes the module the model to measure, as a client has it.
+
+    Returns:
+        Client and :meth:`InputStatistics.as_extras`, without clients that cannot measure: the log names them.
+
+    """
+    step, ranks = forward_step(module), process_group_of(trainer)
+    if step is None:
+        return []
+    before = server.report.down_bytes, server.report.up_bytes
+    reports: dict[Client, State] = {}
+    visits = list(visits)
+    shares = share_out([server.report.received[visit.client] for visit in visits], ranks.size)
+    for visit in (visits[place] for place in shares[ranks.rank]):
+        load(visit)
+        tell_of_model(trainer, module, visit.client)
+        try:
+            extras = client_statistics(trainer, module, population, visit, layers, step)
+        except Exception as error:
+            _log.warning("Client %r's BatchNorm statistics are left out: %s.", visit.client, describe(error))
+            continue
+        update = ClientUpdate(visit.client, server.report.received[visit.client], {}, extras)
+        server.count_up(update)
+        fault = find_non_finite(update.extras)
+        if fault is None:
+            reports[visit.client] = update.extras
+        else:
+            _log.warning("Client %r's BatchNorm statistics are left out: %s.", visit.client, fault)
+    own = reports, server.report.down_bytes - before[0], server.report.up_bytes - before[1]
+    parts = ranks.gather(own)
+    server.report.down_bytes = before[0] + sum(down for _, down, _ in parts)
+    server.report.up_bytes = before[1] + sum(up for _, _, up in parts)
+    joint = {client: report for theirs, _, _ in parts for client, report in theirs.items()}
+    return [(visit.client, joint[visit.client]) for visit in visits if visit.client in joint]
+
+
+@torch.no_grad()
+def _write_statistics(
+    entries: State, shared: Sequence[str], reports: Sequence[Mapping[str, Tensor]], layers: Iterable[str]
+) -> None:
+    for name in layers:
+        pooled = pool_statistics(reports, name)
+        prefix = f"{name}." if name else ""
+        if pooled is not None and f"{prefix}running_mean" in shared:
+            entries[f"{prefix}running_mean"].copy_(pooled[0])
+            entries[f"{prefix}running_var"].copy_(pooled[1])
+
+
+def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> None:
+    """Says that averaged statistics cannot follow the weights, where a visit is too short for them.
+
+    Args:
+        module: The module, in training mode.
+        local: Its entries.
+        batches: Batches of the shortest visit.
+
+    """
+    left = max(
+        (
+            (1 - layer.momentum) ** batches  # share of the old statistics that is left after the visit
+            for name, layer in batch_norm_layers(module).items()
+            if layer.training and layer.momentum is not None and f"{name}.running_mean".lstrip(".") in local.shared
+        ),
+        default=0.0,
+    )
+    if left > _MOST_LEFT:
+        _log.warning(
+            "The running statistics of BatchNorm layers are averaged, but after a visit of %d batches %.0f %% of them"
+            " are still the old ones: evaluation can fail although the training loss falls."
+            " batch_norm='recalibrate' measures them with the averaged model; `lightning_fed.modules.to_group_norm`"
+            " does without them.",
+            batches,
+            100 * left,
+        )

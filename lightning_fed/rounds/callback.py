@@ -1,0 +1,157 @@
+"""Base class of callbacks that take part in a federation, on the client's or the server's side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import lightning as L
+
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
+
+
+class FederatedCallback(L.Callback):
+    """An ordinary Lightning callback with more hooks, called by :class:`~lightning_fed.callbacks.Federation`.
+
+    Before the first visit :meth:`on_server_round_start`; in the order of a visit :meth:`on_client_request`, :meth:`on_server_send`,
+    :meth:`on_client_receive`, :meth:`on_client_start`, the client's batches (with Lightning's own hooks, and
+    :meth:`on_client_batch` just before each training step), :meth:`on_client_end`, :meth:`on_server_receive`,
+    :meth:`on_client_visit_end`; after the last visit :meth:`on_server_aggregate` and :meth:`on_server_round_end`; outside of visits
+    :meth:`on_model_loaded`. A hook may change the message it is given: what is true of the message after the hook is
+    what travels.
+
+    Attributes:
+        takes_stacks: Whether the callback can do with clients that train at once (``vectorize``): in Lightning's hooks
+            of a batch the module's parameters, their gradients and what optimizers keep then have a leading axis of
+            the clients, and the batch is stacked; :meth:`on_client_start` is called for all of them before the first
+            batch, and :meth:`on_client_end` after the last. Where a callback implements hooks of a visit or a batch and
+            does not say so, clients train one after another.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn.utils import get_total_norm
+        >>> class ClipUpdate(FederatedCallback):
+        ...     '''Lets no client move further than ``limit``: the Euclidean norm over all its parameters.'''
+        ...
+        ...     def __init__(self, limit: float) -> None:
+        ...         self.limit = limit
+        ...
+        ...     def on_client_start(self, trainer, module, client, broadcast):
+        ...         self.start = broadcast.state
+        ...
+        ...     def on_client_end(self, trainer, module, client, update):
+        ...         names = [name for name, _ in module.named_parameters() if name in update.state]
+        ...         steps = {name: update.state[name] - self.start[name] for name in names}
+        ...         length = float(get_total_norm(steps.values()))
+        ...         if length > self.limit:
+        ...             for name, step in steps.items():
+        ...                 update.state[name] = self.start[name] + step * (self.limit / length)
+        >>> clip = ClipUpdate(limit=1.0)
+        >>> module = torch.nn.Linear(1, 1)
+        >>> clip.on_client_start(None, module, "a", Broadcast(0, {"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}))
+        >>> update = ClientUpdate("a", 8, {"weight": torch.tensor([[3.0]]), "bias": torch.tensor([4.0])})
+        >>> clip.on_client_end(None, module, "a", update)
+        >>> update.state
+        {'weight': tensor([[0.6000]]), 'bias': tensor([0.8000])}
+
+        A client that has not moved is left as it is:
+
+        >>> update = ClientUpdate("a", 8, {"weight": torch.zeros(1, 1), "bias": torch.zeros(1)})
+        >>> clip.on_client_end(None, module, "a", update)
+        >>> update.state
+        {'weight': tensor([[0.]]), 'bias': tensor([0.])}
+
+    """
+
+    takes_stacks: bool = False
+
+    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Server side, before the first visit: the module holds the global model, and must hold it again afterwards."""
+
+    def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
+        """Names of entries of which a client holds only the rows that :meth:`on_client_request` asks for; asked for once."""
+        return ()
+
+    def on_client_request(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
+    ) -> None:
+        """Client side, before the server sends: may put rows of sliced entries, and extras, into the request.
+
+        The module still holds the global model, and the client's memory can be asked for. An entry that is not asked
+        for comes as a whole. Extras are for the rule's :meth:`Aggregator.respond <lightning_fed.Aggregator.respond>`.
+        """
+
+    def on_server_send(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Server side, before the message is sent: replace entries to change what this client is sent.
+
+        The tensors are shared by all clients' messages: put a new one in their place, do not write into them.
+        """
+
+    def on_client_receive(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Client side, on receipt, before the module loads the message: may unpack what :meth:`on_server_send` packed.
+
+        Afterwards ``broadcast.state`` must hold all shared entries.
+
+        Raises:
+            ClientFault: If the client cannot do with the message.
+
+        """
+
+    def on_client_start(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Client side, after the module has loaded the message and before its first batch."""
+
+    def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
+        """Client side, just before a training step: the batch for it. Lightning's hooks see the batch as it came.
+
+        Raises:
+            ClientFault: If the client is to be left out for its data.
+
+        """
+        return batch
+
+    def on_client_end(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
+    ) -> None:
+        """Client side, after its last batch: may add extras and metrics, compress, clip, add noise."""
+
+    def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
+        """Server side, on receipt, before the update is checked: may unpack what :meth:`on_client_end` packed."""
+
+    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
+        """Client side, when the visit is over, also where nothing came of it: to take back what it changed."""
+
+    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
+        """Where several processes share the clients: what this one has noted of its visits that all must know.
+
+        Asked before :meth:`on_server_aggregate`; tensors, numbers and plain containers. A callback that notes something in
+        :meth:`on_server_receive` and uses it in :meth:`on_server_aggregate` must implement it, and :meth:`join_round`.
+        """
+        return None
+
+    def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
+        """Takes what :meth:`share_round` returned in every process, this one's too, in the order of the ranks."""
+
+    def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
+        """Server side, before the new global values of the shared entries are loaded: may change them."""
+
+    def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
+        """Server side, when the round is over and the module holds the global model, also where it is broken off.
+
+        Args:
+            trainer: The Trainer.
+            module: The module.
+            is_new: Whether the global model is a new one, and not that which the round found.
+
+        """
+
+    def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
+        """When the module has become a client's model outside of its visit, to be evaluated or measured with.
+
+        ``client`` is ``None`` when it is the global model again.
+        """

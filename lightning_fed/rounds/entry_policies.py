@@ -1,0 +1,134 @@
+"""What travels, what stays with the clients and what does not train, in a given model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_fed.errors import OptionError
+from lightning_fed.model.entries import BatchNorm, Policy, Selector, batch_norm_statistics, entry_policies
+from lightning_fed.server.server import Aggregator
+
+_log = logging.getLogger(__name__)
+
+
+def decide_policies(
+    module: nn.Module,
+    personal: Sequence[Selector],
+    frozen: Sequence[Selector],
+    batch_norm: str,
+    sliced: Collection[str] = (),
+) -> dict[str, Policy]:
+    """The policy of every entry of the module's state; says in the log which of them stay with their clients.
+
+    Args:
+        module: The module.
+        personal: Selectors of the personal entries.
+        frozen: Selectors of the frozen entries.
+        batch_norm: What becomes of BatchNorm: ``"personal"`` adds its layers to the personal entries, ``"frozen"`` its
+            running statistics to the frozen ones.
+        sliced: Names of entries of which clients hold some rows only.
+
+    Raises:
+        ValueError: If a selector matches nothing, there is no BatchNorm to be ``"personal"``, an entry is both personal
+            and frozen, or a sliced entry is either or not there.
+
+    Example:
+        >>> decide_policies(nn.BatchNorm1d(2), [], [], "personal")["weight"]
+        'personal'
+
+    """
+    layers = {kind for kind in BatchNorm if any(isinstance(layer, kind) for layer in module.modules())}
+    if batch_norm == "personal":
+        if not layers:
+            raise OptionError(
+                f"Expected a model with BatchNorm layers for batch_norm='personal' (FedBN), but {type(module).__name__}"
+                " has none: name what is to stay with the clients in `personal`, or choose another `batch_norm`."
+            )
+        personal = (*personal, *layers)
+    if batch_norm == "frozen" and layers:
+        frozen = (*frozen, *sorted(batch_norm_statistics(module)))
+    policies = entry_policies(module, personal, frozen)
+    for name in sliced:
+        if policies.get(name) != "shared":
+            raise OptionError(
+                f"Expected {name!r}, of which clients ask for some rows, to be an entry that travels, but"
+                f" {'it is ' + policies[name] if name in policies else 'the model has no such entry'}."
+            )
+        policies[name] = "sliced"
+    at_home = [name for name, policy in policies.items() if policy == "personal"]
+    if at_home:
+        _log.warning(
+            "%d entries stay with their clients (%s, ...). Validation of the global model uses the values they had"
+            " at the start of the fit; validation data given as a mapping of clients are also evaluated with each"
+            " client's own.",
+            len(at_home),
+            at_home[0],
+        )
+    return policies
+
+
+def check_sliced(
+    module: nn.Module, policies: Mapping[str, Policy], aggregator: Aggregator, batch_norm: str, optimizer_state: str
+) -> None:
+    """Makes sure that the federation's options go with entries of which clients hold some rows only.
+
+    Args:
+        module: The module.
+        policies: The policy of every entry.
+        aggregator: The server's rule.
+        batch_norm: The federation's option.
+        optimizer_state: The federation's option.
+
+    Raises:
+        MisconfigurationException: If they do not.
+
+    """
+    sliced = [name for name, policy in policies.items() if policy == "sliced"]
+    if not sliced:
+        return
+    if not aggregator.takes_rows:
+        raise MisconfigurationException(
+            f"Clients hold some rows of {sliced} only, and {type(aggregator).__name__} needs whole entries: use"
+            " 'fedavg', for instance."
+        )
+    if optimizer_state == "keep":
+        raise MisconfigurationException(
+            f"Clients hold other rows of {sliced} in every visit, to which the optimizer state that they kept does not"
+            " belong: use optimizer_state='reset'."
+        )
+    for name, layer in module.named_modules():
+        entry = f"{name}.weight".lstrip(".")
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and entry in sliced and layer.padding_idx is not None:
+            raise MisconfigurationException(
+                f"Clients hold some rows of {entry!r} only, and its padding_idx={layer.padding_idx} would be another"
+                " word in every visit: make the embedding without `padding_idx`."
+            )
+    if batch_norm == "recalibrate" and batch_norm_statistics(module):
+        raise MisconfigurationException(
+            f"batch_norm='recalibrate' would send all of {sliced} to every client once more: convert the model with"
+            " `lightning_fed.modules.to_group_norm` (the FedSS paper does), or choose another `batch_norm`."
+        )
+
+
+def freeze_parameters(module: nn.Module, policies: Mapping[str, Policy]) -> list[nn.Parameter]:
+    """Stops the gradients of frozen parameters; returns those that had any, for ``requires_grad_(True)`` in the end.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> frozen = freeze_parameters(layer, {"weight": "shared", "bias": "frozen"})
+        >>> frozen[0] is layer.bias, layer.bias.requires_grad, layer.weight.requires_grad
+        (True, False, True)
+
+    """
+    frozen = [
+        parameter
+        for name, parameter in module.named_parameters()
+        if policies.get(name) == "frozen" and parameter.requires_grad
+    ]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    return frozen

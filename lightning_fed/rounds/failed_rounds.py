@@ -1,0 +1,130 @@
+"""The end of a fit in which nothing trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_fed.messages import Client
+from lightning_fed.process_group import ALONE, ProcessGroup
+from lightning_fed.server.interface import RoundReport
+
+
+class FailedRounds:
+    """A count of the rounds that bring no new model because clients fail, which ends a fit that is stuck.
+
+    A round that has too few clients for dropouts alone does not count. One that is part of a longer piece of work and
+    brings no new model by design (FedMA) has succeeded.
+
+    Args:
+        limit: Number of failed rounds in a row that ends the fit; ``None`` for no limit, and no end.
+
+    Attributes:
+        in_a_row: Number of failed rounds since the last one that succeeded.
+        has_trained: Whether a round has ever succeeded.
+
+    Example:
+        >>> failed = FailedRounds(limit=2)
+        >>> failed.end_round(RoundReport(0, failed={"a": "it has no examples"}), has_come=False)
+        >>> failed.end_round(RoundReport(1, failed={"a": "it has no examples"}), has_come=False)
+        ... # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        RuntimeError: No new model has come of 2 rounds in a row, up to round 1, in which 1 of 1 clients failed: ...
+
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.in_a_row = 0
+        self.has_trained = False
+        self._message = ""
+        self._cause: Exception | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, for checkpoints."""
+        return {"in_a_row": self.in_a_row, "has_trained": self.has_trained}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores them."""
+        self.in_a_row, self.has_trained = state["in_a_row"], state["has_trained"]
+
+    def end_round(
+        self,
+        report: RoundReport,
+        has_come: bool,
+        min_clients: int = 1,
+        num_clients: int = 1,
+        errors: Mapping[Client, Exception] | None = None,
+        ranks: ProcessGroup = ALONE,
+    ) -> None:
+        """Counts a round.
+
+        Args:
+            report: What happened in it.
+            has_come: Whether the rule had what it needed, and its result was used.
+            min_clients: Least number of good updates.
+            num_clients: Number of clients in the federation.
+            errors: The exceptions by which clients have failed in this process, without tracebacks.
+            ranks: The processes that share the round, which must all be asked.
+
+        Raises:
+            Exception: If all clients of the round, at least two or the only one there is, fail by exceptions of one
+                type: the first of these, or in a process that has none of them a ``RuntimeError``.
+            RuntimeError: If ``limit`` rounds in a row have failed.
+
+        """
+        if has_come:
+            self.in_a_row, self.has_trained = 0, True
+            return
+        if len(report.received) + len(report.failed) < min_clients:  # too few reported at all
+            return
+        self.in_a_row += 1
+        if self.limit is None:
+            return
+        errors = errors or {}
+        kinds = {
+            client: kind
+            for part in ranks.gather({client: _kind(error) for client, error in errors.items()})
+            for client, kind in part.items()
+        }
+        self._cause = next((errors[client] for client in report.failed if client in errors), None)
+        self._message = self._describe(report)
+        is_common = kinds.keys() >= report.failed.keys() and len(set(kinds.values())) == 1
+        if is_common and not report.received and len(report.failed) >= min(2, num_clients):
+            if self._cause is None:
+                raise RuntimeError(self._message)
+            self._cause.add_note(
+                f"In round {report.round} all {len(report.failed)} clients failed by this error. With"
+                " `max_failed_rounds=None` the fit goes on whatever fails."
+            )
+            raise self._cause
+        if self.in_a_row >= self.limit:
+            raise RuntimeError(self._message) from self._cause
+
+    def end_fit(self) -> None:
+        """Makes sure that something has trained.
+
+        Raises:
+            RuntimeError: If rounds have failed and none has ever succeeded.
+
+        """
+        if self.limit is not None and self.in_a_row and not self.has_trained and self._message:
+            raise RuntimeError(self._message) from self._cause
+
+    def _describe(self, report: RoundReport) -> str:
+        rounds = "1 round" if self.in_a_row == 1 else f"{self.in_a_row} rounds in a row"
+        reason = "the aggregate was not used, see the log"
+        if report.failed:
+            client, fault = next(iter(report.failed.items()))
+            number = len(report.failed)
+            reason = (
+                f"{number} of {number + len(report.received)} clients failed: client {client!r} is left out: {fault}"
+            )
+        return (
+            f"No new model has come of {rounds}, up to round {report.round}, in which {reason}. Mend this, or let the"
+            " fit go on whatever fails with `max_failed_rounds=None`."
+        )
+
+
+def _kind(error: Exception) -> str:
+    return f"{type(error).__module__}.{type(error).__qualname__}"

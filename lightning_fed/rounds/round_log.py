@@ -1,0 +1,138 @@
+"""What is logged of a round: who took part, what travelled, how far the models moved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_fed.messages import State
+from lightning_fed.model.entries import norm
+from lightning_fed.rounds.client_evaluation import ClientResults
+from lightning_fed.server.schedule import Cohort
+from lightning_fed.server.server import RoundReport
+
+_MAX_CLIENTS_BY_NAME = 20
+
+
+class RoundLog:
+    """Writes a round's numbers to the Trainer's loggers, and where callbacks look for what they monitor.
+
+    They go there directly: ``LightningModule.log`` keeps every value in a list that Lightning walks at each batch,
+    which made the rounds of a small model slower. The round is the x-axis.
+
+    ========================== ==========================================================================
+    ``fed/clients``            clients whose update was aggregated
+    ``fed/stragglers``         clients of the cohort that did part of their work, or were left out for it
+    ``fed/dropped``            clients that were chosen and never reported
+    ``fed/failed``             clients that were left out, each with its reason in the log
+    ``fed/num_samples``        examples behind the aggregate
+    ``fed/update_norm``        mean over clients of the Euclidean norm of (local - global) parameters
+    ``fed/global_update_norm`` norm of (new - old) global parameters
+    ``fed/drift``              1 - global_update_norm / update_norm: 0 where all clients move alike, near 1
+                               where their updates cancel
+    ``comm/up_bytes``          bytes of the round's updates; ``comm/total_up_bytes`` since round 0
+    ``comm/down_bytes``        bytes of the round's broadcasts; ``comm/total_down_bytes`` since round 0
+    ========================== ==========================================================================
+
+    Other ``metrics`` that clients send are logged as ``fed/<name>``, their mean over clients; those of the aggregator
+    (:meth:`Aggregator.metrics <lightning_fed.server.server.Aggregator.metrics>`) under their own names.
+
+    Attributes:
+        total_up_bytes: Bytes of all updates since round 0.
+        total_down_bytes: Bytes of all broadcasts since round 0.
+
+    """
+
+    def __init__(self) -> None:
+        self.total_up_bytes = 0
+        self.total_down_bytes = 0
+        self._last: dict[str, float] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running totals and the last round's numbers."""
+        return {"up_bytes": self.total_up_bytes, "down_bytes": self.total_down_bytes, "last": dict(self._last)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores them."""
+        self.total_up_bytes, self.total_down_bytes = state["up_bytes"], state["down_bytes"]
+        self._last = dict(state["last"])
+
+    def put_axis(self, module: L.LightningModule, round: int) -> None:
+        """Makes the round the x-axis of what the module logs in this loop: Lightning takes it from a value ``step``."""
+        if not module.trainer.barebones:  # logs nothing, and would say so
+            module.log("step", float(round), on_step=False, on_epoch=True, batch_size=1, add_dataloader_idx=False)
+
+    def show(self, trainer: L.Trainer) -> None:
+        """Puts the last round's numbers where callbacks look for what they monitor."""
+        values = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._last.items()}
+        trainer.callback_metrics.update(values)
+        trainer.logged_metrics.update(values)
+
+    def end_round(
+        self,
+        trainer: L.Trainer,
+        report: RoundReport,
+        cohort: Cohort,
+        before: State,
+        after: State,
+        parameters: Sequence[str],
+        measured: Mapping[str, float],
+    ) -> None:
+        """Logs a round.
+
+        Args:
+            trainer: Where to log.
+            report: What happened.
+            cohort: Who was chosen.
+            before: The global model that the round started from.
+            after: The one that it ended with.
+            parameters: Names of the entries that are trained.
+            measured: What the aggregator reports.
+
+        """
+        self.total_up_bytes += report.up_bytes
+        self.total_down_bytes += report.down_bytes
+        values: dict[str, float] = {
+            "fed/clients": len(report.received),
+            "fed/stragglers": sum(visit.is_straggler for visit in cohort.visits),
+            "fed/dropped": len(cohort.dropped),
+            "fed/failed": len(report.failed),
+            "fed/num_samples": sum(report.received.values()),
+            "comm/up_bytes": report.up_bytes,
+            "comm/down_bytes": report.down_bytes,
+            "comm/total_up_bytes": self.total_up_bytes,
+            "comm/total_down_bytes": self.total_down_bytes,
+        }
+        norms = [metrics["update_norm"] for metrics in report.metrics.values() if "update_norm" in metrics]
+        if norms:
+            mean_norm = sum(norms) / len(norms)
+            global_norm = float(norm(after[name] - before[name] for name in parameters))
+            values["fed/update_norm"] = mean_norm
+            values["fed/global_update_norm"] = global_norm
+            values["fed/drift"] = 1 - global_norm / mean_norm if mean_norm else 0.0
+        others = {name for metrics in report.metrics.values() for name in metrics} - {"update_norm"}
+        for name in sorted(others):
+            sent = [metrics[name] for metrics in report.metrics.values() if name in metrics]
+            values[f"fed/{name}"] = sum(sent) / len(sent)
+        self._last = {}
+        self.put(trainer, report.round, values | dict(measured))
+
+    def put_clients(self, trainer: L.Trainer, round: int, results: ClientResults) -> None:
+        """Logs the evaluation client by client: ``fed/<metric>/...``, and ``client/<id>/<metric>`` of few clients."""
+        values: dict[str, float] = {f"fed/{name}": value for name, value in results.summary().items()}
+        for name, by_client in results.values.items():
+            if len(by_client) <= _MAX_CLIENTS_BY_NAME:
+                values |= {f"client/{client}/{name}": value for client, value in by_client.items()}
+        self.put(trainer, round, values)
+
+    def put(self, trainer: L.Trainer, round: int, values: Mapping[str, float]) -> None:
+        """Logs values of a round under their names."""
+        if trainer.barebones:
+            return
+        self._last |= values
+        self.show(trainer)
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.log_metrics(dict(values), step=round)

@@ -1,0 +1,240 @@
+"""Putting the round's loader in place of a user's ``train_dataloader``, and what a Trainer must not do meanwhile."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning as L
+import lightning.pytorch.callbacks as callbacks
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_fed.process_group import ALONE, ProcessGroup
+from lightning_fed.server.schedule import Schedule
+
+_REFUSED: dict[type[L.Callback], str] = {
+    BatchSizeFinder: "it would tune on the first client's batches: tune with a plain `L.Trainer` first",
+    LearningRateFinder: "it would tune on the first client's batches: tune with a plain `L.Trainer` first",
+    StochasticWeightAveraging: "it edits the training loop and would average clients: use a server-side rule",
+    ModelPruning: "it renames entries of the module between rounds, which clients would not know: prune the trained"
+    " model with `torch.nn.utils.prune`",
+    GradientAccumulationScheduler: "its windows would straddle two clients: use a larger batch size",
+}
+_AVERAGE_STEPS = [  # new in Lightning 2.6; a subclass of the user's may well average rounds
+    getattr(callbacks, name) for name in ("WeightAveraging", "EMAWeightAveraging") if hasattr(callbacks, name)
+]
+
+
+class OverriddenMethod:
+    """A method of a user's object, replaced on the instance until :meth:`give_back`.
+
+    A copy of the owner that is made meanwhile (``copy.deepcopy(module)``) has its own method.
+
+    Args:
+        owner: The object.
+        name: The method's name.
+        replacement: Called instead of it.
+
+    Attributes:
+        original: The method that was replaced.
+
+    """
+
+    def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        self.owner = owner
+        self.name = name
+        self.replacement = replacement
+        self.original: Callable[..., Any] = getattr(owner, name)
+        self.__wrapped__ = self.original  # where Lightning looks whether a hook is overridden
+        self._was_on_instance = name in vars(owner)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the replacement."""
+        return self.replacement(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, (self.owner, self.name)  # of the owner's copy
+
+    def give_back(self) -> None:
+        """Puts the original back."""
+        if self._was_on_instance:
+            setattr(self.owner, self.name, self.original)
+        else:
+            delattr(self.owner, self.name)
+
+
+class IgnoredWarning:
+    """A warning that comes on purpose and says nothing to the user, ignored until :meth:`give_back`.
+
+    Args:
+        message: How it begins, a regular expression.
+
+    """
+
+    def __init__(self, message: str) -> None:
+        warnings.filterwarnings("ignore", message)
+        self._filter = warnings.filters[0]
+
+    def give_back(self) -> None:
+        """Lets it be shown again; other filters that were added meanwhile stay."""
+        filters: list[Any] = warnings.filters  # type: ignore[assignment] # a list, which the types do not say
+        if self._filter in filters:
+            filters.remove(self._filter)
+
+
+def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.LightningDataModule | L.LightningModule:
+    """The datamodule or module whose ``train_dataloader`` the Trainer will call.
+
+    Raises:
+        MisconfigurationException: If there is none, because the loaders were handed to ``fit``.
+
+    """
+    datamodule: L.LightningDataModule | None = getattr(trainer, "datamodule", None)
+    if datamodule is not None and is_overridden("train_dataloader", datamodule):
+        return datamodule
+    if is_overridden("train_dataloader", module):
+        return module
+    raise MisconfigurationException(
+        "Expected training data in a datamodule or in the module's own `train_dataloader`. `Federation` cannot reach"
+        " loaders that are handed directly to `L.Trainer.fit(model, train_dataloaders=...)`."
+        " Put them in a LightningDataModule (`trainer.fit(model, datamodule=...)`), or use `FederatedTrainer`, whose"
+        " `fit` takes them as they are."
+    )
+
+
+def process_group_of(trainer: L.Trainer) -> ProcessGroup:
+    """The processes that train the federation's clients: those of a strategy that shares clients out, or this alone."""
+    ranks: ProcessGroup = getattr(trainer.strategy, "ranks", ALONE)
+    return ranks
+
+
+def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.Callback]) -> None:
+    """Adds those callbacks of whose kind the Trainer has none, right behind ``callback``."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for each in needed:
+        if not any(isinstance(other, type(each)) for other in callbacks):
+            callbacks.insert(callbacks.index(callback) + 1, each)
+
+
+def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) -> None:
+    """Moves a callback to the front, so that for all others a visit has begun before its first batch.
+
+    Args:
+        trainer: The Trainer, which may be in a loop over its callbacks.
+        callback: The callback.
+        kind: Its kind.
+
+    Raises:
+        MisconfigurationException: If there are more of its kind.
+
+    """
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if sum(isinstance(other, kind) for other in callbacks) > 1:
+        raise MisconfigurationException(f"Expected one `{kind.__name__}` callback, but the Trainer has more.")
+    callbacks.remove(callback)
+    callbacks.insert(0, callback)
+
+
+def check_trainer(trainer: L.Trainer, local_steps: int | None, stragglers: float) -> None:
+    """Refuses what cannot be right when one epoch is one round of several clients.
+
+    Args:
+        trainer: The Trainer.
+        local_steps: Batches per visit, if that is how work is counted.
+        stragglers: Fraction of stragglers.
+
+    Raises:
+        MisconfigurationException: With what to do instead.
+
+    """
+    if trainer.world_size > 1 and process_group_of(trainer).size == 1:
+        raise MisconfigurationException(
+            f"`Federation` trains the clients of a round one after another in one process, but the Trainer has"
+            f" {trainer.world_size}: use strategy='client_parallel', which shares the clients out to them, or"
+            " `devices=1`."
+        )
+    interval = getattr(trainer, "val_check_interval", None)
+    if interval != 1.0 or isinstance(interval, int) or trainer.check_val_every_n_epoch is None:  # 1 is "every batch"
+        raise MisconfigurationException(
+            "Validation inside a round would validate one client's model: leave `val_check_interval` at 1.0 and use"
+            f" `check_val_every_n_epoch` to validate every n rounds, but got"
+            f" val_check_interval={interval!r} and"
+            f" check_val_every_n_epoch={trainer.check_val_every_n_epoch!r}."
+        )
+    overfit = trainer.overfit_batches  # type: ignore[attr-defined]
+    if overfit:
+        raise MisconfigurationException(
+            "`overfit_batches` would take other batches in every round, because each has clients, and an order, of its"
+            " own. To see whether the model can overfit, give a plain `L.Trainer` a few batches, or `Federation` one"
+            " client with few examples; `limit_train_batches` makes the rounds short. Leave `overfit_batches` at 0, but"
+            f" got overfit_batches={overfit!r}."
+        )
+    window = trainer.accumulate_grad_batches
+    if window > 1 and (local_steps is None or local_steps % window or stragglers):
+        raise MisconfigurationException(
+            f"`accumulate_grad_batches={window}` would let a window straddle two clients: set `local_steps` to a"
+            f" multiple of {window} (without stragglers), or use a {window} times larger batch size instead."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for refused, reason in _REFUSED.items():
+            if isinstance(callback, refused):
+                raise MisconfigurationException(f"`{type(callback).__name__}` does not work in a federation: {reason}.")
+        if type(callback) in _AVERAGE_STEPS:
+            raise MisconfigurationException(
+                f"`{type(callback).__name__}` does not work in a federation: it averages after every batch, whoever's"
+                " it is. Subclass `WeightAveraging` with a `should_update` that looks at `epoch_idx` to average rounds."
+            )
+
+
+def check_schedulers(trainer: L.Trainer) -> None:
+    """Refuses per-step schedulers that would count batches across clients.
+
+    Raises:
+        MisconfigurationException: With what to do instead.
+
+    """
+    for config in trainer.lr_scheduler_configs:
+        if config.interval != "step":
+            continue
+        if config.frequency != 1:
+            raise MisconfigurationException(
+                "A per-step scheduler with a `frequency` counts batches across clients: use frequency=1 (it starts anew"
+                f" in every visit) or interval='epoch' (per round), but got frequency={config.frequency}."
+            )
+        if config.reduce_on_plateau:
+            raise MisconfigurationException(
+                "`ReduceLROnPlateau` with interval='step' would watch one client's batches: use interval='epoch'."
+            )
+
+
+def check_min_clients(min_clients: int, schedule: Schedule, chosen: int, partial_work: str) -> None:
+    """Refuses a least number of updates that no round can have.
+
+    Args:
+        min_clients: Least number of good updates that changes the global model.
+        schedule: Who takes part.
+        chosen: Number of clients in a round.
+        partial_work: Whether stragglers are left out.
+
+    Raises:
+        MisconfigurationException: If the model could never change.
+
+    """
+    most, who = chosen, "of a round"
+    if partial_work == "drop" and schedule.stragglers:
+        most, who = schedule.active_size(chosen), "of a round that do all their work"
+    if min_clients > most:
+        raise MisconfigurationException(
+            f"Expected `min_clients` to be at most the clients {who} ({most}), but got {min_clients}: the global model"
+            " would never change."
+        )

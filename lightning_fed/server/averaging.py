@@ -1,0 +1,65 @@
+"""What all averaging rules share: one running weighted mean; a rule says the weight of an update."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from lightning_fed.argument_checks import check_option
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.numerics.row_sums import RowWeighting
+from lightning_fed.numerics.weighted_mean import WeightedMean
+from lightning_fed.server.server import Aggregator
+
+
+class AveragingAggregator(Aggregator):
+    """Weighted mean of the clients' states, in the memory of one state. A rule implements :meth:`weight`.
+
+    Args:
+        row_weighting: Of entries of which a client holds some rows only, whose weights a row's changes are divided by:
+            those of all clients of the round (``"global"``, the FedSS paper's), so that a row which few hold moves
+            little, or those of the clients that hold the row (``"per_row"``).
+
+    Raises:
+        ValueError: If ``row_weighting`` is unknown.
+
+    """
+
+    takes_rows: bool = True
+
+    def __init__(self, row_weighting: RowWeighting = "global") -> None:
+        check_option("row_weighting", row_weighting, ("global", "per_row"))
+        self.row_weighting: RowWeighting = row_weighting
+        self._round = -1
+        self._state: State = {}
+        self.running = WeightedMean()
+
+    @abstractmethod
+    def weight(self, update: ClientUpdate) -> float:
+        """The weight of one update in the mean."""
+
+    def start_round(self, round: int, state: State) -> None:
+        """Starts a round from ``state``."""
+        self._round, self._state, self.running = round, state, WeightedMean()
+
+    def broadcast(self, client: Client) -> Broadcast:
+        """The global state, the same for every client."""
+        return Broadcast(self._round, dict(self._state))
+
+    def receive(self, update: ClientUpdate) -> None:
+        """Adds the update to the mean."""
+        self.running.add(update.state, self.weight(update), update.num_samples, update.rows)
+
+    def merge(self, other: Aggregator) -> None:
+        """Joins the mean of another aggregator of the same kind.
+
+        Raises:
+            TypeError: If ``other`` is of another kind.
+
+        """
+        if not isinstance(other, type(self)):
+            raise TypeError(f"Expected `other` to be a {type(self).__name__}, but got {type(other).__name__}.")
+        self.running.merge(other.running)
+
+    def aggregate(self) -> State:
+        """The mean of the updates received."""
+        return self.running.mean(self._state, self.row_weighting)

@@ -1,0 +1,288 @@
+"""Who takes part in a round, and with which seed: a pure function of (seed, round).
+
+Nothing here reads or moves a global generator, so a resumed run, a run on N processes and two methods under comparison
+see the same rounds. The cost of a round is O(cohort), not O(population).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import numbers
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_fed.argument_checks import check_count, check_share
+from lightning_fed.errors import OptionError
+from lightning_fed.messages import Client
+
+# One independent stream of random numbers per purpose.
+_COHORT, _STRAGGLERS, _DROPOUT, _VISIT, _SECOND, _START, _END = range(7)
+
+
+def client_key(client: Client) -> int:
+    """A stable 64-bit key of a client's name: the same in every process, unlike ``hash``.
+
+    Example:
+        >>> client_key(7) == client_key(7), client_key(7) == client_key("7")
+        (True, False)
+
+    """
+    name = f"{'s' if isinstance(client, str) else 'i'}:{client}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
+def default_seed() -> int:
+    """The seed of ``lightning.seed_everything`` if it was called, else 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def derive_seed(seed: int, *keys: int) -> int:
+    """A 32-bit seed that depends on ``seed`` and every key.
+
+    Example:
+        >>> derive_seed(0, 1) == derive_seed(0, 1), derive_seed(0, 1) == derive_seed(1, 0)
+        (True, False)
+
+    """
+    return int(np.random.SeedSequence([seed, *keys]).generate_state(1)[0])
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One client's planned local training in a round.
+
+    Args:
+        client: The client's key.
+        round: Index of the round, from 0.
+        seed: Seed of everything random in the visit (data order, dropout, ...).
+        epochs: Passes over the client's data, if ``steps`` is ``None``.
+        steps: Number of batches, if given.
+        portion: Share in (0, 1) of a single epoch that a straggler gets through; ``None`` for all of it.
+        is_straggler: Whether the client does only part of its local work.
+
+    """
+
+    client: Client
+    round: int
+    seed: int
+    epochs: int = 1
+    steps: int | None = None
+    portion: float | None = None
+    is_straggler: bool = False
+
+    def num_batches(self, batches_per_epoch: int) -> int:
+        """Batches the client trains on in this visit.
+
+        Example:
+            >>> Visit("a", 0, 0, epochs=3).num_batches(5), Visit("a", 0, 0, steps=7).num_batches(5)
+            (15, 7)
+            >>> Visit("a", 0, 0, portion=0.5).num_batches(5)
+            3
+
+        """
+        if batches_per_epoch == 0:
+            return 0
+        if self.steps is not None:
+            return self.steps
+        if self.portion is not None:  # uniform over 1 .. batches - 1
+            return 1 + int(self.portion * (batches_per_epoch - 1))
+        return self.epochs * batches_per_epoch
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """The clients of one round.
+
+    Args:
+        visits: Planned visits, of the clients that will report.
+        dropped: Clients that were chosen but never report.
+
+    """
+
+    visits: tuple[Visit, ...]
+    dropped: tuple[Client, ...] = ()
+
+
+class Schedule:
+    r"""Draws each round's cohort, stragglers, dropouts and seeds.
+
+    Clients are drawn uniformly without replacement, :math:`m = \max(\lceil C K \rceil, 1)` of :math:`K` for a fraction
+    :math:`C` (McMahan et al. 2017). Of a cohort of :math:`m` clients, :math:`m - \mathrm{round}(m (1 - \delta))`
+    straggle: they do an integer number of epochs drawn uniformly from 1 to E - 1 (Li et al., "Federated Optimization in
+    Heterogeneous Networks", MLSys 2020, and its code), of steps where the work is counted in steps, and of batches
+    where E = 1. Each chosen client fails to report with probability ``dropout``.
+
+    Args:
+        seed: Seed of the schedule, not negative.
+        clients_per_round: Number of clients (int) or fraction of the population (float in (0, 1]).
+        local_epochs: Passes over a client's data in a visit.
+        local_steps: Batches in a visit; replaces ``local_epochs``.
+        stragglers: Fraction of the cohort in [0, 1) that does part of its work.
+        dropout: Probability in [0, 1) that a chosen client never reports.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> schedule = Schedule(seed=1, clients_per_round=2)
+        >>> cohort = schedule.cohort(round=0, clients=range(1_000_000))
+        >>> len(cohort.visits), cohort == schedule.cohort(round=0, clients=range(1_000_000))
+        (2, True)
+
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        clients_per_round: int | float = 1.0,
+        local_epochs: int = 1,
+        local_steps: int | None = None,
+        stragglers: float = 0.0,
+        dropout: float = 0.0,
+    ) -> None:
+        if seed < 0:
+            raise ValueError(f"Expected `seed` to be at least 0, but got {seed}.")
+        local_epochs = check_count("local_epochs", local_epochs)
+        local_steps = None if local_steps is None else check_count("local_steps", local_steps)
+        if local_steps is not None and local_epochs != 1:
+            raise ValueError(
+                f"Expected one of `local_epochs` and `local_steps`, but got local_epochs={local_epochs} and"
+                f" local_steps={local_steps}."
+            )
+        check_share("stragglers", stragglers)
+        check_share("dropout", dropout)
+        self.seed = seed
+        self.clients_per_round = _count_or_fraction(clients_per_round)
+        self.local_epochs = local_epochs
+        self.local_steps = local_steps
+        self.stragglers = stragglers
+        self.dropout = dropout
+
+    def cohort_size(self, population: int) -> int:
+        """Number of clients drawn per round from ``population`` clients.
+
+        Raises:
+            ValueError: If the population is empty or smaller than the count asked for.
+
+        """
+        if population < 1:
+            raise ValueError("Expected at least one client, but got none.")
+        if isinstance(self.clients_per_round, float):
+            return max(math.ceil(self.clients_per_round * population - 1e-9), 1)  # 0.07 * 100 is a little over 7
+        if self.clients_per_round > population:
+            raise OptionError(
+                f"Expected `clients_per_round` to be at most the number of clients ({population}), but got"
+                f" {self.clients_per_round}."
+            )
+        return self.clients_per_round
+
+    def active_size(self, size: int) -> int:
+        """Number of clients that do all their work, of a cohort of ``size``."""
+        return round_half_up(size * (1 - self.stragglers))
+
+    def cohort(
+        self, round: int, clients: Sequence[Client], drawn: int | None = None, local_epochs: int | None = None
+    ) -> Cohort:
+        """The cohort of a round.
+
+        Args:
+            round: Index of the round, from 0.
+            clients: All clients, in a fixed order; only the drawn positions are looked up.
+            drawn: Index of the round whose clients are visited again; ``None`` for clients of the round's own.
+            local_epochs: Passes over a client's data in this round; ``None`` for as many as in all.
+
+        Raises:
+            ValueError: If ``local_epochs`` is given where the work is counted in steps.
+
+        """
+        if local_epochs is not None and self.local_steps is not None:
+            raise OptionError(
+                f"Expected no `local_steps` where a method has epochs of its own, but got {self.local_steps}."
+            )
+        epochs = self.local_epochs if local_epochs is None else local_epochs
+        chosen = self._draw(_COHORT, round if drawn is None else drawn, clients)
+        straggling = self._stragglers(round, len(chosen))
+        visits, dropped = [], []
+        for place, client in enumerate(chosen):
+            if self.dropout and self._drops_out(round, client):
+                dropped.append(client)
+            else:
+                visits.append(self._visit(round, client, place in straggling, epochs))
+        return Cohort(tuple(visits), tuple(dropped))
+
+    def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
+        """As many clients again, drawn independently of the cohort, without those that drop out of the round.
+
+        For methods that ask two samples of clients in a round (FedDANE).
+
+        Args:
+            round: Index of the round, from 0.
+            clients: All clients, in a fixed order; only the drawn positions are looked up.
+
+        """
+        chosen = self._draw(_SECOND, round, clients)
+        return [client for client in chosen if not (self.dropout and self._drops_out(round, client))]
+
+    def start_seed(self, round: int) -> int:
+        """The seed of what the server draws at the start of a round."""
+        return derive_seed(self.seed, round, _START)
+
+    def end_seed(self, round: int) -> int:
+        """The seed of what is drawn once a round's visits are over: for the aggregate, and in validation."""
+        return derive_seed(self.seed, round, _END)
+
+    def _draw(self, purpose: int, round: int, clients: Sequence[Client]) -> list[Client]:
+        size = self.cohort_size(len(clients))
+        if size == len(clients):
+            return list(clients)
+        positions = self._generator(purpose, round).choice(len(clients), size, replace=False)
+        return [clients[int(position)] for position in np.sort(positions)]
+
+    def _stragglers(self, round: int, size: int) -> set[int]:
+        active = self.active_size(size)
+        if active == size:
+            return set()
+        order = self._generator(_STRAGGLERS, round).permutation(size)
+        return {int(place) for place in order[active:]}
+
+    def _drops_out(self, round: int, client: Client) -> bool:
+        return bool(self._generator(_DROPOUT, round, client_key(client)).random() < self.dropout)
+
+    def _visit(self, round: int, client: Client, is_straggler: bool, epochs: int) -> Visit:
+        key = client_key(client)
+        seed = derive_seed(self.seed, round, _VISIT, key)
+        steps, portion = self.local_steps, None
+        if is_straggler:
+            draw = self._generator(_STRAGGLERS, round, key)
+            if steps is not None:
+                steps = int(draw.integers(1, steps)) if steps > 1 else 1
+            elif epochs > 1:
+                epochs = int(draw.integers(1, epochs))
+            else:
+                portion = float(draw.random())
+        return Visit(client, round, seed, epochs, steps, portion, is_straggler)
+
+    def _generator(self, purpose: int, round: int, *keys: int) -> np.random.Generator:
+        return np.random.default_rng(np.random.SeedSequence([self.seed, round, purpose, *keys]))
+
+
+def round_half_up(value: float) -> int:
+    """Nearest integer, halves upwards: 2.5 clients are 3, whatever the count (``round`` would go to the even one)."""
+    return math.floor(value + 0.5 + 1e-9)
+
+
+def _count_or_fraction(value: object) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"Expected `clients_per_round` to be a count (int) or a fraction (float), but got {value!r}.")
+    if isinstance(value, numbers.Integral):
+        return check_count("clients_per_round", value)
+    if not 0 < float(value) <= 1:
+        raise ValueError(
+            f"Expected `clients_per_round` as a fraction to be in (0, 1], but got {value}."
+            " Pass an int for a number of clients."
+        )
+    return float(value)

@@ -1,0 +1,308 @@
+"""FedMA: the protocol against a plain one, identities, PFNM, what the rule does with its messages."""
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_fed.algorithms import PFNM, FedAvg, FedMA
+from lightning_fed.algorithms.fedma import class_mean
+from lightning_fed.callbacks import FederatedCallback
+from lightning_fed.matching import PermutationGroups, Stage, find_stages, match_states
+from lightning_fed.messages import ClientUpdate
+from lightning_fed.server.schedule import client_key
+from tests import models
+from tests.algorithms.fedma.fits import WIDTHS, data_of, examples, fit, layers_of, logged, mlp, momentum, parts
+from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
+from tests.references_fedma import fedma_pass
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+# --- the protocol -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "last"), [("grow", "class"), ("grow", "size"), ("none", "class")])
+def test_a_pass_is_that_of_the_reference(either_trainer, mode, last):
+    """Widths, neurons, biases and the output layer, after training in between with different numbers of epochs."""
+    own = parts()
+    rule = FedMA(
+        mode, retrain_epochs=2, last_epochs=4, last_layer=last, score="published", gamma=7.0, max_width=None, seed=5
+    )
+    module = models.Module(mlp(), momentum)
+    trainer = either_trainer(max_rounds=3, aggregator=rule, local_epochs=3)
+    fit(trainer, module, data_of(own))
+    clients = sorted(own, key=client_key)
+    expected, _ = fedma_pass(
+        [layers_of(mlp()) for _ in clients],
+        [own[client] for client in clients],
+        steps=[3, 2, 4],
+        lr=0.1,
+        momentum=0.9,
+        gamma=7.0,
+        generators=[np.random.default_rng([5, round]) for round in range(3)],
+        last=last,
+        matches=mode == "grow",
+    )
+    found = layers_of(module.net)
+    assert [len(bias) for _, bias in found] == [len(bias) for _, bias in expected]
+    assert (len(found[0][1]) > 7) == (mode == "grow")
+    sizes = [sum(part.numel() for layer in layers for part in layer) for layers in (found, layers_of(mlp()))]
+    assert float(trainer.callback_metrics["fedma/growth"]) == sizes[0] / sizes[1]
+    assert float(trainer.callback_metrics["fedma/net.0/width"]) == len(found[0][1])
+    for (weight, bias), (weight_, bias_) in zip(found, expected, strict=True):
+        torch.testing.assert_close(weight, weight_, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(bias, bias_, rtol=1e-4, atol=1e-6)
+    assert [layer.out_features for layer in module.net if isinstance(layer, nn.Linear)] == [len(b) for _, b in expected]
+
+
+def test_the_next_pass_starts_from_each_clients_own_neurons(federated_trainer):
+    """At the clients' widths, in the clients' order."""
+    own, seen = parts(), {}
+    rule = FedMA("grow", score="published", gamma=7.0, max_width=None)
+
+    class Watch(FederatedCallback):
+        def on_client_start(self, trainer, module, client, broadcast):
+            if trainer.current_epoch == 3:
+                seen[client] = layers_of(module.net)
+
+    module = models.Module(mlp(), momentum)
+    trainer = federated_trainer(max_rounds=3, aggregator=rule, callbacks=[Watch()])
+    fit(trainer, module, data_of(own))
+    wide = layers_of(module.net)
+    clients = sorted(own, key=client_key)
+    _, places = fedma_pass(
+        [layers_of(mlp()) for _ in clients],
+        [own[client] for client in clients],
+        [1, 1, 1],
+        0.1,
+        0.9,
+        7.0,
+        [np.random.default_rng([0, round]) for round in range(3)],
+    )
+    trainer.fit_loop.max_epochs = 4
+    fit(trainer, module, data_of(own))
+    assert len(seen) == 3
+    for client, (first, second) in zip(clients, places, strict=True):
+        (w1, b1), (w2, b2), (w3, b3) = seen[client]
+        assert torch.equal(w1, wide[0][0][first])
+        assert torch.equal(b1, wide[0][1][first])
+        assert torch.equal(w2, wide[1][0][second][:, first])
+        assert torch.equal(b2, wide[1][1][second])
+        assert torch.equal(w3, wide[2][0][:, second])
+        assert torch.equal(b3, wide[2][1])
+
+
+def test_what_is_settled_stays(federated_trainer):
+    """To the last bit, in all later visits, with weight decay and momentum; afterwards everything trains again."""
+    seen = {}
+
+    class Watch(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            seen[trainer.current_epoch, client] = (
+                state_of(module),
+                {n: p.requires_grad for n, p in module.named_parameters()},
+            )
+
+    rule = FedMA("grow")
+    module = models.Module(mlp(), models.momentum)
+    fit(federated_trainer(max_rounds=3, aggregator=rule, callbacks=[Watch()]), module, data_of(parts()))
+    for client in parts():
+        for name in ("net.0.weight", "net.0.bias"):
+            values = [seen[round, client][0][name] for round in (1, 2)]
+            assert torch.equal(values[0], values[1])
+            assert torch.equal(values[0], state_of(module)[name])
+            assert [seen[round, client][1][name] for round in range(3)] == [True, False, False]
+        assert torch.equal(seen[2, client][0]["net.2.weight"], state_of(module)["net.2.weight"])
+        assert not torch.equal(seen[1, client][0]["net.4.weight"], seen[2, client][0]["net.4.weight"])
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+# --- identities -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["grow", "permute", "none"])
+def test_one_client_is_freezing_layer_after_layer(either_trainer, mode):
+    """Plain training that freezes one layer more in every epoch, bit for bit; nothing grows."""
+    inputs, targets = examples(0, 12)
+    module = models.Module(mlp(), models.momentum)
+    fit(
+        either_trainer(max_rounds=3, aggregator=FedMA(mode), local_epochs=2),
+        module,
+        data_of({"a": (inputs, targets)}, 12),
+    )
+    net = mlp()
+    generator = list(net)
+    for frozen in range(3):
+        for layer in generator[: 2 * frozen]:
+            layer.requires_grad_(False)
+        optimizer = models.momentum(net.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(net(inputs), targets).backward()
+            optimizer.step()
+    for found, expected in zip(layers_of(module.net), layers_of(net), strict=True):
+        for value, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", ["grow", "permute"])
+def test_identical_clients_are_one_client(federated_trainer, mode):
+    """The width stays, and so does the model, up to the rounding of a mean."""
+    part = examples(0, 12)
+    alone, many = models.Module(mlp(), momentum), models.Module(mlp(), momentum)
+    fit(federated_trainer(max_rounds=3, aggregator=FedMA(mode), local_epochs=2), alone, data_of({"a": part}))
+    fit(
+        federated_trainer(max_rounds=3, aggregator=FedMA(mode), local_epochs=2),
+        many,
+        data_of({"a": part, "b": part, "c": part}),
+    )
+    for name, value in state_of(many).items():
+        torch.testing.assert_close(value, state_of(alone)[name], rtol=1e-5, atol=1e-6)
+
+
+def test_without_matching_in_one_exchange_it_is_federated_averaging(federated_trainer):
+    """Bit for bit, over several rounds."""
+    states = []
+    for rule in (FedAvg(), FedMA("none", stages=1, last_layer="size")):
+        module = models.Module(mlp(), momentum)
+        fit(federated_trainer(max_rounds=3, aggregator=rule, local_epochs=2), module, data_of(parts(), 4))
+        states.append(state_of(module))
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_permuting_that_finds_the_identity_is_averaging(federated_trainer):
+    """Clients that start alike and have moved little are averaged as they are."""
+    states = []
+    for mode in ("permute", "none"):
+        module = models.Module(mlp(), lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+        fit(federated_trainer(max_rounds=3, aggregator=FedMA(mode)), module, data_of(parts()))
+        states.append(state_of(module))
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def settle(rule, states, groups, stages, sizes=None):
+    """One pass by messages alone, without training: what clients have is aligned by the messages."""
+    clients = {f"c{place}": state for place, state in enumerate(states)}
+    start = states[0]
+    rule.prepare(groups, stages, start)
+    widths = {client: {} for client in clients}
+    for round in range(len(stages)):
+        rule.start_round(round, start)
+        for client, state in clients.items():
+            message = rule.broadcast(client)
+            if round:
+                own = groups.resized(widths[client])
+                places = {n.removeprefix("fedma:places:"): v for n, v in message.extras.items() if "places" in n}
+                new = {n.removeprefix("fedma:width:"): int(v) for n, v in message.extras.items() if "width" in n}
+                clients[client] = state = own.grow(state, new, places) | message.state
+                widths[client] |= new
+            sent = {name: state[name].clone() for name in stages[round].entries}
+            assert {n: v.shape for n, v in rule.expected(message).items()} == {n: v.shape for n, v in sent.items()}
+            rule.receive(ClientUpdate(client, 5, sent))
+        state = rule.aggregate()
+        assert (state is start) == (round < len(stages) - 1)
+    return state
+
+
+@pytest.mark.parametrize("mode", ["grow", "permute"])
+def test_clients_that_differ_in_the_order_of_neurons_are_one_network(mode):
+    """Of convolutions, a flattened map and BatchNorm."""
+    torch.manual_seed(3)
+    net = nn.Sequential(
+        nn.Conv2d(1, 5, 3),
+        nn.BatchNorm2d(5),
+        nn.ReLU(),
+        nn.Conv2d(5, 4, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 6),
+        nn.ReLU(),
+        nn.Linear(6, 3),
+    ).eval()
+    net[1].running_mean.uniform_(-1, 1)
+    images = torch.randn(4, 1, 6, 6)
+    groups = PermutationGroups.of(net, images)
+    stages = find_stages(groups, list(net.state_dict()))
+    assert [stage.groups for stage in stages] == [("0",), ("3",), ("6",), ()]
+    states = [
+        groups.permute(net.state_dict(), {n: torch.randperm(s) for n, s in groups.sizes.items()}) for _ in range(3)
+    ]
+    merged = settle(FedMA(mode), states, groups, stages)
+    expected = net(images)
+    net.load_state_dict(merged)
+    torch.testing.assert_close(net(images), expected, rtol=1e-4, atol=1e-5)
+    plain = {name: torch.stack([s[name].double() for s in states]).mean(0).to(v) for name, v in merged.items()}
+    net.load_state_dict(plain)
+    assert float((net(images) - expected).detach().abs().max()) > 0.05  # the average of networks in different orders
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+def test_merged_rules_are_one():
+    """Updates that two processes received are those of one."""
+    net = mlp()
+    groups = PermutationGroups.of(net, torch.zeros(2, 4))
+    stages = [
+        Stage(("0",), ("0.weight", "0.bias")),
+        Stage(("2",), ("2.weight", "2.bias")),
+        Stage((), ("4.weight", "4.bias")),
+    ]
+    updates = [
+        ClientUpdate(
+            f"c{c}", c + 1, {name: value for name, value in mlp(seed=c).state_dict().items() if name[0] == "0"}
+        )
+        for c in range(4)
+    ]
+    rules = [FedMA(), FedMA(), FedMA()]
+    for rule in rules:
+        rule.prepare(groups, stages, net.state_dict())
+        rule.start_round(0, net.state_dict())
+    for place, update in enumerate(updates):
+        rules[place % 2].receive(copy.deepcopy(update))
+        rules[2].receive(copy.deepcopy(update))
+    rules[0].merge(rules[1])
+    for rule in (rules[0], rules[2]):
+        rule.aggregate()
+    one, other = (rule.state_dict()["current"]["settled"] for rule in (rules[0], rules[2]))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    with pytest.raises(TypeError, match="FedAvg"):
+        rules[0].merge(FedAvg())
+
+
+def test_pfnm_is_one_exchange(federated_trainer):
+    """All layers of the clients' updates matched at once, from the last to the first."""
+    logger, module, watch = MemoryLogger(), models.Module(mlp(), momentum), Recorder()
+    rule = PFNM(last_layer="size", seed=4)
+    fit(federated_trainer(max_rounds=1, aggregator=rule, logger=logger, callbacks=[watch]), module, data_of(parts()))
+    model = 4 * sum(a * b + b for a, b in itertools.pairwise(WIDTHS))
+    assert logged(logger, "comm/up_bytes") == [3 * model]
+    visits = sorted(watch.visits, key=lambda visit: client_key(visit.client))
+    groups = PermutationGroups.of(models.Module(mlp()), torch.zeros(2, 4))
+    merged = match_states(
+        [visit.update for visit in visits],
+        groups,
+        np.random.default_rng([4, 0]),
+        "pfnm",
+        weights=[visit.num_samples for visit in visits],
+        score="published",
+        max_growth=None,
+    )
+    assert merged.groups.sizes["net.0"] > 7
+    assert_same(merged.state, state_of(module))
+
+
+def test_class_mean_of_planted_rows():
+    layers = [torch.full((3, 2), float(value)) for value in (1, 2, 4)]
+    counts = [torch.tensor([1, 0, 0]), torch.tensor([1, 5, 0]), torch.tensor([2, 0, 0])]
+    expected = torch.tensor([[11 / 4] * 2, [2.0] * 2, [9 / 4] * 2])
+    torch.testing.assert_close(class_mean(layers, counts, [2, 0.5, 1.5]), expected)
+    with pytest.raises(ValueError, match="same clients"):
+        class_mean(layers, counts[:2], [1, 1, 1])
+    with pytest.raises(ValueError, match="a count for each class"):
+        class_mean(layers, [torch.ones(4)] * 3, [1, 1, 1])

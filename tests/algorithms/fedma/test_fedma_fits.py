@@ -1,0 +1,285 @@
+"""FedMA in a fit: breaks, checkpoints, other widths in later fits, errors."""
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fed import FederatedDataModule
+from lightning_fed.algorithms import FedAvg, FedMA
+from lightning_fed.callbacks import FederatedCallback, LayerwiseTraining
+from lightning_fed.matching import PermutationGroup
+from tests import models
+from tests.algorithms.fedma.fits import Stop, data_of, examples, fit, mlp, momentum, norm_net, parts
+from tests.recorders import assert_same, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+# --- breaks, checkpoints ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", ["memory", "folder"])
+@pytest.mark.parametrize("round", [1, 3, 4])
+def test_resumed_in_a_pass_it_ends_with_the_same_model(federated_trainer, tmp_path, round, store):
+    """Between stages, and in a pass after the model has grown: in a new module of the original widths."""
+
+    def make(name, *callbacks):
+        return federated_trainer(
+            max_rounds=6,
+            aggregator=FedMA("grow", score="published", gamma=7.0, max_width=None),
+            callbacks=list(callbacks),
+            enable_checkpointing=bool(callbacks),
+            store=None if store == "memory" else tmp_path / name,
+            clients_per_round=2,  # so that some are new in a pass, and others have forgotten theirs
+        )
+
+    whole = models.Module(norm_net(), momentum)
+    expected = fit(make("whole"), whole, data_of(parts(), 4)).callback_metrics
+    saver = ModelCheckpoint(tmp_path / "saved", save_last=True, save_on_train_epoch_end=True)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(make("broken", saver, Stop(round, 3)), models.Module(norm_net(), momentum), data_of(parts(), 4))
+    resumed = models.Module(norm_net(), momentum)
+    trainer = make("broken", saver)
+    fit(trainer, resumed, data_of(parts(), 4), ckpt_path=tmp_path / "saved" / "last.ckpt")
+    for name in ("comm/total_up_bytes", "comm/total_down_bytes"):
+        assert trainer.callback_metrics[name] == expected[name]
+    assert len(state_of(whole)["net.0.bias"]) > 6
+    assert all(torch.equal(value, state_of(resumed)[name]) for name, value in state_of(whole).items())
+
+
+def test_validation_and_checkpoints_go_on_with_a_grown_model(federated_trainer, tmp_path):
+    """The same scores in the same process, from the checkpoint in a new module, and in prediction."""
+    own = parts()
+    validation = DataLoader(TensorDataset(*examples(9, 40)), 16)
+    saver = ModelCheckpoint(tmp_path, save_last=True)
+    rule = FedMA("grow", score="published", gamma=7.0, max_width=None)
+    trainer = federated_trainer(max_rounds=3, aggregator=rule, callbacks=[saver], enable_checkpointing=True)
+    module = models.Module(mlp(), momentum)
+    trainer.fit(module, {client: TensorDataset(*part) for client, part in own.items()}, validation)
+    expected = trainer.callback_metrics["val_loss"]
+    assert trainer.validate(module, validation, verbose=False)[0]["val_loss"] == pytest.approx(float(expected))
+    fresh = models.Module(mlp(seed=8), momentum)
+    other = federated_trainer(max_rounds=3, aggregator=FedMA(), callbacks=[saver], enable_checkpointing=True)
+    found = other.validate(fresh, validation, ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    assert found[0]["val_loss"] == pytest.approx(float(expected))
+    assert fresh.net[0].out_features > 7
+
+
+@pytest.mark.parametrize("kind", ["fedma", "of another rule"])
+def test_a_checkpoint_with_other_classes_is_refused(federated_trainer, tmp_path, kind):
+    """What FedMA cannot have grown is another architecture, where a FedMA's checkpoint is used, and in its fits."""
+    saver = ModelCheckpoint(tmp_path, save_last=True, save_on_train_epoch_end=True)
+
+    def run(aggregator, rounds, widths, **arguments):
+        module = models.Module(mlp(widths), momentum)
+        trainer = federated_trainer(
+            max_rounds=rounds, aggregator=aggregator, callbacks=[saver], enable_checkpointing=True
+        )
+        try:
+            fit(trainer, module, data_of(parts()), **arguments)
+        finally:
+            run.module = module
+
+    run(FedMA(score="published", gamma=7.0) if kind == "fedma" else FedAvg(), 3, (4, 7, 6, 5))
+    words = r"but got 'net\.4\.weight' of shape \(5, \d\) for the module's \(3, 6\)"
+    with pytest.raises(ValueError, match=words):
+        run(FedMA(), 6, (4, 7, 6, 3), ckpt_path=tmp_path / "last.ckpt")
+    if kind == "fedma":
+        assert run.module.net[4].out_features == 3
+        module = models.Module(mlp(), momentum)
+        trainer = federated_trainer(max_rounds=3, aggregator=FedMA())
+        with pytest.raises(ValueError, match=words):
+            trainer.predict(module, DataLoader(torch.zeros(4, 4), 2), ckpt_path=tmp_path / "last.ckpt")
+        assert [module.net[place].out_features for place in (0, 4)] == [7, 3]
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "shrink"}, "mode"),
+        ({"last_layer": "mean"}, "last_layer"),
+        ({"start": "zero"}, "start"),
+        ({"retrain_epochs": 0}, "retrain_epochs"),
+        ({"max_width": 0.5}, "max_width"),
+        ({"max_width": float("inf")}, "`max_width` to be at least 1 and finite, or None, but got inf"),
+        ({"seed": -1}, "`seed` to be at least 0, but got -1"),
+        ({"seed": 0.5}, "`seed` to be a whole number"),
+        ({"stages": 1.5}, r"`stages` to be 'auto', .* but got 1\.5"),
+        ({"stages": 0}, "but got 0"),
+        ({"stages": True}, "but got True"),
+        ({"stages": "all"}, "but got 'all'"),
+        ({"stages": []}, r"but got \[\]"),
+        ({"stages": ["net.0.*", "*"]}, r"a list of patterns for each stage, but got \['net"),
+        ({"gamma": 0.0}, "gamma"),
+        ({"passes": -1}, "passes"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        FedMA(**options)
+
+
+def test_what_cannot_be_in_a_fit(federated_trainer):
+    """Each error says what to do instead."""
+
+    def run(rule=None, optimizer=momentum, **arguments):
+        trainer = federated_trainer(max_rounds=2, aggregator=rule or FedMA(), **arguments)
+        fit(trainer, models.Module(mlp(), optimizer), data_of(parts()))
+
+    with pytest.raises(MisconfigurationException, match="optimizer_state='reset'"):
+        run(optimizer_state="keep")
+    with pytest.raises(MisconfigurationException, match="Adagrad"):
+        run(optimizer=torch.optim.Adagrad)
+    with pytest.raises(MisconfigurationException, match=r"is FedAvg\."):
+        run(FedAvg(), callbacks=[LayerwiseTraining()])
+    with pytest.raises(MisconfigurationException, match="entries that clients send, but got none: all are personal or"):
+        run(frozen=["*"])
+    with pytest.raises(ValueError, match=r"'net\.4\.weight' matches none"):
+        run(FedMA(stages=[["net.0.*"], ["net.2.*"]]))
+
+    class Never(FederatedCallback):
+        def on_train_start(self, trainer, pl_module):
+            raise AssertionError("it was to be refused before anything trains")
+
+    for options in ({"retrain_epochs": 2}, {"last_epochs": 3}):
+        with pytest.raises(MisconfigurationException, match=rf"no `local_steps` .* got 2 with {next(iter(options))}="):
+            run(FedMA(**options), local_steps=2, callbacks=[Never()])
+    with pytest.raises(MisconfigurationException, match="LBFGS, which remembers"):
+        run(FedMA(), torch.optim.LBFGS, callbacks=[Never()])
+
+
+@pytest.mark.parametrize("options", [{"mode": "permute"}, {"mode": "none"}, {"stages": 1, "max_width": None}])
+def test_lbfgs_trains_where_nothing_grows_in_a_pass(federated_trainer, options):
+    """In one exchange layers grow too, but clients train at their own widths: the optimizer's vectors fit them."""
+    module = models.Module(mlp(), lambda parameters: torch.optim.LBFGS(parameters, lr=0.05, max_iter=3))
+    rule = FedMA(score="published", gamma=7.0, **options)
+    trainer = federated_trainer(max_rounds=6, aggregator=rule)
+    fit(trainer, module, data_of(parts()))
+    assert (module.net[0].out_features > 7) == ("stages" in options)
+    with torch.no_grad():
+        before, after = (sum(F.cross_entropy(net(x), y) for x, y in parts().values()) for net in (mlp(), module))
+    assert after < before
+
+
+def test_groups_of_the_users_grow_with_a_model_that_is_resumed(federated_trainer, tmp_path):
+    """They are given at a client's widths, whatever the checkpoint's are."""
+    saver = ModelCheckpoint(tmp_path, save_last=True, save_on_train_epoch_end=True)
+    state = models.Module(mlp()).state_dict()
+    axes = {("net.0.weight", 0): "out", ("net.0.bias", 0): "vec", ("net.2.weight", 1): "in"}
+    extra = PermutationGroup.over(state, axes, 7)
+
+    def run(rounds, **arguments):
+        module = models.Module(mlp(), momentum)
+        trainer = federated_trainer(
+            max_rounds=rounds,
+            aggregator=FedMA(score="published", gamma=7.0, max_width=None),
+            callbacks=[saver, LayerwiseTraining(extra_groups=[extra])],
+            enable_checkpointing=True,
+        )
+        fit(trainer, module, data_of(parts()), **arguments)
+        return state_of(module)
+
+    whole = run(6)
+    assert len(run(3)["net.0.bias"]) > 7
+    assert_same(run(6, ckpt_path=tmp_path / "last.ckpt"), whole)
+
+
+def test_the_stages_of_a_pass_that_goes_on_cannot_change(federated_trainer, tmp_path):
+    """And a rule that was in a fit goes on from its model only."""
+    saver = ModelCheckpoint(tmp_path, save_last=True, save_on_train_epoch_end=True)
+
+    def run(rule, rounds, **arguments):
+        trainer = federated_trainer(max_rounds=rounds, aggregator=rule, callbacks=[saver], enable_checkpointing=True)
+        fit(trainer, models.Module(mlp(), momentum), data_of(parts()), **arguments)
+
+    rule = FedMA(score="published", gamma=7.0)
+    run(rule, 5)
+    for stages in (1, 2, [["net.0.*", "net.2.*"], ["net.4.weight"], ["*"]]):
+        with pytest.raises(ValueError, match=r"the `stages` of the pass that is to go on, of which 2 are settled"):
+            run(FedMA(stages=stages), 6, ckpt_path=tmp_path / "last.ckpt")
+    with pytest.raises(MisconfigurationException, match="a rule of its own"):
+        run(rule, 6)
+
+
+def test_a_module_whose_inputs_are_not_found_says_what_to_give(federated_trainer):
+    class Two(models.Module):
+        def forward(self, tokens, mask):
+            return self.net(tokens * mask)
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self(batch["tokens"], batch["mask"]), batch["label"])
+
+    data = {
+        client: [{"tokens": row, "mask": torch.ones(4), "label": label} for row, label in zip(*part, strict=True)]
+        for client, part in parts().items()
+    }
+    module = Two(mlp(), momentum)
+    with pytest.raises(MisconfigurationException, match="give `LayerwiseTraining` an `example_input`"):
+        fit(federated_trainer(max_rounds=3, aggregator=FedMA()), module, FederatedDataModule(data, batch_size=4))
+    side = LayerwiseTraining(example_input={"tokens": torch.randn(2, 4), "mask": torch.ones(2, 4)})
+    trainer = federated_trainer(max_rounds=3, aggregator=FedMA(score="published", gamma=7.0), callbacks=[side])
+    fit(trainer, module, FederatedDataModule(data, batch_size=4))
+    assert module.net[0].out_features > 7
+
+
+@pytest.mark.parametrize(
+    ("rounds", "patience", "texts"), [(7, 3, ["of the last 1 of 7"]), (6, 2, ["a patience of 2"]), (6, 3, [])]
+)
+def test_rounds_of_which_nothing_comes_are_named(federated_trainer, caplog, rounds, patience, texts):
+    stopping = EarlyStopping("train_loss", patience=patience)
+    trainer = federated_trainer(max_rounds=rounds, aggregator=FedMA(), callbacks=[stopping])
+    fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
+    warned = [record.getMessage() for record in caplog.records if "layerwise" in record.name]
+    assert len(warned) == len(texts)
+    assert all(text in message for text, message in zip(texts, warned, strict=True))
+
+
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        lambda counts: counts - 1000,
+        lambda counts: counts[:2],
+        lambda counts: torch.cat([counts, counts]),
+        lambda counts: counts + 0.5,
+        lambda counts: counts / 0,
+    ],
+)
+def test_counts_that_cannot_be_leave_the_client_out(federated_trainer, caplog, breaks):
+    """Also the first that come: what is right, the server knows."""
+    received = []
+
+    class Broken(FederatedCallback):
+        def on_server_receive(self, trainer, module, update):
+            if "fedma:counts" in update.extras:
+                received.append(update.client)
+                if len(received) == 1:
+                    update.extras["fedma:counts"] = breaks(update.extras["fedma:counts"])
+
+    trainer = federated_trainer(max_rounds=3, aggregator=FedMA(), callbacks=[Broken()])
+    fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
+    assert len(received) == 3
+    assert list(trainer.federation.server.report.failed) == received[:1]
+    assert f"client '{received[0]}' is left out: " in caplog.text
+    assert "fedma/growth" in trainer.callback_metrics
+
+
+def test_targets_without_classes_are_averaged_by_size(federated_trainer):
+    """A regression: no counts, no failure."""
+    own = {c: (part[0], part[0][:, :3].clone()) for c, part in parts().items()}
+    states = []
+    for last in ("class", "size"):
+        module = models.Module(mlp(), momentum, loss=F.mse_loss)
+        trainer = federated_trainer(max_rounds=3, aggregator=FedMA(last_layer=last))
+        if last == "class":
+            with pytest.warns(UserWarning, match="by numbers of examples, because the labels are torch.float32"):
+                fit(trainer, module, data_of(own))
+        else:
+            fit(trainer, module, data_of(own))
+        states.append(state_of(module))
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

@@ -1,0 +1,221 @@
+"""FedMA and what networks are made of: BatchNorm, recurrent and residual ones, what cannot be followed."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_fed.algorithms import FedMA
+from lightning_fed.callbacks import FederatedCallback, LayerwiseTraining
+from tests import models
+from tests.algorithms.fedma.fits import Reader, Residual, data_of, fit, mlp, momentum, norm_net, parts, pictures, texts
+from tests.recorders import assert_same, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+# --- BatchNorm --------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_of_a_settled_stage_are_measured_and_kept(federated_trainer):
+    """Later layers train with them in evaluation mode; those of the complete model are measured once more."""
+    own, seen, modes = parts(), {}, {}
+
+    class Watch(FederatedCallback):
+        def on_client_start(self, trainer, module, client, broadcast):
+            seen[trainer.current_epoch, client] = state_of(module)
+            modes[trainer.current_epoch] = [module.net[place].training for place in (1, 4)]
+
+    module = models.Module(norm_net(), momentum)
+    trainer = federated_trainer(max_rounds=3, aggregator=FedMA("permute"), callbacks=[Watch()])
+    fit(trainer, module, data_of(own))
+    assert modes == {0: [True, True], 1: [False, True], 2: [False, False]}
+    inputs = torch.cat([part[0] for part in own.values()])
+    for round, layer in ((1, 1), (2, 4)):
+        for client in own:
+            state = seen[round, client]
+            net = norm_net()
+            net.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})
+            hidden = net[:layer].eval()(inputs)  # what goes into the layer, with earlier statistics as they are
+            torch.testing.assert_close(state[f"net.{layer}.running_mean"], hidden.mean(0), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(state[f"net.{layer}.running_var"], hidden.var(0), rtol=1e-4, atol=1e-5)
+    net = module.net.eval()
+    first = net[0](inputs)
+    torch.testing.assert_close(net[1].running_mean, first.mean(0), rtol=1e-4, atol=1e-5)
+    assert all(layer.training for layer in module.net) or not module.net.training
+
+
+def test_statistics_that_the_user_holds_stay(federated_trainer):
+    """Those of layers in evaluation mode."""
+
+    class Held(models.Module):
+        def on_train_epoch_start(self):
+            self.net[1].eval()
+
+    module = Held(norm_net(), momentum)
+    module.net[1].running_mean.fill_(0.5)
+    fit(federated_trainer(max_rounds=3, aggregator=FedMA("none")), module, data_of(parts()))
+    assert torch.equal(module.net[1].running_mean, torch.full((6,), 0.5))
+    assert not torch.equal(module.net[4].running_mean, torch.zeros(5))
+
+
+def test_statistics_of_instance_norm_stay_when_they_are_settled(federated_trainer):
+    seen = {}
+
+    class Watch(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            seen[trainer.current_epoch, client] = module.net[1].running_mean.clone()
+
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        nn.ReLU(),
+        nn.Conv2d(4, 3, 3),
+        nn.Flatten(),
+        nn.Linear(12, 3),
+    )
+    own = {f"c{c}": pictures(c) for c in range(2)}
+    module = models.Module(net, momentum)
+    fit(federated_trainer(max_rounds=3, aggregator=FedMA("none"), callbacks=[Watch()]), module, data_of(own))
+    assert not torch.equal(seen[0, "c0"], seen[0, "c1"])
+    assert all(torch.equal(seen[round, client], net[1].running_mean) for round in (1, 2) for client in own)
+
+
+def test_a_stage_that_comes_to_nothing_is_not_measured(federated_trainer, caplog, monkeypatch):
+    """Its mean is infinite; the clients have gone on. A new pass begins."""
+    rule, faults = FedMA("permute"), iter([None, "entry 'net.3.weight' has NaN or infinite values"])
+    monkeypatch.setattr("lightning_fed.algorithms.fedma.aggregator.find_non_finite", lambda settled: next(faults, None))
+    trainer = federated_trainer(max_rounds=5, aggregator=rule)
+    fit(trainer, models.Module(norm_net(), momentum), data_of(parts()))
+    assert "the stage is not used" in caplog.text
+    assert rule.state_dict()["last"]["origin"] == 2
+    assert trainer.callback_metrics["fed/clients"] == 3
+
+
+# --- other networks ---------------------------------------------------------------------------------------------------
+
+
+def test_a_recurrent_network_grows(federated_trainer):
+    """The hidden units' rows in all gates and their columns go along: an LSTM with more units that runs, and learns."""
+    own = {f"c{c}": texts(c) for c in range(3)}
+    module = models.Module(Reader(), lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5))
+    rule = FedMA("grow", score="published", gamma=7.0)
+    trainer = federated_trainer(max_rounds=18, aggregator=rule, local_epochs=8)
+    fit(trainer, module, data_of(own, 8))
+    assert module.net.rnn.hidden_size == 7 == module.net.rnn.weight_hh_l0.shape[1]
+    assert module.net.rnn.weight_hh_l0.shape[0] == 28 == len(module.net.rnn.bias_hh_l0)
+    tokens, targets = texts(50, 300)
+    assert float((module.eval()(tokens).argmax(1) == targets).float().mean()) > 0.8
+
+
+@pytest.mark.parametrize(("mode", "stages"), [("grow", "auto"), ("permute", 2), ("grow", 1)])
+def test_a_residual_network_with_batch_norm(federated_trainer, mode, stages):
+    """From models that each client drew for itself, whose plain average is at chance."""
+    own = {f"c{c}": pictures(c) for c in range(3)}
+    scores = {}
+    images, targets = pictures(50, 300)
+    for name, rule in (
+        ("matched", FedMA(mode, stages, start="independent")),
+        ("averaged", FedMA("none", 1, start="independent")),
+    ):
+        module = models.Module(Residual(), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+        rounds = 2 if name == "matched" and stages != 1 else 1
+        fit(federated_trainer(max_rounds=rounds, aggregator=rule, local_epochs=12), module, data_of(own, 8))
+        assert rule.unfinished is None
+        assert rule.state_dict()["last"]["stage"] == rounds
+        scores[name] = float((module.eval()(images).argmax(1) == targets).float().mean())
+    assert scores["matched"] > max(0.5, scores["averaged"] + 0.1)
+
+
+@pytest.mark.slow
+def test_deeplab_grows_and_goes_on(federated_trainer):
+    """Thirteen stages, or four; widths of depthwise layers, of the pyramid and of the decoder."""
+    import segmentation_models_pytorch as smp
+
+    torch.manual_seed(0)
+    net = smp.DeepLabV3Plus("resnet18", encoder_weights=None, classes=3, decoder_channels=16)
+    module = models.Module(net, lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    masks = {f"c{c}": (torch.randn(4, 3, 64, 64), torch.randint(0, 3, (4, 64, 64))) for c in range(2)}
+    rule = FedMA("grow", 4, score="published", gamma=7.0)
+    trainer = federated_trainer(max_rounds=5, aggregator=rule)
+    fit(trainer, module, data_of(masks, 4))
+    assert net.encoder.conv1.out_channels > 64
+    assert net.decoder.block2[0][0].groups == net.decoder.block2[0][0].in_channels
+    assert rule.unfinished is not None
+    assert trainer.callback_metrics["fed/clients"] == 2
+    with torch.no_grad():
+        assert bool(module.eval()(torch.randn(2, 3, 64, 64)).isfinite().all())
+
+
+class NoForward(models.Module):
+    """Its operations cannot be read off: there is nothing to call."""
+
+    def forward(self, inputs):
+        raise NotImplementedError
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def test_a_module_that_cannot_be_followed_is_averaged_in_one_exchange(federated_trainer):
+    """With a warning, BatchNorm among its layers."""
+    states = []
+    for rule in (FedMA("none", stages=1, last_layer="size"), FedMA()):
+        module = NoForward(norm_net(), momentum)
+        trainer = federated_trainer(max_rounds=2, aggregator=rule)
+        if rule.mode == "none":
+            fit(trainer, models.Module(norm_net(), momentum), data_of(parts()))
+            states.append(state_of(trainer.lightning_module))
+        else:
+            with pytest.warns(UserWarning, match=r"cannot be read off|no neurons"):
+                fit(trainer, module, data_of(parts()))
+            states.append(state_of(module))
+    assert_same(*states)
+
+
+def test_a_stage_in_which_nothing_trains_goes_with_the_one_before(federated_trainer):
+    """A head that is kept as it is: the last exchange is that of the layer before it."""
+    net = mlp()
+    net[4].requires_grad_(False)
+    module, rule = models.Module(net, momentum), FedMA(score="published", gamma=7.0, max_width=None)
+    fit(federated_trainer(max_rounds=2, aggregator=rule), module, data_of(parts()))
+    assert rule.state_dict()["last"]["stage"] == 2
+    assert net[2].out_features > 6
+    assert [parameter.requires_grad for parameter in net.parameters()] == [True] * 4 + [False] * 2
+
+
+@pytest.mark.parametrize("how", ["personal", "pinned"])
+def test_rows_of_a_hidden_layer_are_not_those_of_classes(federated_trainer, how):
+    """Where the head stays at home, no row is a class's; where what comes before it is pinned, the head's are."""
+    states = []
+    for last in ("class", "size"):
+        module = models.Module(mlp(), momentum)
+        options = {"personal": ["net.4.*"]} if how == "personal" else {}
+        side = LayerwiseTraining(pin=["net.2.bias"] if how == "pinned" else [])
+        rule = FedMA("permute", last_layer=last)
+        fit(federated_trainer(max_rounds=2, aggregator=rule, callbacks=[side], **options), module, data_of(parts()))
+        states.append(state_of(module))
+    same = {name for name, value in states[0].items() if torch.equal(value, states[1][name])}
+    head = {"net.4.weight", "net.4.bias"}
+    assert states[0].keys() - same == (head if how == "pinned" else set())
+
+
+def test_a_parametrized_output_layer(federated_trainer):
+    """Its entries are not all parameters: it is averaged by classes all the same, and stays one with its norm."""
+    updates = {}
+
+    class Watch(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            if trainer.current_epoch == 1:  # the second of two stages
+                updates[client] = {name: value.clone() for name, value in update.state.items()}
+
+    net, own = mlp(), parts()
+    net[4] = nn.utils.parametrizations.spectral_norm(net[4])
+    module = models.Module(net, momentum)
+    fit(federated_trainer(max_rounds=2, aggregator=FedMA(), callbacks=[Watch()]), module, data_of(own))
+    assert all({"net.4.bias", "net.4.parametrizations.weight.original"} < state.keys() for state in updates.values())
+    counts = torch.stack([torch.bincount(part[1], minlength=3) for part in own.values()]).double()
+    biases = torch.stack([updates[client]["net.4.bias"] for client in own]).double()
+    expected = (counts / counts.sum(0) * biases).sum(0)
+    torch.testing.assert_close(net[4].bias.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.linalg.matrix_norm(net[4].weight, 2).item() == pytest.approx(1, rel=0.1)  # one step of power iteration

@@ -1,0 +1,270 @@
+"""FedMA's rounds: what travels, who takes part, what is in the way of a pass."""
+
+import itertools
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_fed import Federation
+from lightning_fed.algorithms import FedMA
+from lightning_fed.callbacks import CommunicationReport, FederatedCallback
+from tests import models
+from tests.algorithms.fedma.fits import (
+    CLASSES,
+    WIDTHS,
+    Visitors,
+    data_of,
+    fit,
+    layers_of,
+    logged,
+    many,
+    mlp,
+    momentum,
+    norm_net,
+    parts,
+)
+from tests.recorders import MemoryLogger, assert_same, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+class Forget(L.Callback):
+    """Takes what client c2 has away, before a round."""
+
+    def __init__(self, round):
+        self.round = round
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == self.round:
+            store = trainer.federation.store.checkpoint(self.round)
+            kept = [place for place, client in enumerate(store["clients"]) if client != "c2"]
+            store = {name: [own[place] for place in kept] for name, own in store.items()}
+            trainer.federation.store.restore(self.round, store)
+
+
+# --- what travels -----------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_pass(federated_trainer):
+    """Every layer goes up once; down goes the model, then each settled layer with the places of the neurons."""
+    logger, own = MemoryLogger(), parts()
+    rule = FedMA("permute")
+    trainer = federated_trainer(max_rounds=6, aggregator=rule, logger=logger)
+    fit(trainer, models.Module(mlp(), momentum), data_of(own))
+    layer = [4 * (a * b + b) for a, b in itertools.pairwise(WIDTHS)]
+    up = logged(logger, "comm/up_bytes")
+    down = logged(logger, "comm/down_bytes")
+    counts = 8 * CLASSES  # of the classes, with the output layer
+    step = 2 * 8  # the pass and the stage: those that the client must have, and those that it has
+    sent = [layer[0], layer[1] + step, layer[2] + counts + step]
+    assert up == [3 * size for size in (*sent, sent[0] + step, *sent[1:])]
+    places = [8 * (width + 1) for width in WIDTHS[1:3]]
+    middle = [3 * (layer[0] + places[0] + 2 * step), 3 * (layer[1] + places[1] + 2 * step)]
+    first = 3 * (sum(layer) + step)
+    again = 3 * (layer[2] + 2 * step)  # it has all the rest
+    assert down == [first, *middle, again, *middle]
+
+
+@pytest.mark.parametrize(("mode", "net"), [("permute", mlp), ("grow", mlp), ("grow", norm_net)])
+def test_a_client_without_its_model_is_sent_its_own_neurons_of_the_global_one(federated_trainer, mode, net):
+    """At the start of a pass: that costs bytes, and changes nothing else. It is what the client says that counts."""
+    layer = [4 * (a * b + b) for a, b in itertools.pairwise(WIDTHS)]
+    states, down, starts = [], [], {}
+
+    class Watch(FederatedCallback):
+        def on_client_start(self, trainer, module, client, broadcast):
+            if client == "c2" and trainer.current_epoch == 3:
+                starts[lost] = state_of(module)
+
+    for lost in (False, True):
+        logger, report = MemoryLogger(), CommunicationReport()
+        rule = FedMA(mode)
+        callbacks = [report, Watch(), *([Forget(3)] if lost else [])]
+        trainer = federated_trainer(max_rounds=6, aggregator=rule, logger=logger, callbacks=callbacks)
+        module = models.Module(net(), momentum)
+        fit(trainer, module, data_of(parts()))
+        states.append(state_of(module))
+        down.append(logged(logger, "comm/down_bytes"))
+        if net is mlp:  # those that measure statistics are not in the report
+            for name, field in (("down", "down_bytes"), ("up", "up_bytes")):
+                counted = [sum(getattr(row, field) for row in report.rows if row.round == round) for round in range(6)]
+                assert counted == logged(logger, f"comm/{name}_bytes")
+    assert_same(*states)
+    assert_same(starts[False], starts[True])
+    more = [lost - had for had, lost in zip(*down, strict=True)]
+    if net is mlp:
+        assert more == [
+            0,
+            0,
+            0,
+            layer[0] + layer[1] - 16,
+            0,
+            0,
+        ]  # a message that builds on nothing need not say on what
+    else:  # the statistics were sent in both cases
+        numbers = 4 * 6 + 6 + 2 * 6 + 6 * 5 + 5 + 2 * 5
+        assert more == [0, 0, 0, 4 * numbers + 2 * 8 - 16, 0, 0]  # and the numbers of batches
+
+
+def test_a_model_is_in_a_checkpoint_once(federated_trainer):
+    """The last complete pass does not hold it a second time; one that goes on holds what is settled so far."""
+    for rounds, stages in ((3, 0), (4, 1), (5, 2)):
+        rule = FedMA("permute")
+        module = models.Module(mlp(), momentum)
+        fit(federated_trainer(max_rounds=rounds, aggregator=rule), module, data_of(parts()))
+        kept = rule.state_dict()
+        assert kept["last"]["settled"] == {}
+        assert len(kept.get("current", {"settled": ()})["settled"]) == 2 * stages
+
+
+def test_independent_clients_are_sent_nothing_at_the_start(federated_trainer):
+    """Each draws its own numbers, the same in every fit; a layer that cannot is an error."""
+    seen = []
+
+    class Watch(FederatedCallback):
+        def on_client_start(self, trainer, module, client, broadcast):
+            seen.append((client, layers_of(module.net)))
+
+    for _ in range(2):
+        logger = MemoryLogger()
+        trainer = federated_trainer(
+            max_rounds=1, aggregator=FedMA(start="independent"), callbacks=[Watch()], logger=logger, seed=3
+        )
+        fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
+        assert logged(logger, "comm/down_bytes") == [3 * 16]
+    weights = {client: layers[0][0] for client, layers in seen[:3]}
+    assert len(weights) == 3
+    assert all(torch.equal(layers[0][0], weights[client]) for client, layers in seen[3:])
+    assert len({weight.sum().item() for weight in [*weights.values(), mlp()[0].weight]}) == 4
+
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.shift = mlp(), nn.Parameter(torch.zeros(3))
+
+        def forward(self, inputs):
+            return self.net(inputs) + self.shift
+
+    trainer = federated_trainer(max_rounds=1, aggregator=FedMA(start="independent"))
+    with pytest.raises(ValueError, match=r"these cannot: \['net.shift'\]"):
+        fit(trainer, models.Module(Bare(), momentum), data_of(parts()))
+
+
+# --- who takes part ---------------------------------------------------------------------------------------------------
+
+
+def test_a_pass_has_the_same_clients_and_the_next_one_others(federated_trainer):
+    """Those that are new start from the neurons that most clients have, at the clients' widths."""
+    watch = Visitors()
+    rule = FedMA("grow", score="published", gamma=7.0, max_width=None)
+    module = models.Module(mlp(), momentum)
+    trainer = federated_trainer(max_rounds=6, aggregator=rule, clients_per_round=3, callbacks=[watch], seed=1)
+    fit(trainer, module, data_of(many()))
+    assert watch.rounds[0] == watch.rounds[1] == watch.rounds[2]
+    assert watch.rounds[3] == watch.rounds[4] == watch.rounds[5]
+    assert set(watch.rounds[3]) - set(watch.rounds[0])
+    assert all(watch.widths[3, client] == [7, 6, 3] for client in watch.rounds[3])
+    assert trainer.callback_metrics["fed/clients"] == 3
+
+
+@pytest.mark.parametrize("personal", [[], ["net.4.bias"]])
+@pytest.mark.parametrize("store", ["memory", "folder"])
+def test_only_clients_of_the_last_pass_keep_a_model(federated_trainer, tmp_path, store, personal):
+    """With more and more clients that have been there; also where one was left out, or a pass came to nothing."""
+
+    class Broken(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            round, others = trainer.current_epoch, watch.rounds[trainer.current_epoch][:-1]
+            if (round == 4 and not others) or (round == 6 and others):
+                next(iter(update.state.values())).fill_(float("nan"))
+
+    watch = Visitors()
+    folder = None if store == "memory" else tmp_path
+    federation = Federation(
+        FedMA("permute"), clients_per_round=3, min_clients=2, personal=personal, store=folder, seed=4
+    )
+    trainer = federated_trainer(max_rounds=13, federation=federation, callbacks=[watch, Broken()])
+    fit(trainer, models.Module(mlp(), momentum), data_of(many(12)))
+    kept = {client: federation.store.get(client) or {} for client in many(12)}
+    visited = set(itertools.chain(*watch.rounds.values()))
+    assert {client for client, state in kept.items() if "memory:fedma:step" in state} == set(watch.rounds[12])
+    assert {client for client, state in kept.items() if "net.4.bias" in state} == (visited if personal else set())
+    assert len(visited) > 8
+    assert watch.rounds[6][0] not in {*watch.rounds[7], *watch.rounds[10]}  # its update was good
+    assert all(len(state) <= len(personal) for client, state in kept.items() if client not in watch.rounds[12])
+
+
+def test_a_client_that_fails_is_left_out_for_the_rest_of_the_pass(federated_trainer, caplog):
+    """And is back in the next one, which it starts like a newcomer."""
+    watch = Visitors()
+
+    class Broken(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            if trainer.current_epoch == 1 and client == "c1":
+                next(iter(update.state.values())).fill_(float("nan"))
+
+    trainer = federated_trainer(max_rounds=4, aggregator=FedMA(), callbacks=[watch, Broken()])
+    fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
+    assert [sorted(watch.rounds[round]) for round in range(4)] == [
+        ["c0", "c1", "c2"],
+        ["c0", "c1", "c2"],
+        ["c0", "c2"],
+        ["c0", "c1", "c2"],
+    ]
+    assert "left out for the rest of the pass: c1" in caplog.text
+
+
+def test_a_new_pass_begins_where_nothing_came_of_a_round(federated_trainer, caplog):
+    watch = Visitors()
+
+    class Broken(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            if trainer.current_epoch == 1:
+                next(iter(update.state.values())).fill_(float("nan"))
+
+    rule = FedMA()
+    module = models.Module(mlp(), momentum)
+    fit(federated_trainer(max_rounds=5, aggregator=rule, callbacks=[watch, Broken()]), module, data_of(parts()))
+    other = models.Module(mlp(), momentum)
+    assert "a new pass begins" in caplog.text
+    assert rule.unfinished is None
+    assert rule.state_dict()["last"]["origin"] == 2
+    assert all(watch.rounds[round] == ["c0", "c1", "c2"] for round in range(5))
+    assert not all(torch.equal(value, state_of(other)[name]) for name, value in state_of(module).items())
+
+
+@pytest.mark.parametrize("min_clients", [1, 3])
+@pytest.mark.parametrize("broken", [3, 4, 5])
+def test_a_pass_after_one_that_came_to_nothing_starts_from_the_last_model(federated_trainer, broken, min_clients):
+    """Also where clients have begun to change theirs: from their own neurons of the global one, at their widths."""
+    seen = {}
+
+    class Broken(FederatedCallback):
+        def on_client_start(self, trainer, module, client, broadcast):
+            seen[trainer.current_epoch, client] = state_of(module)
+
+        def on_client_end(self, trainer, module, client, update):
+            if trainer.current_epoch == broken and (min_clients == 1 or client == "c1"):
+                next(iter(update.state.values())).fill_(float("nan"))
+
+    states = []
+    for watch, rounds in ((Visitors(), 4), (Broken(), broken + 4)):
+        rule = FedMA(score="published", gamma=7.0, max_width=None)
+        module = models.Module(mlp(), momentum)
+        trainer = federated_trainer(max_rounds=rounds, aggregator=rule, callbacks=[watch], min_clients=min_clients)
+        fit(trainer, module, data_of(parts()))
+        states.append(rule.state_dict()["last"])
+    assert (states[0]["origin"], states[1]["origin"]) == (0, broken + 1)
+    assert states[1]["places"].keys() == parts().keys()
+    for client in parts():
+        assert_same(seen[broken + 1, client], seen[3, client])
+
+
+def test_a_client_that_has_lost_its_model_is_left_out(federated_trainer, caplog):
+    trainer = federated_trainer(max_rounds=3, aggregator=FedMA(), callbacks=[Forget(1)])
+
+    fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
+    assert "client 'c2' is left out: it does not have its model of the stage before any more" in caplog.text
+    assert trainer.callback_metrics["fed/clients"] == 2

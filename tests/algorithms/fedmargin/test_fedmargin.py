@@ -1,0 +1,839 @@
+"""FedMargin on messages alone, by the numbers of specs/fedmargin.md, section 8; and whole fits against plain loops."""
+
+import copy
+import io
+import itertools
+import math
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from lightning_fed import FederatedCallback, FederatedDataModule, Federation
+from lightning_fed.algorithms import FairAvg, FedAvg, FedMargin, build_aggregator
+from lightning_fed.algorithms.fedmargin import Prototypes, local_prototype_margin, lpm_name, pack_prototypes
+from lightning_fed.algorithms.server_optimizer import ServerOptimizer
+from lightning_fed.callbacks import ClassPrototypes
+from lightning_fed.data import ByGroup
+from lightning_fed.errors import BadUpdate, OptionError
+from lightning_fed.messages import ClientUpdate
+from lightning_fed.server.server import Server
+from tests import models, references_margin
+from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, state_of
+from tests.references import average_reference
+from tests.references_margin import AFTER, BEFORE, COUNTS, PREVIOUS, SIZES, WEIGHTS, fedmargin_reference
+
+# Most fits here only train, with modules that could validate.
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+SEED = 5
+ALL = {0: (0, 0), 1: (3, 0), 2: (0, 3)}  # the aggregate, completed by the class that is new
+
+
+def close(values, expected):
+    torch.testing.assert_close(
+        torch.as_tensor(values, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), atol=1e-5, rtol=0
+    )
+
+
+def prototypes(vectors, counts=None, size=3):
+    """From dictionaries of class to vector and to number."""
+    width = len(next(iter(vectors.values())))
+    means, numbers = torch.zeros(size, width), torch.zeros(size, dtype=torch.int64)
+    for name, vector in vectors.items():
+        means[name], numbers[name] = torch.tensor(vector, dtype=torch.float32), (counts or {}).get(name, 1)
+    return Prototypes(means, numbers)
+
+
+def message(client, state, before, after, counts=None, num_samples=10, margin="semantic", reduction="mean", scale=1):
+    """A client's update, with prototypes and the margin as they travel."""
+    after, before = prototypes(after, counts), prototypes(before)
+    after, before = (Prototypes(scale * one.means, one.counts) for one in (after, before))
+    lpm = local_prototype_margin(
+        after, before, margin=margin, class_reduction=reduction, fallback=prototypes(ALL)
+    )  # fmt: skip
+    extras = pack_prototypes(after)
+    if not lpm.isnan():
+        extras[lpm_name(margin, reduction)] = lpm
+    return ClientUpdate(client, num_samples, state, extras)
+
+
+def example(margin="semantic", scale=1, order=(0, 1, 2)):
+    """The three clients' updates."""
+    return [
+        message(
+            f"k{place + 1}", {"w": torch.tensor(WEIGHTS[place])}, BEFORE[place], AFTER[place], COUNTS[place],
+            SIZES[place], margin, scale=scale,
+        )
+        for place in order
+    ]  # fmt: skip
+
+
+def started(rule, state=None, scale=1):
+    """The rule before the example's round."""
+    previous = prototypes(PREVIOUS, size=2)
+    rule.load_state_dict({"means": scale * previous.means, "counts": previous.counts})
+    rule.start_round(3, state or {"w": torch.tensor(0.0)})
+    return rule
+
+
+def aggregated(rule, updates, **options):
+    started(rule, **options)
+    for update in updates:
+        rule.receive(copy.deepcopy(update))
+    return rule.aggregate()
+
+
+# --- the example ------------------------------------------------------------------------------------------------------
+
+STANDARD = {"attention": "softmax"}
+RAW = {"attention": "softmax", "standardize": False}
+EXAMPLES = [  # options, attention, new weight
+    ({}, (0.364842, 0.313515, 0.321643), 2.278444),
+    ({"combine": "lpm"}, (0.384090, 0.231819, 0.384090), None),
+    ({"combine": "apm"}, (0.345594, 0.395210, 0.259196), None),
+    ({"combine": "product"}, (0.409802, 0.282847, 0.307351), 2.204901),
+    ({"size_weighting": True}, (0.434761, 0.373597, 0.191642), 1.948522),
+    ({**RAW, "combine": "lpm"}, (0.354586, 0.290827, 0.354586), None),
+    ({**RAW, "combine": "apm"}, (0.339337, 0.373420, 0.287243), None),
+    (RAW, None, 2.294867),
+    ({**STANDARD, "combine": "lpm"}, (0.379752, 0.240496, 0.379752), None),
+    ({**STANDARD, "combine": "apm"}, (0.341045, 0.395781, 0.263175), None),
+    (STANDARD, (0.360398, 0.318138, 0.321463), 2.282528),
+    ({"margin": "hypothesis"}, (0.742652, 0.010369, 0.246979), 1.751306),
+    ({"margin": "relative"}, (0.612318, 0.028040, 0.359641), 2.106964),
+    ({"margin": "relative", **RAW}, (0.421922, 0.244964, 0.333114), 2.244305),
+]
+
+
+@pytest.mark.parametrize(("options", "attention", "w"), EXAMPLES)
+def test_attention_of_the_example(options, attention, w):
+    rule = FedMargin(**options)
+    result = aggregated(rule, example(options.get("margin", "semantic")))["w"]
+    assert rule.last.clients == ["k1", "k2", "k3"]
+    if attention is not None:
+        close(rule.last.attention, attention)
+    if w is not None:
+        close(result, w)
+    assert sum(rule.last.attention) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("margin", "lpm", "apm"),
+    [
+        ("semantic", (0.5, 0.301777, 0.5), (0.666667, 0.762377, 0.5)),
+        ("hypothesis", (1.666667, 0, 0.5), (1.360380, 0.039399, 0.5)),
+        ("relative", (0.622222, 0, 0.333333), (0.516022, 0.050463, 0.333333)),
+        ("gain", (0.849837, -0.25, math.nan), (1.360380, 0.039399, 0.5)),
+    ],
+)
+def test_margins_of_the_example(margin, lpm, apm):
+    rule = FedMargin(margin=margin)
+    aggregated(rule, example(margin))
+    torch.testing.assert_close(torch.tensor(rule.last.lpm), torch.tensor(lpm), atol=1e-5, rtol=0, equal_nan=True)
+    close(rule.last.apm, apm)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("pairs", 1.607624), ("nearest", 1.366665)])
+def test_prototypes_of_the_example(kind, expected):
+    rule = FedMargin(amm=kind)
+    aggregated(rule, example())
+    close(rule.prototypes.means, ((0.3375, -0.225), (2.775, 0.225), (0, 3)))
+    assert rule.last.amm == pytest.approx(expected, abs=1e-5)
+    assert rule.metrics()["fedmargin/amm"] == rule.last.amm
+
+
+@pytest.mark.parametrize("kind", ["pairs", "nearest"])
+def test_the_logged_margin_by_the_length_of_the_prototypes(kind):
+    rule = FedMargin(amm=kind, amm_normalize=True)
+    aggregated(rule, example())
+    known = {0: (0.3375, -0.225), 1: (2.775, 0.225), 2: (0, 3)}
+    assert rule.last.amm == pytest.approx(references_margin.mean_margin_reference(known, kind, True), abs=1e-6)
+
+
+def test_prototypes_of_a_first_round():
+    rule = FedMargin()
+    rule.start_round(0, {"w": torch.tensor(0.0)})
+    for update in example():
+        rule.receive(update)
+    rule.aggregate()
+    close(rule.prototypes.means, ((0.375, -0.25), (2.75, 0.25), (0, 3)))
+    assert rule.prototypes.counts.tolist() == [40, 20, 40]
+    assert rule.last.amm == pytest.approx(1.597952, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"proto_weighting": "uniform"}, ((0.225, -0.45), (2.775, 0.225), (0, 3))),
+        ({"proto_weighting": "num_samples"}, ((0.225, -0.45), (2.775, 0.225), (0, 10 / 3))),
+        ({"proto_ema": 0.5}, ((0.1875, -0.125), (2.875, 0.125), (0, 3))),
+        ({"proto_memory": "cumulative"}, ((15 / 41, -10 / 41), (58 / 21, 5 / 21), (0, 3))),
+    ],
+)
+def test_options_of_the_aggregate_prototypes(options, expected):
+    rule = FedMargin(**options)
+    aggregated(rule, example())
+    close(rule.prototypes.means, expected)
+
+
+def test_the_aggregate_after_the_round_as_reference():
+    rule = FedMargin(apm_reference="current")
+    aggregated(rule, example())
+    aggregate = {0: (0.3375, -0.225), 1: (2.775, 0.225), 2: (0, 3)}
+    for value, after in zip(rule.last.apm, AFTER, strict=True):
+        distances = [references_margin.distance(after[name], aggregate[name]) / 2 for name in after]
+        assert value == pytest.approx(sum(distances) / len(distances), abs=1e-6)
+
+
+# --- properties -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"combine": "product"}, {"size_weighting": True}, STANDARD])
+def test_the_order_of_the_clients_does_not_matter(options):
+    rule = FedMargin(**options)
+    expected, of = aggregated(rule, example()), dict(zip(rule.last.clients, rule.last.attention, strict=True))
+    for order in itertools.permutations(range(3)):
+        other = FedMargin(**options)
+        torch.testing.assert_close(aggregated(other, example(order=order)), expected)
+        assert dict(zip(other.last.clients, other.last.attention, strict=True)) == pytest.approx(of, rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 7.0, 1e4])
+def test_the_scale_of_the_features_does_not_matter(scale):
+    rule, scaled = FedMargin(), FedMargin()
+    aggregated(rule, example())
+    aggregated(scaled, example(scale=scale), scale=scale)
+    assert scaled.last.attention == pytest.approx(rule.last.attention, rel=1e-5)
+    assert scaled.last.lpm == pytest.approx([scale * value for value in rule.last.lpm], rel=1e-5)
+    raw = FedMargin(**RAW)
+    aggregated(raw, example(scale=7.0), scale=7.0)
+    assert raw.last.attention != pytest.approx(rule.last.attention, rel=1e-2)
+
+
+def states(count, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {"w": torch.randn(50, generator=generator).to(dtype), "steps": torch.tensor(10 + place)}
+        for place in range(count)
+    ]
+
+
+@pytest.mark.parametrize("combine", ["mean", "product", "lpm", "apm"])
+@pytest.mark.parametrize("attention", ["sum", "softmax"])
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_clients_that_move_alike_are_fairavg(combine, attention, count):
+    """To the last bit, whatever their models are, also in float64; and FedAvg, where sizes weigh."""
+    sizes = [10, 30, 7, 8, 9, 100, 1][:count]
+    for size_weighting, other, dtype in ((False, FairAvg(), torch.float64), (True, FedAvg(), torch.float32)):
+        rule = FedMargin(combine=combine, attention=attention, size_weighting=size_weighting)
+        received = [
+            message(place, state, {0: (0.1, 0.7), 2: (3.3, 0)}, {0: (0.2, 1.1), 2: (3.1, 0.3)}, None, size)
+            for place, (state, size) in enumerate(zip(states(count, dtype), sizes, strict=True))
+        ]
+        other.start_round(0, received[0].state)
+        for update in received:
+            other.receive(copy.deepcopy(update))
+        assert_same(other.aggregate(), aggregated(rule, received, state=received[0].state))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_copies_of_one_client_are_that_client(dtype):
+    """Also where their margins differ."""
+    state = states(1, dtype)[0]
+    received = [
+        message(place, dict(state), {0: (0, 0)}, {0: (0.1 * place, 0.3)}, None, 1 + place) for place in range(5)
+    ]
+    rule = FedMargin()
+    assert_same(state, aggregated(rule, received, state=state))
+    assert len(set(rule.last.attention)) == 5
+
+
+def test_a_client_that_did_not_move_counts_by_its_distance_alone():
+    received = example()
+    received[1] = message("k2", {"w": torch.tensor(2.0)}, BEFORE[1], BEFORE[1], COUNTS[1], 40)
+    rule = FedMargin(combine="lpm")
+    close(aggregated(rule, received)["w"], (1 + 4) / 2)
+    assert rule.last.lpm[1] == rule.last.attention[1] == 0
+    both = FedMargin()
+    aggregated(both, received)
+    assert both.last.attention[1] > 0
+    nobody = [message(place, state, BEFORE[0], BEFORE[0]) for place, state in enumerate(states(3))]
+    aggregated(rule, nobody, state=nobody[0].state)
+    assert rule.last.attention == [1 / 3] * 3
+
+
+def test_a_class_more_changes_nothing_for_clients_that_lack_it():
+    rule, more = FedMargin(), FedMargin()
+    aggregated(rule, example())
+    received = example()
+    before, after = ({**one[0], 5: (9, value)} for one, value in ((BEFORE, 9), (AFTER, 8)))
+    packed = prototypes(after, {**COUNTS[0], 5: 4}, size=6)
+    received[0].extras |= pack_prototypes(packed)
+    aggregated(more, received)
+    assert more.last.lpm[1:] == rule.last.lpm[1:]
+    assert more.last.apm[1:] == rule.last.apm[1:]
+    assert more.prototypes.means[5].tolist() == [9, 8]
+    assert before[5] == (9, 9)
+
+
+def test_clients_without_prototypes_count_like_the_mean_of_the_others():
+    received = example()
+    received.append(ClientUpdate("silent", 10, {"w": torch.tensor(8.0)}))
+    rule = FedMargin()
+    aggregated(rule, received)
+    *others, silent = rule.last.attention
+    assert math.isnan(rule.last.lpm[3])
+    assert math.isnan(rule.last.apm[3])
+    assert silent == pytest.approx(sum(others) / 3)
+    assert "fedmargin/lpm/silent" not in rule.metrics()
+    assert rule.metrics()["fedmargin/attention/silent"] == silent
+
+
+def test_the_others_prototypes_do_not_notice_them():
+    """Whose weights are whose, where one that sends none comes first, and one that has no class."""
+    rule, more = (FedMargin(proto_weighting="num_samples") for _ in range(2))
+    aggregated(rule, example())
+    empty = pack_prototypes(Prototypes(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)))
+    silent = ClientUpdate("silent", 1000, {"w": torch.tensor(8.0)})
+    aggregated(more, [silent, *example(), ClientUpdate("empty", 500, {"w": torch.tensor(8.0)}, empty)])
+    assert torch.equal(rule.prototypes.means, more.prototypes.means)
+    assert more.last.apm[1:4] == rule.last.apm
+    assert math.isnan(more.last.apm[4])
+
+
+def test_nobody_with_prototypes_is_fairavg():
+    received = [ClientUpdate(place, 1 + place, state) for place, state in enumerate(states(3))]
+    rule, fair = FedMargin(), FairAvg()
+    rule.start_round(0, received[0].state)
+    fair.start_round(0, received[0].state)
+    for update in received:
+        rule.receive(copy.deepcopy(update))
+        fair.receive(copy.deepcopy(update))
+    assert_same(fair.aggregate(), rule.aggregate())
+    assert rule.prototypes is None
+    assert rule.state_dict() == {}
+    assert rule.metrics() == {
+        "fedmargin/attention_entropy": pytest.approx(1),
+        **{f"fedmargin/attention/{place}": pytest.approx(1 / 3) for place in range(3)},
+    }
+
+
+def test_margins_keep_their_precision():
+    rule = FedMargin(combine="lpm")
+    rule.start_round(0, {"w": torch.tensor(0.0)})
+    for client, margin in (("a", 0.1), ("b", 0.7)):
+        extras = {"prototypes:lpm:semantic:mean": torch.tensor(margin, dtype=torch.float64)}
+        rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(1.0)}, extras))
+    rule.aggregate()
+    assert rule.last.attention == pytest.approx([1 / 8, 7 / 8], rel=1e-14)
+
+
+# --- a cohort's life --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", range(4))
+def test_parts_received_apart_and_merged_are_the_whole(cut):
+    received = example()
+    whole, first, second = FedMargin(), started(FedMargin()), started(FedMargin())
+    expected = aggregated(whole, received)
+    for place, update in enumerate(received):
+        (first if place < cut else second).receive(update)
+    first.merge(second)
+    assert_same(expected, first.aggregate())
+    assert first.last == whole.last
+    with pytest.raises(TypeError, match="`other` to be a FedMargin, but got FedAvg"):
+        first.merge(FedAvg())
+
+
+@pytest.mark.parametrize("server_lr", [0.5, 1.0, 1.5])
+def test_the_step_of_the_server(server_lr):
+    """From the global model towards the weighted mean; whole numbers and running statistics are what FedAvg makes."""
+    names = ("w", "bn.running_var")
+    received = [
+        ClientUpdate(
+            update.client, update.num_samples,
+            {**{name: update.state["w"] for name in names}, "steps": torch.tensor(update.num_samples)}, update.extras,
+        )
+        for update in example()
+    ]  # fmt: skip
+    start = {**{name: torch.tensor(10.0) for name in names}, "steps": torch.tensor(3)}
+    result = aggregated(FedMargin(server_lr=server_lr), received, state=start)
+    close(result["w"], 10 + server_lr * (2.278444 - 10))
+    close(result["bn.running_var"], 2.278444)
+    assert result["steps"] == 40
+    assert result["w"].dtype == torch.float32
+
+
+def test_a_cohort_of_one():
+    rule = FedMargin()
+    state = states(1)[0]
+    result = aggregated(rule, [message("only", dict(state), BEFORE[0], AFTER[0])], state=state)
+    assert_same(state, result)
+    assert rule.last.attention == [1.0]
+    assert "fedmargin/attention_entropy" not in rule.metrics()
+    assert rule.metrics()["fedmargin/attention/only"] == 1.0
+
+
+def test_classes_that_appear_later():
+    """The aggregate grows; what was known stays."""
+    rule = FedMargin(proto_ema=0.5)
+    known = []
+    for number, after in enumerate(({1: (1, 1)}, {0: (2, 0)}, {4: (0, 8), 1: (3, 3)})):
+        rule.start_round(number, {"w": torch.tensor(0.0)})
+        packed = pack_prototypes(prototypes(after, size=9))
+        rule.receive(ClientUpdate("a", 1, {"w": torch.tensor(1.0)}, packed))
+        rule.aggregate()
+        known.append({c: rule.prototypes.means[c].tolist() for c in rule.prototypes.present.nonzero()[:, 0].tolist()})
+    assert known == [{1: [1, 1]}, {0: [2, 0], 1: [1, 1]}, {0: [2, 0], 1: [2, 2], 4: [0, 8]}]
+    assert len(rule.prototypes.counts) == 5
+    assert math.isnan(FedMargin().last.amm)
+
+
+def test_a_round_forgets_the_updates_of_the_one_before():
+    rule = FedMargin()
+    aggregated(rule, example())
+    assert rule.updates == []
+    started(rule).receive(example()[0])
+    rule.start_round(4, {"w": torch.tensor(0.0)})
+    assert rule.updates == []
+
+
+def test_state_dict_goes_through_a_checkpoint():
+    rule = FedMargin()
+    aggregated(rule, example())
+    file = io.BytesIO()
+    torch.save(rule.state_dict(), file)
+    file.seek(0)
+    other = FedMargin()
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for each in (rule, other):
+        each.start_round(4, {"w": torch.tensor(0.0)})
+        for update in example():
+            each.receive(copy.deepcopy(update))
+    assert_same(rule.aggregate(), other.aggregate())
+    assert rule.last == other.last
+    other.load_state_dict({})
+    assert other.prototypes is None
+
+
+@pytest.mark.parametrize("margin", ["semantic", "gain", "hypothesis", "relative"])
+def test_broadcasts(margin):
+    """Where a margin needs another class, a client that has one class is sent the aggregate."""
+    rule = started(FedMargin(margin=margin))
+    first, second = rule.broadcast("a"), rule.broadcast("b")
+    assert first.round == 3
+    first.state["w"] = torch.tensor(5.0)
+    assert second.state["w"] == 0
+    if margin in ("semantic", "gain"):
+        assert first.extras == {}
+    else:
+        assert first.extras["prototypes:means"].tolist() == [[0, 0], [3, 0]]
+    assert FedMargin(margin=margin).broadcast("a").extras == {}
+
+
+def test_margins_measured_in_another_way():
+    rule = started(FedMargin(class_reduction="max"))
+    with pytest.raises(ValueError, match=r"'prototypes:lpm:semantic:max', but it sent 'prototypes:lpm:semantic:mean'"):
+        rule.receive(example()[0])
+
+
+BAD = {  # what is sent instead, and what is said of it
+    "class": ({"prototypes:classes": torch.tensor([-1, 1])}, "of class -1"),
+    "twice": ({"prototypes:classes": torch.tensor([1, 1])}, "a class twice"),
+    "fractions": ({"prototypes:classes": torch.tensor([0.0, 1.0])}, "types torch.float32, torch.float32, torch.int64"),
+    "integers": ({"prototypes:means": torch.ones(2, 2, dtype=torch.int64)}, "types torch.int64, torch.int64"),
+    "numbers": ({"prototypes:counts": torch.tensor([5])}, r"shapes \(2,\), \(2, 2\), \(1,\)"),
+    "flat": ({"prototypes:means": torch.ones(2)}, r"shapes \(2,\), \(2,\), \(2,\)"),
+    "nothing": ({"prototypes:counts": torch.tensor([5, 0])}, "the mean of 0 feature vectors"),
+    "too many": ({"prototypes:counts": torch.tensor([5, 2**62])}, f"the mean of {2**62} feature vectors"),
+    "no means": ({"prototypes:means": None}, "without 'prototypes:means'"),
+    "margins": ({"prototypes:lpm:semantic:mean": torch.ones(2)}, "margin is not a number"),
+}
+
+
+@pytest.mark.parametrize("known", ["from before", "from the round"])
+@pytest.mark.parametrize("name", BAD)
+def test_prototypes_that_cannot_be_used(name, known):
+    """They are refused when they come, and what came before and after is aggregated without them."""
+    changes, reason = BAD[name]
+    rule, without = (started(FedMargin()) if known == "from before" else FedMargin() for _ in range(2))
+    bad = ClientUpdate("bad", 10, {"w": torch.tensor(9.0)}, pack_prototypes(prototypes({0: (1, 1), 1: (2, 2)})))
+    bad.extras = {key: value for key, value in (bad.extras | changes).items() if value is not None}
+    first, *others = example()
+    for each in (rule, without):
+        each.start_round(3, {"w": torch.tensor(0.0)})
+        each.receive(copy.deepcopy(first))
+    with pytest.raises(BadUpdate, match=reason):
+        rule.receive(bad)
+    for update in others:
+        rule.receive(copy.deepcopy(update))
+        without.receive(copy.deepcopy(update))
+    assert_same(without.aggregate(), rule.aggregate())
+    assert rule.last == without.last
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("first", ["k1", "k2"])
+def test_whose_prototypes_have_other_features_is_left_out_by_name(first, wrapped):
+    """Also if they come first, and in the first round: the others' round is what it is without that client."""
+    rule, without, state = FedMargin(), FedMargin(), {"w": torch.tensor(0.0)}
+    server = Server(ServerOptimizer("SGD", rule, lr=1.0) if wrapped else rule)
+    updates = sorted(example(), key=lambda update: update.client != first)
+    server.start_round(0, state)
+    without.start_round(0, state)
+    for update in updates:
+        server.send(update.client)
+        if update.client == first:
+            update.extras["prototypes:means"] = torch.ones(len(update.extras["prototypes:means"]), 7)
+        else:
+            without.receive(copy.deepcopy(update))
+        update.metrics["lpm"] = 1.0
+        assert server.receive(update)
+    assert_same(without.aggregate(), server.finish_round())
+    assert server.report.failed == {first: "its prototypes have 7 features instead of 2"}
+    assert first not in server.report.received
+    assert first not in server.report.metrics
+    assert len(server.report.received) == 2
+    assert_same(without.state_dict(), rule.state_dict())
+
+
+def test_left_out_clients_are_not_counted():
+    server = Server(FedMargin(), min_clients=3)
+    server.start_round(0, {"w": torch.tensor(0.0)})
+    for update in example():
+        server.send(update.client)
+        if update.client == "k3":
+            update.extras["prototypes:means"] = torch.ones(1, 3)
+        server.receive(update)
+    assert server.finish_round() is None
+    assert server.aggregator.prototypes is None
+
+
+def test_classes_that_are_none():
+    """Where the number of classes is known: a place in the aggregate is made for no other."""
+    for wrong in (3, 10**12):
+        rule = started(FedMargin())
+        rule.num_classes = 3
+        first, second, third = example()
+        first.extras["prototypes:classes"] = torch.tensor([0, 1, wrong])
+        with pytest.raises(BadUpdate, match=f"of class {wrong} instead of 0 to 2"):
+            rule.receive(first)
+        for update in (second, third):
+            rule.receive(update)
+        rule.aggregate()
+        assert rule.prototypes.means.shape == (3, 2)
+
+
+def test_a_client_alone_locks_nobody_out(caplog):
+    """Alone in its round nothing tells that its prototypes are wrong; the next round starts anew, and says so."""
+    server, state = Server(FedMargin()), {"w": torch.tensor(0.0)}
+    for round, widths in enumerate([[3], [2, 2], [5, 2], [4, 4, 2]]):
+        server.start_round(round, state)
+        for place, width in enumerate(widths):
+            server.send(f"k{place}")
+            extras = pack_prototypes(prototypes({0: (1,) * width, 1: (0,) * width}))
+            server.receive(ClientUpdate(f"k{place}", 1, state, extras))
+        assert server.finish_round() is not None
+        most = max(widths, key=lambda width: (widths.count(width), width == 2))
+        assert list(server.report.failed) == [f"k{place}" for place, width in enumerate(widths) if width != most]
+        assert server.aggregator.prototypes.means.shape == (2, most)
+    assert [record.getMessage() for record in caplog.records if "anew" in record.getMessage()] == [
+        "Round 1: the aggregate prototypes start anew: those of the clients have 2 features instead of 3.",
+        "Round 3: the aggregate prototypes start anew: those of the clients have 4 features instead of 2.",
+    ]
+
+
+class Tampers(FederatedCallback):
+    """One client's prototypes are changed in the first round."""
+
+    def __init__(self, client, change):
+        self.client, self.change = client, change
+
+    def on_client_end(self, trainer, module, client, update):
+        if (client, trainer.current_epoch) == (self.client, 0):
+            self.change(update.extras)
+
+
+def narrowed(extras):
+    extras["prototypes:means"] = extras["prototypes:means"][:, :3]
+
+
+def another_class(extras):
+    extras["prototypes:classes"] = extras["prototypes:classes"].clone()
+    extras["prototypes:classes"][-1] = 5000
+
+
+@pytest.mark.parametrize("margin", ["semantic", "hypothesis"])
+@pytest.mark.parametrize("per_round", [1.0, 1], ids=["all", "one"])
+@pytest.mark.parametrize("change", [narrowed, another_class])
+def test_a_fit_goes_on_without_one_client(change, per_round, margin, federated_trainer):
+    """Whoever it is, and however many there are in a round."""
+    data, failed, is_alone = models.vectors(), [], isinstance(per_round, int)
+    first = Federation("fedavg", clients_per_round=per_round).schedule.cohort(0, list(data)).visits[0].client
+
+    class Notes(FederatedCallback):
+        def on_server_round_end(self, trainer, module, *_):
+            failed.append(list(trainer.federation.server.report.failed))
+
+    rule = FedMargin(margin)
+    trainer = federated_trainer(
+        max_rounds=3, aggregator=rule, clients_per_round=per_round, callbacks=[Tampers(first, change), Notes()]
+    )
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(data))
+    assert failed == [[] if is_alone and change is narrowed else [first], [], []]
+    assert rule.prototypes.means.shape == (3, 8)
+
+
+def test_the_first_prototypes_may_have_any_features():
+    """Also where clients without any class came before."""
+    rule = FedMargin()
+    rule.start_round(0, {"w": torch.tensor(0.0)})
+    empty = Prototypes(torch.zeros(3, 7), torch.zeros(3, dtype=torch.int64))
+    rule.receive(ClientUpdate("empty", 1, {"w": torch.tensor(1.0)}, pack_prototypes(empty)))
+    for update in example():
+        rule.receive(update)
+    rule.aggregate()
+    assert rule.prototypes.means.shape == (3, 2)
+
+
+@pytest.mark.parametrize("kind", ["fedmargin", "with momentum", "last_local"])
+def test_resuming_with_another_layer(kind, federated_trainer, tmp_path):
+    """It is refused before anything trains, where prototypes of earlier rounds are compared with."""
+
+    def fit(rounds, layer, kind, path=None):
+        own = ClassPrototypes(
+            layer=layer, num_classes=3, lpm_before="last_local" if kind == "last_local" else "download"
+        )
+        rules = {"fedmargin": FedMargin(), "with momentum": ServerOptimizer("SGD", "fedmargin", lr=1.0, momentum=0.9)}
+        aggregator = rules.get(kind, FedAvg())
+        trainer = federated_trainer(max_rounds=rounds, aggregator=aggregator, callbacks=[own, recorder])
+        trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()), ckpt_path=path)
+        return trainer
+
+    path, recorder = tmp_path / "one.ckpt", Recorder()
+    fit(1, "net.0", kind).save_checkpoint(path)
+    recorder = Recorder()
+    with pytest.raises(OptionError, match=r"`layer` .*: the output of 'net.0', but got the input of 'net.2'"):
+        fit(2, "auto", kind, path)
+    assert recorder.visits == []
+    fit(2, "net.0", kind, path)
+    assert len(recorder.visits) == 5
+    path = tmp_path / "other.ckpt"
+    fit(1, "net.0", "neither").save_checkpoint(path)
+    fit(2, "auto", "neither", path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"margin": "wide"}, r"`margin` .*, but got 'wide'"),
+        ({"class_reduction": "median"}, r"`class_reduction` .*, but got 'median'"),
+        ({"attention": "all"}, r"`attention` .*, but got 'all'"),
+        ({"combine": "max"}, r"`combine` .*, but got 'max'"),
+        ({"proto_weighting": "none"}, r"`proto_weighting` .*, but got 'none'"),
+        ({"proto_memory": "long"}, r"`proto_memory` .*, but got 'long'"),
+        ({"proto_ema": 1.5}, "`proto_ema` to be in 0 to 1, but got 1.5"),
+        ({"proto_ema": "0.1"}, "`proto_ema` to be a number, but got '0.1'"),
+        ({"temperature": "1"}, "`temperature` to be a number, but got '1'"),
+        ({"server_lr": None}, "`server_lr` to be a number, but got None"),
+        ({"apm_reference": "next"}, r"`apm_reference` .*, but got 'next'"),
+        ({"amm": "far"}, r"`amm` .*, but got 'far'"),
+        ({"temperature": 0.0, "attention": "softmax"}, r"`temperature` .*, but got 0.0"),
+        ({"clients_by_name": -1}, "`clients_by_name` to be at least 0, but got -1"),
+        ({"server_lr": 0.0}, "`server_lr` to be greater than 0 and finite, but got 0.0"),
+        ({"server_lr": math.inf}, "`server_lr` to be greater than 0 and finite, but got inf"),
+    ],
+)
+def test_options_that_are_wrong(options, message):
+    with pytest.raises(ValueError, match=message):
+        FedMargin(**options)
+
+
+def test_by_name():
+    assert type(build_aggregator("FedMargin")) is FedMargin
+    (needed,) = FedMargin(margin="gain", class_reduction="sum").required_callbacks()
+    assert isinstance(needed, ClassPrototypes)
+    assert (needed.margin, needed.class_reduction) == ("gain", "sum")
+
+
+# --- whole fits -------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(net, batch):
+    return F.cross_entropy(net(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("door", ["trainer", "callback"])
+@pytest.mark.parametrize("cohort", [5, 3])
+def test_fits_are_the_reference(cohort, door, federated_trainer, plain_trainer):
+    """Three rounds of a small MLP, with all clients and with some, against a loop written from the spec."""
+    clients, net = models.vectors(), models.dropout_mlp()
+    expected = fedmargin_reference(
+        net, net[:3], clients, cross_entropy, models.momentum,
+        rounds=3, cohort_size=cohort, seed=SEED, batch_size=32, epochs=2,
+    )  # fmt: skip
+    recorder, logger, module = Recorder(), MemoryLogger(), models.Module(models.dropout_mlp(), models.momentum)
+    options = {"aggregator": "fedmargin", "clients_per_round": cohort, "local_epochs": 2, "seed": SEED}
+    if door == "trainer":
+        trainer = federated_trainer(max_rounds=3, callbacks=[recorder], logger=logger, **options)
+        trainer.fit(module, models.as_datasets(clients))
+    else:
+        federation = Federation(partition=ByGroup(models.pooled(clients)[1]), **options)
+        trainer = plain_trainer(max_epochs=3, callbacks=[federation, recorder], logger=logger)
+        trainer.fit(module, datamodule=models.PooledData(clients))
+    for number, (state, report) in enumerate(expected):
+        for name, value in state.items():
+            torch.testing.assert_close(recorder.aggregates[number][f"net.{name}"], value, rtol=1e-5, atol=1e-6)
+        logged = recorder.logged[number]
+        assert logged["fedmargin/amm"] == pytest.approx(report["amm"], rel=1e-4)
+        for name in ("lpm", "apm", "attention"):
+            assert set(report[name]) == {visit.client for visit in recorder.round(number)}
+            for client, value in report[name].items():
+                assert logged[f"fedmargin/{name}/{client}"] == pytest.approx(value, rel=1e-4)
+        shares = report["attention"].values()
+        entropy = -sum(share * math.log(share) for share in shares) / math.log(len(shares))
+        assert logged["fedmargin/attention_entropy"] == pytest.approx(entropy, rel=1e-5)
+        assert logged["fed/lpm"] == pytest.approx(sum(report["lpm"].values()) / cohort, rel=1e-4)
+    assert [step for step, _ in logger.curve("fedmargin/amm")] == [0, 1, 2]
+    assert len({round(share, 4) for share in expected[-1][1]["attention"].values()}) == cohort
+
+
+def test_a_segmentation_model(federated_trainer):
+    """The aggregate is the mean of the updates by the attention that is logged."""
+    clients = models.scenes({"ann": 6, "bob": 5, "cid": 3})
+    recorder, module = Recorder(), models.Module(models.deeplab(), models.momentum)
+    trainer = federated_trainer(
+        max_rounds=2, aggregator="fedmargin", callbacks=[recorder], seed=SEED, batch_norm="recalibrate"
+    )
+    trainer.fit(module, models.as_datasets(clients))
+    for number in range(2):
+        shares = [recorder.logged[number][f"fedmargin/attention/{client}"] for client in clients]
+        visits = recorder.round(number)
+        expected = average_reference([visit.update for visit in visits], shares)
+        for name, value in expected.items():
+            if value.is_floating_point():
+                torch.testing.assert_close(recorder.aggregates[number][name], value, rtol=1e-5, atol=1e-7)
+        assert len(set(shares)) == 3
+
+
+def test_clients_that_cannot_be_measured(federated_trainer, caplog):
+    """Their updates count, with the mean of the others' attention."""
+
+    class Fails(TensorDataset):
+        is_broken = False
+
+        def __getitems__(self, indices):
+            if self.is_broken:
+                raise OSError("the disk is gone")
+            return [self[index] for index in indices]
+
+    class Break(FederatedCallback):
+        def __init__(self, is_broken):
+            self.is_broken = is_broken
+
+        def on_client_start(self, trainer, module, client, broadcast):
+            data["bob"].is_broken = self.is_broken
+
+        def on_client_end(self, trainer, module, client, update):
+            data["bob"].is_broken = self.is_broken
+
+    clients = models.vectors()
+    data = models.as_datasets(clients)
+    data["bob"] = Fails(*clients["bob"])
+    trainer = federated_trainer(
+        max_rounds=1, aggregator="fedmargin", callbacks=[Break(True), ClassPrototypes(), Break(False)]
+    )
+    trainer.fit(models.Module(models.mlp()), FederatedDataModule(data, batch_size=8))
+    assert trainer.callback_metrics["fed/clients"] == 5
+    assert trainer.callback_metrics["fedmargin/attention/bob"] == pytest.approx(1 / 5)
+    assert "fedmargin/lpm/bob" not in trainer.callback_metrics
+    assert "The prototypes of client 'bob' are left out: OSError" in caplog.text
+
+
+def test_the_callback_is_added_where_there_is_none(federated_trainer, plain_trainer):
+    clients = models.as_datasets(models.vectors())
+
+    def of(trainer):
+        return [callback for callback in trainer.callbacks if isinstance(callback, ClassPrototypes)]
+
+    trainer = federated_trainer(max_rounds=1, aggregator=FedMargin(margin="gain"))
+    trainer.fit(models.Module(models.mlp()), clients)
+    assert [callback.margin for callback in of(trainer)] == ["gain"]
+    own = ClassPrototypes(layer="net.0")
+    trainer = plain_trainer(max_epochs=1, callbacks=[own, Federation("fedmargin")])
+    trainer.fit(models.Module(models.mlp()), datamodule=FederatedDataModule(clients))
+    assert of(trainer) == [own]
+
+
+def test_options_that_contradict_those_of_the_callback(federated_trainer):
+    trainer = federated_trainer(
+        max_rounds=1, aggregator=FedMargin(margin="hypothesis"), callbacks=[ClassPrototypes(margin="semantic")]
+    )
+    with pytest.raises(ValueError, match="give `ClassPrototypes` and `FedMargin` the same `margin`") as caught:
+        trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+    assert caught.value.__notes__ == ["In round 0, in the visit of client 'ann'."]
+
+
+def test_what_travels_is_counted(federated_trainer):
+    """With a margin that needs other classes, the aggregate goes down from the second round on."""
+    recorder = Recorder()
+    trainer = federated_trainer(max_rounds=2, aggregator=FedMargin(margin="hypothesis"), callbacks=[recorder])
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+    size = bytes_of(state_of(models.mlp()))
+    assert recorder.down_bytes == [5 * size, 5 * (size + 3 * (8 * 4 + 8 + 8))]
+    for number, logged in enumerate(recorder.logged):
+        assert logged["comm/down_bytes"] == recorder.down_bytes[number]
+        assert logged["comm/up_bytes"] == recorder.up_bytes[number]
+
+
+def test_many_clients_are_not_logged_by_name(federated_trainer):
+    clients = models.as_datasets(models.vectors({f"c{place}": 8 for place in range(21)}))
+    logged = []
+    for count in (20, 21):
+        trainer = federated_trainer(max_rounds=1, aggregator="fedmargin", clients_per_round=count)
+        trainer.fit(models.Module(models.mlp()), clients)
+        logged.append([name for name in trainer.callback_metrics if name.startswith("fedmargin/")])
+    assert len(logged[0]) == 2 + 3 * 20
+    assert sorted(logged[1]) == ["fedmargin/amm", "fedmargin/attention_entropy"]
+
+
+@pytest.mark.parametrize(("most", "named"), [(0, False), (2, False), (3, True), (100, True)])
+def test_how_many_clients_are_logged_by_name(most, named):
+    rule = FedMargin(clients_by_name=most)
+    aggregated(rule, example())
+    assert ("fedmargin/attention/k1" in rule.metrics()) == named
+    assert "fedmargin/amm" in rule.metrics()
+
+
+def test_a_round_that_comes_to_nothing_is_not_remembered(federated_trainer):
+    """Too few good updates: the global model and the aggregate prototypes stay as they were."""
+
+    class Nonsense(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            if trainer.current_epoch == 1 and client != "ann":
+                update.state["net.0.bias"] = update.state["net.0.bias"] * math.nan
+
+    class Look(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            seen.append((state_of(pl_module), copy.deepcopy(rule.state_dict())))
+
+    rule, seen = FedMargin(), []
+    trainer = federated_trainer(max_rounds=2, aggregator=rule, min_clients=2, callbacks=[Nonsense(), Look()])
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+    for first, second in zip(*seen, strict=True):
+        assert_same(first, second)
+
+
+def test_a_second_fit_starts_anew(federated_trainer):
+    clients = models.as_datasets(models.vectors())
+    federation = Federation("fedmargin", seed=SEED)
+    results = []
+    for _ in range(2):
+        module = models.Module(nn.Sequential(*models.mlp()))
+        federated_trainer(max_rounds=2, federation=federation).fit(module, clients)
+        results.append(state_of(module))
+    assert_same(*results)

@@ -1,0 +1,299 @@
+"""The passes that measure prototypes: where they end, what they leave out, and what several processes make of them."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fed import FederatedDataModule
+from lightning_fed.callbacks import ClassPrototypes
+from tests import models
+from tests.algorithms.fedmargin.test_class_prototypes import (
+    TWO,
+    assert_close,
+    loaded,
+    margin_of,
+    measured,
+    sent,
+    unpacked,
+)
+from tests.recorders import MemoryLogger
+from tests.references_margin import prototypes_reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+# --- where a step ends ------------------------------------------------------------------------------------------------
+
+
+class Counted(nn.Module):
+    """A layer that counts its calls by mode."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.calls = layer, {True: 0, False: 0}
+
+    def forward(self, inputs):
+        calls[self.training] += 1
+        return self.layer(inputs)
+
+
+calls = {True: 0, False: 0}
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_what_comes_after_the_features_is_not_run(manual, federated_trainer):
+    """Neither the layers behind them, nor the loss, nor what a step that catches all errors does with one."""
+
+    class Careful(models.ManualModule if manual else models.Module):
+        def careful(self, step, batch):
+            try:
+                return step(batch, 0)
+            except Exception:
+                seen.append("caught")
+                raise
+            finally:
+                seen.append(self.training)
+
+        def training_step(self, batch, batch_idx):
+            return self.careful(super().training_step, batch)
+
+        def validation_step(self, batch, batch_idx):
+            return self.careful(super().validation_step, batch)
+
+    def net():
+        base = models.mlp()
+        return nn.Sequential(base[0], base[1], Counted(nn.Identity()), base[2])
+
+    clients, seen = models.vectors(TWO), []
+    calls.update({True: 0, False: 0})
+    prototypes = ClassPrototypes(layer="net.1", num_classes=3)
+    visits = sent(federated_trainer, prototypes, Careful(net()), models.as_datasets(clients))
+    assert calls[False] == 0
+    assert calls[True] > 0
+    assert seen.count(False) == 2 * 9  # batches of 8, before and after
+    assert "caught" not in seen
+    for client, visit in visits.items():
+        assert_close(unpacked(visit.extras)[0], measured(loaded(net(), visit.end)[:2], *clients[client])[0])
+
+
+def test_all_examples_are_measured(federated_trainer):
+    """Also those of a trailing batch that training leaves out."""
+    clients = models.vectors({"a": 46, "b": 15})
+    data = FederatedDataModule(models.as_datasets(clients), batch_size=8, drop_last=True)
+    visits = sent(federated_trainer, ClassPrototypes(), models.Module(models.mlp()), data)
+    for client, visit in visits.items():
+        assert_close(unpacked(visit.extras)[0], measured(loaded(models.mlp(), visit.end)[:2], *clients[client])[0])
+        assert sum(unpacked(visit.extras)[1].values()) == len(clients[client][0])
+
+
+# --- batches that are left out ----------------------------------------------------------------------------------------
+
+
+class Picky(models.Module):
+    """Its step returns nothing for batches that begin with class 0."""
+
+    def training_step(self, batch, batch_idx):
+        return None if batch[1][0] == 0 else super().training_step(batch, batch_idx)
+
+
+class PickyByHand(models.ManualModule):
+    """Its step does nothing with such batches."""
+
+    def training_step(self, batch, batch_idx):
+        if batch[1][0] == 0:
+            return
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(self(batch[0]), batch[1]))
+        optimizer.step()
+
+
+BATCHES = {  # the first class of every batch
+    "first": [0, 1, 2, 1, 1, 2],
+    "middle": [1, 2, 0, 0, 1, 2],
+    "last": [1, 2, 1, 1, 2, 0],
+}
+
+
+def in_batches(firsts):
+    """Data of batches of 8 whose first example has the class given."""
+    generator = torch.Generator().manual_seed(3)
+    inputs, targets = torch.randn(8 * len(firsts), 6, generator=generator), torch.arange(8 * len(firsts)) % 3
+    targets[::8] = torch.tensor(firsts)
+    return inputs, targets
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("passes", ["exact", "online"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_that_a_step_leaves_out(name, passes, plain_trainer):
+    """They are in neither part; the parts are what they are without them."""
+    tensors = in_batches(BATCHES[name])
+    module = Picky(models.mlp(), lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    prototypes = ClassPrototypes(passes=passes)
+    trainer = plain_trainer(max_epochs=1, callbacks=[prototypes])
+    trainer.fit(module, DataLoader(TensorDataset(*tensors), 8))
+    kept = [place for place, first in enumerate(BATCHES[name]) if first]
+    with torch.no_grad():
+        parts = [(models.mlp()[:2](x), y) for x, y in zip(*(each.split(8) for each in tensors), strict=True)]
+
+    def of(places):
+        features, targets = (torch.cat(each) for each in zip(*(parts[place] for place in places), strict=True))
+        return prototypes_reference(features, targets, 255, (), 1, False)
+
+    halves = [kept, kept] if passes == "exact" else [[p for p in kept if p < 3], [p for p in kept if p >= 3]]
+    (before, _), (after, counts) = (of(places) for places in halves)
+    present = prototypes.prototypes.present.nonzero()[:, 0].tolist()
+    assert_close({c: prototypes.prototypes.means[c].double().numpy() for c in present}, after)
+    assert {c: int(prototypes.prototypes.counts[c]) for c in present} == counts
+    assert trainer.callback_metrics["prototypes/lpm"].item() == pytest.approx(margin_of(after, before), abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("passes", ["exact", "online"])
+def test_a_client_whose_batches_are_all_left_out(passes, federated_trainer):
+    """It has no prototypes; that is no fault of the layer."""
+    clients = models.vectors(TWO)
+    clients["b"] = clients["b"][0], torch.zeros_like(clients["b"][1])
+    visits = sent(federated_trainer, ClassPrototypes(passes=passes), Picky(models.mlp()), models.as_datasets(clients))
+    assert "prototypes:classes" in visits["a"].extras
+    assert visits["b"].extras == {}
+
+
+def test_online_passes_with_manual_optimization(federated_trainer):
+    """What a step returns is not known there: batches that do not run the layer are left out, if others do."""
+    data = FederatedDataModule(models.as_datasets({"a": in_batches([1, 1, 2, 0])}), batch_size=8, shuffle=False)
+    visits = sent(federated_trainer, ClassPrototypes(passes="online"), PickyByHand(models.mlp()), data)
+    assert sum(unpacked(visits["a"].extras)[1].values()) == 8
+
+    class Idle(PickyByHand):
+        def __init__(self):
+            super().__init__(models.mlp())
+            self.spare = nn.Linear(8, 3)
+
+    with pytest.raises(ValueError, match=r"but the input of 'spare' was run in 0 of 4: name another `layer`"):
+        sent(federated_trainer, ClassPrototypes(passes="online"), Idle(), data)
+
+
+def test_a_layer_that_some_batches_run(federated_trainer):
+    """Exact passes take these; where training is watched, a batch that is trained without them is an error."""
+
+    class Two(models.Module):
+        def __init__(self):
+            super().__init__(models.mlp())
+            self.other = nn.Linear(6, 3)
+
+        def training_step(self, batch, batch_idx):
+            net = self.other if batch[1][0] == 0 else self.net
+            return F.cross_entropy(net(batch[0]), batch[1])
+
+    data = {"a": TensorDataset(*in_batches([1, 0, 2, 1]))}
+    for passes in ("exact", "online"):
+        prototypes = ClassPrototypes("net.1", num_classes=3, passes=passes)
+        module = FederatedDataModule(data, batch_size=8, shuffle=False)
+        if passes == "exact":
+            visits = sent(federated_trainer, prototypes, Two(), module)
+            assert 0 < sum(unpacked(visits["a"].extras)[1].values()) < 32
+        else:
+            with pytest.raises(ValueError, match="was run in 3 of 4"):
+                sent(federated_trainer, prototypes, Two(), module)
+
+
+# --- visits of a single batch -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("options", "said"), [({}, 1), ({"passes": "exact"}, 0), ({"lpm_before": "last_local"}, 0)])
+def test_online_passes_of_a_single_batch_say_that_they_have_no_margin(options, said, federated_trainer, caplog):
+    """Once, for the first such client; long visits and exact passes have one."""
+    prototypes = ClassPrototypes(**{"passes": "online", **options})
+    for _ in range(2):  # each fit says it
+        caplog.clear()
+        data = FederatedDataModule(models.as_datasets(models.vectors({"a": 40, "b": 5, "c": 7})), batch_size=8)
+        trainer = federated_trainer(max_rounds=2, callbacks=[prototypes])
+        trainer.fit(models.Module(models.mlp()), datamodule=data)
+        assert caplog.text.count("Client 'b' trains on a single batch, of which online passes make no") == said
+        assert caplog.text.count("trains on a single batch") == said
+
+
+# --- a plain Trainer --------------------------------------------------------------------------------------------------
+
+
+class Silent(models.Module):
+    """Logs nothing: every process would log its own."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self(batch[0]), batch[1])
+
+
+class Note(L.Callback):
+    """Writes what a process has trained on, measured and logged."""
+
+    def __init__(self, prototypes, folder):
+        self.prototypes, self.folder, self.batches = prototypes, folder, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batches.append(tuple(batch))
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        torch.save(
+            {"prototypes": tuple(self.prototypes.prototypes), "logged": logged, "batches": self.batches},
+            self.folder / f"{trainer.global_rank}.pt",
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*fork", "ignore:.*num_workers")
+@pytest.mark.parametrize("passes", ["exact", "online"])
+def test_two_processes(passes, plain_trainer, tmp_path):
+    """The prototypes are those of all the data, in both processes; so is what is logged."""
+    prototypes = ClassPrototypes(passes=passes)
+    trainer = plain_trainer(
+        max_epochs=1, devices=2, strategy="ddp_fork", callbacks=[prototypes, Note(prototypes, tmp_path)]
+    )
+    module = Silent(models.mlp(), lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    trainer.fit(module, DataLoader(TensorDataset(*models.vectors({"x": 32})["x"]), 8))
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert first["logged"] == second["logged"]
+    for one, other in zip(first["prototypes"], second["prototypes"], strict=True):
+        assert torch.equal(one, other)
+
+    def of(places):
+        batches = [seen["batches"][place] for seen in (first, second) for place in places]
+        return measured(models.mlp()[:2], *(torch.cat(each) for each in zip(*batches, strict=True)))
+
+    halves = [(0, 1), (0, 1)] if passes == "exact" else [(0,), (1,)]
+    (before, _), (after, counts) = (of(places) for places in halves)
+    means, numbers = first["prototypes"]
+    assert {name: number for name, number in enumerate(numbers.tolist()) if number} == counts
+    assert sum(counts.values()) == 16 * len(halves[1])
+    assert_close({name: means[name].double().numpy() for name in counts}, after)
+    expected = margin_of(after, before)
+    assert first["logged"]["prototypes/lpm"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_several_training_loaders(kind, plain_trainer):
+    """Exact passes know no way through them; online passes see what training sees."""
+
+    class Both(models.Module):
+        def training_step(self, batch, batch_idx):
+            pairs = list(batch.values()) if isinstance(batch, dict) else batch
+            return sum(super(Both, self).training_step(each, batch_idx) for each in pairs)
+
+    data = models.as_datasets(models.vectors({"a": 16, "b": 16}))
+    loaders = {name: DataLoader(each, 8) for name, each in data.items()}
+    loaders = loaders if kind is dict else list(loaders.values())
+
+    def target(batch):
+        return (batch["a"] if isinstance(batch, dict) else batch[0])[1]
+
+    with pytest.raises(ValueError, match=f"one training loader for exact passes, but got a {kind.__name__} of 2: use"):
+        plain_trainer(max_epochs=1, callbacks=[ClassPrototypes(target=target)]).fit(Both(models.mlp()), loaders)
+    logger = MemoryLogger()
+    prototypes = ClassPrototypes(target=target, passes="online")
+    trainer = plain_trainer(max_epochs=1, callbacks=[prototypes], logger=logger, log_every_n_steps=1)
+    trainer.fit(Both(models.mlp()), loaders)
+    assert len(logger.curve("prototypes/lpm")) == 1

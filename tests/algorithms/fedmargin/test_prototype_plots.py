@@ -1,0 +1,470 @@
+"""Prototypes in a plane: every class's colour at the place that numpy and scipy find, in the event file."""
+
+import csv
+import io
+import logging
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from scipy.linalg import orthogonal_procrustes
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fed import FederatedCallback, FederatedTrainer, Federation
+from lightning_fed.algorithms import FedMargin
+from lightning_fed.callbacks import AttentionMap, ClassPrototypes, PrototypePlots, pictures
+from tests import models
+from tests.callbacks.test_segmentation_images import logged
+from tests.conftest import QUIET
+from tests.recorders import assert_same
+
+# Most fits here only train, with modules that could validate.
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+COLORS = [(200, 10, 10), (10, 160, 10), (10, 10, 220), (250, 160, 0), (160, 0, 250)]
+TAG = PrototypePlots.tag
+
+
+# --- the same again, without the package ------------------------------------------------------------------------------
+
+
+def plane(means, before=None):
+    """Centre and axes of the covariance's eigenvectors, turned to those of another plane."""
+    values, vectors = np.linalg.eigh(np.cov(means.T))
+    axes = vectors[:, ::-1].T[:2] * (values[::-1][:2, None] > 1e-9)
+    largest = [axis[np.abs(axis).argmax()] for axis in axes]
+    axes = axes * np.where(np.sign(largest) < 0, -1, 1)[:, None]
+    if before is not None:
+        axes = (axes.T @ orthogonal_procrustes(axes.T, before[1].T)[0]).T
+    return means.mean(0), axes
+
+
+def planes(history, basis):
+    """The plane of every picture, from the classes and means of each."""
+    made, known, last = [], set(), None
+    for classes, means in history:
+        if last is None or basis == "each" or not set(classes) <= known:
+            last, known = plane(means, last), set(classes)
+        made.append(last)
+    return made
+
+
+def assert_drawn(picture, classes, means, seen_from, colors=COLORS):
+    """The middles of the classes' colours are their points but for one scale and a shift; no other class is there."""
+    middles, points = [], (means - seen_from[0]) @ seen_from[1].T
+    for label, color in enumerate(colors):
+        rows, columns = np.nonzero((picture == np.array(color)[:, None, None]).all(0))
+        assert (len(rows) > 20) == (label in classes)
+        if label in classes:
+            middles.append(((columns.min() + columns.max()) / 2, -(rows.min() + rows.max()) / 2))
+    # x = s u + a, y = s v + b
+    unknowns = np.concatenate(
+        [np.stack([points[:, axis], np.full(len(points), 1 - axis), np.full(len(points), axis)], 1) for axis in (0, 1)]
+    )
+    found, *_ = np.linalg.lstsq(unknowns, np.array(middles).T.reshape(-1), rcond=None)
+    assert found[0] > 0
+    assert np.abs(unknowns @ found - np.array(middles).T.reshape(-1)).max() < 1
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def net(classes=5):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, classes))
+
+
+def examples(labels, seed):
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.tensor(labels).repeat(8)
+    return TensorDataset(torch.randn(len(y), 6, generator=generator) + F.one_hot(y, 6), y)
+
+
+def clients():
+    return {"a": examples([0, 1, 2, 3], 1), "b": examples([0, 1, 2, 3, 4], 2), "c": examples([1, 3], 3)}
+
+
+class Notes(FederatedCallback):
+    """The prototypes of every round: classes and means; and what FedMargin gave whom."""
+
+    def __init__(self):
+        self.history, self.attention = [], []
+
+    def on_server_aggregate(self, trainer, module, state):
+        aggregator = trainer.federation.server.aggregator
+        classes = aggregator.prototypes.counts.nonzero()[:, 0]
+        self.history.append((classes.tolist(), aggregator.prototypes.means[classes].double().numpy().copy()))
+        self.attention.append(dict(zip(aggregator.last.clients, aggregator.last.attention, strict=True)))
+
+
+class Stop(Exception):
+    pass
+
+
+class StopAt(L.Callback):
+    """Breaks a fit off at a batch of a round."""
+
+    def __init__(self, round, batch):
+        self.at = round, batch
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == self.at:
+            raise Stop
+
+
+def federate(callbacks, logger, rounds, data=None, ckpt_path=None, **options):
+    """A federation with FedMargin, unless told otherwise; returns the module."""
+    made = {**QUIET, "logger": logger, "aggregator": FedMargin(proto_ema=0.5), "seed": 3, **options}
+    trainer = FederatedTrainer(**made, max_rounds=rounds, callbacks=callbacks)
+    module = models.Module(net(), models.momentum)
+    trainer.fit(
+        module, {k: DataLoader(v, 8, shuffle=True) for k, v in (data or clients()).items()}, ckpt_path=ckpt_path
+    )
+    return module
+
+
+def train(callbacks, logger, epochs, module=None, data=None, **options):
+    """A plain Trainer."""
+    torch.manual_seed(1)
+    module = module or models.Module(net())
+    trainer = L.Trainer(**{**QUIET, "logger": logger, **options}, max_epochs=epochs, callbacks=callbacks)
+    trainer.fit(module, DataLoader(data or examples([0, 1, 2, 3, 4], 7), 8, shuffle=True))
+    return module
+
+
+# --- what is drawn ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("basis", ["each", "first"])
+def test_pictures_of_a_federation(tmp_path, basis):
+    """FedMargin's aggregate prototypes, round after round, each at its place."""
+    notes, logger = Notes(), TensorBoardLogger(tmp_path)
+    federate([PrototypePlots(1, class_colors=COLORS, basis=basis), notes], logger, 4)
+    pictures = logged(logger, TAG)
+    assert [step for step, _ in pictures] == [0, 1, 2, 3]
+    for (_, picture), (classes, means), seen_from in zip(
+        pictures, notes.history, planes(notes.history, basis), strict=True
+    ):
+        assert classes == [0, 1, 2, 3, 4]
+        assert_drawn(picture, classes, means, seen_from)
+    # the two kinds of plane can be told apart
+    other = planes(notes.history, "each" if basis == "first" else "first")[3]
+    with pytest.raises(AssertionError):
+        assert_drawn(pictures[3][1], *notes.history[3], other)
+
+
+@pytest.mark.parametrize("basis", ["each", "first"])
+def test_a_class_that_appears_later(tmp_path, basis):
+    """One client in a round, two classes or three each: a new plane where one is new, else the old one stays."""
+    data = {"a": examples([0, 1], 1), "b": examples([1, 2, 4], 2), "c": examples([0, 3], 3)}
+    notes, logger = Notes(), TensorBoardLogger(tmp_path)
+    plots = PrototypePlots(1, class_colors=COLORS, basis=basis)
+    federate([plots, notes], logger, 8, data, clients_per_round=1)
+    seen = [len(classes) for classes, _ in notes.history]
+    assert seen[0] < seen[-1] == 5
+    assert len(set(seen)) >= 3
+    views = planes(notes.history, basis)
+    for (_, picture), (classes, means), seen_from in zip(logged(logger, TAG), notes.history, views, strict=True):
+        assert_drawn(picture, classes, means, seen_from)
+
+
+def test_pictures_of_an_aggregator_without_prototypes(tmp_path):
+    """With FedAvg they are the clients' means of the round, weighted by counts: those of all their data in one."""
+    logger, sent = TensorBoardLogger(tmp_path), []
+
+    class Mail(FederatedCallback):
+        def on_server_receive(self, trainer, module, update):
+            sent[-1].append({name: value.clone() for name, value in update.extras.items()})
+            if (trainer.current_epoch, update.client) == (1, "c"):
+                update.num_samples = 0  # not good: left out
+
+        def on_server_round_start(self, trainer, module):
+            sent.append([])
+
+    plots = PrototypePlots(1, class_colors=COLORS, basis="first")
+    federate([ClassPrototypes(), plots, Mail()], logger, 2, aggregator="fedavg")
+    sent[1].pop()
+    history = []
+    for extras in sent:
+        sums, counts = np.zeros((5, 8)), np.zeros(5)
+        for one in extras:
+            labels, those = one["prototypes:classes"], one["prototypes:counts"].numpy()
+            sums[labels] += those[:, None] * one["prototypes:means"].numpy()
+            counts[labels] += those
+        history.append(([0, 1, 2, 3, 4], sums / counts[:, None]))
+    pictures = logged(logger, TAG)
+    for (_, picture), (classes, means), seen_from in zip(pictures, history, planes(history, "first"), strict=True):
+        assert_drawn(picture, classes, means, seen_from)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "reason"),
+    [
+        ("prototypes:means", lambda means: means[:, :3], "its prototypes have 3 features instead of 8"),
+        ("prototypes:classes", lambda classes: classes + 10**12, "its prototypes are of class 1000000000003 instead"),
+    ],
+)
+def test_prototypes_that_cannot_be_drawn(tmp_path, caplog, name, changed, reason):
+    """Those of the client are missing in the picture, and the fit goes on as without the callback."""
+
+    class Tampers(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            if client == "a":
+                update.extras[name] = changed(update.extras[name])
+
+    logger = TensorBoardLogger(tmp_path)
+    module = federate([ClassPrototypes(), PrototypePlots(1), Tampers()], logger, 2, aggregator="fedavg")
+    assert len(logged(logger, TAG)) == 2
+    assert_same(module.state_dict(), federate([], False, 2, aggregator="fedavg").state_dict())
+    assert f"The prototypes of client 'a' are not drawn: {reason}" in caplog.text
+
+
+class Inputs(models.Module):
+    """Features that are the inputs themselves."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(6, 5))
+
+
+def class_means(data):
+    x, y = (tensor.numpy() for tensor in data.tensors)
+    return np.stack([x[y == label].astype(np.float64).mean(0) for label in range(5)])
+
+
+def test_pictures_of_a_plain_trainer(tmp_path):
+    """The prototypes at the epoch's end; of features that stay as they are, so are all pictures."""
+    data, logger = examples([0, 1, 2, 3, 4], 7), TensorBoardLogger(tmp_path)
+    train([ClassPrototypes(), PrototypePlots(3, class_colors=COLORS)], logger, 8, Inputs(), data)
+    pictures = logged(logger, TAG)
+    assert [step for step, _ in pictures] == [0, 3, 6]
+    means = class_means(data)
+    for _, picture in pictures:
+        assert_drawn(picture, [0, 1, 2, 3, 4], means, plane(means))
+    assert np.array_equal(pictures[0][1][:, 100:], pictures[2][1][:, 100:])
+    assert not np.array_equal(pictures[0][1][:, :100], pictures[2][1][:, :100])  # the title's epoch
+    assert not list(tmp_path.rglob("*.tsv"))  # the projector gets nothing unless asked
+
+
+def test_the_title_says_what_share_of_the_spread_is_seen(tmp_path, monkeypatch):
+    titles = []
+    from matplotlib.axes import Axes
+
+    set_title = Axes.set_title
+    monkeypatch.setattr(Axes, "set_title", lambda axes, text: titles.append(text) or set_title(axes, text))
+    notes = Notes()
+    for basis in ("first", "each"):
+        federate([PrototypePlots(1, basis=basis), notes], TensorBoardLogger(tmp_path, name=basis), 3)
+    shares = []
+    for basis, history in (("first", notes.history[:3]), ("each", notes.history[3:])):
+        for number, ((_, means), (_, axes)) in enumerate(zip(history, planes(history, basis), strict=True)):
+            away = means - means.mean(0)
+            shares.append(((away @ axes.T) ** 2).sum() / (away**2).sum())
+            assert titles[len(shares) - 1] == f"Round {number}: {shares[-1]:.0%} of the spread"
+    assert len(shares) == len(titles) == 6
+    assert shares[1] < shares[4] < 1
+    assert shares[2] < shares[5] < 1
+
+
+def test_a_single_class_is_not_drawn(tmp_path):
+    """The first picture comes with the second class, whatever `every_n_epochs` is."""
+    data = {name: examples([2] if name in "abc" else [2, 3], seed) for seed, name in enumerate("abcd")}
+    notes, logger = Notes(), TensorBoardLogger(tmp_path)
+    federate([PrototypePlots(100, class_colors=COLORS), notes], logger, 6, data, clients_per_round=1, seed=5)
+    first = next(number for number, (classes, _) in enumerate(notes.history) if len(classes) == 2)
+    assert first > 0
+    ((step, picture),) = logged(logger, TAG)
+    assert step == first
+    classes, means = notes.history[first]
+    assert_drawn(picture, classes, means, plane(means))
+
+
+def test_classes_without_a_name_or_a_colour(tmp_path):
+    """Those that are not given are the palette's and the class's index."""
+    logger = TensorBoardLogger(tmp_path)
+    plots = PrototypePlots(class_names=["sky", "sea"], class_colors=COLORS[:2], projector=True)
+    data = examples([0, 1, 2, 3, 4], 7)
+    train([ClassPrototypes(), plots], logger, 1, Inputs(), data)
+    ((_, picture),) = logged(logger, TAG)
+    palette = [*COLORS[:2], (60, 180, 75), (255, 225, 25), (0, 130, 200)]
+    assert_drawn(picture, [0, 1, 2, 3, 4], class_means(data), plane(class_means(data)), palette)
+    assert (tmp_path / "lightning_logs/version_0/00000/prototypes/metadata.tsv").read_text() == "sky\nsea\n2\n3\n4\n"
+
+
+def test_the_projector_gets_the_prototypes(tmp_path):
+    notes, logger = Notes(), TensorBoardLogger(tmp_path)
+    names = [f"class {index}" for index in range(5)]
+    federate([PrototypePlots(2, names, projector=True), notes], logger, 4)
+    folder = tmp_path / "lightning_logs" / "version_0"
+    config = (folder / "projector_config.pbtxt").read_text()
+    for step in (0, 2):
+        rows = list(csv.reader(io.StringIO((folder / f"{step:05}/prototypes/tensors.tsv").read_text()), delimiter="\t"))
+        np.testing.assert_allclose(np.array(rows, dtype=float), notes.history[step][1], rtol=1e-6)
+        assert (folder / f"{step:05}/prototypes/metadata.tsv").read_text().split("\n")[:-1] == names
+        assert f'tensor_path: "{step:05}/prototypes/tensors.tsv"' in config
+    assert not (folder / "00001").exists()
+
+
+# --- nothing else is touched ------------------------------------------------------------------------------------------
+
+
+def looking():
+    return [PrototypePlots(1, projector=True), AttentionMap(1)]
+
+
+def test_a_federation_ends_as_one_without(tmp_path):
+    ends = []
+    for name, callbacks in (("without", []), ("with", looking())):
+        logger = TensorBoardLogger(tmp_path, name=name)
+        torch.manual_seed(7)
+        module = federate(callbacks, logger, 3)
+        ends.append((module.state_dict(), torch.rand(1).item()))
+        assert len(logged(logger, TAG)) == len(logged(logger, AttentionMap.tag)) == (3 if callbacks else 0)
+    assert all(torch.equal(ends[0][0][name], value) for name, value in ends[1][0].items())
+    assert ends[0][1] == ends[1][1]
+
+
+def test_a_plain_fit_ends_as_one_without(tmp_path):
+    ends = []
+    for name, plots in (("without", []), ("with", [PrototypePlots(1)])):
+        logger = TensorBoardLogger(tmp_path, name=name)
+        module = train([ClassPrototypes(), *plots], logger, 3)
+        ends.append((module.state_dict(), torch.rand(1).item()))
+        assert len(logged(logger, TAG)) == 3 * len(plots)
+    assert all(torch.equal(ends[0][0][name], value) for name, value in ends[1][0].items())
+    assert ends[0][1] == ends[1][1]
+
+
+@pytest.mark.parametrize("basis", ["each", "first"])
+def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(tmp_path, basis):
+    """Broken off inside a round and resumed: the same pictures of prototypes and of attention, to the last pixel."""
+
+    def run(name, folder, stop=(), ckpt_path=None):
+        logger = TensorBoardLogger(tmp_path, name=name)
+        checkpoint = ModelCheckpoint(folder, save_last=True, save_on_train_epoch_end=True)
+        callbacks = [PrototypePlots(2, basis=basis), AttentionMap(2), checkpoint, *stop]
+        options = {"enable_checkpointing": True, "clients_per_round": 2, "ckpt_path": ckpt_path}
+        try:
+            federate(callbacks, logger, 7, **options)
+        except Stop:
+            assert stop
+        return [logged(logger, tag) for tag in (TAG, AttentionMap.tag)]
+
+    last = tmp_path / "parts" / "last.ckpt"
+    whole = run("whole", tmp_path / "all")
+    first = run("first", last.parent, [StopAt(4, 1)])
+    state = torch.load(last, weights_only=True)["callbacks"]
+    view = state["PrototypePlots"]["view"]
+    assert state["PrototypePlots"]["last_epoch"] == state["AttentionMap"]["last_epoch"] == 2
+    assert [view[name].shape for name in ("center", "axes", "classes")] == [(8,), (2, 8), (5,)]
+    assert list(state["AttentionMap"]["attention"]) == [0, 1, 2, 3]
+    second = run("second", last.parent, ckpt_path=last)
+    for expected, before, after in zip(whole, first, second, strict=True):
+        assert [step for step, _ in expected] == [0, 2, 4, 6]
+        assert [step for step, _ in (*before, *after)] == [0, 2, 4, 6]
+        for (_, picture), (_, again) in zip(expected, (*before, *after), strict=True):
+            assert np.array_equal(picture, again)
+
+
+def test_a_run_resumed_before_its_first_picture(tmp_path):
+    plots = PrototypePlots()
+    state = plots.state_dict()
+    assert state == {"last_epoch": None, "view": None}
+    plots.load_state_dict(state)
+    assert plots.state_dict() == state
+
+
+def test_one_callback_object_serves_two_runs(tmp_path):
+    plots = PrototypePlots(100, class_colors=COLORS, basis="first")
+    for seed in (1, 2):
+        data, logger = examples([0, 1, 2, 3, 4], seed), TensorBoardLogger(tmp_path, name=str(seed))
+        train([ClassPrototypes(), plots], logger, 2, Inputs(), data)
+        ((step, picture),) = logged(logger, TAG)
+        assert step == 0
+        assert_drawn(picture, [0, 1, 2, 3, 4], class_means(data), plane(class_means(data)))
+
+
+def test_every_tensorboard_gets_pictures_and_others_one_line(tmp_path, caplog):
+    boards = [TensorBoardLogger(tmp_path, name=name) for name in "ab"]
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        federate(looking(), [*boards, CSVLogger(tmp_path)], 2)
+    for tag in (TAG, AttentionMap.tag):
+        assert [[step for step, _ in logged(board, tag)] for board in boards] == [[0, 1]] * 2
+    lines = [record.message for record in caplog.records if "no images" in record.message]
+    assert lines == [
+        f"{name} logs to TensorBoard only: no images for CSVLogger." for name in ("PrototypePlots", "AttentionMap")
+    ]
+
+
+def test_without_tensorboard_nothing_is_drawn(tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("lightning_fed.algorithms.fedmargin.prototype_plots.figure_pixels", fail)
+    monkeypatch.setattr("lightning_fed.algorithms.fedmargin.attention_map.figure_pixels", fail)
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        federate(looking(), CSVLogger(tmp_path), 2)
+        federate(looking(), False, 1)
+    assert len([record for record in caplog.records if "no images" in record.message]) == 2
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_refusals(tmp_path):
+    for make in (PrototypePlots, AttentionMap):
+        with pytest.raises(ValueError, match="`every_n_epochs` to be at least 1, but got 0"):
+            make(every_n_epochs=0)
+    with pytest.raises(ValueError, match=r"Expected `basis` to be one of \['each', 'first'\], but got 'last'"):
+        PrototypePlots(basis="last")
+    with pytest.raises(ValueError, match="from 0 to 255 per class"):
+        PrototypePlots(class_colors=[(0, 0, 256)])
+
+
+def test_something_has_to_measure_prototypes(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    with pytest.raises(MisconfigurationException, match="needs a `ClassPrototypes` among the Trainer's callbacks"):
+        train([PrototypePlots()], logger, 1)
+    with pytest.raises(MisconfigurationException, match="needs a `ClassPrototypes` among the Trainer's callbacks"):
+        federate([PrototypePlots()], logger, 1, aggregator="fedavg")
+    with pytest.raises(MisconfigurationException, match="Expected `ClassPrototypes` before `PrototypePlots`"):
+        train([PrototypePlots(), ClassPrototypes()], logger, 1)
+
+
+def test_matplotlib_is_asked_for_by_the_name_of_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"PrototypePlots needs matplotlib: pip install 'lightning-fed\[demo\]'"
+    ):
+        train([ClassPrototypes(), PrototypePlots()], TensorBoardLogger(tmp_path), 1)
+
+
+def test_the_other_door_draws_the_same(tmp_path):
+    """`Federation` on an `L.Trainer`, with the plots before it in the list."""
+    notes, logger = Notes(), TensorBoardLogger(tmp_path)
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(examples([0, 1, 2, 3, 4], 7), 8, shuffle=True)
+
+    from lightning_fed.data import IID
+
+    federation = Federation(FedMargin(), partition=IID(2))
+    notes.on_server_aggregate = lambda trainer, module, state: notes.history.append(
+        federation.server.aggregator.prototypes
+    )
+    callbacks = [PrototypePlots(1, class_colors=COLORS), AttentionMap(1), notes, federation]
+    trainer = L.Trainer(**{**QUIET, "logger": logger}, max_epochs=2, callbacks=callbacks)
+    trainer.fit(models.Module(net()), datamodule=Data())
+    history = [([0, 1, 2, 3, 4], prototypes.means.double().numpy()) for prototypes in notes.history]
+    for (_, picture), (classes, means), seen_from in zip(
+        logged(logger, TAG), history, planes(history, "each"), strict=True
+    ):
+        assert_drawn(picture, classes, means, seen_from)
+    assert len(logged(logger, AttentionMap.tag)) == 2

@@ -1,0 +1,75 @@
+"""FedProx as an aggregator: an average by sizes that brings the proximal term."""
+
+import pytest
+import torch
+
+from lightning_fed.algorithms import FedAvg, FedDANE, FedProx, FeSEM
+from lightning_fed.messages import ClientUpdate
+from tests import models
+from tests.algorithms.test_fedavg import aggregated, equal, updates
+from tests.recorders import Recorder, assert_same, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+def test_messages_are_averaged_by_sizes():
+    rule = FedProx(mu=5.0)
+    rule.start_round(0, {"w": torch.tensor(1.0)})
+    rule.receive(ClientUpdate(1, 1, {"w": torch.tensor(0.0)}))
+    rule.receive(ClientUpdate(2, 3, {"w": torch.tensor(3.0)}))
+    assert rule.aggregate()["w"].item() == 2.25
+    received = updates(6)
+    assert equal(aggregated(FedProx(), received), aggregated(FedAvg(), received))
+
+
+def test_it_brings_its_term_unless_there_is_one(federated_trainer):
+    """One's own callback counts, as it may have another strength."""
+    from lightning_fed.callbacks import ProximalTerm
+
+    clients = models.as_datasets(models.vectors({"a": 9, "b": 5}))
+    own = ProximalTerm(0.5)
+    for callbacks, strength in (([], 0.1), ([own], 0.5)):
+        trainer = federated_trainer(max_rounds=1, aggregator=FedProx(mu=0.1), callbacks=callbacks)
+        trainer.fit(models.Module(models.mlp()), clients)
+        (found,) = [callback for callback in trainer.callbacks if isinstance(callback, ProximalTerm)]
+        assert found.mu == strength
+
+
+@pytest.mark.parametrize("mu", [-0.1, float("inf"), float("nan")])
+def test_strengths_that_cannot_be(mu):
+    with pytest.raises(ValueError, match="`mu` to be finite and at least 0, but got"):
+        FedProx(mu)
+
+
+@pytest.mark.parametrize(
+    "aggregator", ["fairavg", FedProx(mu=0.3), "fedatt", FeSEM(num_centers=2), FedDANE(mu=0.1), "fedmargin"]
+)
+def test_the_same_clients_straggle_for_every_method(aggregator, federated_trainer):
+    """As many batches of the same clients, and none of them is dropped."""
+    seen = []
+    for rule in ("fedavg", aggregator):
+        recorder = Recorder()
+        trainer = federated_trainer(
+            max_rounds=3, clients_per_round=4, local_epochs=5, stragglers=0.5, seed=11, aggregator=rule,
+            callbacks=[recorder],
+        )  # fmt: skip
+        trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(dict.fromkeys("abcdef", 32))))
+        work = [(visit.round, visit.client, len(visit.batches)) for visit in recorder.visits]
+        assert sum(batches < 5 for _, _, batches in work) == 3 * 2
+        assert all((logged["fed/stragglers"], logged["fed/clients"]) == (2, 4) for logged in recorder.logged)
+        seen.append(work)
+    assert seen[0] == seen[1]
+
+
+def test_without_pull_it_is_fedavg_bit_for_bit(federated_trainer):
+    """BatchNorm, momentum, stragglers, clipping, unequal clients."""
+    states = []
+    for aggregator in ("fedavg", FedProx(mu=0.0)):
+        module = models.Module(models.norm_mlp(), models.momentum)
+        trainer = federated_trainer(
+            max_rounds=3, clients_per_round=3, local_epochs=3, stragglers=0.4, aggregator=aggregator,
+            gradient_clip_val=0.5,
+        )  # fmt: skip
+        trainer.fit(module, models.as_datasets(models.vectors()))
+        states.append(state_of(module))
+    assert_same(*states)

@@ -1,0 +1,693 @@
+"""Federated runs in two processes: shared by the tests of `test_parallel.py`, and run as processes there.
+
+As a process, `python -m tests.parallel_script FOLDER`, it reads names of jobs, one per line, and runs each in two
+children of its own (forked, so that the libraries are imported once) which find each other as under `torchrun`. What a
+job returns is in `<folder>/<job>-<rank>.pt` afterwards, what it says in `<folder>/<job>-<rank>.log`, and a line of JSON
+on the standard output says how the children ended.
+
+`python -m tests.parallel_script FOLDER JOB` runs one job with Lightning's own launcher.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import lightning as L
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fed import (
+    Aggregator,
+    ClientParallelStrategy,
+    ClientStore,
+    ClientUpdate,
+    FederatedCallback,
+    FederatedDataModule,
+    FederatedTrainer,
+    Federation,
+)
+from lightning_fed.algorithms import FedAvg, FedAwS, FedSS
+from lightning_fed.callbacks import CommunicationReport, FeatureFusion, LocalEvaluation
+from lightning_fed.data import IID
+from lightning_fed.messages import Broadcast
+from lightning_fed.modules import SampledSoftmaxHead
+from tests import resume_script
+from tests.conftest import QUIET
+from tests.recorders import MemoryLogger
+
+TWO = {"strategy": "client_parallel", "devices": 2}
+SIZES = {"ann": 9, "bob": 22, "cid": 6, "dee": 30, "eve": 13}
+
+
+# --- what the jobs train --------------------------------------------------------------------------------------------
+
+
+def examples(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 4, generator=generator)
+    return TensorDataset(inputs, (inputs[:, :3] + 0.3 * inputs[:, 1:]).argmax(1))
+
+
+def clients(sizes=SIZES):
+    return {name: examples(size, place) for place, (name, size) in enumerate(sizes.items())}
+
+
+class Net(L.LightningModule):
+    """A small classifier with BatchNorm and dropout. Different in every process, as without a seed."""
+
+    def __init__(self, batch_norm=True):
+        super().__init__()
+        if os.environ.get("LOCAL_RANK") == "1":
+            torch.manual_seed(99)
+        norm = nn.BatchNorm1d(8) if batch_norm else nn.LayerNorm(8)
+        self.net = nn.Sequential(nn.Linear(4, 8), norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Talkative(Net):
+    """Logs in every way there is, and synchronises wherever it can."""
+
+    def __init__(self):
+        super().__init__()
+        accuracy = {"task": "multiclass", "num_classes": 3}
+        self.accuracy = torchmetrics.Accuracy(**accuracy)
+        self.eager = torchmetrics.Accuracy(**accuracy, dist_sync_on_step=True)
+        self.scores = torchmetrics.MetricCollection(
+            [torchmetrics.Precision(**accuracy), torchmetrics.Recall(**accuracy)]
+        )
+        self.validated = nn.ModuleList(torchmetrics.Accuracy(**accuracy) for _ in range(2))
+        self.worlds = set()
+
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        self.worlds.add((self.trainer.world_size, tuple(self.all_gather(loss.detach()).shape)))
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("last_loss", loss, sync_dist=True)
+        self.log("sum", loss, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log("max", loss, on_step=False, on_epoch=True, reduce_fx=torch.max)
+        self.log("weighted", loss, on_step=False, on_epoch=True, batch_size=7)
+        client = next(each for each in self.trainer.callbacks if isinstance(each, Federation)).current_client
+        self.log(f"of_{client}", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.accuracy(logits, batch[1])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.eager(logits, batch[1])
+        self.log("eager", self.eager, on_step=True, on_epoch=True)
+        self.scores(logits, batch[1])
+        self.log_dict(self.scores, on_step=False, on_epoch=True)
+        self.log("so_far", self.eager.compute(), on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        logits = self.net(batch[0])
+        self.log("val_loss", nn.functional.cross_entropy(logits, batch[1]))
+        self.validated[dataloader_idx](logits, batch[1])
+        self.log("val_acc", self.validated[dataloader_idx])
+
+    def on_validation_epoch_end(self):
+        self.log("val_last", float(self.trainer.current_epoch), sync_dist=True)
+
+
+class ManyClasses(L.LightningModule):
+    """Twelve classes, of which every client has three."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.ReLU())
+        self.head = SampledSoftmaxHead(6, 12)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    @staticmethod
+    def clients():
+        made = {}
+        for client in range(5):
+            inputs = examples(8 + 3 * client, client).tensors[0]
+            made[client] = TensorDataset(inputs, (torch.arange(len(inputs)) % 3 + 2 * client) % 12)
+        return made
+
+
+class Plain(Aggregator):
+    """A rule as a user would write it: the mean of the clients, kept one by one."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def start_round(self, round, state):
+        self.round, self.state, self.updates = round, state, []
+
+    def broadcast(self, client):
+        return Broadcast(self.round, dict(self.state))
+
+    def receive(self, update):
+        self.updates.append(update)
+
+    def merge(self, other):
+        self.updates += other.updates
+
+    def aggregate(self):
+        self.seen += len(self.updates)
+        ordered: list[ClientUpdate] = sorted(self.updates, key=lambda update: update.client)
+        return {
+            name: torch.stack([update.state[name].double() for update in ordered]).mean(0).to(value.dtype)
+            for name, value in self.state.items()
+        }
+
+
+class Noise(FederatedCallback):
+    """Adds noise to the aggregate, from the global generator, and notes that of the first entry."""
+
+    def __init__(self):
+        self.drawn = []
+
+    def on_server_aggregate(self, trainer, module, state):
+        noise = {name: 0.01 * torch.randn_like(value) for name, value in state.items() if value.is_floating_point()}
+        for name, value in noise.items():
+            state[name] += value
+        self.drawn.append(noise["net.0.weight"])
+
+
+class Seen(FederatedCallback):
+    """Notes which clients this process trains, and the global model of every round."""
+
+    def __init__(self):
+        self.clients = []
+        self.models = []
+        self.batches = []
+
+    def on_train_epoch_start(self, trainer, module):
+        self.clients.append([])
+        self.batches.append(0)
+
+    def on_client_start(self, trainer, module, client, broadcast):
+        self.clients[-1].append(client)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.batches[-1] += 1
+
+    def on_train_epoch_end(self, trainer, module):
+        self.models.append({name: value.clone() for name, value in module.state_dict().items()})
+
+
+# --- jobs: they take a folder and what makes the Trainer parallel, and return what can be compared -------------------
+
+
+def train(folder, processes, module, data, rounds=3, callbacks=(), trainer=None, **federation):
+    seen, logger = Seen(), MemoryLogger()
+    options = {**QUIET, "logger": logger, **(trainer or {}), **processes}
+    torch.manual_seed(0)
+    made = FederatedTrainer(max_rounds=rounds, callbacks=[seen, *callbacks], **{"seed": 3, **federation}, **options)
+    module = module()
+    made.fit(module, datamodule=data)
+    return {**result(made, module, logger), "clients": seen.clients, "models": seen.models, "batches": seen.batches}
+
+
+def result(trainer, module, logger=None):
+    federation = trainer.callbacks[0]
+    return {
+        "state": dict(module.state_dict()),
+        "steps": trainer.global_step,
+        "rounds": federation.rounds,
+        "report": vars(federation.server.report),
+        "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "lines": [] if logger is None else by_round(logger),
+    }
+
+
+def by_round(logger):
+    """What the logger got per round."""
+    rounds = {}
+    for step, values in logger.lines:
+        if "fed/clients" in values or "val_loss" in values or "train_loss" in values or "loss_epoch" in values:
+            rounds.setdefault(step, {}).update({name: float(value) for name, value in values.items()})
+    return rounds
+
+
+def resumable(run):
+    """A run of `resume_script`, of which there is one for each method with a state."""
+
+    def job(folder, processes):
+        trainer, module, data = resume_script.prepare(run, folder, "x", **processes)
+        trainer.fit(module, datamodule=data)
+        found = result(trainer, module)
+        found["kept"] = {client: trainer.callbacks[0].store.get(client) or {} for client in data_clients(trainer)}
+        found["lines"] = resume_script.rows(folder, "x") if trainer.is_global_zero else {}
+        return found
+
+    return job
+
+
+def data_clients(trainer):
+    return trainer.callbacks[0].population.clients
+
+
+def talkative(folder, processes):
+    """Three of five clients in a round, two validation loaders, and callbacks that monitor."""
+    val = {"near": DataLoader(examples(16, 90), 4), "far": DataLoader(examples(24, 91), 4)}
+    checkpoint = ModelCheckpoint(folder, "{epoch}", monitor="val_acc/dataloader_idx_1", mode="max", save_top_k=1)
+    stop = EarlyStopping("loss_epoch", patience=1, mode="max")
+    watches = ModelCheckpoint(folder, "last-{epoch}", monitor="last_loss")
+    data = Loaders(val)
+    found = train(
+        folder, processes, Talkative, data, 5, [checkpoint, stop, watches], {"enable_checkpointing": True},
+        clients_per_round=3, local_epochs=2,
+    )  # fmt: skip
+    files = sorted(path.name for path in Path(folder).glob("*.ckpt"))
+    return {**found, "files": files, "best": float(checkpoint.best_model_score), "stopped": stop.stopped_epoch}
+
+
+class Loaders(FederatedDataModule):
+    """Clients, and several validation loaders by name."""
+
+    def __init__(self, val):
+        super().__init__(clients(), batch_size=4)
+        self.loaders = val
+
+    def val_dataloader(self):
+        return list(self.loaders.values())
+
+
+def worlds(folder, processes):
+    """What a training step sees of the processes."""
+    torch.manual_seed(0)
+    module = Talkative()
+    trainer = FederatedTrainer(max_rounds=1, **QUIET, **processes)
+    trainer.fit(module, datamodule=FederatedDataModule(clients(), batch_size=4))
+    return {"worlds": sorted(module.worlds), "world": trainer.world_size, "is_own": "log" not in vars(module)}
+
+
+def one_client(folder, processes):
+    return train(folder, processes, Talkative, FederatedDataModule(clients(), batch_size=4), clients_per_round=1)
+
+
+def three_clients(folder, processes):
+    return train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), clients_per_round=3)
+
+
+def by_batches(folder, processes):
+    """The shares depend on the data alone."""
+    if "strategy" in processes:
+        processes = {**processes, "strategy": ClientParallelStrategy(balance="batches")}
+    return train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4))
+
+
+def nobody(folder, processes):
+    """Rounds in which all drop out."""
+    return train(
+        folder, processes, Net, FederatedDataModule(clients(), batch_size=4), 4, clients_per_round=2, dropout=0.7
+    )
+
+
+class Broken(TensorDataset):
+    def __getitem__(self, index):
+        raise OSError("the disk is gone")
+
+
+def faults(folder, processes):
+    """A client without data, one whose data raise, one with NaN."""
+    data = clients()
+    data["cid"] = Broken(*data["cid"].tensors)
+    data["dee"].tensors[0][:] = float("nan")
+    data["fay"] = TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
+    return train(folder, processes, Net, FederatedDataModule(data, batch_size=4))
+
+
+def limits(folder, processes):
+    data = FederatedDataModule(clients(), batch_size=4)
+    few = train(folder, processes, Net, data, 2, trainer={"limit_train_batches": 11})
+    share = train(folder, processes, Net, data, 2, trainer={"limit_train_batches": 0.7})
+    return {**share, "few": few}
+
+
+class StopOne(L.Callback):
+    """Tells one process alone to stop, in the middle of a round."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx, os.environ.get("LOCAL_RANK", "1")) == (1, 2, "1"):
+            trainer.should_stop = True
+
+
+def stopped(folder, processes):
+    data = FederatedDataModule(clients(), DataLoader(examples(8, 9), 4), batch_size=4)
+    return train(folder, processes, Net, data, 4, [StopOne()], personal=["net.4.*"])
+
+
+def counted(folder, processes):
+    """FedSS: requests and rows of a head; what travels is counted."""
+    report = CommunicationReport()
+    torch.manual_seed(0)
+    module = ManyClasses()
+    federation = FedSS(num_negatives=2, clients_per_round=3, seed=3)
+    trainer = L.Trainer(max_epochs=3, callbacks=[federation, report], **QUIET, **processes)
+    trainer.fit(module, datamodule=FederatedDataModule(ManyClasses.clients(), batch_size=4))
+    return {**result(trainer, module), "rows": [list(row) for row in report.rows], "table": report.table()}
+
+
+def spread_out(folder, processes):
+    """FedAwS: the server must know the classes of all clients."""
+    torch.manual_seed(0)
+    module = ManyClasses()
+    federation = FedAwS(clients_per_round=3, seed=3)
+    trainer = L.Trainer(max_epochs=3, callbacks=[federation], **QUIET, **processes)
+    trainer.fit(module, datamodule=FederatedDataModule(ManyClasses.clients(), batch_size=4))
+    return result(trainer, module)
+
+
+def matched(folder, processes):
+    """FedMA: three passes of two rounds; the module gets wider, clients keep their models at home and forget them."""
+    data = FederatedDataModule(clients(), batch_size=4)
+    options = {"clients_per_round": 3, "local_epochs": 3, "aggregator": "fedma", "store": f"{folder}/of-clients"}
+    found = train(folder, processes, Net, data, 6, **options)
+    found["logged"] = {name: value for name, value in found["logged"].items() if not name.endswith("/seconds")}
+    return {**found, "lines": []}
+
+
+def evaluated_locally(folder, processes):
+    """Fused features; clients are evaluated after their training, in the process that has trained them, and after it.
+
+    Each keeps its BatchNorm, which goes into both of its extractors; the operator is made at random in every process.
+    """
+    data = FederatedDataModule(clients(), clients({name: 6 for name in SIZES}), batch_size=4)
+    callbacks = [FeatureFusion(at="net.2", network="net"), LocalEvaluation()]
+    return train(folder, processes, Net, data, 3, callbacks, clients_per_round=3, batch_norm="personal")
+
+
+def own_rule(folder, processes):
+    rule = Plain()
+    found = train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), aggregator=rule)
+    return {**found, "seen": rule.seen}
+
+
+def noisy(folder, processes):
+    noise = Noise()
+    found = train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), callbacks=[noise])
+    return {**found, "drawn": noise.drawn}
+
+
+class Partitioned(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(examples(60, seed=7), batch_size=5, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(examples(8, seed=9), batch_size=4)
+
+
+def second_door(folder, processes):
+    """`L.Trainer` with a callback and a strategy object; then `validate` and `test`."""
+    if "strategy" in processes:
+        processes = {**processes, "strategy": ClientParallelStrategy(timeout=timedelta(minutes=2))}
+    torch.manual_seed(0)
+    module, logger = Net(), MemoryLogger()
+    federation = Federation("fedavgm", partition=IID(7), clients_per_round=5, seed=3)
+    trainer = L.Trainer(max_epochs=3, callbacks=[federation], **{**QUIET, "logger": logger}, **processes)
+    trainer.fit(module, datamodule=Partitioned())
+    found = result(trainer, module, logger)
+    found["validated"] = trainer.validate(module, datamodule=Partitioned(), verbose=False)
+    return found
+
+
+def resumed(folder, processes):
+    """Two rounds, and two more in another Trainer."""
+    options = {**QUIET, "enable_checkpointing": True, **processes}
+    federation = {"clients_per_round": 3, "personal": ["net.4.*"], "aggregator": "fedavgm", "seed": 3}
+    for rounds, path in ((2, None), (4, f"{folder}/resumed.ckpt")):
+        torch.manual_seed(0)
+        module = Net()
+        checkpoint = ModelCheckpoint(folder, "resumed", enable_version_counter=False)
+        trainer = FederatedTrainer(max_rounds=rounds, callbacks=[checkpoint], **federation, **options)
+        trainer.fit(module, datamodule=FederatedDataModule(clients(), batch_size=4), ckpt_path=path)
+    return result(trainer, module)
+
+
+def four_rounds(folder, processes):
+    data = FederatedDataModule(clients(), batch_size=4)
+    personal = ["net.4.*"]
+    return train(folder, processes, Net, data, 4, clients_per_round=3, personal=personal, aggregator="fedavgm")
+
+
+class Raise(L.Callback):
+    """Raises in the second process, in its first visit of the second round."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 1 and batch is not None and os.environ.get("LOCAL_RANK") == "1":
+            raise ValueError("in the second process")
+
+
+class Hang(L.Callback):
+    """Keeps the second process from coming to an end of its visit in the second round."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 1 and os.environ.get("LOCAL_RANK") == "1":
+            time.sleep(600)
+
+
+class Reach(L.Callback):
+    """Writes a file when the second process is inside a visit of the third round, and waits to be killed."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 2 and os.environ.get("LOCAL_RANK") == "1":
+            (Path(self.folder) / "reached").touch()
+            time.sleep(600)
+
+
+def raising(folder, processes):
+    return train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), callbacks=[Raise()])
+
+
+def hanging(folder, processes):
+    processes = {**processes, "strategy": ClientParallelStrategy(timeout=timedelta(seconds=3))}
+    return train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), callbacks=[Hang()])
+
+
+def killed(folder, processes):
+    checkpoint = ModelCheckpoint(folder, "killed", enable_version_counter=False)
+    return train(
+        folder, processes, Net, FederatedDataModule(clients(), batch_size=4), 4, [checkpoint, Reach(folder)],
+        {"enable_checkpointing": True}, clients_per_round=3, personal=["net.4.*"], aggregator="fedavgm",
+    )  # fmt: skip
+
+
+def after_kill(folder, processes):
+    options = {**QUIET, **processes}
+    federation = {"clients_per_round": 3, "personal": ["net.4.*"], "aggregator": "fedavgm", "seed": 3}
+    torch.manual_seed(0)
+    module, logger = Net(), MemoryLogger()
+    trainer = FederatedTrainer(max_rounds=4, **federation, **{**options, "logger": logger})
+    path = str(Path(folder).parent / "killed" / "killed.ckpt")
+    trainer.fit(module, datamodule=FederatedDataModule(clients(), batch_size=4), ckpt_path=path)
+    return result(trainer, module, logger)
+
+
+class Forgetful(FederatedCallback):
+    """Notes something in one process and uses it in all."""
+
+    def on_server_receive(self, trainer, module, update):
+        self.last = update.client
+
+    def on_server_aggregate(self, trainer, module, state):
+        pass
+
+
+class Diverging(FederatedCallback):
+    """Does something else in every process."""
+
+    def on_server_aggregate(self, trainer, module, state):
+        for value in state.values():
+            value += 1 + trainer.global_rank
+
+
+class Synchronized(Net):
+    def __init__(self):
+        super().__init__()
+        self.net[1] = nn.SyncBatchNorm(8)
+
+
+class Wider(Net):
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Linear(2, 2 + int(os.environ.get("LOCAL_RANK", "0")))
+
+
+class OwnStore(ClientStore):
+    """For one process."""
+
+    def get(self, client):
+        return None
+
+    def put(self, client, round, state):
+        pass
+
+    def checkpoint(self, round):
+        return {}
+
+    def restore(self, round, state):
+        pass
+
+
+class Skipping(Net):
+    """Leaves an epoch early, in one process."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 1 and os.environ.get("LOCAL_RANK") == "1" else None
+
+
+def refusals(folder, processes):
+    """The errors of what is refused, by name."""
+    said = {}
+
+    def attempt(name, module=Net, callbacks=(), aggregator="fedavg", trainer=None, data=None, **federation):
+        data = data or FederatedDataModule(clients(), batch_size=4)
+        try:
+            train(folder, processes, module, data, 1, callbacks, trainer, aggregator=aggregator, **federation)
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+        torch.distributed.barrier()
+
+    class Lambda(FedAvg):
+        def __init__(self):
+            super().__init__()
+            self.weigh = lambda update: 1.0
+
+    attempt("max_steps", trainer={"max_steps": 5, "max_epochs": None})
+    saves = {"enable_checkpointing": True}
+    attempt("every_n_train_steps", callbacks=[ModelCheckpoint(folder, every_n_train_steps=2)], trainer=saves)
+    attempt("on_server_receive", callbacks=[Forgetful()])
+    attempt("sync_batch_norm", Synchronized)
+    attempt("sync_batchnorm", trainer={"sync_batchnorm": True})
+    attempt("module", Wider)
+    attempt("lambda", aggregator=Lambda())
+    attempt("on_server_aggregate", callbacks=[Diverging()])
+    attempt("store", store=OwnStore())
+    attempt("skipping", Skipping)
+    broken = {name: Broken(*dataset.tensors) for name, dataset in clients().items()}
+    attempt("all_fail", data=FederatedDataModule(broken, batch_size=4))
+    empty = {name: TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)) for name in clients()}
+    attempt("all_empty", data=FederatedDataModule(empty, batch_size=4))
+    return said
+
+
+JOBS = {
+    **{run: resumable(run) for run in resume_script.RUNS},
+    **{
+        job.__name__.replace("_", "-"): job
+        for job in (
+            talkative, worlds, one_client, three_clients, by_batches, nobody, faults, limits, stopped, counted,
+            spread_out, matched, evaluated_locally, own_rule, noisy, second_door, resumed, four_rounds, raising,
+            hanging, killed, after_kill, refusals,
+        )
+    },
+}  # fmt: skip
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+SECONDS = 240  # that a job may take
+
+
+def work(folder, name):
+    """Runs a job in this process, one of two."""
+    own = Path(folder) / name
+    own.mkdir(exist_ok=True)
+    found = JOBS[name](str(own), TWO)
+    torch.save(found, Path(folder) / f"{name}-{os.environ.get('LOCAL_RANK', '0')}.pt")
+
+
+@contextmanager
+def children(folder, job):
+    """Two processes that work, forked from this one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    pids = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(found, RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", LOCAL_WORLD_SIZE="2")
+            code = 1
+            with open(Path(folder) / f"{job}-{rank}.log", "w") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+                try:
+                    work(folder, job)
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(code)
+        pids.append(pid)
+    try:
+        yield pids
+    finally:
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            except (ProcessLookupError, ChildProcessError):
+                pass
+
+
+def run(folder, job):
+    """A job in two processes; how each ended (exit code, or minus the signal), and after how many seconds."""
+    started = time.monotonic()
+    ended = {}
+    with children(folder, job) as pids:
+        while len(ended) < 2 and time.monotonic() - started < SECONDS:
+            for rank, pid in enumerate(pids):
+                if rank not in ended:
+                    done, status = os.waitpid(pid, os.WNOHANG)
+                    if done:
+                        ended[rank] = os.waitstatus_to_exitcode(status), time.monotonic() - started
+            for reached in Path(folder).glob("*/reached"):
+                os.kill(pids[1], signal.SIGKILL)
+                reached.rename(reached.with_name("killed"))
+            if job == "hanging" and ended:
+                break
+            time.sleep(0.02)
+    return ended
+
+
+def main():
+    if len(sys.argv) == 3:
+        work(sys.argv[1], sys.argv[2])
+        return
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(run(sys.argv[1], line.strip())) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

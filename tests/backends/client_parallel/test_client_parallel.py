@@ -1,0 +1,280 @@
+"""Invariant 4: the number of processes does not matter. The runs are those of `parallel_script.py`."""
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fed import ClientParallelStrategy, FederatedDataModule
+from lightning_fed.data.dataset_clients import cut_batches
+from tests.backends.client_parallel.parallel_script import JOBS, SIZES, Net, clients, train
+from tests.recorders import assert_same
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
+]
+
+# All that one process returns is what two return.
+ALIKE = [
+    "schedulers", "personal-in-memory", "personal-in-folder", "two-optimizers", "margins-in-memory", "centers",
+    "corrected-gradients", "server-moments", "sampled-classes", "fused-features", "talkative", "one-client",
+    "three-clients", "by-batches", "nobody", "faults", "limits", "counted", "spread-out", "matched",
+    "evaluated-locally", "own-rule", "noisy", "second-door", "four-rounds",
+]  # fmt: skip
+SLOW = [
+    "batch-norm-average", "personal-batch-norm-in-folder", "margins-in-folder", "server-momentum", "partition",
+    "federated-trainer", "saved-after-validation",
+]  # fmt: skip
+OF_PROCESSES = {"clients", "batches", "models"}  # what each has of its own, or sees
+OF_ONE = (r"_step", "so_far")  # what is logged of single batches, and of what a process has seen so far
+
+
+AFTER = {"after-kill": "killed"}  # what goes on where another job ended
+
+
+class Pair:
+    """Runs jobs in two processes, each job once and only when it is asked for, and knows what came of it.
+
+    The script that forks the two is one process for all jobs, so that the libraries are imported once.
+    """
+
+    def __init__(self, folder):
+        self.folder = folder
+        command = [sys.executable, "-m", "tests.parallel_script", str(folder)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.script = subprocess.Popen(command, cwd=Path(__file__).parents[1], **pipes)
+        self.ends = {}
+
+    def ended(self, job):
+        """How the processes ended, and when."""
+        if job not in self.ends:
+            if job in AFTER:
+                self.ended(AFTER[job])
+            print(job, file=self.script.stdin, flush=True)
+            self.ends[job] = {int(rank): value for rank, value in json.loads(self.script.stdout.readline()).items()}
+        return self.ends[job]
+
+    def found(self, job):
+        """What a job returned in both processes."""
+        codes = [code for code, _ in self.ended(job).values()]
+        assert codes == [0, 0], "\n".join(self.log(rank, job)[-4000:] for rank in range(2))
+        return [torch.load(self.folder / f"{job}-{rank}.pt", weights_only=False) for rank in range(2)]
+
+    def log(self, rank, job):
+        return (self.folder / f"{job}-{rank}.log").read_text()
+
+    def close(self):
+        self.script.stdin.close()
+        self.script.wait()
+        self.script.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    with contextlib.closing(Pair(tmp_path_factory.mktemp("two"))) as pair:
+        yield pair
+
+
+def numbers(value, path=""):
+    """Everything in nested containers, by path."""
+    if isinstance(value, dict | list | tuple):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return {name: each for key, inside in pairs for name, each in numbers(inside, f"{path}/{key}").items()}
+    return {path: value}
+
+
+def is_of_one(path):
+    return any(path.endswith(ending) for ending in OF_ONE)
+
+
+def assert_alike(one, other):
+    """Weights to 1e-6 of their norm, numbers to 1e-5; all else is the same."""
+    ours, theirs = (
+        {path: each for path, each in numbers(found).items() if not OF_PROCESSES & set(path.split("/"))}
+        for found in (one, other)
+    )
+    assert {path for path in ours if not is_of_one(path)} == {path for path in theirs if not is_of_one(path)}
+    assert any(isinstance(value, torch.Tensor) for value in ours.values())
+    for path, value in ours.items():
+        if is_of_one(path):
+            continue
+        if isinstance(value, torch.Tensor):
+            assert theirs[path].shape == value.shape, path
+            assert theirs[path].dtype == value.dtype, path
+            distance = (theirs[path].double() - value.double()).norm()
+            assert distance <= 1e-6 * value.double().norm(), path
+        elif isinstance(value, str) and _is_number(value):  # of a file
+            assert float(theirs[path]) == pytest.approx(float(value), rel=1e-5, abs=1e-9, nan_ok=True), path
+        elif isinstance(value, float):
+            assert theirs[path] == pytest.approx(value, rel=1e-5, abs=1e-9, nan_ok=True), path
+        else:
+            assert theirs[path] == value, path
+
+
+def _is_number(text):
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("job", [*ALIKE, *(pytest.param(job, marks=pytest.mark.slow) for job in SLOW)])
+def test_two_processes_do_what_one_does(job, two, tmp_path):
+    one, (first, second) = JOBS[job](str(tmp_path), {"devices": 1}), two.found(job)
+    assert_alike(one, first)
+    assert_same(first["state"], second["state"])
+    assert [first[name] for name in ("steps", "rounds", "report")] == [
+        second[name] for name in ("steps", "rounds", "report")
+    ]
+    logged = (numbers(found["logged"]) for found in (first, second))
+    ours, theirs = ({path: value for path, value in each.items() if not is_of_one(path)} for each in logged)
+    assert ours == pytest.approx(theirs, nan_ok=True)
+    if "kept" in first:
+        assert first["kept"].keys() == second["kept"].keys()
+        for client, kept in first["kept"].items():
+            assert_same(kept, second["kept"][client])
+
+
+def test_both_processes_train(two, tmp_path):
+    """Every client once, in one of them; the shares differ by no more than a visit; both serve as many batches."""
+    one = JOBS["by-batches"](str(tmp_path), {"devices": 1})
+    first, second = two.found("by-batches")
+    for round, chosen in enumerate(one["clients"]):
+        shares = first["clients"][round], second["clients"][round]
+        assert sorted(shares[0] + shares[1]) == sorted(chosen) == sorted(SIZES)
+        work = [sum(len(cut_batches(SIZES[client], 4)) for client in share) for share in shares]
+        assert abs(work[0] - work[1]) <= 1
+        assert first["batches"][round] == second["batches"][round] == max(work)
+    for ours, theirs in zip(first["models"], second["models"], strict=True):
+        assert_same(ours, theirs)
+
+
+def test_one_client_is_trained_by_one_process(two):
+    counts = [[len(clients) for clients in found["clients"]] for found in two.found("one-client")]
+    assert [sorted(pair) for pair in zip(*counts, strict=True)] == [[0, 1]] * 3
+
+
+def test_a_visit_is_alone(two, tmp_path):
+    """A training step sees one process, of which it may ask what it likes; afterwards there are two."""
+    one = JOBS["worlds"](str(tmp_path), {"devices": 1})
+    for found in two.found("worlds"):
+        assert found["worlds"] == one["worlds"] == [(1, ())]
+        assert (found["world"], found["is_own"]) == (2, True)
+
+
+def test_a_trainer_that_is_told_to_stop_in_one_process_stops_in_all_after_the_round(two, tmp_path):
+    data = FederatedDataModule(clients(), batch_size=4)
+    one = train(str(tmp_path), {"devices": 1}, Net, data, 2, personal=["net.4.*"])
+    for found in two.found("stopped"):
+        assert found["rounds"] == 2
+        assert_alike({"state": one["state"], "steps": one["steps"]}, {name: found[name] for name in ("state", "steps")})
+
+
+def test_what_callbacks_draw_for_the_aggregate_is_drawn_anew_in_every_round(two):
+    """That one process and two draw the same is in the table above."""
+    drawn = two.found("noisy")[0]["drawn"]
+    assert len(drawn) == 3
+    for first, second in itertools.combinations(drawn, 2):
+        assert (first.abs() > 0).all()
+        assert not torch.equal(first, second)
+
+
+def test_a_resumed_run_ends_as_one_that_never_was_broken_off(two):
+    whole = two.found("four-rounds")[0]
+    for job in ("resumed", "after-kill"):
+        for found in two.found(job):
+            assert_same(found["state"], whole["state"])
+            assert found["steps"] == whole["steps"]
+    logged = two.found("after-kill")[0]["lines"]
+    assert list(logged) == [2, 3]
+    assert numbers(logged) == pytest.approx(numbers({round: whole["lines"][round] for round in logged}), rel=1e-6)
+
+
+def test_an_error_in_one_process_ends_both(two):
+    ended = two.ended("raising")
+    assert {rank: code for rank, (code, _) in ended.items()} == {0: 1, 1: 1}
+    assert "ValueError: in the second process\nIn round 1, in the visit of client" in two.log(1, "raising")
+    assert "Another process of this fit may have died" in two.log(0, "raising")
+
+
+def test_a_process_that_is_killed_ends_the_other(two):
+    ended = two.ended("killed")
+    assert {rank: code for rank, (code, _) in ended.items()} == {0: 1, 1: -9}
+    assert "Another process of this fit may have died" in two.log(0, "killed")
+
+
+def test_a_process_that_hangs_is_waited_for_as_long_as_was_said(two):
+    ended = two.ended("hanging")
+    assert [(rank, code) for rank, (code, _) in ended.items()] == [(0, 1)]
+    assert ended[0][1] >= 3  # not by default half an hour, in which the script would have killed it
+    assert "Another process of this fit may have died" in two.log(0, "hanging")
+
+
+REFUSED = {
+    "max_steps": "MisconfigurationException: `max_steps` counts the steps of one process",
+    "every_n_train_steps": "MisconfigurationException: `ModelCheckpoint` would save inside a round",
+    "on_server_receive": "MisconfigurationException: `Forgetful` sees a client's update in the process that trained it",
+    "sync_batch_norm": "MisconfigurationException: Synchronised BatchNorm",
+    "sync_batchnorm": "MisconfigurationException: Synchronised BatchNorm",
+    "module": "MisconfigurationException: Expected every process to build the same module",
+    "lambda": "MisconfigurationException: Expected what goes from one process to the others to be picklable",
+    "on_server_aggregate": "RuntimeError: The processes have made different global models",
+    "store": "MisconfigurationException: `OwnStore` keeps what is the clients' for one process",
+    "all_fail": "OSError: the disk is gone",
+    "all_empty": "RuntimeError: No new model has come of 1 round, up to round 0, in which 6 of 6 clients failed",
+    "skipping": "RuntimeError: Round 0 ended in process 1 before its visits were over",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_is_refused_in_all(case, two):
+    for found in two.found("refusals"):
+        assert found[case].startswith(REFUSED[case])
+
+
+def test_lightnings_own_launcher(two, tmp_path):
+    command = [sys.executable, "-m", "tests.parallel_script", str(tmp_path), "three-clients"]
+    subprocess.run(command, cwd=Path(__file__).parents[1], check=True, capture_output=True)
+    first, second = (torch.load(tmp_path / f"three-clients-{rank}.pt", weights_only=False) for rank in range(2))
+    assert_same(first["state"], second["state"])
+    assert_same(first["state"], two.found("three-clients")[0]["state"])
+
+
+@pytest.mark.slow
+def test_lightnings_own_launcher_ends_all(tmp_path):
+    command = [sys.executable, "-m", "tests.parallel_script", str(tmp_path), "raising"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "ValueError: in the second process" in done.stderr
+
+
+@pytest.fixture
+def own_process_group():
+    """What Lightning leaves behind of a group of processes."""
+    before = dict(os.environ)
+    yield
+    torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist")  # Lightning's, with one process too
+def test_the_strategy_in_one_process_changes_nothing(own_process_group, tmp_path):
+    data = FederatedDataModule(clients(), batch_size=4)
+    plain = train(str(tmp_path), {"devices": 1}, Net, data)
+    one = train(str(tmp_path), {"devices": 1, "strategy": ClientParallelStrategy()}, Net, data)
+    assert_same(plain["state"], one["state"])
+    assert plain["lines"] == one["lines"]
+
+
+def test_an_unknown_balance_is_refused():
+    with pytest.raises(ValueError, match="balance"):
+        ClientParallelStrategy(balance="size")

@@ -1,0 +1,194 @@
+"""The same federation in one process, and as two halves with Flower's apps and a fake grid between them."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lightning_fed import FederatedCallback, FederatedDataModule, Federation
+from lightning_fed.algorithms import FedBN, FedFusion, FedPer, FedSS
+from lightning_fed.backends.flower.client import client_app
+from lightning_fed.backends.flower.server import run_server
+from lightning_fed.backends.flower.transport import FlowerTransport
+from lightning_fed.callbacks import ClassPrototypes, LayerwiseTraining, find_federation
+from lightning_fed.tasks import ClassificationTask
+from tests import models
+from tests.backends.flower.grids import FakeGrid
+from tests.conftest import QUIET
+
+OPTIONS = {name: QUIET[name] for name in ("accelerator", "logger", "enable_progress_bar", "enable_model_summary")}
+SIZES = {"ann": 33, "bob": 20, "cid": 48}
+
+
+ROUND, LOST = 1, "bob"
+
+
+class LosesOne(FederatedCallback):
+    """In one process: an update that cannot be used."""
+
+    def on_client_end(self, trainer, module, client, update):
+        if trainer.current_epoch == ROUND and client == LOST:
+            update.state["net.0.weight"].fill_(float("nan"))
+
+
+def clients_of(data, batch_size=16):
+    return FederatedDataModule(models.as_datasets(data), batch_size=batch_size)
+
+
+def in_process(trainer, make_module, data, federation, rounds=3, callbacks=(), val=None, options=()):
+    module = make_module()
+    fitted = trainer(federation=federation, max_rounds=rounds, callbacks=list(callbacks), **dict(options))
+    datamodule = FederatedDataModule(models.as_datasets(data), val, batch_size=16)
+    fitted.fit(module, datamodule=datamodule)
+    return module, fitted
+
+
+def on_flower(
+    folder, make_module, data, federation, rounds=3, callbacks=list, val=None, change=None, options=(), limit=5,
+    server_callbacks=(), grids=None,
+):  # fmt: skip
+    """Two nodes: the first has every other client, the second the rest.
+
+    Args:
+        folder: Where both halves keep what is theirs.
+        make_module: Makes the module.
+        data: Tensors by client.
+        federation: Makes the federation.
+        rounds: Their number.
+        callbacks: Makes the callbacks of both halves.
+        val: The server's validation data.
+        change: See `FakeGrid`.
+        options: Arguments of both Trainers.
+        limit: Seconds in which a round's clients must answer.
+        server_callbacks: Callbacks of the server alone.
+        grids: A list that the grid is put into.
+
+    Returns:
+        The server's module, its Trainer, the post and the grid.
+
+    """
+    apps = {
+        node: client_app(
+            federation(), make_module, clients_of(data), {**OPTIONS, **dict(options)}, callbacks=callbacks(),
+            store=folder / f"{node}",
+        )
+        for node in (11, 12)
+    }  # fmt: skip
+    grid = FakeGrid(
+        apps, {node: {"partition-id": place, "num-partitions": 2} for place, node in enumerate(apps)}, change
+    )
+    if grids is not None:
+        grids.append(grid)
+    transport = FlowerTransport(grid, limit, poll=0.01)
+    module = make_module()
+    trainer = run_server(
+        federation(), module, val, {**OPTIONS, **dict(options), "max_epochs": rounds}, transport, transport.meet(len(data), 1),
+        folder / "server", [*callbacks(), *server_callbacks],
+    )  # fmt: skip
+    return module, trainer, transport, grid
+
+
+@dataclass
+class Case:
+    """A federation, what it trains and on what."""
+
+    federation: Callable
+    module: Callable = lambda: models.Module(models.dropout_mlp(), models.momentum)
+    data: Callable = models.vectors
+    callbacks: Callable = list
+    options: dict = field(default_factory=dict)
+
+
+class Sleeping(models.Module):
+    """A client's visit in round 1 sleeps once, if the environment says whose."""
+
+    def training_step(self, batch, batch_idx):
+        client, seconds, path = os.environ.get("SLEEPER", "::").split(":")
+        federation = find_federation(self.trainer)
+        if self.trainer.current_epoch == 1 and federation.current_client == client and not Path(path).exists():
+            Path(path).touch()
+            time.sleep(float(seconds) if "Federated" not in type(self.trainer).__name__ else 0)
+        return super().training_step(batch, batch_idx)
+
+
+def sleeping_module():
+    return Sleeping(models.dropout_mlp(), models.momentum)
+
+
+def few_scenes(sizes):
+    return models.scenes({name: 4 + place for place, name in enumerate(sizes)})
+
+
+def norm_module():
+    return models.Module(models.norm_mlp(), models.adam)
+
+
+def head_module():
+    torch.manual_seed(0)
+    return ClassificationTask(
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 12)), num_classes=12, head="sampled_softmax", lr=0.05
+    )
+
+
+def warm_up(optimizer):
+    return {
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5)),
+        "interval": "step",
+    }
+
+
+def milestones(optimizer):
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], gamma=0.3)
+
+
+def base_and_head():
+    return models.Module(models.BaseAndHead(), models.momentum)
+
+
+def plain_module():
+    return models.Module(models.mlp(), models.momentum)
+
+
+def cnn_module():
+    return models.Module(models.cnn(), models.momentum)
+
+
+def deeplab_module():
+    return models.Module(models.deeplab(), models.momentum)
+
+
+CASES = {
+    "sleeping": Case(lambda: Federation(seed=1), sleeping_module),
+    "fedavg": Case(lambda: Federation("fedavg", local_epochs=2, seed=3)),
+    "deeplab": Case(lambda: Federation(batch_norm="recalibrate"), deeplab_module, few_scenes),
+    "fedavg, stragglers, two of three": Case(lambda: Federation(
+        local_epochs=3, stragglers=0.5, clients_per_round=2, batch_norm="average", seed=1)),
+    "dropout": Case(lambda: Federation(dropout=0.4, seed=2)),
+    "fedavgm": Case(lambda: Federation("fedavgm")),
+    "fedadam": Case(lambda: Federation("fedadam")),
+    "fairavg": Case(lambda: Federation("fairavg")),
+    "fedprox": Case(lambda: Federation("fedprox")),
+    "fedatt": Case(lambda: Federation("fedatt")),
+    "fesem": Case(lambda: Federation("fesem")),
+    "fedma": Case(
+        lambda: Federation("fedma"), plain_module,
+        callbacks=lambda: [LayerwiseTraining(example_input=torch.zeros(2, 6))]),
+    "fedmargin": Case(lambda: Federation("fedmargin")),
+    "recalibrate": Case(lambda: Federation(batch_norm="recalibrate"), norm_module),
+    "frozen": Case(lambda: Federation(batch_norm="frozen", frozen=["net.0.*"]), norm_module),
+    "fedper": Case(lambda: FedPer("net.head.*"), base_and_head),
+    "fedbn": Case(lambda: FedBN(), norm_module),
+    "kept optimizers": Case(lambda: Federation(optimizer_state="keep"), norm_module),
+    "fedss": Case(lambda: FedSS(num_negatives=3), head_module),
+    "fedfusion": Case(lambda: FedFusion(operator="multi", batch_norm="average"), cnn_module, models.images),
+    "last local prototypes": Case(
+        lambda: Federation("fedmargin"), callbacks=lambda: [ClassPrototypes(lpm_before="last_local")]),
+    "a schedule of rounds": Case(Federation, lambda: models.Module(models.mlp(), models.momentum, milestones)),
+    "a schedule of steps": Case(Federation, lambda: models.Module(models.mlp(), models.adam, warm_up)),
+    "two optimizers": Case(Federation, models.TwoOptimizers),
+    "bf16": Case(Federation, options={"precision": "bf16-mixed"}),
+}  # fmt: skip

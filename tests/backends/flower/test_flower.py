@@ -1,0 +1,32 @@
+"""A federation on Flower: the same model as in one process, from the same seeds."""
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from tests.backends.flower.halves import CASES, SIZES, in_process, on_flower
+from tests.recorders import assert_same, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+def numbers_of(book):
+    """What the last round logged, but for what a clock says."""
+    return {name: value for name, value in book.state_dict()["last"].items() if not name.endswith("seconds")}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_methods(case, federated_trainer, tmp_path):
+    """Three rounds: the global models, the bytes, and what the log says of the rounds."""
+    data = case.data(SIZES)
+    here, trainer = in_process(
+        federated_trainer, case.module, data, case.federation(), callbacks=case.callbacks(), options=case.options
+    )
+    there, server, transport, _ = on_flower(
+        tmp_path, case.module, data, case.federation, callbacks=case.callbacks, options=case.options
+    )
+    assert_same(state_of(there), state_of(here))
+    book, other = (each.callbacks[0].round_log for each in (server, trainer))
+    assert numbers_of(book) == numbers_of(other)
+    assert (book.total_up_bytes, book.total_down_bytes) == (transport.received, transport.sent)
+    assert server.global_step == trainer.global_step

@@ -1,0 +1,217 @@
+"""``lightning-fed flower``: the app of a recipe, and the worker beside a client's data."""
+
+import importlib
+import sys
+import threading
+import tomllib
+from multiprocessing.connection import Client
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from lightning_fed import Federation
+from lightning_fed.backends.flower.client import client_app
+from lightning_fed.backends.flower.packets import STAY, Packet, read_packet, write_packet
+from lightning_fed.backends.flower.server import run_server
+from lightning_fed.backends.flower.transport import FlowerTransport, from_records, to_records
+from lightning_fed.backends.flower.worker import serve
+from lightning_fed.cli.main import FederatedCLI, main
+from tests import models
+from tests.backends.flower.grids import FakeGrid
+from tests.backends.flower.halves import OPTIONS, SIZES, clients_of, in_process
+from tests.recorders import assert_same, state_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+]
+
+
+@pytest.fixture
+def imports(monkeypatch):
+    """Modules that a test imports from a folder are gone afterwards."""
+    before = set(sys.modules)
+
+    def find(folder):
+        monkeypatch.syspath_prepend(str(folder))
+
+    yield find
+    for name in set(sys.modules) - before:
+        if name.startswith("my_hospitals"):
+            del sys.modules[name]
+
+
+def shrunk(folder):
+    """A recipe of the repository, with few clients and rounds."""
+    text = (Path(__file__).parents[2] / "recipes" / "synthetic.yaml").read_text()
+    quiet = "accelerator: cpu\n  enable_progress_bar: false\n  enable_model_summary: false"
+    for long, short in {
+        "num_clients: 30": "num_clients: 4",
+        "clients_per_round: 10": "clients_per_round: 3",
+        "local_epochs: 5": "local_epochs: 1",
+        "max_rounds: 30": f"max_rounds: 2\n  {quiet}",
+    }.items():
+        assert long in text
+        text = text.replace(long, short)
+    (folder / "recipe.yaml").write_text(text)
+    return folder / "recipe.yaml"
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty")
+def test_the_app_of_a_recipe_trains_as_the_recipe(tmp_path, monkeypatch, imports, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-fed"])
+    recipe, app = shrunk(tmp_path), tmp_path / "my-hospitals"
+    main(["flower", "new", str(app), "-c", str(recipe)])
+    written = tomllib.loads((app / "pyproject.toml").read_text())
+    components = written["tool"]["flwr"]["app"]["components"]
+    imports(app)
+    server = importlib.import_module(components["serverapp"].partition(":")[0])
+    whole = importlib.import_module("my_hospitals.clients")
+    light = importlib.import_module(components["clientapp"].partition(":")[0])
+    assert isinstance(light.app, ClientApp)
+    nodes = {node: {"partition-id": place, "num-partitions": 2} for place, node in enumerate((11, 12))}
+    server.app(FakeGrid(dict.fromkeys(nodes, light.app), nodes), Context(1, 1, {}, RecordDict(), {}))
+    here = FederatedCLI(["-c", str(recipe), "--trainer.logger", "false", "--trainer.callbacks", "null"], run=False)
+    here.trainer.fit(here.model, datamodule=here.datamodule)
+    state = torch.load(tmp_path / "runs" / "my-hospitals" / "last.ckpt", weights_only=True)["state_dict"]
+    assert_same(state, state_of(here.model))
+    capsys.readouterr()
+    assert len(here.datamodule.clients) == 4
+    assert whole.recipe.client_trainer["accelerator"] == "cpu"
+    assert "logger" not in whole.recipe.client_trainer
+
+
+def test_what_is_no_app(tmp_path, capsys):
+    for args, message in (
+        (
+            ["new", str(tmp_path / "x"), "-c", "nowhere.yaml"],
+            "Expected a recipe, a YAML file",
+        ),
+        (["new", str(tmp_path / "1x"), "-c", "nowhere.yaml"], "a folder whose name begins with a letter, but got '1x'"),
+        (["worker", str(tmp_path), "--socket", str(tmp_path / "s")], "Expected an app of `lightning-fed flower new`"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["flower", *args])
+        assert message in capsys.readouterr().err
+
+
+# --- the worker -------------------------------------------------------------------------------------------------------
+
+
+def light_app():
+    text = (Path(models.__file__).parents[1] / "lightning_fed/engines/flower/template/client.py.txt").read_text()
+    scope = {}
+    exec(compile(text.format(package="package"), "client.py", "exec"), scope)
+    return scope["app"]
+
+
+def test_visits_in_workers(federated_trainer, tmp_path):
+    """The file that SuperNodes start takes messages to the worker and brings its answers, bit for bit."""
+
+    def module():
+        return models.Module(models.dropout_mlp(), models.momentum)
+
+    data = models.vectors(SIZES)
+    here, _ = in_process(federated_trainer, module, data, Federation(), 2)
+    whole = client_app(Federation(), module, clients_of(data), OPTIONS, store=tmp_path / "clients")
+    socket = tmp_path / "private" / "worker"
+    thread = threading.Thread(target=serve, args=(whole, socket, 1 + 2 * 3), daemon=True)
+    thread.start()
+    while not socket.exists():
+        thread.join(0.01)
+    assert socket.parent.stat().st_mode & 0o077 == 0
+    there = module()
+    grid = FakeGrid({11: light_app()}, {11: {"worker": str(socket)}})
+    transport = FlowerTransport(grid, 30, 0.01)
+    run_server(
+        Federation(), there, None, {**OPTIONS, "max_epochs": 2}, transport, transport.meet(3, 1), tmp_path / "server"
+    )
+    thread.join(10)
+    assert not socket.exists()
+    assert_same(state_of(there), state_of(here))
+    (stay,) = [message for _, message in grid.sent if message.metadata.message_type == STAY]
+    assert 0.2 < stay.content["stay"]["seconds"] < 3.2  # of the second round: how long the pause after the first was
+
+
+@pytest.mark.parametrize(("is_awake", "longest", "stays"), [(True, 3.0, 2), (True, 0.0, 0), (False, 3.0, 0)])
+def test_who_is_kept_awake(is_awake, longest, stays, monkeypatch):
+    """Nodes that have a worker, once for every ask but the first, where the server's pause is short."""
+    monkeypatch.setattr("lightning_fed.backends.flower.transport._LONGEST_PAUSE", longest)
+    app, waited = ClientApp(), []
+
+    @app.query()
+    def meet(message, context):
+        hello = write_packet("hello", {"clients": ["ann", "bob"], "stays": is_awake})
+        return Message(to_records(hello), reply_to=message)
+
+    @app.train()
+    def train(message, context):
+        return Message(to_records(Packet("done")), reply_to=message)
+
+    @app.query("stay")
+    def stay(message, context):
+        waited.append(message.content["stay"]["seconds"])
+        return Message(RecordDict(), reply_to=message)
+
+    grid = FakeGrid({11: app})
+    transport = FlowerTransport(grid, 30, 0.01)
+    transport.meet(2, 1)
+    for round in range(3):
+        packets = [("ann", Packet("go")), ("bob", Packet("go"))]
+        assert list(transport.ask("train", packets, round)) == [("ann", Packet("done")), ("bob", Packet("done"))]
+    asked = [node for node, message in grid.sent if message.metadata.message_type == STAY]
+    assert asked == [11] * stays
+    assert len(waited) == max(stays - 1, 0)  # the first one's answer is taken away before the second is sent
+
+
+def test_what_a_worker_cannot_answer(tmp_path):
+    """Nonsense is said to be that, whoever brings a message may break off, and the worker goes on."""
+    whole = client_app(Federation(), lambda: None, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path)
+    socket = tmp_path / "private" / "worker"
+    thread = threading.Thread(target=serve, args=(whole, socket, 3), daemon=True)
+    thread.start()
+    while not socket.exists():
+        thread.join(0.01)
+    app, context = light_app(), Context(1, 11, {"worker": str(socket)}, RecordDict(), {})
+    FakeGrid({})
+    with pytest.raises(ValueError, match="it is no message of lightning-fed"):
+        app(Message(to_records(Packet("nonsense")), 11, "train"), context)
+    with Client(str(socket), family="AF_UNIX") as connection:
+        connection.send_bytes(b"{}")
+    reply = app(Message(to_records(write_packet("hello", {})), 11, "query"), context)
+    header, _ = read_packet(from_records(reply.content), "hello")
+    assert header == {"clients": ["ann", "bob", "cid"], "stays": True}
+    thread.join(10)
+    with pytest.raises(FileNotFoundError):
+        app(Message(to_records(write_packet("hello", {})), 11, "query"), context)
+
+
+def test_one_worker_for_several_nodes(tmp_path):
+    """Data that depend on the node's configuration are each node's own, and are read once."""
+    read = []
+
+    def data(node):
+        read.append(node["client"])
+        return {node["client"]: models.as_datasets(models.vectors(SIZES))["ann"]}
+
+    runner = client_app(Federation(), lambda: None, data, OPTIONS, store=tmp_path).runner
+    for name in ("a", "b", "a"):
+        header, _ = read_packet(runner.answer("query", write_packet("hello", {}), {"client": name}), "hello")
+        assert header == {"clients": [name], "stays": False}
+    assert read == ["a", "b"]
+
+
+def test_a_folder_that_others_reach_is_refused(tmp_path):
+    whole = client_app(Federation(), lambda: None, clients_of(models.vectors(SIZES)), store=tmp_path)
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(PermissionError, match="only you can reach"):
+        serve(whole, tmp_path / "open" / "worker", 0)
+    with pytest.raises(TypeError, match="Expected an app of `client_app`"):
+        serve(ClientApp(), tmp_path / "private" / "worker", 0)

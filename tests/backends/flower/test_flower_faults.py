@@ -1,0 +1,406 @@
+"""What may go wrong between a server and its clients: who is left out, what goes on, what is never lost."""
+
+import json
+import time
+
+import lightning as L
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed import Federation
+from lightning_fed.algorithms import FedFusion, FedPer
+from lightning_fed.backends.flower.client import client_app
+from lightning_fed.backends.flower.packets import Packet, write_packet
+from lightning_fed.backends.flower.server import run_server, server_app
+from lightning_fed.backends.flower.transport import FlowerTransport, from_records, to_records
+from lightning_fed.callbacks import ClassPrototypes, OwnClassConfusion
+from tests import models
+from tests.backends.flower.grids import FakeGrid
+from tests.backends.flower.halves import LOST, OPTIONS, ROUND, SIZES, LosesOne, clients_of, in_process, on_flower
+from tests.recorders import assert_same, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+def make_module():
+    return models.Module(models.dropout_mlp(), models.momentum)
+
+
+def is_lost(message, content):
+    """Whether this is the answer that something happens to."""
+    sent = json.loads(from_records(message.content).text)["header"]
+    return (sent.get("visit") or {}).get("client") == LOST and sent["visit"]["round"] == ROUND
+
+
+def changed(text=None, **header):
+    """An answer with another header."""
+
+    def change(content):
+        packet = from_records(content)
+        said = json.loads(text or packet.text)
+        said["header"].update(header) if header else None
+        return [to_records(Packet(json.dumps(said), packet.data))]
+
+    return change
+
+
+def table(change):
+    def changed(content):
+        packet = from_records(content)
+        said = json.loads(packet.text)
+        return [to_records(Packet(*change(said, packet.data)))]
+
+    return changed
+
+
+def poisoned(said, data):
+    return json.dumps(said), b"\xff" * len(data)  # NaN
+
+
+def reshaped(said, data):
+    said["tensors"]["state"][0][2] = said["tensors"]["state"][0][2][::-1]
+    return json.dumps(said), data
+
+
+def retyped(said, data):
+    said["tensors"]["state"][0][1] = "int32"
+    return json.dumps(said), data
+
+
+def renamed(said, data):
+    said["tensors"]["state"][0][0] = "net.0.wight"
+    return json.dumps(said), data
+
+
+def huge(said, data):
+    group = "state" if said["tensors"]["state"] else "extras"
+    said["tensors"][group][0][2] = [2**40, 2**40]
+    return json.dumps(said), data
+
+
+def reshaped_statistics(said, data):
+    said["tensors"]["extras"][0][2] = [2, 4]
+    return json.dumps(said), data
+
+
+NONSENSE = {
+    "no answer": (lambda content: [], "it did not answer within 1 s"),
+    "empty": (lambda content: [RecordDict()], "no message of lightning-fed"),
+    "other records": (
+        lambda content: [RecordDict({"letter": ConfigRecord({"text": 3}), "tensors": ArrayRecord()})],
+        "no message of lightning-fed",
+    ),
+    "no JSON": (table(lambda said, data: ("{", data)), "no message of lightning-fed"),
+    "deep JSON": (table(lambda said, data: ("[" * 100_000, data)), "no message of lightning-fed"),
+    "another version": (table(lambda said, data: (json.dumps({**said, "version": 99}), data)), "install the same"),
+    "another's": (changed(client="ann"), "it answers for client 'ann'"),
+    "too few bytes": (table(lambda said, data: (json.dumps(said), data[:-4])), "more bytes than there are"),
+    "too many bytes": (table(lambda said, data: (json.dumps(said), data + b"0000")), "it has"),
+    "not finite": (table(poisoned), "has NaN or infinite values"),
+    "another shape": (table(reshaped), "has shape"),
+    "another type": (table(retyped), "has dtype"),
+    "another name": (table(renamed), "missing entries"),
+    "a huge shape": (table(huge), "more bytes than there are"),
+    "a number for a name": (
+        table(lambda said, data: (json.dumps({**said, "tensors": {"state": [[1, "float32", [1]]]}}), data)),
+        "which is no entry",
+    ),
+    "no examples": (changed(num_samples=0), "it reports 0 examples"),
+    "many examples": (changed(num_samples="many"), "'many' examples"),
+    "no metrics": (changed(metrics=None), "no good header"),
+    "a program that failed": (
+        lambda content: [to_records(write_packet("fault", {"client": LOST, "reason": "gone", "is_of_program": True}))],
+        "gone",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), NONSENSE.values(), ids=NONSENSE)
+def test_one_answer_that_cannot_be_used(change, reason, federated_trainer, tmp_path, caplog):
+    """The client is left out of this round by name; the run goes on, and ends as where it was left out in process."""
+    data = models.vectors(SIZES)
+    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[LosesOne()])
+    caplog.clear()
+
+    def on_the_way(node, message, content):
+        return change(content) if message.metadata.message_type == "train" and is_lost(message, content) else [content]
+
+    there, trainer, _, _ = on_flower(
+        tmp_path, make_module, data, lambda: Federation(seed=1), change=on_the_way, limit=1
+    )
+    assert_same(state_of(there), state_of(here))
+    assert trainer.callbacks[0].rounds == 3
+    left_out = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
+    assert len(left_out) == 1
+    assert left_out[0].startswith(f"Round {ROUND}: client {LOST!r} is left out")
+    assert reason in left_out[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(reshaped_statistics, "does not fit the model"), (poisoned, "has NaN or infinite values"), (huge, "more bytes")],
+)
+def test_statistics_that_cannot_be_used(change, reason, tmp_path, caplog):
+    """The client's statistics are left out, its update is not."""
+
+    def module():
+        return models.Module(models.norm_mlp(), models.momentum)
+
+    def on_the_way(node, message, content):
+        is_statistics = message.metadata.message_type == "evaluate" and is_lost(message, content)
+        return table(change)(content) if is_statistics else [content]
+
+    _, trainer, _, _ = on_flower(tmp_path, module, models.vectors(SIZES), Federation, change=on_the_way)
+    left_out = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert len(left_out) == 1
+    assert left_out[0].startswith("Client 'bob''s BatchNorm statistics are left out")
+    assert reason in left_out[0]
+    assert trainer.callbacks[0].round_log.state_dict()["last"]["fed/failed"] == 0
+
+
+def test_an_answer_that_comes_twice(federated_trainer, tmp_path):
+    data = models.vectors(SIZES)
+    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1))
+    there, _, _, _ = on_flower(
+        tmp_path, make_module, data, lambda: Federation(seed=1), change=lambda node, message, content: [content] * 2
+    )
+    assert_same(state_of(there), state_of(here))
+
+
+def test_a_node_that_goes_and_comes_back(federated_trainer, tmp_path, caplog):
+    """While it is away its clients are left out; afterwards they take part under the node's new name."""
+    data = models.vectors(SIZES)
+
+    class Coming(L.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            (cohort, grid) = trainer.callbacks[0].cohort, grids[0]
+            if trainer.current_epoch == 0:
+                grid.gone = {12}
+            elif trainer.current_epoch == 1:
+                grid.apps[13], grid.configs[13] = grid.apps[12], grid.configs[12]
+            assert len(cohort.visits) == 3
+
+    grids = []
+    there, _, _, _ = on_flower(
+        tmp_path, make_module, data, lambda: Federation(seed=1), server_callbacks=[Coming()], grids=grids
+    )
+    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[LosesOne()])
+    assert_same(state_of(there), state_of(here))
+    assert "Round 1: client 'bob' is left out: it is not connected." in caplog.text
+    assert {node for node, message in grids[0].sent if message.metadata.group_id == "2"} == {11, 13}
+
+
+# --- the server is killed ---------------------------------------------------------------------------------------------
+
+
+class KilledError(Exception):
+    """Stands for a killed process: nothing of it goes on."""
+
+
+def head_module():
+    return models.Module(models.BaseAndHead(), models.adam)
+
+
+RESUMED = {
+    "fedavg": (lambda: Federation(seed=1), make_module, list),
+    "fedper": (lambda: FedPer("net.head.*", optimizer_state="keep"), head_module, list),
+    "fedmargin": (lambda: Federation("fedmargin"), make_module, lambda: [ClassPrototypes(lpm_before="last_local")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["between rounds", "inside a round"])
+@pytest.mark.parametrize("case", RESUMED.values(), ids=RESUMED)
+def test_the_server_is_killed_and_started_again(case, place, federated_trainer, tmp_path):
+    """The run ends as one that nobody killed; what clients kept for a round that never was is not seen."""
+    federation, module, callbacks = case
+    data = models.vectors(SIZES)
+    here, _ = in_process(federated_trainer, module, data, federation(), callbacks=callbacks())
+
+    def killed(node, message, content):
+        if place == "inside a round" and message.metadata.group_id == "1" and is_of(message, "cid"):
+            raise KilledError
+        return [content]
+
+    class Kill(L.Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if place == "between rounds" and trainer.current_epoch == 1:
+                raise KilledError
+
+    with pytest.raises(KilledError):
+        on_flower(tmp_path, module, data, federation, callbacks=callbacks, change=killed, server_callbacks=[Kill()])
+    there, trainer, _, grid = on_flower(tmp_path, module, data, federation, callbacks=callbacks)
+    assert_same(state_of(there), state_of(here))
+    assert trainer.current_epoch == 3
+    assert {message.metadata.group_id for _, message in grid.sent} == {"hello", "1", "2"}
+
+
+def is_of(message, client):
+    return json.loads(from_records(message.content).text)["header"]["visit"]["client"] == client
+
+
+def test_a_client_whose_folder_is_lost(tmp_path, caplog):
+    """It says so instead of starting anew."""
+    data = models.vectors(SIZES)
+
+    def lose(node, message, content):
+        if message.metadata.group_id == "0" and is_of(message, LOST):
+            lost.append(node)
+        return [content]
+
+    class Lose(L.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            for path in (tmp_path / f"{lost[0]}").rglob("*.safetensors"):
+                path.unlink()
+
+    lost = []
+    on_flower(
+        tmp_path, lambda: models.Module(models.BaseAndHead()), data, lambda: FedPer("net.head.*"), change=lose,
+        rounds=2, server_callbacks=[Lose()],
+    )  # fmt: skip
+    assert "client 'bob' is left out: it does not have any more what it kept in round 0." in caplog.text
+
+
+# --- programs that do not fit -----------------------------------------------------------------------------------------
+
+
+def test_programs_that_all_fail_end_the_run(tmp_path):
+    class Broken(models.Module):
+        def training_step(self, batch, batch_idx):
+            raise KeyError("image")
+
+    with pytest.raises(RuntimeError, match=r"The programs of all 3 clients of round 0 failed.*KeyError: 'image'"):
+        on_flower(tmp_path, lambda: Broken(models.mlp()), models.vectors(SIZES), Federation)
+
+
+@pytest.mark.parametrize(
+    ("federation", "reason"),
+    [
+        (lambda: Federation(seed=5), "its federation has seed 5, and the server's 0"),
+        (lambda: Federation(frozen=["net.0.*"]), "other values of the entries that never travel"),
+    ],
+)
+def test_halves_that_do_not_fit(federation, reason, tmp_path):
+    apps = {11: client_app(federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "c")}
+    transport = FlowerTransport(FakeGrid(apps), 5, 0.01)
+    with pytest.raises(RuntimeError, match=reason):
+        run_server(
+            Federation(),
+            make_module,
+            None,
+            {**OPTIONS, "max_epochs": 1},
+            transport,
+            transport.meet(3, 1),
+            tmp_path / "s",
+        )
+
+
+def test_frozen_entries_must_be_the_same(tmp_path):
+    def other():
+        module = make_module()
+        with torch.no_grad():
+            module.net[0].weight += 1
+        return module
+
+    apps = {
+        11: client_app(
+            Federation(frozen=["net.0.*"]), other, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "c"
+        )
+    }
+    transport = FlowerTransport(FakeGrid(apps), 5, 0.01)
+    with pytest.raises(RuntimeError, match="other values of the entries that never travel"):
+        run_server(
+            Federation(frozen=["net.0.*"]), make_module, None, {**OPTIONS, "max_epochs": 1}, transport, transport.meet(3, 1),
+            tmp_path / "s",
+        )  # fmt: skip
+
+
+def test_clients_that_do_not_come(tmp_path):
+    transport = FlowerTransport(FakeGrid({}), 1, 0.01)
+    with pytest.raises(TimeoutError, match=r"did not come within 0 s: missing are \{'ann'\}"):
+        transport.meet(["ann"], 0)
+    with pytest.raises(TimeoutError, match="0 of 2 are there"):
+        transport.meet(2, 0)
+
+
+def test_two_nodes_with_the_same_client(tmp_path, caplog):
+    def app(node):
+        return client_app(
+            Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / f"{node}"
+        )
+
+    grid = FakeGrid({node: app(node) for node in (11, 12)})
+    transport = FlowerTransport(grid, 5, 0.01)
+    assert list(transport.meet(3, 1)) == ["ann", "bob", "cid"]
+    assert "Node 12 says that it has the clients ['ann', 'bob', 'cid'] too" in caplog.text
+    run_server(Federation(), make_module, None, {**OPTIONS, "max_epochs": 1}, transport, ["ann", "bob"], tmp_path / "s")
+    assert {node for node, message in grid.sent if message.metadata.group_id == "0"} == {11}
+
+
+def test_an_answer_in_time_is_read_after_the_time_limit(tmp_path):
+    """Answers are read in the order of the clients: one that waits for its turn behind a silent client is not lost."""
+    apps = {
+        node: client_app(
+            Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / f"{node}"
+        )
+        for node in (11, 12)
+    }
+    grid = FakeGrid(apps, {node: {"partition-id": place, "num-partitions": 2} for place, node in enumerate(apps)})
+    transport = FlowerTransport(grid, 0.5, 0.01)
+    transport.meet(3, 60)
+    grid.silent.add(12)
+    answers = transport.ask("query", ((client, write_packet("hello", {})) for client in ("bob", "cid")), 0)
+    assert next(answers) == ("bob", "it did not answer within 0 s")
+    time.sleep(0.1)  # what the server does with an answer before it takes the next takes time too
+    client, answer = next(answers)
+    assert client == "cid"
+    assert isinstance(answer, Packet)
+
+
+def test_a_message_of_nonsense_to_a_client(tmp_path):
+    app = client_app(Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "c")
+    with pytest.raises(ValueError, match="it is no message of lightning-fed"):
+        app.runner.answer("train", Packet("{}"), {})
+    with pytest.raises(ValueError, match="does not have the fields"):
+        app.runner.answer("train", write_packet("train", {"visit": {"client": "ann", "round": 0, "seed": 0}}), {})
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_what_needs_data_on_the_server_is_refused(tmp_path):
+    data = models.vectors(SIZES)
+    with pytest.raises(MisconfigurationException, match="`GradientCorrection` does not work yet with clients on other"):
+        on_flower(tmp_path, make_module, data, lambda: Federation("feddane"))
+    with pytest.raises(MisconfigurationException, match="`OwnClassConfusion` does not work yet"):
+        on_flower(tmp_path, make_module, data, Federation, server_callbacks=[OwnClassConfusion()])
+    with pytest.raises(MisconfigurationException, match=r"`FeatureFusion` does not work yet.*batch_norm='recalibrate'"):
+        on_flower(tmp_path, lambda: models.Module(models.cnn()), models.images(SIZES), FedFusion)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"trainer": {}}, "number of rounds as `max_epochs`, but got None"),
+        ({"trainer": {"max_epochs": 1, "callbacks": []}}, r"without .* but got \['callbacks'\]"),
+        ({"trainer": [1]}, "Expected `trainer` to be a mapping"),
+        ({"clients": 0}, "Expected `clients` to be at least 1, but got 0"),
+        ({"time_limit": 0}, "Expected positive times, but got time_limit=0"),
+    ],
+)
+def test_arguments_of_the_server(arguments, message):
+    given = {"trainer": {"max_epochs": 1}, "clients": 2, "folder": "x", **arguments}
+    with pytest.raises((ValueError, TypeError), match=message):
+        server_app(Federation(), make_module, **given)
+
+
+def test_arguments_of_the_client(tmp_path):
+    with pytest.raises(ValueError, match=r"but got \['max_epochs'\]"):
+        client_app(Federation(), make_module, {}, {"max_epochs": 3})
+    app = client_app(Federation(), make_module, lambda node: [1], store=tmp_path)
+    with pytest.raises(MisconfigurationException, match="Expected `data` to be clients"):
+        app.runner.answer("query", write_packet("hello", {}), {})

@@ -1,0 +1,314 @@
+"""What one half could do to the other with messages that are well-formed, and what may happen to a run's folder."""
+
+import json
+import multiprocessing
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+
+import lightning as L
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import Context, RecordDict
+
+from lightning_fed import Federation
+from lightning_fed.algorithms import FedPer
+from lightning_fed.backends.flower import starter
+from lightning_fed.backends.flower.client import client_app
+from lightning_fed.backends.flower.packets import Packet, PacketError, read_packet, write_packet
+from lightning_fed.backends.flower.run_folder import alone
+from lightning_fed.backends.flower.server import run_server, server_app
+from lightning_fed.backends.flower.transport import FlowerTransport, from_records
+from lightning_fed.backends.flower.worker import serve
+from lightning_fed.callbacks import ClassPrototypes
+from lightning_fed.cli.main import main
+from tests import models
+from tests.backends.flower.grids import FakeGrid
+from tests.backends.flower.halves import CASES, OPTIONS, SIZES, clients_of, on_flower
+from tests.backends.flower.test_flower_app import light_app
+from tests.backends.flower.test_flower_faults import changed, is_lost, make_module
+from tests.recorders import state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+GROUPS = [[{"lr": "high"}]]
+NUMBERS = {
+    "a metric that no float is": ("fedavg", {"metrics": {"loss": 10**400}}, "no good header"),
+    "more examples than there are": ("fedavg", {"num_samples": 10**400}, "examples"),
+    "more steps than there are": ("fedavg", {"steps": 10**30}, "steps"),
+    "a list of schedulers": ("a schedule of steps", {"after": [1]}, "where it left its schedulers cannot be used"),
+    "no schedulers": ("a schedule of steps", {"after": {"groups": [], "schedulers": []}}, "'groups' does not fit"),
+    "a text for a rate": ("a schedule of steps", {"after": {"groups": GROUPS}}, "does not fit the server's"),
+    "a reason of many lines": ("fedavg", {"num_samples": "1\nRound 1: all is well"}, r"1\nRound"),
+}
+
+
+@pytest.mark.parametrize(("case", "header", "reason"), NUMBERS.values(), ids=NUMBERS)
+def test_numbers_that_cannot_be_used(case, header, reason, tmp_path, caplog):
+    """The client is left out by name, and the run goes on."""
+    case = CASES[case]
+
+    def on_the_way(node, message, content):
+        return changed(**header)(content) if is_lost(message, content) else [content]
+
+    _, trainer, _, _ = on_flower(tmp_path, case.module, case.data(SIZES), case.federation, change=on_the_way)
+    left_out = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
+    assert len(left_out) == 1
+    assert reason in left_out[0]
+    assert "\n" not in left_out[0]
+    assert trainer.current_epoch == 3
+
+
+def an_order(tmp_path, runner_of):
+    """A good order, and what answers it."""
+    train_requests = []
+
+    def listen(node, message, content):
+        if message.metadata.message_type == "train":
+            train_requests.append(from_records(message.content))
+        return [content]
+
+    on_flower(tmp_path / "run", runner_of, models.vectors(SIZES), lambda: FedPer("net.head.*"), 1, change=listen)
+    app = client_app(
+        FedPer("net.head.*"), runner_of, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "a" / "store"
+    )
+    return app.runner, train_requests[0]
+
+
+@pytest.mark.parametrize("where", ["../../outside", "/outside", "", "a" * 65, ["a"], None, 3])
+def test_a_run_is_no_path(where, tmp_path):
+    """A server cannot have clients write or delete files beside their store."""
+    runner, train_request = an_order(tmp_path, lambda: models.Module(models.BaseAndHead()))
+    said = json.loads(train_request.text)
+    said["header"]["run"] = where.replace("/outside", f"{tmp_path}/outside") if where == "/outside" else where
+    with pytest.raises(PacketError, match="the run is"):
+        runner.answer("train", Packet(json.dumps(said), train_request.data), {})
+    assert not (tmp_path / "a").exists()
+    assert not list(tmp_path.rglob("outside*"))
+
+
+@pytest.mark.parametrize("change", [{"needed": "x"}, {"kept": 1.5}, {"visit": None}, {"needed": 10**400}])
+def test_orders_of_nonsense(change, tmp_path):
+    runner, train_request = an_order(tmp_path, lambda: models.Module(models.BaseAndHead()))
+    said = json.loads(train_request.text)
+    said["header"] |= change
+    with pytest.raises(PacketError, match="does not have the fields of one"):
+        runner.answer("train", Packet(json.dumps(said), train_request.data), {})
+    with pytest.raises(PacketError, match="does not have the fields of one"):
+        runner.answer("train", write_packet("train", {}), {})
+
+
+def test_keys_that_are_no_names(tmp_path, caplog):
+    """Another node's clients train nevertheless."""
+    good = client_app(Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path)
+    data = {"\ud800": models.as_datasets(models.vectors(SIZES))["ann"]}
+    bad = client_app(Federation(), make_module, data, OPTIONS, store=tmp_path)
+    assert list(FlowerTransport(FakeGrid({11: bad, 12: good}), 1).meet(3, 1)) == ["ann", "bob", "cid"]
+    assert "Node 11 does not say who its clients are" in caplog.text
+
+
+def test_another_optimizer_is_no_other_learning_rate(tmp_path):
+    """The server's Adam does not become a client's SGD."""
+    app = client_app(Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "c")
+    transport = FlowerTransport(FakeGrid({11: app}), 5, 0.01)
+    with pytest.raises(RuntimeError, match=r"optimizers are \['Adam'\], and the client's \['SGD'\]"):
+        run_server(
+            Federation(), lambda: models.Module(models.dropout_mlp(), models.adam), None,
+            {**OPTIONS, "max_epochs": 1}, transport, transport.meet(3, 1), tmp_path / "s",
+        )  # fmt: skip
+
+
+# --- a client that comes back -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["lost", "older"])
+@pytest.mark.parametrize(
+    ("federation", "callbacks"),
+    [
+        (lambda: FedPer("net.head.*"), list),
+        (lambda: Federation("fedmargin"), lambda: [ClassPrototypes(lpm_before="last_local")]),
+    ],
+    ids=["personal layers", "what callbacks remember"],
+)
+def test_another_folder_is_noticed(federation, callbacks, how, tmp_path, caplog):
+    """With a folder that is empty, or of an earlier round, a client does not go on as if nothing had been."""
+
+    class Change(L.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            if trainer.current_epoch == 1:
+                newest = max(tmp_path.glob("1?/**/s-bob/*.safetensors"))
+                for path in newest.parent.iterdir():
+                    path.unlink() if how == "lost" or path == newest else None
+
+    def module():
+        return models.Module(models.BaseAndHead(), models.momentum)
+
+    case_module = module if callbacks is list else make_module
+    on_flower(
+        tmp_path, case_module, models.vectors(SIZES), federation, callbacks=callbacks, server_callbacks=[Change()]
+    )
+    assert "Round 2: client 'bob' is left out: it does not have any more what it kept in round 1." in caplog.text
+
+
+def test_nodes_that_come_back_with_each_others_data(tmp_path, caplog):
+    """As nodes with keys do, under their old names: who says what, is asked again."""
+
+    class Swap(L.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            if trainer.current_epoch == 0:
+                grids[0].configs[11], grids[0].configs[12] = grids[0].configs[12], grids[0].configs[11]
+
+    grids = []
+    _, trainer, _, _ = on_flower(
+        tmp_path, make_module, models.vectors(SIZES), Federation, 4, server_callbacks=[Swap()], grids=grids
+    )
+    assert "Round 1: client 'bob' is left out: its data are not at this node." in caplog.text
+    assert trainer.callbacks[0].round_log.state_dict()["last"]["fed/failed"] == 0
+
+
+def test_a_node_that_is_back_before_it_is_missed(tmp_path, caplog):
+    """Flower notices after a minute that a killed node has gone; the one that took its place is asked from then on."""
+    apps = {
+        node: client_app(
+            Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / f"{node}"
+        )
+        for node in (11, 12)
+    }
+    grid = FakeGrid(apps)
+    transport = FlowerTransport(grid, 5, 0.01)
+    transport.meet(3, 1)
+    while "Node 12 says that it has" not in caplog.text:
+        list(transport.ask("train", [], 0))
+    grid.gone = {11}
+    ((client, reply),) = transport.ask("query", [("ann", write_packet("hello", {}))], 1)
+    assert (client, read_packet(reply, "hello")[0]) == ("ann", {"clients": ["ann", "bob", "cid"], "stays": False})
+
+
+# --- the server's folder ----------------------------------------------------------------------------------------------
+
+
+def serve_rounds(tmp_path, apps, rounds, clients=2, patience=1.0):
+    app = server_app(
+        Federation(), make_module, None, {**OPTIONS, "max_epochs": rounds}, clients=clients, folder=tmp_path / "s",
+        patience=patience,
+    )  # fmt: skip
+    app(FakeGrid(apps), Context(1, 1, {}, RecordDict(), {}))
+
+
+def test_a_run_goes_on_with_its_own_clients(tmp_path, caplog):
+    """Where their number alone is said, another client does not take the place of one that is late."""
+    data = models.as_datasets(models.vectors(SIZES))
+    apps = {
+        node: client_app(Federation(), make_module, {name: data[name]}, OPTIONS, store=tmp_path / name)
+        for node, name in enumerate(SIZES)
+    }
+    ann, bob, cid = apps
+    serve_rounds(tmp_path, {ann: apps[ann], bob: apps[bob]}, 1)
+    with pytest.raises(TimeoutError, match=r"missing are \{'bob'\}"):
+        serve_rounds(tmp_path, {ann: apps[ann], cid: apps[cid]}, 2, patience=0)
+    serve_rounds(tmp_path, apps, 2)
+    assert torch.load(tmp_path / "s" / "last.ckpt", weights_only=True)["epoch"] == 1
+    assert "it is to go on with" not in caplog.text
+    serve_rounds(tmp_path, apps, 3, ["ann", "cid"])
+    assert "Expected the clients of the run, ['ann', 'bob'], but it is to go on with ['ann', 'cid']." in caplog.text
+
+
+def test_a_checkpoint_is_never_half_written(tmp_path, monkeypatch):
+    """Whoever is killed while it is written leaves the one before."""
+    real = L.Trainer.save_checkpoint
+
+    def killed(trainer, path, *args, **options):
+        if trainer.current_epoch == 0:
+            return real(trainer, path, *args, **options)
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    app = client_app(Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "c")
+    monkeypatch.setattr(L.Trainer, "save_checkpoint", killed)
+    with pytest.raises(OSError, match="No space left"):
+        serve_rounds(tmp_path, {11: app}, 3, 3)
+    assert torch.load(tmp_path / "s" / "last.ckpt", weights_only=True)["epoch"] == 0
+    monkeypatch.undo()
+    serve_rounds(tmp_path, {11: app}, 3, 3)
+    here = torch.load(tmp_path / "s" / "last.ckpt", weights_only=True)
+    assert here["epoch"] == 2
+    assert here["state_dict"].keys() == state_of(make_module()).keys()
+
+
+def _be_there(folder, is_there, may_go):
+    with alone(folder):
+        is_there.set()
+        may_go.wait(30)
+
+
+def test_one_server_in_a_folder(tmp_path):
+    context = multiprocessing.get_context("fork")
+    is_there, may_go = context.Event(), context.Event()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forks where there are threads
+        other = context.Process(target=_be_there, args=(tmp_path, is_there, may_go))
+        other.start()
+    assert is_there.wait(30)
+    with pytest.raises(RuntimeError, match="Another server trains in"), alone(tmp_path):
+        pass
+    may_go.set()
+    other.join(30)
+    with alone(tmp_path):
+        pass
+
+
+# --- the worker and the app -------------------------------------------------------------------------------------------
+
+
+def test_a_worker_outlives_what_it_cannot_answer(tmp_path):
+    """Data that cannot be read are one node's affair, and orders of nonsense one message's."""
+
+    def data(node):
+        return {node["client"]: models.as_datasets(models.vectors(SIZES))["ann"]}
+
+    whole = client_app(Federation(), lambda: None, data, OPTIONS, store=tmp_path)
+    place = tmp_path / "private" / "worker"
+    thread = threading.Thread(target=serve, args=(whole, place, 5), daemon=True)  # a second worker's question is one
+    thread.start()
+    while not place.exists():
+        thread.join(0.01)
+    FakeGrid({})
+    with socket.socket(socket.AF_UNIX) as nonsense:
+        nonsense.connect(str(place))
+        nonsense.sendall(b"\0\0\0\1{")
+    app = light_app()
+    grid = FakeGrid({11: app, 12: app}, {11: {"worker": str(place)}, 12: {"worker": str(place), "client": "ann"}})
+    with pytest.raises(ValueError, match="KeyError: 'client'"):
+        list(FlowerTransport(grid, 5).ask("query", [], 0))
+    del grid.apps[11]
+    assert FlowerTransport(grid, 5).meet(1, 5) == ["ann"]
+    with pytest.raises(FileExistsError, match="A worker is waiting at"):
+        serve(whole, place, 0)
+    assert place.exists()
+    place.unlink()
+    place.write_text("my notes")
+    with pytest.raises(FileExistsError, match="is a file"):
+        serve(whole, place, 0)
+    assert place.read_text() == "my notes"
+
+
+@pytest.mark.parametrize("name", ["class", "torch", "Flwr"])
+def test_names_that_are_taken(name, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["flower", "new", str(tmp_path / name), "-c", "nowhere.yaml"])
+    assert "Expected a folder with a name of its own" in capsys.readouterr().err
+
+
+def test_messages_whose_starter_is_gone(tmp_path):
+    """Flower's own command takes its place."""
+    command = tmp_path / "flwr-clientapp"
+    text = starter.COMMAND.format(python=sys.executable, place=str(tmp_path / "gone"), own="/bin/echo")
+    command.write_text(text)
+    command.chmod(0o700)
+    ran = subprocess.run([command, "--token", "x"], capture_output=True, text=True, check=True)
+    assert ran.stdout == "--token x\n"

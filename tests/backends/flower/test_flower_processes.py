@@ -1,0 +1,232 @@
+"""The same with Flower's own processes on the loopback address: a SuperLink and two SuperNodes with their workers."""
+
+import multiprocessing
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from lightning_fed.backends.flower import client_app
+from lightning_fed.backends.flower.worker import serve
+from tests.backends.flower.halves import CASES, OPTIONS, SIZES, LosesOne, clients_of, in_process
+from tests.backends.flower.processes import Deployment
+from tests.recorders import assert_same, state_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.timeout(900),
+]
+
+TEMPLATE = Path(__file__).parents[2] / "lightning_fed" / "engines" / "flower" / "template" / "client.py.txt"
+
+
+def write_app(folder):
+    app = shutil.copytree(Path(__file__).parent / "app", folder / "app")
+    (app / "fedapp" / "client.py").write_text(TEMPLATE.read_text().format(package="fedapp"))
+    return app
+
+
+def _work(name, folder, socket):
+    case = CASES[name]
+    federation = case.federation()
+    app = client_app(
+        federation, case.module, clients_of(case.data(SIZES)), {**OPTIONS, **case.options}, callbacks=case.callbacks(),
+        store=folder,
+    )  # fmt: skip
+    serve(app, socket)
+
+
+class Workers:
+    """A worker for each node, and no fork of this process: that may hang where its threads have computed before."""
+
+    def __init__(self, folder, name):
+        context = multiprocessing.get_context("spawn")
+        self.processes = [
+            context.Process(target=_work, args=(name, folder / f"store{node}", socket_of(folder, node)), daemon=True)
+            for node in range(2)
+        ]
+
+    def __enter__(self):
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def socket_of(folder, node):
+    return folder / f"node{node}" / "worker"
+
+
+def start_nodes(deployment, *options):
+    for node in range(2):
+        config = f'partition-id={node} num-partitions=2 worker="{socket_of(deployment.folder, node)}"'
+        deployment.node(f"node{node}", config, *options)
+
+
+def run(deployment, app, folder, case="fedavg", rounds=3, limit=300.0):
+    config = f'case="{case}" folder="{folder}" rounds={rounds} limit={limit}'
+    return deployment.run(app, "--run-config", config)
+
+
+def finish(deployment, process, seconds=500):
+    process.wait(seconds)
+    assert "max_epochs" in deployment.log("run"), deployment.log("run")
+
+
+def compare(folder, module):
+    checkpoint = torch.load(folder / "last.ckpt", weights_only=True)
+    assert_same(checkpoint["state_dict"], state_of(module))
+    return checkpoint
+
+
+def test_two_rounds_on_two_nodes(federated_trainer, tmp_path):
+    case = CASES["fedavg"]
+    here, trainer = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), rounds=2)
+    with Deployment(tmp_path) as deployment, Workers(tmp_path, "fedavg"):
+        deployment.configure()
+        start_nodes(deployment)
+        finish(deployment, run(deployment, write_app(tmp_path), tmp_path / "run", rounds=2))
+    checkpoint = compare(tmp_path / "run", here)
+    assert checkpoint["global_step"] == trainer.global_step
+
+
+@pytest.mark.slow
+def test_methods_on_two_nodes(federated_trainer, tmp_path):
+    """After three rounds, each method's global model is that of one process."""
+    with Deployment(tmp_path) as deployment:
+        deployment.configure()
+        start_nodes(deployment)
+        app = write_app(tmp_path)
+        for name in ("fedmargin", "fedss", "fedfusion", "deeplab"):
+            case = CASES[name]
+            here, _ = in_process(
+                federated_trainer, case.module, case.data(SIZES), case.federation(), callbacks=case.callbacks()
+            )
+            with Workers(tmp_path, name):
+                finish(deployment, run(deployment, app, tmp_path / name, name))
+            compare(tmp_path / name, here)
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sleeper(tmp_path, monkeypatch):
+    """A file that a visit makes before it sleeps, once: who and in which round, the environment says."""
+
+    def set_up(client, seconds):
+        monkeypatch.setenv("SLEEPER", f"{client}:{seconds}:{tmp_path / 'asleep'}")
+        return tmp_path / "asleep"
+
+    return set_up
+
+
+def wait_until(condition, seconds=300):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_node_is_killed_in_a_visit(federated_trainer, tmp_path, sleeper):
+    """Its client is left out, by name; the others' round is as without it."""
+    asleep, case = sleeper("bob", 300), CASES["sleeping"]
+    here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), 2, [LosesOne()])
+    asleep.unlink(missing_ok=True)
+    with Deployment(tmp_path) as deployment, Workers(tmp_path, "sleeping") as workers:
+        deployment.configure()
+        start_nodes(deployment)
+        process = run(deployment, write_app(tmp_path), tmp_path / "run", "sleeping", rounds=2)
+        wait_until(asleep.exists)
+        deployment.kill("node1")
+        workers.processes[1].kill()
+        finish(deployment, process)
+        assert "Round 1: client 'bob' is left out" in deployment.log("run")
+        assert deployment.log("run").count("is left out") == 1
+    compare(tmp_path / "run", here)
+
+
+@pytest.mark.slow
+def test_the_server_is_killed_between_and_inside_rounds(federated_trainer, tmp_path, sleeper):
+    """Started again with the same folder, it ends as one that nobody killed."""
+    asleep, case = sleeper("cid", 5), CASES["sleeping"]
+    here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), 3)
+    asleep.unlink(missing_ok=True)
+    with Deployment(tmp_path) as deployment, Workers(tmp_path, "sleeping"):
+        deployment.configure()
+        start_nodes(deployment)
+        app, folder = write_app(tmp_path), tmp_path / "run"
+        run(deployment, app, folder, "sleeping")
+        wait_until((folder / "last.ckpt").exists)
+        kill_server(deployment)
+        run(deployment, app, folder, "sleeping")
+        wait_until(asleep.exists)
+        kill_server(deployment)
+        finish(deployment, run(deployment, app, folder, "sleeping"))
+    compare(folder, here)
+
+
+def kill_server(deployment):
+    assert deployment.server_apps()
+    deployment.kill_server_app()
+    deployment.kill("run")
+
+
+# --- encrypted and authenticated --------------------------------------------------------------------------------------
+
+CERTIFICATES = """
+openssl req -x509 -newkey rsa:2048 -nodes -days 365 -keyout ca.key -out ca.crt -subj "/CN=Our federation"
+openssl req -newkey rsa:2048 -nodes -keyout server.key -out server.csr -subj "/CN=127.0.0.1"
+echo "subjectAltName = DNS:localhost, IP:127.0.0.1" > names.txt
+openssl x509 -req -days 365 -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial -extfile names.txt -out server.crt
+for node in node0 node1 stranger; do ssh-keygen -q -t ecdsa -b 384 -N "" -C "" -f $node.key; done
+"""
+
+
+@pytest.mark.slow
+def test_encrypted_and_authenticated(federated_trainer, tmp_path):
+    """Nodes whose keys were registered train; one with another key, and one without any, get nothing."""
+    subprocess.run(["bash", "-ec", CERTIFICATES], cwd=tmp_path, check=True, capture_output=True)
+    case = CASES["fedavg"]
+    here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), 2)
+    link = ("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.crt", "--ssl-keyfile", "server.key")
+    with Deployment(tmp_path, (*link, "--enable-supernode-auth")) as deployment, Workers(tmp_path, "fedavg"):
+        deployment.configure(f'root-certificates = "{tmp_path}/ca.crt"')
+        known = ("--root-certificates", "ca.crt")
+        for node in range(2):
+            name = f"register{node}"
+            deployment.start(name, "flwr", "supernode", "register", f"node{node}.key.pub", "here").wait(60)
+            assert "added successfully" in deployment.log(name) or "registered" in deployment.log(name)
+        for node in range(2):
+            config = f'partition-id={node} num-partitions=2 worker="{socket_of(tmp_path, node)}"'
+            deployment.node(
+                f"node{node}",
+                config,
+                "--root-certificates",
+                "ca.crt",
+                "--auth-supernode-private-key",
+                f"node{node}.key",
+            )
+        everything = f'worker="{socket_of(tmp_path, 0)}"'
+        deployment.node("stranger", everything, *known, "--auth-supernode-private-key", "stranger.key")
+        deployment.node("keyless", everything, *known)
+        deployment.node("plain", everything, "--insecure")
+        for name in ("stranger", "keyless"):
+            assert deployment.processes[name].wait(60) != 0
+            assert "SuperNode ID" not in deployment.log(name)
+        finish(deployment, run(deployment, write_app(tmp_path), tmp_path / "run", rounds=2))
+        assert "SuperNode ID" not in deployment.log("plain")
+        activated = re.findall(r"Activated node_id", deployment.log("superlink"))
+        assert len(activated) == 2
+    compare(tmp_path / "run", here)

@@ -1,0 +1,196 @@
+"""Messages as text and bytes: they come out as they went in, are as long as was counted, and nothing else is read."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+import lightning_fed.backends.flower
+from lightning_fed import Broadcast, ClientUpdate
+from lightning_fed.backends.flower.hyperparameters import digest, load_hyperparameters, pack_numbers
+from lightning_fed.backends.flower.packets import (
+    Answer,
+    Packet,
+    PacketError,
+    TrainRequest,
+    read_packet,
+    read_reply,
+    read_train_request,
+    write_packet,
+    write_request,
+    write_train_request,
+    write_update,
+)
+from lightning_fed.backends.flower.remote_client_store import RemoteClientStore
+from lightning_fed.backends.flower.remote_clients import find_bad_statistics
+from lightning_fed.backends.flower.transport import from_records, to_records
+from lightning_fed.messages import Request
+from lightning_fed.server.schedule import Visit
+from tests.recorders import assert_same
+
+TENSORS = {
+    "float32": torch.tensor([[1.5, -0.0], [float("inf"), 2**-149]]),
+    "float64": torch.tensor([1 / 3], dtype=torch.float64),
+    "half": torch.tensor([1.0, 65504.0], dtype=torch.float16),
+    "bfloat16": torch.tensor([[3.0]], dtype=torch.bfloat16),
+    "complex": torch.tensor([1 + 2j]),
+    "int64": torch.tensor([-(2**63), 2**63 - 1]),
+    "int8": torch.tensor([-128], dtype=torch.int8),
+    "uint8": torch.tensor([255], dtype=torch.uint8),
+    "bool": torch.tensor([True, False]),
+    "number": torch.tensor(7),
+    "empty": torch.zeros(0, 3),
+    "transposed": torch.arange(6.0).reshape(2, 3).T,
+    "strided": torch.arange(10.0)[::3],
+    "naïve/名前": torch.ones(2).requires_grad_(),
+}
+
+
+def test_tensors_come_out_as_they_went_in():
+    packet = from_records(to_records(write_packet("update", {"x": 0.1 + 0.2}, state=TENSORS, extras={})))
+    header, tensors = read_packet(packet, "update")
+    assert header == {"x": 0.1 + 0.2}
+    assert list(tensors["state"]) == list(TENSORS)
+    for name, value in TENSORS.items():
+        assert tensors["state"][name].dtype == value.dtype, name
+        assert tensors["state"][name].shape == value.shape, name
+        assert torch.equal(tensors["state"][name], value), name
+    assert torch.signbit(tensors["state"]["float32"][0, 1])
+    tensors["state"]["float32"].add_(1)  # it is the receiver's own
+    assert len(packet.data) == sum(value.numel() * value.element_size() for value in TENSORS.values())
+
+
+def test_what_cannot_travel_is_named():
+    with pytest.raises(PacketError, match=r"entry 'w' is .* with layout .*, which cannot travel"):
+        write_packet("update", {}, state={"w": torch.ones(2, 2).to_sparse()})
+
+
+def test_orders_and_updates():
+    visit = Visit("ann", 3, 2**32 - 1, epochs=2, portion=0.1, is_straggler=True)
+    train_request = TrainRequest("0a", visit, 1, 0, 7, "digest", {"groups": [[{"lr": 0.1}]]}, "asked")
+    broadcast = Broadcast(3, {"w": torch.ones(2)}, {"c": torch.zeros(1)})
+    packet = write_train_request("train", train_request, broadcast)
+    assert len(packet.data) == broadcast.nbytes
+    came, again = read_train_request(packet, "train")
+    assert came == train_request
+    assert again.round == 3
+    assert_same(again.state | again.extras, broadcast.state | broadcast.extras)
+    update = ClientUpdate(4, 9, {"w": torch.ones(2)}, {}, {"loss": 0.1})
+    packet = write_update(update, Answer(5, {"scaler": {}}))
+    assert len(packet.data) == update.nbytes
+    reply = read_reply(packet, 4, 3)
+    assert isinstance(reply, tuple)
+    assert (reply[0].num_samples, reply[0].metrics, reply[1]) == (9, {"loss": 0.1}, Answer(5, {"scaler": {}}))
+    with pytest.raises(PacketError, match="answers for client 4"):
+        read_reply(packet, "4", 3)
+
+
+def test_rows_that_are_the_same_travel_once():
+    rows = torch.tensor([1, 5])
+    request = Request("ann", {"weight": rows, "bias": rows.clone(), "words": torch.tensor([0, 2])}, {"step": rows})
+    packet = write_request(request)
+    assert len(packet.data) == request.nbytes == 48
+    came = read_reply(packet, "ann", 0)
+    assert isinstance(came, Request)
+    assert_same(came.rows, request.rows)
+    assert_same(came.extras, request.extras)
+
+
+def test_nothing_is_unpickled():
+    """No module of the engine imports what could, and what comes from elsewhere is not loaded by torch or numpy."""
+    folder = Path(lightning_fed.backends.flower.__file__).parent
+    for path in [*folder.glob("*.py"), folder / "template" / "client.py.txt"]:
+        for node in ast.walk(ast.parse(path.read_text().replace("{package}", "package"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            assert not {"pickle", "dill", "cloudpickle", "joblib"} & set(names), path
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in ("recv", "load", "loads") or ast.unparse(node) == "json.loads", path
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"version": 1}', json.dumps({"version": 1, "kind": [], "header": {}, "tensors": {}})]
+)
+def test_texts_that_are_no_letters(text):
+    with pytest.raises(PacketError, match="it is"):
+        read_packet(Packet(text), "update")
+
+
+def test_hyperparameters_are_the_servers():
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+
+    def adam(**options):
+        return torch.optim.Adam([{"params": [each]} for each in parameters], **options)
+
+    server, client = adam(lr=0.3, betas=(0.5, 0.9), weight_decay=0.1), adam(lr=torch.tensor(1.0), foreach=False)
+    groups = [[{k: v for k, v in group.items() if k != "params"} for group in server.param_groups]]
+    sent = json.loads(json.dumps(pack_numbers({"groups": groups})))["groups"]
+    load_hyperparameters([client], sent)
+    group = client.param_groups[1]
+    assert isinstance(group["lr"], torch.Tensor)
+    assert float(group["lr"]) == pytest.approx(0.3)
+    assert (group["betas"], group["weight_decay"]) == ((0.5, 0.9), 0.1)
+    with pytest.raises(ValueError, match=r"have \[2\] parameter groups, and the client's \[1\]"):
+        load_hyperparameters([torch.optim.SGD(parameters, 0.1)], sent)
+
+
+def test_a_digest_tells_states_apart():
+    state = {"a": torch.ones(2), "b": torch.zeros(1)}
+    found = digest(state)
+    assert found == digest({"b": torch.zeros(1), "a": torch.ones(2)})
+    others = [
+        {"a": torch.ones(2)},
+        {**state, "b": torch.zeros(1, dtype=torch.float64)},
+        {**state, "a": torch.ones(2, 1)},
+        {**state, "a": torch.tensor([1.0, 1.0 + 2**-23])},
+    ]
+    assert len({found, *map(digest, others)}) == 5
+
+
+def test_the_ledger_forgets_what_came_to_nothing():
+    """It says of every client since when it keeps what it has; a checkpoint in a round does not know of that round."""
+    client_store = RemoteClientStore()
+    run = client_store.run
+    client_store.note("a", 0)
+    client_store.note("b", 0)
+    client_store.checkpoint(1)
+    client_store.note("a", 1)
+    client_store.put("b", 1, {})  # what callbacks put on the server is the client's
+    assert (client_store.kept("a"), client_store.kept("b"), client_store.kept("c"), client_store.needed) == (
+        1,
+        0,
+        -1,
+        0,
+    )
+    inside = client_store.checkpoint(1)
+    after = client_store.checkpoint(2)
+    assert client_store.needed == 1
+    client_store.restore(1, inside)
+    assert (client_store.run, client_store.kept("a"), client_store.kept("b")) == (run, 0, 0)
+    client_store.restore(2, after)
+    assert client_store.kept("a") == 1
+    client_store.restore(0, {})
+    assert client_store.run != run
+    assert client_store.kept("a") == -1
+    with pytest.raises(ValueError, match="kept what is theirs in one process"):
+        client_store.restore(1, {"folder": "x", "run": 0})
+
+
+@pytest.mark.parametrize(
+    ("change", "is_bad"),
+    [
+        ({}, False),
+        ({"batch_norm:0:count": torch.tensor(0.0)}, True),
+        ({"batch_norm:0:var": torch.tensor([-1.0, 1.0])}, True),
+        ({"batch_norm:0:mean": torch.zeros(3)}, True),
+        ({"batch_norm:1:mean": torch.zeros(2)}, True),
+        ({"other": torch.zeros(2)}, True),
+    ],
+)
+def test_statistics_that_do_not_fit(change, is_bad):
+    names = {"mean": torch.zeros(2), "var": torch.ones(2), "count": torch.tensor(4.0)}
+    extras = {f"batch_norm:0:{name}": value for name, value in names.items()} | change
+    assert bool(find_bad_statistics(extras, {"0.running_mean": torch.zeros(2)})) == is_bad

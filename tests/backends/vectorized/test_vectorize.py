@@ -1,0 +1,700 @@
+"""Clients that train at once: the same results as one after another, or so with the reason in the log."""
+
+import random
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fed import FederatedDataModule, Federation
+from lightning_fed.backends.vectorized.stacked_model import many
+from lightning_fed.callbacks import FederatedCallback, ProximalTerm
+from lightning_fed.data import DatasetClients
+from lightning_fed.data.dataset_clients import DatasetsSource
+from tests import models
+from tests.recorders import assert_same, state_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:You have overridden `on_before_batch_transfer`"),
+]
+LOGGER = "lightning_fed.backends.vectorized.visit_groups"
+
+
+class Steps(L.Callback):
+    """Counts what Lightning trains on; the hook is none of a batch."""
+
+    def on_train_epoch_end(self, trainer, module):
+        self.steps = trainer.global_step
+
+
+def assert_close(left, right, tolerance=1e-5):
+    """States that differ by rounding, relative to the norm of each entry."""
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert value.dtype == right[name].dtype
+        difference = (value.double() - right[name].double()).norm()
+        assert difference <= tolerance * value.double().norm() + 1e-7, (name, float(difference))
+
+
+def fit(make_trainer, module, data, vectorize, max_rounds=2, batch_size=16, callbacks=(), **options):
+    """The module's state, the last round's numbers and the number of steps."""
+    steps = Steps()
+    trainer = make_trainer(max_rounds=max_rounds, vectorize=vectorize, callbacks=[*callbacks, steps], **options)
+    loaded = data if isinstance(data, L.LightningDataModule) else FederatedDataModule(data, batch_size=batch_size)
+    trainer.fit(module, loaded)
+    numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "fed/seconds"}
+    return state_of(module), numbers, steps.steps
+
+
+def compare(make_trainer, make_module, data, size=3, tolerance=1e-5, **options):
+    """Trains both ways; that the clients did train at once shows in the number of steps."""
+    data = data if not isinstance(next(iter(data.values())), tuple) else models.as_datasets(data)
+    callbacks = options.pop("callbacks", list)
+    alone, numbers, steps = fit(make_trainer, make_module(), data, 1, callbacks=callbacks(), **options)
+    together, others, fewer = fit(make_trainer, make_module(), data, size, callbacks=callbacks(), **options)
+    assert fewer < 0.7 * steps
+    assert_close(alone, together, tolerance)
+    assert numbers.keys() == others.keys()
+    for name, value in numbers.items():
+        assert others[name] == pytest.approx(value, rel=10 * tolerance, abs=1e-6), name
+    return together, others
+
+
+def adagrad(parameters):
+    return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.1)
+
+
+def group_norm_cnn():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 8, 3), nn.ReLU(),
+        nn.BatchNorm2d(8), nn.Dropout2d(0.2), nn.Flatten(), nn.Linear(32, models.CLASSES),
+    )  # fmt: skip
+
+
+def wrapped_in(make):
+    return lambda: make(models.mlp())
+
+
+def wrapped(net, **options):
+    return lambda: models.Module(net(), **options)
+
+
+# --- the same as one after another ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "data"),
+    [
+        (wrapped(models.mlp), models.vectors),
+        (wrapped(models.mlp, optimizer=models.momentum), models.vectors),
+        (wrapped(models.mlp, optimizer=models.adam), models.vectors),
+        (wrapped(models.mlp, optimizer=adagrad), models.vectors),
+        (wrapped(models.dropout_mlp, optimizer=models.momentum), models.vectors),
+        (wrapped(group_norm_cnn, optimizer=models.momentum), models.images),
+        (wrapped(models.Tied, optimizer=models.momentum), models.sentences),
+    ],
+    ids=["mlp", "momentum", "adam", "adagrad", "dropout", "norms", "tied"],
+)
+def test_results_are_those_of_one_after_another(make, data, federated_trainer):
+    """Clients of different sizes, short last batches, two epochs; dropout has the same masks."""
+    compare(federated_trainer, make, data(), local_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "rooms"), [({}, len(models.vectors())), ({"clients_per_round": 2}, 2), ({"vectorize": 2}, 2)]
+)
+def test_a_stack_has_room_for_the_cohort_only(options, rooms, federated_trainer, monkeypatch):
+    sizes = set()
+
+    def noted(value, size):
+        sizes.add(size)
+        return many(value, size)
+
+    monkeypatch.setattr("lightning_fed.backends.vectorized.stacked_model.many", noted)
+    data = models.as_datasets(models.vectors())
+    fit(federated_trainer, models.Module(models.mlp()), data, **{"vectorize": 50, **options})
+    assert max(sizes) == rooms  # the trial that precedes takes two
+
+
+def test_ten_rounds_differ_by_rounding(federated_trainer):
+    compare(federated_trainer, wrapped(models.mlp, optimizer=models.momentum), models.vectors(), max_rounds=10)
+
+
+@pytest.mark.parametrize("mode", ["average", "recalibrate", "frozen", "personal"])
+def test_batch_norm(mode, federated_trainer):
+    compare(
+        federated_trainer,
+        wrapped(models.norm_mlp, optimizer=models.momentum),
+        models.vectors(),
+        batch_norm=mode,
+        size=5,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stragglers": 0.5, "local_epochs": 3},
+        {"local_steps": 3, "clients_per_round": 4},
+        {"aggregator": "fesem", "max_rounds": 3},
+        {"aggregator": "fedadam"},
+        {"aggregator": "fedprox", "local_epochs": 2},
+        {"callbacks": lambda: [ProximalTerm(1.0)], "local_epochs": 2},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"accumulate_grad_batches": 2, "local_steps": 4},
+        {"precision": "bf16-mixed", "tolerance": 0.02},
+        {"frozen": ["net.0.*"]},
+        {"partial_work": "drop", "stragglers": 0.4},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options_of_a_federation(options, federated_trainer):
+    compare(federated_trainer, wrapped(models.mlp, optimizer=models.momentum), models.vectors(), **options)
+
+
+def test_personal_layers(federated_trainer):
+    compare(federated_trainer, wrapped(models.BaseAndHead), models.vectors(), personal=["net.head.*"], max_rounds=3)
+
+
+class Remembers(FederatedCallback):
+    """Keeps something of every visit in the client's memory, and sends it along in the next."""
+
+    takes_stacks = True
+
+    def on_client_start(self, trainer, module, client, broadcast):
+        self.federation = next(each for each in trainer.callbacks if isinstance(each, Federation))
+        memory = self.federation.client_memory
+        memory["visits"] = memory.get("visits", torch.zeros(1)) + len(client)
+
+    def on_client_end(self, trainer, module, client, update):
+        assert self.federation.current_client == client
+        update.metrics["visits"] = float(self.federation.client_memory["visits"])
+        update.metrics["norm"] = float(sum(value.detach().norm() for value in module.parameters()))
+
+
+def test_callbacks_of_a_visit_see_their_client(federated_trainer):
+    """Its model in ``on_client_end``, and its memory, which is kept."""
+    data = {"a": (torch.ones(40, 6), torch.zeros(40).long()), "bobby": (torch.zeros(40, 6), torch.ones(40).long())}
+    _, numbers = compare(
+        federated_trainer, wrapped(models.mlp), data, size=2, max_rounds=3, callbacks=lambda: [Remembers()]
+    )
+    assert numbers["fed/visits"] == 9  # three visits of each: 3 and 15
+
+
+@pytest.mark.parametrize("per_step", [True, False])
+def test_schedulers(per_step, federated_trainer):
+    """Per-step ones start anew in every visit; then visits with as many batches train together."""
+
+    def schedule(optimizer):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return {"scheduler": scheduler, "interval": "step" if per_step else "epoch"}
+
+    # The client with the most examples, whose rates the next round goes on from, has the fewest batches.
+    data = models.as_datasets(models.vectors({"a": 64, "b": 60, "c": 60, "d": 60, "e": 60}))
+    clients = {name: DataLoader(each, 32 if name == "a" else 12) for name, each in data.items()}
+    make = wrapped(models.mlp, optimizer=models.momentum, scheduler=schedule)
+    compare(federated_trainer, make, clients, max_rounds=3, size=5)
+
+
+class Shared(models.Module):
+    """A layer with two names."""
+
+    def __init__(self):
+        super().__init__(models.norm_mlp(), models.momentum)
+        self.encoder = self.net[0]
+        self.whole = self.net
+
+
+def test_layers_with_two_names(federated_trainer):
+    compare(federated_trainer, Shared, models.vectors())
+
+
+class Teacher(models.Module):
+    """A second net follows the one that is trained."""
+
+    def __init__(self):
+        super().__init__(models.mlp(), models.momentum)
+        self.teacher = models.mlp().requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            for own, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                own.mul_(0.9).add_(0.1 * other)
+        return super().training_step(batch, batch_idx) + F.mse_loss(self(batch[0]), self.teacher(batch[0]))
+
+
+def test_a_teacher_that_follows(federated_trainer):
+    """Also in steps of some of the clients, which are no neighbours in their group."""
+    data = models.vectors({"a": 41, "b": 40, "c": 41, "d": 40, "e": 41})
+    compare(federated_trainer, Teacher, data, size=5)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_of_clients_with_as_many_examples_the_rates_go_on_from_the_same(seed, federated_trainer):
+    """Where some do fewer epochs, so that visits that train at once come in another order."""
+
+    def schedule(optimizer):
+        return {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step), "interval": "step"}
+
+    make = wrapped(models.mlp, optimizer=models.momentum, scheduler=schedule)
+    data = models.vectors(dict.fromkeys("abcde", 40))
+    options = {"local_epochs": 3, "stragglers": 0.5, "max_rounds": 3, "seed": seed}
+    compare(federated_trainer, make, data, size=5, **options)
+
+
+class Wakes(models.Module):
+    """Dropout that is in evaluation mode until the first round."""
+
+    def __init__(self):
+        super().__init__(models.dropout_mlp())
+        self.net.eval()
+
+    def on_train_epoch_start(self):
+        self.net.train()
+
+
+@pytest.mark.filterwarnings("ignore:Found .* module")
+def test_dropout_that_is_off_in_the_trial(federated_trainer):
+    compare(federated_trainer, Wakes, models.vectors())
+
+
+class Noisy(models.Module):
+    """Draws in the step, and logs in several ways."""
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        loss = self.loss(self(inputs + 0.1 * torch.randn_like(inputs)), targets, label_smoothing=0.1)
+        self.log_dict({"sum": loss, "largest": loss}, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("mine", loss.detach() * 2, on_step=False, on_epoch=True, batch_size=1)
+        self.log("share", 0.5, on_step=False, on_epoch=True)
+        return {"loss": loss, "more": inputs}
+
+
+def test_random_numbers_and_logs_of_a_step(federated_trainer):
+    compare(federated_trainer, lambda: Noisy(models.dropout_mlp()), models.vectors(), max_rounds=2)
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Examples with noise of Python's or PyTorch's generator."""
+
+    def __init__(self, tensors, draw):
+        self.tensors, self.draw = tensors, draw
+
+    def __len__(self):
+        return len(self.tensors[0])
+
+    def __getitem__(self, index):
+        inputs, targets = (tensor[index] for tensor in self.tensors)
+        return inputs + self.draw(), targets
+
+
+def named(data, name):
+    """Loaders whose batches have a text that the client's name gives."""
+
+    def joined(client, items):
+        inputs, targets = zip(*items, strict=True)
+        return [torch.stack(inputs), torch.stack(targets), name(client)]
+
+    datasets = models.as_datasets(data)
+    return {each: DataLoader(datasets[each], 8, collate_fn=partial(joined, each)) for each in datasets}
+
+
+class Heads(models.Module):
+    """A head for each of two domains, whose name is in the batch."""
+
+    def __init__(self, net):
+        super().__init__(net, models.momentum)
+        self.heads = nn.ModuleDict({name: nn.Linear(models.CLASSES, models.CLASSES) for name in "ab"})
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets, domain = batch
+        return self.loss(self.heads[domain](self(inputs)), targets)
+
+
+def test_clients_whose_losses_are_of_other_parameters(federated_trainer):
+    """Momentum and weight decay would go on in the head that a client has no gradient for."""
+    clients = named(models.vectors(), lambda client: "a" if client < "c" else "b")
+    with pytest.raises(RuntimeError, match=r"are not of the same parameters .* With `vectorize=1`"):
+        fit(federated_trainer, Heads(models.mlp()), clients, 5)
+
+
+class Takes(models.Module):
+    def training_step(self, batch, batch_idx):
+        return self.loss(self(batch[0]), batch[1])
+
+
+def test_names_in_batches_keep_clients_apart(federated_trainer, caplog):
+    data = models.vectors(dict.fromkeys("abc", 40))
+    compare(federated_trainer, wrapped_in(Takes), named(data, str), size=3)
+    assert caplog.text.count("but other texts, numbers or objects in them") == 1
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(6)], ids=["python", "torch"])
+def test_augmentation_and_dropout_share_the_generators_of_a_visit(draw, federated_trainer):
+    data = {name: Augmented(tensors, draw) for name, tensors in models.vectors().items()}
+    compare(federated_trainer, wrapped(models.dropout_mlp), data)
+
+
+def test_loaders_of_the_clients_own(federated_trainer):
+    """Each shuffles with the visit's generator, and makes batches of its own size."""
+    data = models.as_datasets(models.vectors({"a": 33, "b": 33, "c": 17, "d": 40}))
+    clients = {name: DataLoader(each, 8 if name < "c" else 5, shuffle=True) for name, each in data.items()}
+    compare(federated_trainer, wrapped(models.mlp), clients, size=4, local_epochs=2)
+
+
+def test_workers_fetch_in_turns(federated_trainer):
+    data = models.as_datasets(models.vectors({"a": 33, "b": 48, "c": 17}))
+    states = []
+    for size in (1, 3):
+        loaded = FederatedDataModule(data, batch_size=8, num_workers=1)
+        states.append(fit(federated_trainer, models.Module(models.dropout_mlp()), loaded, size, max_rounds=1))
+    assert states[1][2] < states[0][2]
+    assert_close(states[0][0], states[1][0])
+
+
+# --- clients that fail ------------------------------------------------------------------------------------------------
+
+
+class Breaking(TensorDataset):
+    """Raises from the n-th example on that is asked for, or has an infinite one."""
+
+    def __init__(self, tensors, good=None, value=None):
+        super().__init__(*(tensor.clone() for tensor in tensors))
+        self.good = good
+        if value is not None:
+            self.tensors[0][-1] = value
+
+    def __getitem__(self, index):
+        if self.good is not None:
+            self.good -= 1
+            if self.good < 0:
+                raise OSError("unplugged")
+        return super().__getitem__(index)
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize(
+    "fault", [{"value": float("nan")}, {"good": 20}, {"good": 0}, {"value": float("inf")}], ids=str
+)
+def test_a_client_that_fails_is_left_out_and_the_others_are_not_disturbed(fault, federated_trainer, caplog):
+    """Its numbers are not finite, or its data raise in the middle of the visit or at once."""
+    results = []
+    for size in (1, 3):
+        data = models.as_datasets(models.vectors())
+        data["bob"] = Breaking(data["bob"].tensors, **fault)
+        caplog.clear()
+        results.append(fit(federated_trainer, models.Module(models.mlp(), models.momentum), data, size, max_rounds=1))
+        assert "client 'bob' is left out" in caplog.text
+        assert "one after another" not in caplog.text
+    assert_close(results[0][0], results[1][0])
+    assert results[1][1]["fed/clients"] == 4
+    assert results[0][1]["fed/failed"] == results[1][1]["fed/failed"] == 1
+
+
+def test_a_single_example_on_which_batch_norm_cannot_train(federated_trainer, caplog):
+    sizes = {"a": 33, "b": 1, "c": 40}
+    make = wrapped(models.norm_mlp)
+    states = [
+        fit(federated_trainer, make(), models.as_datasets(models.vectors(sizes)), size, max_rounds=1)[0]
+        for size in (1, 3)
+    ]
+    assert caplog.text.count("client 'b' is left out: it has a single example") == 2
+    assert_close(*states)
+
+
+class Raises(models.Module):
+    """Something that Lightning has not seen in the trial."""
+
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch == 1 and batch_idx == 1:
+            raise ZeroDivisionError("of the module")
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_error_of_the_module_ends_the_fit_and_leaves_the_global_model(federated_trainer):
+    data = models.as_datasets(models.vectors())
+    expected, _, _ = fit(federated_trainer, models.Module(models.mlp()), data, 3, max_rounds=1)
+    module = Raises(models.mlp())
+    before = [value for value in module.parameters()]
+    with pytest.raises(ZeroDivisionError) as caught:
+        fit(federated_trainer, module, data, 3, max_rounds=3)
+    assert "with `vectorize=1` one trains after another" in "".join(caught.value.__notes__)
+    assert_same(state_of(module), expected)
+    assert all(one is other for one, other in zip(before, module.parameters(), strict=True))
+    assert vars(module).get("log") is None
+
+
+def test_a_checkpoint_inside_a_round_holds_the_global_model(federated_trainer, tmp_path):
+    """And a run that is resumed from it ends as one that was not interrupted."""
+    data, make = models.as_datasets(models.vectors()), wrapped(models.mlp, optimizer=models.momentum)
+    whole, _, _ = fit(federated_trainer, make(), data, 3, max_rounds=2)
+    saved = tmp_path / "inside.ckpt"
+
+    class Saves(L.Callback):
+        takes_stacks = True
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 1:
+                trainer.save_checkpoint(saved)
+
+    first, _, _ = fit(federated_trainer, make(), data, 3, max_rounds=1)
+    fit(federated_trainer, make(), data, 3, max_rounds=2, callbacks=[Saves()])
+    assert_same(torch.load(saved, weights_only=True)["state_dict"], first)
+    trainer, module = federated_trainer(max_rounds=2, vectorize=3), make()
+    trainer.fit(module, FederatedDataModule(data, batch_size=16), ckpt_path=saved)
+    assert_same(state_of(module), whole)
+
+
+def test_visits_that_break_off_end(federated_trainer):
+    """Callbacks take back what they changed for every client of the group."""
+
+    class Ends(FederatedCallback):
+        takes_stacks = True
+        open, closed = (), ()
+
+        def on_client_start(self, trainer, module, client, broadcast):
+            self.open = (*self.open, client)
+
+        def on_client_visit_end(self, trainer, module, client):
+            self.closed = (*self.closed, client)
+
+    ends = Ends()
+    with pytest.raises(ZeroDivisionError):
+        fit(federated_trainer, Raises(models.mlp()), models.as_datasets(models.vectors()), 3, callbacks=[ends])
+    assert sorted(ends.open) == sorted(ends.closed)
+
+
+# --- one after another, with the reason -------------------------------------------------------------------------------
+
+
+class Counts(models.Module):
+    seen = 0
+
+    def training_step(self, batch, batch_idx):
+        self.seen += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Measures(models.Module):
+    def __init__(self, net):
+        super().__init__(net)
+        self.accuracy = MulticlassAccuracy(models.CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        self.accuracy(self(batch[0]), batch[1])
+        return super().training_step(batch, batch_idx)
+
+
+class Asks(models.Module):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() < 100 else loss * 2
+
+
+class Shuffles(models.Module):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * random.random()
+
+
+class Changes(models.Module):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0] * 2, batch[1]]
+
+
+class Clips(L.Callback):
+    def on_after_backward(self, trainer, module):
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+
+
+class Notes(FederatedCallback):
+    def on_client_end(self, trainer, module, client, update):
+        update.extras["note"] = torch.zeros(1)
+
+
+class Listed(models.Module):
+    """A penalty of parameters that are in a list; it is small."""
+
+    def __init__(self, net):
+        super().__init__(net)
+        self.penalised = [list(net.parameters())]
+
+    def training_step(self, batch, batch_idx):
+        penalty = sum(own.square().sum() for own in self.penalised[0])
+        return super().training_step(batch, batch_idx) + 1e-4 * penalty
+
+
+class Bounded(models.Module):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.net[0].weight.clamp_(-0.2, 0.2)
+        return super().training_step(batch, batch_idx)
+
+
+class Parted(models.Module):
+    def __init__(self, net):
+        super().__init__(net)
+        self.other = nn.Linear(net[0].in_features, net[0].out_features)
+        self.other.weight.data = net[0].weight.data
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.other(batch[0]).mean()
+
+
+def _normalise(own):
+    own.grad.div_(own.grad.norm())
+
+
+class Hooked(models.Module):
+    def __init__(self, net):
+        super().__init__(net)
+        net[0].weight.register_post_accumulate_grad_hook(_normalise)
+
+
+class Shows(models.Module):
+    def training_step(self, batch, batch_idx):
+        self.example = batch[0][:1]
+        return super().training_step(batch, batch_idx)
+
+
+class Center:
+    value = 0.0
+
+
+class Centred(models.Module):
+    def __init__(self, net):
+        super().__init__(net)
+        self.center = Center()
+
+    def training_step(self, batch, batch_idx):
+        outputs = self(batch[0])
+        loss = F.cross_entropy(outputs - 1e-3 * self.center.value, batch[1])
+        self.center.value = 0.9 * self.center.value + 0.1 * outputs.detach().mean(0)
+        return loss
+
+
+class Lars(torch.optim.SGD):
+    """A step whose size goes by norms."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for own in group["params"]:
+                own -= group["lr"] * own.grad * own.norm() / own.grad.norm().clamp(min=1e-6)
+        return loss
+
+
+REASONS = [
+    (Counts, {}, "`training_step` writes the attribute 'seen'"),
+    (Measures, {}, "`training_step` writes the attribute 'accuracy."),
+    (Asks, {}, "in a trial `training_step` raised RuntimeError: vmap"),
+    (Listed, {}, "has parameters or buffers from elsewhere than the module's attributes"),
+    (Bounded, {}, "writes parameters that the optimizer trains"),
+    (Parted, {}, "'net.0.weight' and 'other.weight' are two tensors that share their memory"),
+    (Hooked, {}, "a hook of the parameter 'net.0.weight'"),
+    (Shows, {}, "writes the attribute 'example'"),
+    (Centred, {}, "writes the attribute 'center.value'"),
+    (Shuffles, {}, "`training_step` draws from Python's or NumPy's random numbers"),
+    (Changes, {}, "`Changes.on_before_batch_transfer` is written for one client's batch"),
+    (models.ManualModule, {}, "manual optimization"),
+    (models.Module, {"callbacks": [Clips]}, "`Clips.on_after_backward` is written for one client's batch"),
+    (models.Module, {"callbacks": [Notes]}, "`Notes.on_client_end` is written for one client's batch"),
+    (models.Module, {"gradient_clip_val": 1.0}, "clipping by norm would take the norm over all clients"),
+    (models.Module, {"optimizer_state": "keep"}, "`optimizer_state='keep'`"),
+    (models.Module, {"limit_train_batches": 4}, "`limit_train_batches` counts the batches"),
+    (models.Module, {"max_steps": 9}, "`max_steps` counts the steps"),
+    (lambda net: models.Module(net, lambda own: Lars(own, lr=0.1)), {}, "Lars does not treat every number alone"),
+    (lambda net: models.Module(net, torch.optim.LBFGS), {}, "in a trial LBFGS raised TypeError"),
+    pytest.param(
+        lambda net: models.Module(net, torch.optim.Adafactor),
+        {},
+        "Adafactor does not treat every number alone",
+        marks=pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch 2.5 brings it"),
+    ),
+    (lambda net: models.Module(models.cnn()), {}, "in a trial `training_step` raised RuntimeError: vmap"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "reason"), REASONS, ids=lambda value: value if type(value) is str else "")
+def test_what_falls_back(make, options, reason, federated_trainer, caplog):
+    """The log has the reason once, and the fit is bit-equal to one without ``vectorize``: the trial leaves no trace."""
+    data = models.images() if make is REASONS[-1][0] else models.vectors()
+    callbacks = options.get("callbacks", [])
+    options = {name: value for name, value in options.items() if name != "callbacks"}
+    results = []
+    for size in (1, 3):
+        torch.manual_seed(5)
+        random.seed(5)
+        module = make(models.dropout_mlp())
+        made = [each() for each in callbacks]
+        results.append(fit(federated_trainer, module, models.as_datasets(data), size, callbacks=made, **options))
+        assert getattr(module, "seen", 0) in (0, results[-1][2])
+    assert_same(results[0][0], results[1][0])
+    assert results[0][1:] == results[1][1:]
+    (record,) = [record for record in caplog.records if record.name == LOGGER]
+    assert record.getMessage().startswith("`vectorize=3`: the clients train one after another all the same, because")
+    assert reason in record.getMessage()
+
+
+def test_a_population_that_takes_no_turns(federated_trainer, caplog):
+    class Plain(DatasetClients):
+        def stream(self, visits, aside=False):
+            return super().stream(visits, aside)
+
+    class Data(FederatedDataModule):
+        def population(self):
+            return Plain(DatasetsSource(models.as_datasets(models.vectors())), 16)
+
+    fit(
+        federated_trainer, models.Module(models.mlp()), Data({"unused": models.as_datasets(models.vectors())["ann"]}), 3
+    )
+    assert "because `Plain.stream` has no argument `turns`" in caplog.text
+
+
+def test_a_callback_may_say_that_it_takes_stacks(federated_trainer, caplog):
+    class Watches(L.Callback):
+        takes_stacks = True
+
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            self.shape = module.net[0].weight.shape
+
+    watches = Watches()
+    fit(federated_trainer, models.Module(models.mlp()), models.as_datasets(models.vectors()), 5, callbacks=[watches])
+    assert watches.shape == (5, 8, 6)
+    assert not caplog.records
+
+
+def test_both_doors_have_it(either_trainer):
+    steps = Steps()
+    trainer = either_trainer(max_rounds=1, vectorize=5, callbacks=[steps])
+    trainer.fit(
+        models.Module(models.mlp()), datamodule=FederatedDataModule(models.as_datasets(models.vectors()), batch_size=16)
+    )
+    assert steps.steps == 6  # of 97 examples in batches of 16, the last one with one more
+    with pytest.raises(ValueError, match="Expected `vectorize` to be at least 1, but got 0"):
+        either_trainer(max_rounds=1, vectorize=0)
+
+
+def test_the_loss_of_a_step_is_the_mean(federated_trainer):
+    class Sees(L.Callback):
+        takes_stacks = True
+        losses = ()
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.losses = (*self.losses, float(outputs["loss"]))
+
+    sees, data = Sees(), models.as_datasets(models.vectors({"a": 16, "b": 16, "c": 9}))
+    module = models.Module(models.mlp())
+    expected = [F.cross_entropy(module(each.tensors[0]), each.tensors[1]).item() for each in data.values()]
+    fit(federated_trainer, module, data, 3, max_rounds=1, callbacks=[sees])
+    assert sees.losses == pytest.approx([sum(expected) / 3])

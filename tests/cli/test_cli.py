@@ -1,0 +1,486 @@
+"""The command line: what it builds from recipes, what it says to mistakes, and a run from fit to prediction."""
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_fed import FederatedTrainer
+from lightning_fed.algorithms import AGGREGATORS, FairAvg, FedAvg, FedAvgM, FedProx
+from lightning_fed.callbacks import HeadThenBody
+from lightning_fed.cli import main as cli
+from lightning_fed.cli.main import FederatedCLI, main
+from lightning_fed.client.client_store import FolderStore
+from lightning_fed.data import IID, ByGroup, Dirichlet, LabelsPerClient, PartitionedData, PermutedPixels, Shards
+from lightning_fed.datasets import (
+    CIFAR10,
+    FEMNIST,
+    MNIST,
+    CamVid,
+    FashionMNIST,
+    Omniglot,
+    Shakespeare,
+    Shapes,
+    Synthetic,
+)
+from lightning_fed.errors import OptionError
+from lightning_fed.tasks import CharLanguageTask, ClassificationTask, SegmentationTask
+from tests.datasets.test_datasets import write_camvid_npz, write_cifar_npz, write_femnist, write_mnist, write_omniglot
+from tests.datasets.test_shakespeare import write_roles
+from tests.recorders import state_of
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT.parent / "shared" / "data"
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+OFFLINE = str(ROOT / "recipes" / "shapes_deeplab.yaml")
+
+# Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
+pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+
+# 3 clients with 32 scenes of 32 x 32 pixels.
+TINY = [
+    *("--data.num_train", "32", "--data.num_val", "8", "--data.num_test", "8", "--data.image_size", "32"),
+    *("--trainer.partition", "IID", "--trainer.partition.num_clients", "3", "--trainer.clients_per_round", "2"),
+    *("--trainer.local_epochs", "1", "--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"),
+]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """What is written goes to a temporary folder; LightningCLI warns where the process has arguments of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-fed"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("JSONARGPARSE_DEBUG", raising=False)
+
+
+class Built(FederatedCLI):
+    """Builds what `fit` would train."""
+
+    def fit(self, **arguments):
+        self.arguments = arguments
+
+
+def build(*arguments):
+    return Built(["fit", *arguments])
+
+
+def federation_of(*arguments):
+    return build("-c", OFFLINE, *arguments).trainer.federation
+
+
+# Recipes
+
+
+def test_there_is_a_recipe_for_every_job():
+    assert [recipe.stem for recipe in RECIPES] == [
+        "camvid_deeplab_dirichlet",
+        "camvid_deeplab_sequence",
+        "compare_camvid",
+        "compare_cifar10_classes",
+        "compare_cifar10_iid",
+        "compare_fashion_mnist",
+        "compare_fedma_cifar10",
+        "compare_fedma_mnist",
+        "compare_fedma_resnet",
+        "compare_fedma_shakespeare",
+        "compare_femnist",
+        "compare_permuted_mnist",
+        "fashion_mnist_dirichlet",
+        "femnist_writers",
+        "omniglot",
+        "shakespeare",
+        "shapes_deeplab",
+        "synthetic",
+    ]
+
+
+def where_data_are(recipe, folder):
+    """The option that says where a recipe's data are, if it reads any."""
+    name = recipe.stem
+    if name in ("shakespeare", "shapes_deeplab", "synthetic"):
+        return []
+    is_nested = name.startswith("compare_") and not name.startswith(("compare_camvid", "compare_fedma"))
+    return ["--data.source.data_dir" if is_nested else "--data.data_dir", str(folder)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "task", "data", "partition", "rounds", "clients_per_round"),
+    [
+        ("camvid_deeplab_dirichlet", SegmentationTask, CamVid, Dirichlet(12, 0.1, min_size=4, background=None), 100, 4),
+        ("camvid_deeplab_sequence", SegmentationTask, CamVid, ByGroup(), 60, 1.0),
+        ("compare_camvid", SegmentationTask, CamVid, Dirichlet(8, 0.1, "per_client", background=None), 10, 4),
+        ("compare_cifar10_classes", ClassificationTask, CIFAR10, LabelsPerClient(5, 4, "even"), 24, 1.0),
+        ("compare_cifar10_iid", ClassificationTask, CIFAR10, IID(5), 24, 1.0),
+        ("compare_fashion_mnist", ClassificationTask, FashionMNIST, LabelsPerClient(50, 2), 25, 10),
+        ("compare_fedma_cifar10", ClassificationTask, CIFAR10, Dirichlet(16, 0.5), 18, 1.0),
+        ("compare_fedma_mnist", ClassificationTask, MNIST, Dirichlet(8, 0.5), 20, 1.0),
+        ("compare_fedma_resnet", ClassificationTask, CIFAR10, Dirichlet(8, 0.5), 15, 1.0),
+        ("compare_fedma_shakespeare", CharLanguageTask, Shakespeare, None, 12, 1.0),
+        ("compare_femnist", ClassificationTask, FEMNIST, ByGroup(), 20, 10),
+        ("compare_permuted_mnist", ClassificationTask, MNIST, PermutedPixels(3), 30, 1.0),
+        ("fashion_mnist_dirichlet", ClassificationTask, FashionMNIST, Dirichlet(100, 0.1), 200, 10),
+        ("femnist_writers", ClassificationTask, FEMNIST, ByGroup(), 300, 10),
+        ("omniglot", ClassificationTask, Omniglot, LabelsPerClient(128, 20, "even"), 300, 16),
+        ("shakespeare", CharLanguageTask, Shakespeare, None, 10, 4),
+        ("shapes_deeplab", SegmentationTask, Shapes, Dirichlet(12, 0.3), 6, 4),
+        ("synthetic", ClassificationTask, Synthetic, None, 30, 10),
+    ],
+)
+def test_a_recipe_builds_what_it_says(recipe, task, data, partition, rounds, clients_per_round):
+    path = ROOT / "recipes" / f"{recipe}.yaml"
+    built = build("-c", str(path), *where_data_are(path, "somewhere"))
+    assert type(built.model) is task
+    is_partitioned = type(built.datamodule) is PartitionedData
+    datamodule = built.datamodule.source if is_partitioned else built.datamodule
+    assert type(datamodule) is data
+    assert getattr(datamodule, "data_dir", None) == (Path("somewhere") if where_data_are(path, "") else None)
+    assert built.model.num_classes == datamodule.num_classes
+    assert type(built.trainer) is FederatedTrainer
+    assert built.trainer.max_epochs == rounds
+    federation = built.trainer.federation
+    assert repr(built.datamodule.partition if is_partitioned else federation.partition) == repr(partition)
+    assert type(federation.server.aggregator) is (FedAvgM if recipe == "omniglot" else FedAvg)
+    assert federation.schedule.clients_per_round == clients_per_round
+    assert type(federation.schedule.clients_per_round) is type(clients_per_round)
+    assert federation.schedule.seed == 0
+    assert built.arguments["model"] is built.model
+    comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert f"lightning-fed fit -c recipes/{recipe}.yaml" in "\n".join(comment)
+
+
+@pytest.fixture(scope="module")
+def small_data(tmp_path_factory):
+    """Every data set in the format of the real files, as large as the recipes' splits need it."""
+    root = tmp_path_factory.mktemp("data")
+    write_mnist(root, num_train=6500)
+    write_mnist(root, "FashionMNIST", num_train=60000)
+    write_cifar_npz(root / "cifar10", 7000)
+    write_femnist(root / "femnist", [20] * 12)
+    write_omniglot(root / "omniglot", range(964))
+    write_camvid_npz(root / "camvid", {"train": {"A1": 150, "B2": 250}, "val": {"B2": 9}}, plain_masks=True)
+    write_roles(root / "shakespeare", (13000, 11000, 12000, 14000))
+    return root
+
+
+def trains(recipe, folder):
+    """Runs the first two batches of a recipe, a visit or two: no client fails, and the model moves."""
+    is_small = ["--data.image_size", "[32,32]"] if "camvid" in recipe.stem else []
+    options = ["--trainer.accelerator", "cpu", "--trainer.fast_dev_run", "2", *is_small]
+    built = build("-c", str(recipe), *where_data_are(recipe, folder), *options)
+    before = state_of(built.model)
+    built.trainer.fit(**built.arguments)  # what LightningCLI does where `fit` is not overridden
+    logged = {name: float(value) for name, value in built.trainer.callback_metrics.items()}
+    assert built.trainer.global_step == 2
+    assert 1 <= logged["fed/clients"] <= 2
+    assert logged["fed/failed"] == 0
+    assert 0 < logged["fed/update_norm"] < math.inf
+    assert any(not torch.equal(value, before[name]) for name, value in state_of(built.model).items())
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if str(path) != OFFLINE], ids=lambda path: path.stem)
+def test_a_recipe_trains(recipe, small_data):
+    trains(recipe, small_data)
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if where_data_are(path, "")], ids=lambda path: path.stem)
+def test_a_recipe_trains_on_real_data(recipe):
+    if not DATA.is_dir():
+        pytest.skip(f"no data at {DATA}")
+    trains(recipe, DATA)
+
+
+# Lightning says it of every checkpoint that is used in another folder than its run's.
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create:UserWarning")
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_a_checkpoint_that_was_saved_from_python(command, capsys):
+    """It has hyper-parameters, and does not say of which class: the recipe's model is evaluated with its weights."""
+    recipe = str(ROOT / "recipes" / "synthetic.yaml")
+    torch.manual_seed(3)
+    task = ClassificationTask("mlp", 10, 60, 1, model_kwargs={"hidden": [64]})
+    data = Synthetic(1.0, 1.0, num_clients=30, batch_size=20)
+    trainer = FederatedTrainer(max_rounds=0, logger=False, accelerator="cpu", enable_progress_bar=False)
+    trainer.fit(task, datamodule=data)
+    trainer.save_checkpoint("python.ckpt")
+    name = {"validate": "val_loss", "test": "test_loss"}[command]
+    (expected,) = getattr(trainer, command)(task, datamodule=data, verbose=False)
+    options = ["--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.enable_progress_bar", "false"]
+    capsys.readouterr()
+    main([command, "-c", recipe, "--ckpt_path", "python.ckpt", *options])
+    said = capsys.readouterr()
+    assert float(re.search(rf"{name}\W+([\d.]+)", said.out)[1]) == pytest.approx(expected[name])
+    assert "python.ckpt was saved from Python: the model is the recipe's" in said.err
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")
+def test_fit_validate_test_and_predict(tmp_path, capsys):
+    main(["fit", "-c", OFFLINE, *TINY, "--trainer.max_rounds", "2"])
+    run = tmp_path / "runs" / "shapes" / "version_0"
+    events = EventAccumulator(str(run)).Reload()
+    scores = events.Scalars("val_miou")
+    assert [score.step for score in scores] == [0, 1]
+    assert [event.step for event in events.Scalars("comm/up_bytes")] == [0, 1]
+    assert len(events.Images("segmentation/input_truth_prediction")) == 1
+
+    checkpoint = run / "checkpoints" / "last.ckpt"
+    capsys.readouterr()
+    main(["validate", "-c", OFFLINE, *TINY, "--ckpt_path", str(checkpoint)])
+    printed = re.search(r"val_miou\W+([\d.]+)", capsys.readouterr().out)
+    assert float(printed[1]) == pytest.approx(scores[-1].value)
+
+    main(["test", "-c", OFFLINE, *TINY, "--ckpt_path", str(checkpoint)])
+    said = capsys.readouterr()
+    assert "test_miou" in said.out
+    assert "no `--ckpt_path`" not in said.err
+
+    main(["validate", "-c", OFFLINE, *TINY, "--trainer.logger", "false"])
+    assert "warning: There is no `--ckpt_path`: the model has the weights that it is made" in capsys.readouterr().err
+
+    main(["predict", "-c", OFFLINE, *TINY, "--ckpt_path", str(checkpoint), "--trainer.logger", "false"])
+    said = capsys.readouterr().out
+    assert f"Predictions of 1 batches: {tmp_path / 'predictions.pt'}" in said
+    (masks,) = torch.load(tmp_path / "predictions.pt", weights_only=True)
+    assert masks.shape == (8, 32, 32)
+    assert masks.dtype == torch.int64
+
+    # It goes on where it stopped, and the configuration beside the logs says all.
+    main(["fit", "-c", str(run / "config.yaml"), "--trainer.max_rounds", "3", "--ckpt_path", str(checkpoint)])
+    resumed = EventAccumulator(str(run.with_name("version_3"))).Reload()
+    assert [event.step for event in resumed.Scalars("val_miou")] == [2]
+    before, after = (
+        yaml.safe_load((folder / "config.yaml").read_text()) for folder in (run, run.with_name("version_3"))
+    )
+    changed = {"max_rounds": 3}
+    assert after["trainer"] == before["trainer"] | changed
+    assert after["model"] == before["model"]
+    assert after["data"] == before["data"]
+
+
+# What can be said in YAML and on the command line
+
+
+def test_aggregators_by_name_and_by_class():
+    assert type(federation_of("--trainer.aggregator", "fairavg").server.aggregator) is FairAvg
+    assert type(federation_of("--trainer.aggregator", "{class_path: FairAvg}").server.aggregator) is FairAvg
+    fedprox = federation_of("--trainer.aggregator", "{class_path: FedProx, init_args: {mu: 0.3}}").server.aggregator
+    assert (type(fedprox), fedprox.mu) == (FedProx, 0.3)
+    for optimizer in ("Adam", "torch.optim.Adam"):
+        given = f"{{class_path: ServerOptimizer, init_args: {{optimizer: {optimizer}}}, dict_kwargs: {{lr: 0.5}}}}"
+        rule = federation_of("--trainer.aggregator", given).server.aggregator
+        assert (rule.optimizer, rule.optimizer_kwargs) == (torch.optim.Adam, {"lr": 0.5})
+    for name, rule in AGGREGATORS.items():
+        assert type(federation_of("--trainer.aggregator", name).server.aggregator) is rule
+
+
+def test_another_partition_than_the_recipes():
+    partition = federation_of("--trainer.partition", "Shards", "--trainer.partition.num_clients", "5").partition
+    assert type(partition) is Shards
+    assert partition.num_clients == 5
+
+
+def test_presets_by_class_path():
+    bare = (
+        *("--trainer.partition", "null", "--trainer.clients_per_round", "1.0", "--trainer.local_epochs", "1"),
+        *("--trainer.batch_norm", "recalibrate", "--trainer.federation"),
+    )
+    fedrep = federation_of(*bare, "{class_path: lightning_fed.algorithms.FedRep, init_args: {body_epochs: 5}}")
+    assert fedrep.schedule.local_epochs == 15
+    assert [type(callback) for callback in fedrep.client_callbacks] == [HeadThenBody]
+    federation = federation_of(
+        *bare,
+        "{class_path: lightning_fed.algorithms.FedPer, init_args: {head: 'model.segmentation_head.*', clients_per_round: 3,"
+        " partition: {class_path: IID, init_args: {num_clients: 4}}}}",
+    )
+    assert federation.personal == ("model.segmentation_head.*",)
+    assert federation.schedule.clients_per_round == 3
+    assert federation.partition.num_clients == 4
+
+
+def test_personal_entries_by_pattern_and_by_type():
+    assert federation_of("--trainer.personal", "['model.head.*', torch.nn.BatchNorm2d]").personal == (
+        "model.head.*",
+        torch.nn.BatchNorm2d,
+    )
+
+
+SELECTORS = {
+    # The options of a recipe's Trainer, and what stays at home.
+    "options": ("{personal: [torch.nn.BatchNorm2d, 'head.*']}", (torch.nn.BatchNorm2d, "head.*")),
+    "federation": (
+        "{federation: {class_path: lightning_fed.Federation, init_args: {personal: ['a.b', torch.nn.GroupNorm]}}}",
+        ("a.b", torch.nn.GroupNorm),
+    ),
+    "preset with a type": (
+        "{federation: {class_path: lightning_fed.algorithms.FedPer, init_args: {head: torch.nn.Linear}}}", (torch.nn.Linear,)
+    ),
+    "preset with a pattern": (
+        "{federation: {class_path: lightning_fed.algorithms.FedPer, init_args: {head: head.weight}}}", ("head.weight",)
+    ),
+    "preset with both": (
+        "{federation: {class_path: lightning_fed.algorithms.FedPer, init_args: {head: [torch.nn.Linear, 'head.*']}}}",
+        (torch.nn.Linear, "head.*"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_selectors_in_a_recipe(name, tmp_path):
+    trainer, expected = SELECTORS[name]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {class_path: ClassificationTask, init_args: {model: mlp, num_classes: 6}}\n"
+        f"data: {{class_path: Shapes, init_args: {{num_train: 20}}}}\ntrainer: {trainer}\n"
+    )
+    assert build("-c", str(recipe)).trainer.federation.personal == expected
+
+
+def test_a_store_by_its_folder(tmp_path):
+    assert type(federation_of("--trainer.store", "clients").store) is FolderStore
+
+
+def test_arguments_of_the_lightning_trainer():
+    trainer = build(
+        *("-c", OFFLINE, "--trainer.callbacks+", "EarlyStopping", "--trainer.callbacks.monitor", "val_miou"),
+        *("--trainer.gradient_clip_val", "1.5", "--trainer.enable_progress_bar", "false"),
+    ).trainer
+    names = [type(callback).__name__ for callback in trainer.callbacks]
+    assert {"Federation", "EarlyStopping", "ModelCheckpoint", "SaveConfigCallback"} <= set(names)
+    assert "FederatedProgressBar" not in names
+    assert trainer.gradient_clip_val == 1.5
+
+
+def test_a_model_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "mine_for_test_cli.py").write_text(
+        "import lightning as L\n\nclass Mine(L.LightningModule):\n    def __init__(self, width: int):\n"
+        "        super().__init__()\n        self.width = width\n"
+    )
+    seen = []
+    monkeypatch.setattr(FederatedTrainer, "fit", lambda self, model, **options: seen.append(model))
+    main(["fit", "-c", OFFLINE, "--model", "mine_for_test_cli.Mine", "--model.width", "3"])
+    assert type(seen[0]).__name__ == "Mine"
+    assert seen[0].width == 3
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--trainer.aggregator", "fedag"], 2, "Expected `aggregator` to be one of ['fairavg', 'fedadagrad'"),
+        (["--trainer.batch_norm", "averge"], 2, "'recalibrate', 'personal', 'frozen']. Got value: averge"),
+        (["--trainer.clients_per_round", "0"], 2, "Expected `clients_per_round` to be at least 1, but got 0"),
+        (["--trainer.local_epochs", "two"], 2, 'Parser key "trainer.local_epochs"'),
+        (["--trainer.partition.alpha", "-1"], 2, "Expected `alpha` to be greater than 0, but got -1"),
+        (["--trainer.partition.alpha", "x"], 2, "Expected a <class 'float'>. Got value: x"),
+        (["--trainer.partition", "Dirichle"], 2, "Dirichle"),
+        (["--trainer.rounds", "3"], 2, "trainer.rounds"),
+        (["--trainer.max_epochs", "3"], 2, "Expected one of `max_rounds` and `max_epochs`"),
+        (["--model.lr", "fast"], 2, "Got value: fast"),
+        (["--model.optimizer", "SDG"], 2, "Expected `optimizer` to be one of"),
+        (["--data.image_size", "3"], 2, "Expected `image_size` to be at least 16, but got 3"),
+        (["--trainer.local_steps", "0"], 2, "Expected `local_steps` to be at least 1, but got 0"),
+        (["--trainer.clients_per_round", "100"], 1, "at most the number of clients (12), but got 100"),
+        (["--trainer.min_clients", "5"], 1, "Expected `min_clients` to be at most the clients of a round (4), but got"),
+        (
+            ["--trainer.partition.num_clients", "1000"],
+            1,
+            "`num_clients` to be at most the number of samples (480), but",
+        ),
+        (["--trainer.personal", "[nothing.*]"], 1, "Expected every selector in `personal` to match entries of the"),
+        (["--trainer.overfit_batches", "2"], 1, "`overfit_batches` would take other batches in every round"),
+        (["--trainer.partition", "null"], 1, "Expected a `partition` that splits the training data"),
+        (
+            ["--data", "CamVid", "--data.data_dir", "nowhere"],
+            1,
+            "Expected `camvid/camvid_240x180.npz` or `camvid_240x180.npz` or `CamVid` under `data_dir`",
+        ),
+    ],
+)
+def test_a_mistake_gets_a_short_answer(arguments, status, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "-c", OFFLINE, *arguments])
+    assert stopped.value.code == status
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+    assert len(said.splitlines()) < 20
+
+
+def test_tracebacks_come_back_with_the_switch(monkeypatch):
+    monkeypatch.setenv("JSONARGPARSE_DEBUG", "true")
+    with pytest.raises(FileNotFoundError):
+        main(["fit", "-c", OFFLINE, "--data", "CamVid", "--data.data_dir", "nowhere"])
+    with pytest.raises(OptionError):
+        main(["fit", "-c", OFFLINE, "--trainer.clients_per_round", "100"])
+
+
+def test_errors_of_the_users_own_code_keep_their_traceback(tmp_path):
+    (tmp_path / "broken_for_test_cli.py").write_text(
+        "from lightning_fed.data import Partition\n\nclass Broken(Partition):\n    def split(self, dataset, seed):\n"
+        "        raise ValueError('a bug of mine')\n"
+    )
+    with pytest.raises(ValueError, match="a bug of mine"):
+        main(["fit", "-c", OFFLINE, "--trainer.partition", "broken_for_test_cli.Broken"])
+
+
+def test_a_recipe_that_is_not_there(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "-c", "nowhere.yaml"])
+    assert stopped.value.code == 2
+    assert "nowhere.yaml" in capsys.readouterr().err
+
+
+# The program itself
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
+def test_help(arguments, capsys):
+    main(arguments)
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) < 30
+    for command in ("demo", "fit", "validate", "test", "predict"):
+        assert re.search(rf"^  {command} ", said, re.MULTILINE)
+    recipes = re.findall(r"recipes/\w+\.yaml", said)
+    assert recipes
+    assert all((ROOT / recipe).is_file() for recipe in recipes)
+
+
+def test_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"lightning-fed {cli.__version__}\n"
+
+
+def test_an_unknown_command(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train"])
+    assert stopped.value.code == 2
+    known = ["demo", "compare", "merge", "flower", "fit", "validate", "test", "predict"]
+    assert f"{known}, but got 'train'" in capsys.readouterr().err
+
+
+def test_help_of_a_command(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "--help"])
+    assert stopped.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: lightning-fed fit -c RECIPE [options]\n")
+    for option in ("--trainer.max_rounds", "--trainer.partition", "--trainer.precision", "--ckpt_path"):
+        assert option in said
+
+
+def test_as_a_module_and_without_the_command_line():
+    program = (
+        "import runpy, sys, lightning_fed\n"
+        "print(sorted({'lightning_fed.cli.main', 'lightning_fed.cli.demo'} & set(sys.modules)))\n"
+        "sys.argv = ['lightning_fed', '--version']\n"
+        "runpy.run_module('lightning_fed', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines() == ["[]", f"lightning-fed {cli.__version__}"]

@@ -1,0 +1,168 @@
+"""The demo, small: what it prints is what was logged, and the picture shows what was trained."""
+
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_fed.callbacks.segmentation_grid import default_colors
+from lightning_fed.callbacks.segmentation_images import SegmentationImages
+from lightning_fed.cli import demo
+from lightning_fed.cli.demo import run_demo
+from lightning_fed.cli.main import main
+from lightning_fed.datasets import Shapes
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+SMALL = {"num_clients": 3, "clients_per_round": 2, "num_scenes": 48}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """One small run: its result, what it printed, and the figure that it drew."""
+    folder, figures, text = tmp_path_factory.mktemp("demo"), [], []
+    savefig = Figure.savefig
+
+    def save(figure, *args, **options):
+        figures.append(figure)
+        savefig(figure, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", save)
+        patch.setattr(sys.stdout, "write", text.append)
+        result = run_demo(rounds=5, out=folder / "runs", **SMALL)
+    return result, "".join(text), figures[0]
+
+
+def test_the_table_holds_the_logged_values(small):
+    result, said, _ = small
+    lines = said.splitlines()
+    head = next(place for place, line in enumerate(lines) if line.startswith("round"))
+    assert re.split(r"\s{2,}", lines[head]) == [
+        *("round", "clients", "loss", "val mIoU", "pixel acc", "MB up", "MB down", "seconds"),
+    ]
+    table = [[float(value) for value in line.split()] for line in lines[head + 1 : head + 6]]
+    logged = EventAccumulator(str(result.log_dir)).Reload()
+
+    def series(name, factor=1.0):
+        events = logged.Scalars(name)
+        assert [event.step for event in events] == [0, 1, 2, 3, 4]
+        return pytest.approx([event.value * factor for event in events], abs=0.051 if factor != 1 else 0.00051)
+
+    columns = [list(column) for column in zip(*table, strict=True)]
+    assert columns[0] == [1, 2, 3, 4, 5]
+    assert columns[1] == [2, 2, 2, 2, 2]
+    assert columns[1] == series("fed/clients")
+    assert columns[2] == series("train_loss")
+    assert columns[3] == series("val_miou")
+    assert columns[4] == series("val_pixel_acc")
+    assert columns[5] == series("comm/up_bytes", 1e-6)
+    assert columns[6] == series("comm/down_bytes", 1e-6)
+    assert all(seconds > 0 for seconds in columns[7])
+    assert [row.val_loss for row in result.rounds] == series("val_loss")
+
+
+def test_it_ends_with_the_command_and_the_picture(small):
+    result, said, _ = small
+    last = said.splitlines()[-4:]
+    assert re.fullmatch(rf"    \S*tensorboard --logdir {result.log_dir.parent}", last[1])
+    assert last[3].strip() == str(result.picture)
+    assert result.picture.parent == result.log_dir
+
+
+def test_the_log_has_pictures_every_few_rounds_and_a_checkpoint(small):
+    result, _, _ = small
+    images = EventAccumulator(str(result.log_dir)).Reload().Images(SegmentationImages.tag)
+    assert [image.step for image in images] == [0, 4]
+    assert len(list((result.log_dir / "checkpoints").glob("*.ckpt"))) == 1
+
+
+def test_the_picture_shows_clients_curves_and_predictions(small):
+    result, _, figure = small
+    with Image.open(result.picture) as picture:
+        assert picture.size == (1200, 750)
+        assert len(np.unique(np.asarray(picture))) > 100
+    skew, loss, score, *tiles = figure.axes
+    assert sum(bar.get_height() for bar in skew.patches) == SMALL["num_scenes"]
+    rounds = [1, 2, 3, 4, 5]
+    for axes, names in ((loss, ("loss", "val_loss")), (score, ("val_pixel_acc", "val_miou"))):
+        for line, name in zip(axes.get_lines(), names, strict=True):
+            assert list(line.get_xdata()) == rounds
+            assert list(line.get_ydata()) == [getattr(row, name) for row in result.rounds]
+    assert len(tiles) == 24
+    inputs, truths, predictions = (tiles[row * 8 : row * 8 + 8] for row in range(3))
+    data = Shapes(num_train=1, num_val=96, num_test=1)
+    first, last = data.val_dataset.inputs[0], data.val_dataset.targets[95]
+    assert np.array_equal(inputs[0].get_images()[0].get_array(), first.permute(1, 2, 0).numpy())
+    colors = np.array(default_colors(6))
+    assert np.array_equal(truths[-1].get_images()[0].get_array(), colors[last.numpy()])
+    seen = np.unique(np.concatenate([axes.get_images()[0].get_array().reshape(-1, 3) for axes in predictions]), axis=0)
+    assert {tuple(color) for color in seen} <= {tuple(color) for color in colors}
+    assert len(seen) > 1
+
+
+def test_it_takes_camvid(tmp_path, capsys):
+    if not DATA.is_dir():
+        pytest.skip(f"no data at {DATA}")
+    result = run_demo(DATA, rounds=1, out=tmp_path, num_clients=24, clients_per_round=1)
+    assert "on CamVid: 367 images over 24 clients, 1 in a round" in capsys.readouterr().out
+    assert len(result.rounds) == 1
+    assert result.picture.is_file()
+
+
+@pytest.mark.slow
+def test_it_learns(tmp_path):
+    result = run_demo(out=tmp_path)
+    scores = [row.val_miou for row in result.rounds]
+    assert scores[-1] > 0.4
+    assert scores[-1] > 2 * scores[0]
+
+
+# Mistakes
+
+
+def test_options_of_the_command(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(demo, "run_demo", lambda **options: seen.append(options))
+    main(["demo"])
+    main(["demo", "--data", "d", "--rounds", "3", "--out", "o"])
+    assert seen == [
+        {"data_dir": None, "rounds": None, "out": Path("runs/demo")},
+        {"data_dir": Path("d"), "rounds": 3, "out": Path("o")},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--rounds", "0"], 2, "Expected `--rounds` to be at least 1, but got 0."),
+        (["--rounds", "many"], 2, "invalid int value: 'many'"),
+        (["--data", "nowhere"], 1, "under `data_dir`"),
+    ],
+)
+def test_a_mistake_gets_a_short_answer(arguments, status, message, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", *arguments])
+    assert stopped.value.code == status
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo"])
+    assert stopped.value.code == 1
+    assert "The demo needs tensorboard: pip install 'lightning-fed[demo]'" in capsys.readouterr().err
+
+
+def test_rounds_are_checked():
+    with pytest.raises(ValueError, match="Expected `rounds` to be at least 1, but got 0"):
+        run_demo(rounds=0)

@@ -1,0 +1,472 @@
+"""Where clients keep what is theirs: versions, going back, crashes, names."""
+
+import copy
+import io
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lightning_fed.client.client_store
+from lightning_fed import FederatedDataModule, FederatedTrainer, Federation
+from lightning_fed.client.client_store import FolderStore, MemoryStore
+from tests.models import Module
+
+NAMES = [
+    "plain",
+    "a/b",
+    "a\\b",
+    "/absolute",
+    "..",
+    ".",
+    "",
+    " ",
+    "dots.in.it",
+    "per%20cent",
+    "Klinikum Großhadern",
+    "病院",
+    "new\nline",
+    "nul\0",
+    "*",
+    "é" * 100,
+    "/data/hospitals/" * 30,
+    "/data/hospitals/" * 30 + "other",
+    "\udcff",  # a file name that is no UTF-8, as Python reads it
+    "1",
+    1,
+    0,
+    -1,
+    10**30,
+]
+
+
+def value(number):
+    return {"head": torch.full((2,), float(number))}
+
+
+def number(state):
+    return None if state is None else int(state["head"][0])
+
+
+@pytest.fixture(params=["memory", "folder"])
+def make(request, tmp_path):
+    """Makes a store; those of one test share what a process that starts anew would find."""
+
+    def make_store():
+        return MemoryStore() if request.param == "memory" else FolderStore(tmp_path / "clients")
+
+    return make_store
+
+
+def reopened(make, store, round):
+    """Another process that resumes from a checkpoint: only its file and the folder are left."""
+    buffer = io.BytesIO()
+    torch.save(store.checkpoint(round), buffer)
+    buffer.seek(0)
+    other = make()
+    other.restore(round, torch.load(buffer, weights_only=True))
+    return other
+
+
+# --- both kinds ------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_is_what_is_got(make):
+    store = make()
+    assert store.get("a") is None
+    for round in (0, 1, 4):
+        store.put("a", round, value(round))
+        assert number(store.get("a")) == round
+    assert store.get("b") is None
+    store.put("a", 4, value(9))  # again in the same round
+    assert number(store.get("a")) == 9
+
+
+def test_copies_are_kept(make):
+    store, state = make(), value(1)
+    store.put("a", 0, state)
+    state["head"].zero_()
+    assert number(store.get("a")) == 1
+
+
+def test_names(make):
+    store = make()
+    for place, client in enumerate(NAMES):
+        assert store.get(client) is None
+        store.put(client, 0, value(place))
+    assert [number(store.get(client)) for client in NAMES] == list(range(len(NAMES)))
+    names = [client for client in NAMES if client != 10**30]  # a checkpoint holds 64 bits
+    resumed = reopened(make, store, 1)
+    assert [number(resumed.get(client)) for client in names] == [NAMES.index(client) for client in names]
+
+
+def test_numpys_names_are_pythons(make):
+    """Clients often come out of an array; a checkpoint of them must load."""
+    store = make()
+    store.put(np.str_("a"), 0, value(1))
+    store.put(np.int64(7), 0, value(2))
+    store.put("7", 0, value(3))
+    assert [number(store.get(client)) for client in ("a", 7, "7")] == [1, 2, 3]
+    resumed = reopened(make, store, 1)
+    assert [number(resumed.get(client)) for client in ("a", np.str_("a"), 7, np.int64(7), "7")] == [1, 1, 2, 2, 3]
+
+
+def test_values_come_back_as_they_were(make):
+    values = torch.arange(6.0)
+    state = {
+        "half": values.half(),
+        "brain": values.bfloat16(),
+        "double": values.double() / 3,
+        "complex": torch.complex(values, -values),
+        "bool": values > 2,
+        "byte": values.byte(),
+        "integer": torch.tensor(2**62 + 1),
+        "scalar": torch.tensor(1 / 3),
+        "none": torch.zeros(0, 3),
+        "transposed": values.view(2, 3).T,
+        "expanded": torch.ones(1).expand(4),
+        "parameter": nn.Parameter(values.clone()),
+        "same memory": values,
+        "and its view": values.view(2, 3)[1],
+        "optimizer:0:1:momentum_buffer:tensor": values.clone(),
+    }
+    store = make()
+    store.put("a", 0, state)
+    for candidate in (store, reopened(make, store, 1)):
+        got = candidate.get("a")
+        assert got.keys() == state.keys()
+        for name, expected in state.items():
+            assert got[name].dtype == expected.dtype
+            assert got[name].shape == expected.shape
+            assert torch.equal(got[name], expected), name
+            assert not got[name].requires_grad
+
+
+def test_going_back_to_the_last_checkpoint(make):
+    """What was put after it is not there any more, also not for a client that had nothing before."""
+    store = make()
+    store.put("a", 0, value(0))
+    store.put("b", 1, value(1))
+    resumed = reopened(make, store, 2)
+    assert [number(resumed.get(client)) for client in "abc"] == [0, 1, None]
+    crashed = reopened(make, store, 2)
+    crashed.put("a", 2, value(20))
+    crashed.put("c", 2, value(22))
+    buffer = io.BytesIO()
+    torch.save(crashed.checkpoint(2), buffer)  # inside round 2
+    buffer.seek(0)
+    resumed = make()
+    resumed.restore(2, torch.load(buffer, weights_only=True))
+    assert [number(resumed.get(client)) for client in "abc"] == [0, 1, None]
+    resumed.put("c", 2, value(5))
+    assert [number(resumed.get(client)) for client in "abc"] == [0, 1, 5]
+
+
+def test_a_checkpoint_inside_a_round_has_no_part_of_it(make):
+    store = make()
+    store.put("a", 0, value(0))
+    store.checkpoint(1)
+    store.put("a", 1, value(10))
+    store.put("b", 1, value(11))
+    assert [number(store.get(client)) for client in "ab"] == [10, 11]
+    resumed = reopened(make, store, 1)
+    assert [number(resumed.get(client)) for client in "ab"] == [0, None]
+    assert [number(store.get(client)) for client in "ab"] == [10, 11]  # the running one goes on
+    resumed = reopened(make, store, 2)
+    assert [number(resumed.get(client)) for client in "ab"] == [10, 11]
+
+
+def test_starting_anew(make):
+    store = make()
+    for round, client in itertools.product(range(3), "ab"):
+        store.put(client, round, value(round))
+        store.checkpoint(round + 1)
+    store.restore(0, {})
+    assert [store.get(client) for client in "ab"] == [None, None]
+    store.checkpoint(1)  # a round in which nobody put anything
+    store.put("a", 1, value(7))
+    store.checkpoint(2)
+    assert [number(store.get(client)) for client in "ab"] == [7, None]
+    resumed = reopened(make, store, 2)
+    assert [number(resumed.get(client)) for client in "ab"] == [7, None]  # and nothing of the run before
+
+
+def test_every_history(make):
+    """Puts of some clients in some rounds, a checkpoint after every round; resumed from either of the last two."""
+    generator = np.random.default_rng(0)
+    clients = "abcd"
+    for _ in range(6):
+        store = make()
+        store.restore(0, {})
+        expected, history, checkpoints = {}, {0: {}}, {}
+        for round in range(8):
+            for client in clients:
+                if generator.random() < 0.5:
+                    expected[client] = 10 * round + clients.index(client)
+                    store.put(client, round, value(expected[client]))
+            checkpoints[round + 1] = store.checkpoint(round + 1)
+            history[round + 1] = dict(expected)
+            if generator.random() < 0.4:  # killed in the next round, and resumed
+                back = round + 1 - int(generator.random() < 0.5)
+                for client in clients[:2]:
+                    store.put(client, round + 1, value(-1))
+                store = make()
+                store.restore(back, checkpoints.get(back, {}))
+                expected = dict(history[back])
+                assert {client: number(store.get(client)) for client in clients} == {
+                    client: expected.get(client) for client in clients
+                }
+                store.checkpoint(back)
+                checkpoints[round + 1], history[round + 1] = checkpoints.get(back, {}), dict(expected)
+                break
+
+
+# --- in memory -------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_in_memory_is_a_copy():
+    store = MemoryStore()
+    store.put("a", 0, value(1))
+    state = store.checkpoint(1)
+    store.put("a", 1, value(2))
+    store.get("a")["head"].zero_()
+    assert number(state["states"][0]) == 1
+
+
+# --- in a folder -----------------------------------------------------------------------------------------------------
+
+
+def files(folder, client="s-a"):
+    return sorted(path.name for path in (folder / "run-0" / client).iterdir())
+
+
+def test_names_stay_in_the_folder(tmp_path):
+    store = FolderStore(tmp_path / "clients")
+    for client in NAMES:
+        store.put(client, 0, value(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["clients"]
+    assert [path.name for path in (tmp_path / "clients").iterdir()] == ["run-0"]
+    folders = list((tmp_path / "clients" / "run-0").iterdir())
+    assert len(folders) == len(NAMES)
+    assert all(path.is_dir() and len(list(path.iterdir())) == 1 for path in folders)
+
+
+def test_old_versions_are_deleted(tmp_path):
+    """Two checkpoints' worth is kept: a run can be resumed from the one before if the last is half-written."""
+    store = FolderStore(tmp_path)
+    for round in range(6):
+        store.put("a", round, value(round))
+        if round < 2:
+            store.put("seldom", round, value(round))
+        store.checkpoint(round + 1)
+        assert files(tmp_path) == [f"{kept:08d}.safetensors" for kept in range(max(round - 1, 0), round + 1)]
+    assert files(tmp_path, "s-seldom") == ["00000001.safetensors"]
+    for back, expected in ((6, [5, 1]), (5, [4, 1])):
+        resumed = FolderStore(tmp_path)
+        resumed.restore(back, {"folder": str(tmp_path), "run": 0})
+        assert [number(resumed.get(client)) for client in ("a", "seldom")] == expected
+
+
+def test_the_number_of_files_does_not_grow(tmp_path):
+    store = FolderStore(tmp_path)
+    generator = np.random.default_rng(1)
+    for round in range(60):
+        for client in generator.choice(10, 3, replace=False).tolist():
+            store.put(client, round, value(round))
+        if round % 3 == 2:
+            store.checkpoint(round + 1)
+            assert len(list(tmp_path.rglob("*.safetensors"))) <= 3 * 10 + 9
+
+
+def test_resuming_from_a_checkpoint_that_is_too_old(tmp_path):
+    """Not with empty hands, as if the client had never been there."""
+    store = FolderStore(tmp_path)
+    for round in range(6):
+        store.put("a", round, value(round))
+        store.checkpoint(round + 1)
+    for back in range(1, 5):
+        with pytest.raises(ValueError, match=rf"after {back} rounds: .* from 5 rounds on"):
+            FolderStore(tmp_path).restore(back, {"folder": str(tmp_path), "run": 0})
+    FolderStore(tmp_path).restore(5, {"folder": str(tmp_path), "run": 0})
+    anew = FolderStore(tmp_path)
+    anew.restore(0, {})
+    anew.put("a", 0, value(0))
+    FolderStore(tmp_path).restore(1, anew.checkpoint(1))
+
+
+def test_half_written_files_are_ignored(tmp_path):
+    store = FolderStore(tmp_path)
+    store.put("a", 0, value(0))
+    (tmp_path / "run-0" / "s-a" / "00000001-0.partial").write_bytes(b"half")
+    (tmp_path / "run-0" / "s-b").mkdir()
+    (tmp_path / "run-0" / "s-b" / "00000000-0.partial").write_bytes(b"")
+    (tmp_path / "run-0" / "oldest.partial").write_text("")
+    resumed = FolderStore(tmp_path)
+    resumed.restore(1, {"folder": str(tmp_path), "run": 0})
+    assert number(resumed.get("a")) == 0
+    assert resumed.get("b") is None
+    resumed.put("a", 1, value(1))
+    assert files(tmp_path) == ["00000000.safetensors", "00000001.safetensors"]
+
+
+def test_a_put_that_fails_leaves_the_old_version(tmp_path, monkeypatch):
+    store = FolderStore(tmp_path)
+    store.put("a", 0, value(0))
+
+    def disk_full(tensors, path):
+        Path(path).write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("lightning_fed.client.client_store.save_file", disk_full)
+    for round in (0, 1):
+        with pytest.raises(OSError, match="No space"):
+            store.put("a", round, value(1))
+    assert number(store.get("a")) == 0
+
+
+def test_versions_of_a_run_that_is_replaced(tmp_path):
+    """Resumed from an earlier round, a run does not find what the abandoned one wrote in later rounds."""
+    store = FolderStore(tmp_path)
+    for round in range(2):
+        store.put("a", round, value(round))
+        store.checkpoint(round + 1)
+    store.put("a", 2, value(2))
+    store.put("b", 2, value(2))
+    resumed = FolderStore(tmp_path)
+    resumed.restore(1, {"folder": str(tmp_path), "run": 0})
+    assert number(resumed.get("a")) == 0
+    resumed.put("a", 1, value(100))
+    assert number(resumed.get("a")) == 100
+    assert files(tmp_path) == ["00000000.safetensors", "00000001.safetensors"]
+    resumed.checkpoint(3)  # nobody in round 2
+    again = FolderStore(tmp_path)
+    again.restore(3, {"folder": str(tmp_path), "run": 0})
+    assert number(again.get("a")) == 100
+
+
+def test_a_folder_of_several_runs(tmp_path):
+    """A run never sees the clients of another, and deletes nothing of it."""
+    checkpoints = []
+    for run in range(3):
+        store = FolderStore(tmp_path)
+        store.restore(0, {})
+        assert store.get("a") is None
+        store.put("a", 0, value(run))
+        if run == 1:
+            store.put("b", 0, value(10))
+        checkpoints.append(store.checkpoint(1))
+    for run in (2, 0, 1):
+        resumed = FolderStore(tmp_path)
+        resumed.restore(1, checkpoints[run])
+        assert number(resumed.get("a")) == run
+        assert number(resumed.get("b")) == (10 if run == 1 else None)
+    assert number(FolderStore(tmp_path).get("a")) == 2  # to look at, the last
+
+
+def test_the_other_kind_of_store(tmp_path):
+    memory, folder = MemoryStore(), FolderStore(tmp_path)
+    memory.put("a", 0, value(0))
+    folder.put("a", 0, value(0))
+    with pytest.raises(ValueError, match="set store=None"):
+        folder.restore(1, memory.checkpoint(1))
+    with pytest.raises(ValueError, match="set store='"):
+        memory.restore(1, folder.checkpoint(1))
+
+
+# --- in a fit --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [str, int, np.str_, np.int64])
+def test_checkpoints_of_any_clients_load(kind, tmp_path):
+    """With `weights_only=True`, and into a new federation."""
+    data = torch.utils.data.TensorDataset(torch.randn(4, 3), torch.randint(0, 2, (4,)))
+
+    def trainer(rounds):
+        return FederatedTrainer(
+            max_rounds=rounds,
+            personal=["net.1.*"],
+            optimizer_state="keep",
+            logger=False,
+            accelerator="cpu",
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+
+    clients = FederatedDataModule({kind(name): data for name in (1, 2)}, data)
+    first = trainer(1)
+    first.fit(Module(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))), datamodule=clients)
+    path = first.checkpoint_callback.best_model_path
+    kept = torch.load(path, weights_only=True)["callbacks"]["Federation"]["store"]
+    assert kept["clients"] == [str(kind(1)), str(kind(2))] if issubclass(kind, str) else [1, 2]
+    second = trainer(2)
+    second.fit(Module(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))), datamodule=clients, ckpt_path=path)
+    assert second.callback_metrics["fed/clients"] == 2
+
+
+def test_two_fits_with_one_folder(tmp_path):
+    """The second one starts anew."""
+    data = [torch.utils.data.TensorDataset(torch.randn(4, 3), torch.randint(0, 2, (4,))) for _ in range(5)]
+    federation = Federation(clients_per_round=2, personal=["net.1.*"], store=tmp_path / "clients", seed=0)
+    results = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        module = Module(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+        trainer = FederatedTrainer(
+            max_rounds=4,
+            federation=federation,
+            logger=False,
+            accelerator="cpu",
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(module, data, data[0])
+        results.append(module.state_dict())
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+    assert sorted(path.name for path in (tmp_path / "clients").iterdir()) == ["run-0", "run-1"]
+
+
+def test_who_has_nothing_more_is_forgotten(make):
+    """As of a round: a checkpoint from before it, or inside it, has what there was."""
+    store = make()
+    for client in ("a", "b"):
+        store.put(client, 0, value(0))
+    before = copy.deepcopy(store.checkpoint(1))
+    store.put("a", 1, {})
+    assert store.get("a") is None
+    inside = copy.deepcopy(store.checkpoint(1))
+    after = copy.deepcopy(store.checkpoint(2))
+    assert "a" not in after.get("clients", "")
+    store.put("b", 2, value(2))
+    assert store.get("a") is None
+    for round, state, expected in ((1, before, 0), (1, inside, 0), (2, after, None)):
+        resumed = make()
+        resumed.restore(round, state)
+        assert (number(resumed.get("a")), number(resumed.get("b"))) == (expected, 0)
+    store.put("a", 3, value(3))
+    assert number(store.get("a")) == 3
+
+
+def test_processes_forget_the_same_client(tmp_path, monkeypatch):
+    """Each by itself, one in the middle of the other: none stumbles over another's file."""
+    first, second = (FolderStore(tmp_path) for _ in range(2))
+    first.put("a", 0, value(0))
+    for rank, store in enumerate((first, second)):
+        store.restore(1, {"folder": str(tmp_path), "run": 0})
+        store.start(SimpleNamespace(size=2, rank=rank, first=lambda run: run))
+    save = lightning_fed.client.client_store.save_file
+
+    def and_the_other(tensors, path):
+        save(tensors, path)
+        monkeypatch.setattr("lightning_fed.client.client_store.save_file", save)
+        second.put("a", 1, {})
+
+    monkeypatch.setattr("lightning_fed.client.client_store.save_file", and_the_other)
+    first.put("a", 1, {})
+    assert [store.get("a") for store in (first, second)] == [None, None]
+    assert files(tmp_path) == ["00000000.safetensors", "00000001.safetensors"]

@@ -1,0 +1,875 @@
+"""`lightning-fed compare`: equal rounds for all methods, files that do not depend on interruptions, a table that is
+right.
+
+The recipes are those of `compare_script.py`.
+"""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightning_fed.callbacks import ClassPrototypes, Federation
+from lightning_fed.cli.main import FederatedCLI, main
+from lightning_fed.compare import (
+    CENTRAL,
+    Method,
+    Plan,
+    Progress,
+    load_results,
+    markdown,
+    method_names,
+    run_comparison,
+    summarize,
+    write_report,
+)
+from lightning_fed.compare.central import central_trainer
+from lightning_fed.datasets import Synthetic
+from lightning_fed.tasks import ClassificationTask
+from tests.compare.compare_script import CLIENTS, OWN, Interruption, Notes
+from tests.generators import same_random_numbers
+
+ROOT = Path(__file__).resolve().parents[1]
+MANY_CLASSES = ("fedaws", "fedss")  # they need a head of their own
+METHODS = [name for name in method_names() if name not in (CENTRAL, *MANY_CLASSES)]
+
+# Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
+pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-fed"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("JSONARGPARSE_DEBUG", raising=False)
+    monkeypatch.setattr(Notes, "fits", [])
+    monkeypatch.setattr(Notes, "place", None)
+    for name, text in (("own.yaml", OWN), ("clients.yaml", CLIENTS)):
+        (tmp_path / name).write_text(text)
+
+
+def compare(*arguments):
+    main(["compare", *map(str, arguments)])
+
+
+def read_csv(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def rows(path):
+    """A CSV file, without the columns of time."""
+    return [{name: value for name, value in row.items() if "seconds" not in name} for row in read_csv(path)]
+
+
+def files(out):
+    """What a comparison leaves behind, without times, and its weights."""
+    table = (out / "summary.md").read_text()
+    return {
+        "names": sorted(str(path.relative_to(out)) for path in out.rglob("*") if "events.out" not in path.name),
+        "rounds": rows(out / "rounds.csv"),
+        "summary": rows(out / "summary.csv"),
+        "table": re.sub(r"[\d.]+ \| [\d.]+ \|$", "", table, flags=re.M),
+        "picture": (out / "curves.png").read_bytes(),
+    }, {path.parent.name: weights(path) for path in out.glob("runs/*/last.ckpt")}
+
+
+def weights(path):
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def assert_same(state, expected):
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
+
+
+def result(out, run):
+    return json.loads((out / "runs" / run / "result.json").read_text())
+
+
+# --- equal rounds -----------------------------------------------------------------------------------------------------
+
+
+def same_rounds(fit, other):
+    """The same visits (client, epochs, seed, whether it straggles), amounts of work and partition."""
+    assert fit["visits"] == other["visits"]
+    assert fit["clients"].keys() == other["clients"].keys() != set()
+    return all(np.array_equal(indices, other["clients"][client]) for client, indices in fit["clients"].items())
+
+
+def test_all_methods_see_the_same():
+    """Initial weights, partition, cohorts, stragglers, seeds and amounts of work."""
+    compare("own.yaml", "--methods", *METHODS, "--stragglers", "0.7", "--out", "out")
+    first, *others = Notes.fits
+    assert len(others) == len(METHODS) - 1 >= 4
+    assert len(first["visits"]) > 6
+    for method, other in zip(METHODS[1:], others, strict=True):
+        own = {name for name in other["state"] if name.startswith("feature_fusion.")}  # FedFusion's operator
+        assert_same({name: other["state"][name] for name in other["state"].keys() - own}, first["state"])
+        if method not in ("fedma", "pfnm"):  # the same clients stay for all rounds of a pass through the layers
+            assert same_rounds(other, first), method
+
+
+def test_what_seeds_and_stragglers_change(tmp_path):
+    methods = ["fairavg", "fedmargin"]
+    compare("own.yaml", "--methods", *methods, "--seeds", 2, "--stragglers", "0,0.7", "--out", "out")
+    names = {run.name for run in (tmp_path / "out" / "runs").iterdir()}
+    assert names == {f"{method}_{part}_{seed}" for method in methods for part in ("0", "0.7") for seed in (0, 1)}
+    fits = {(seed, part): [Notes.fits.pop(0) for _ in methods] for seed in (0, 1) for part in (0.0, 0.7)}
+    for fit, other in fits.values():
+        assert_same(other["state"], fit["state"])
+        assert same_rounds(other, fit)
+    fits = {key: fit for key, (fit, _) in fits.items()}
+    cohorts = {key: [(visit.round, visit.client) for visit, *_ in fit["visits"]] for key, fit in fits.items()}
+    assert cohorts[0, 0.0] == cohorts[0, 0.7] != cohorts[1, 0.0] == cohorts[1, 0.7]
+    assert_same(fits[0, 0.0]["state"], fits[0, 0.7]["state"])
+    assert not torch.equal(fits[0, 0.0]["state"]["head.weight"], fits[1, 0.0]["state"]["head.weight"])
+    split, another = fits[0, 0.0]["clients"], fits[1, 0.0]["clients"]
+    assert any(not np.array_equal(indices, another.get(client)) for client, indices in split.items())
+    stragglers = {key: sum(visit.is_straggler for visit, *_ in fit["visits"]) for key, fit in fits.items()}
+    assert stragglers[0, 0.0] == stragglers[1, 0.0] == 0
+    assert min(stragglers[0, 0.7], stragglers[1, 0.7]) >= 4  # 2 of 3 in each of 3 rounds, but for dropouts
+
+
+@pytest.mark.parametrize("stragglers", ["", "  stragglers: 0.5\n"])
+def test_fedavg_is_the_recipe_itself(stragglers, tmp_path):
+    """Bit for bit what `lightning-fed fit` makes of it, also the values that it logs."""
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(OWN.replace("  dropout", f"{stragglers}  dropout"))
+    main(["fit", "-c", "own.yaml", "--trainer.enable_progress_bar", "false", "--trainer.logger", "false"])
+    compare("own.yaml", "--methods", "fedavg", "--out", "out")
+    fit, compared = Notes.fits
+    assert_same(compared["state"], fit["state"])
+    (run,) = (tmp_path / "out" / "runs").iterdir()
+    assert run.name == ("fedavg_0.5_0" if stragglers else "fedavg_0_0")
+    assert_same(weights(run / "last.ckpt"), weights(tmp_path / "checkpoints" / "epoch=2.ckpt"))
+    assert compared["logged"] == fit["logged"]
+    logged = [{name: value for name, value in values.items() if name != "step"} for values in fit["logged"]]
+    rounds = result(tmp_path / "out", run.name)["rounds"]
+    assert [{name: v for name, v in values.items() if "seconds" not in name} for values in rounds] == logged
+
+
+def test_the_recipes_other_options_are_every_methods(tmp_path):
+    """Also where one client in a round (1) equals all of them (1.0), the default."""
+    arguments = ["--trainer.clients_per_round", "1", "--trainer.optimizer_state", "keep", "--trainer.dropout", "0"]
+    methods = [name for name in METHODS if name not in ("fedma", "pfnm")]  # which refuse to keep the state
+    compare("own.yaml", "--methods", *methods, "--out", "out", "--", *arguments, "--trainer.max_rounds", "2")
+    assert [len(fit["visits"]) for fit in Notes.fits] == [2] * len(methods)
+
+
+WORK = {  # of a round of `OWN`, in passes over the pooled data
+    1: ("--trainer.local_epochs", 2, "--trainer.clients_per_round", 3),
+    1 / 3: ("--trainer.local_epochs", 1, "--trainer.clients_per_round", 0.3),
+    3: ("--trainer.local_epochs", 6, "--trainer.clients_per_round", 3),
+    2.5: ("--trainer.local_epochs", 5, "--trainer.clients_per_round", 3),
+}
+ALIKE = ("--trainer.partition", "IID", "--trainer.partition.num_clients", 6, "--trainer.dropout", 0)
+
+
+@pytest.mark.parametrize("passes", WORK)
+def test_a_round_of_central_is_as_long_as_a_round(passes, tmp_path):
+    """In examples, of which every one comes once in every pass, in another order."""
+    compare("own.yaml", "--methods", "central,fedavg", "--out", "out", "--", *WORK[passes], *ALIKE)
+    central, fedavg = Notes.fits
+    assert len(central["seen"]) == len(fedavg["seen"]) == 3 * 60 * passes
+    whole = [central["seen"][start : start + 60] for start in range(0, len(central["seen"]) - 59, 60)]
+    assert all(sorted(seen) == sorted(whole[0]) for seen in whole)
+    assert len(set(map(tuple, whole))) == len(whole)
+    assert len(set(central["seen"])) == 60
+    assert not central["visits"]
+    assert_same(central["state"], fedavg["state"])
+    curve = result(tmp_path / "out", "central_0")["rounds"]
+    assert len(curve) == 3
+    assert len({values["val_loss"] for values in curve}) == 3
+
+
+SCHEDULE = """
+model:
+  init_args: {scheduler: CosineAnnealingLR, scheduler_kwargs: {T_max: 4}}
+trainer:
+  max_rounds: 5
+  callbacks+:
+    - class_path: EarlyStopping
+      init_args: {monitor: fed/val_acc/mean, mode: max, patience: 100, check_on_train_epoch_end: false}
+"""
+
+
+@pytest.mark.parametrize(("epochs", "share"), [(3, 1.0), (3, 0.5), (1, 0.25)])
+def test_schedulers_of_central_count_rounds(epochs, share, tmp_path):
+    """With as many rounds; what callbacks monitor is there in all of them."""
+    (tmp_path / "schedule.yaml").write_text(SCHEDULE)
+    work = ("--trainer.local_epochs", epochs, "--trainer.clients_per_round", share)
+    methods = ("--methods", "central,fedavg", "--out", "out")
+    compare("clients.yaml", *methods, "--", "--config", "schedule.yaml", *work)
+    central, fedavg = Notes.fits
+    cosine = [0.05 * (1 + np.cos(np.pi * round / 4)) / 2 for round in range(5)]
+    assert central["rates"] == fedavg["rates"] == pytest.approx(cosine)
+    assert len(result(tmp_path / "out", "central_0")["rounds"]) == 5
+
+
+@pytest.mark.parametrize("partitioned", [False, True])
+def test_data_that_ask_for_their_trainer(partitioned, tmp_path):
+    partition = "{class_path: IID, init_args: {num_clients: 6}}"
+    source = "tests.compare_script.Attached"
+    data = (
+        f"{{class_path: PartitionedData, init_args: {{source: {source}, partition: {partition}}}}}"
+        if partitioned
+        else source
+    )
+    recipe = re.sub(r"  partition.*\n", "" if partitioned else f"  partition: {partition}\n", OWN)
+    (tmp_path / "own.yaml").write_text(recipe.replace("tests.resume_script.Data", data))
+    compare("own.yaml", "--methods", "central,fedavg", "--out", "out")
+    assert len(result(tmp_path / "out", "central_0")["rounds"]) == 3
+
+
+@pytest.mark.parametrize("passes", [1 / 3, 2.5])
+def test_central_goes_on_in_the_middle_of_a_pass(passes, tmp_path):
+    arguments = ("--", *WORK[passes], *ALIKE)
+    compare("own.yaml", "--methods", "central", "--out", "whole", *arguments)
+    Notes.place = [2, "on_train_batch_start", 1, 3]
+    with pytest.raises(Interruption):
+        compare("own.yaml", "--methods", "central", "--out", "out", *arguments)
+    compare("own.yaml", "--methods", "central", "--out", "out", *arguments)
+    whole, _, rest = Notes.fits
+    assert rest["seen"] == whole["seen"][-len(rest["seen"]) :]
+    assert len(rest["seen"]) == 2 * 60 * passes
+    runs = [tmp_path / out / "runs" / "central_0" / "last.ckpt" for out in ("out", "whole")]
+    assert_same(*map(weights, runs))
+
+
+def test_central_does_not_train_what_is_frozen(tmp_path):
+    frozen = ["--trainer.frozen", "['body.0.*']", "--trainer.dropout", "0"]
+    compare("own.yaml", "--methods", "central,fedavg", "--out", "out", "--", *frozen)
+    for run in ("central_0", "fedavg_0_0"):
+        state = weights(tmp_path / "out" / "runs" / run / "last.ckpt")
+        changed = {name for name, value in Notes.fits[0]["state"].items() if not torch.equal(value, state[name])}
+        assert not {"body.0.weight", "body.0.bias"} & changed
+        assert "head.weight" in changed
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_central_gives_back_what_it_took(ends):
+    """The datamodule's own loader, and the gradients of what is frozen."""
+
+    class Stops(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            raise ZeroDivisionError
+
+    cli = FederatedCLI(
+        ["--config", "own.yaml", "--trainer.frozen", "['body.0.*']", "--trainer.max_rounds", "1"], run=False
+    )
+    before = cli.datamodule.train_dataloader
+    trainer = central_trainer(cli)
+    if ends == "badly":
+        trainer.callbacks.append(Stops())
+    with pytest.raises(ZeroDivisionError) if ends == "badly" else nullcontext():
+        trainer.fit(cli.model, datamodule=cli.datamodule)
+    assert cli.datamodule.train_dataloader == before
+    assert all(parameter.requires_grad for parameter in cli.model.parameters())
+
+
+# --- interruptions ----------------------------------------------------------------------------------------------------
+
+ALL = ("own.yaml", "--methods", "central,fedper,fedmargin", "--stragglers", "0.5", "--out")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The files of a comparison that nothing interrupts, and their weights."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "own.yaml").write_text(OWN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["lightning-fed"])
+        patch.setattr(Notes, "fits", [])
+        with same_random_numbers():
+            compare(*ALL, "out")
+    return files(folder / "out")
+
+
+PLACES = {  # fit, hook, round, batch; and the rounds that are left
+    "in the first round": ([2, "on_train_batch_start", 0, 3], 3),
+    "in a later round": ([3, "on_train_batch_start", 2, 3], 1),
+    "of central": ([1, "on_train_batch_start", 1, 3], 2),
+    "in validation": ([3, "on_validation_batch_end", 1, 0], 2),
+    "at the end": ([2, "on_train_end", 3, 0], 0),
+}
+
+
+def assert_alike(out, whole):
+    expected, expected_weights = whole
+    found, found_weights = files(out)
+    assert found["names"] == expected["names"]
+    assert found == expected
+    assert found_weights.keys() == expected_weights.keys()
+    for run, state in found_weights.items():
+        assert_same(state, expected_weights[run])
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_interrupted_and_started_again(where, whole, tmp_path, capsys):
+    out = tmp_path / "out"
+    Notes.place, left = PLACES[where]
+    number = Notes.place[0]
+    with pytest.raises(Interruption):
+        compare(*ALL, out)
+    assert "interrupted\n" in capsys.readouterr().out
+    before = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/result.json")}
+    assert len(before) == number - 1
+    compare(*ALL, out)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert len(Notes.fits) == 3 + (left > 0)
+    assert left == 0 or len(Notes.fits[number]["logged"]) == left
+    assert f"{number - 1} of 3 runs: done before\n" in capsys.readouterr().out or number == 1
+    assert_alike(out, whole)
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("*.json")}
+    compare(*ALL, out)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*.json")} == times
+    assert_alike(out, whole)
+
+
+def test_killed_and_started_again(whole, tmp_path):
+    place, left = PLACES["in a later round"]
+    command = [sys.executable, "-m", "tests.compare_script", json.dumps(place), "compare", *ALL, "out"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    end = time.monotonic() + 200
+    while not (tmp_path / "reached").exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    said, _ = process.communicate()
+    assert (tmp_path / "reached").exists(), said
+    assert process.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob("out/runs/*/result.json"))) == place[0] - 1
+    compare(*ALL, "out")
+    assert [len(fit["logged"]) for fit in Notes.fits] == [left]
+    assert_alike(tmp_path / "out", whole)
+
+
+def test_another_recipe_in_the_same_folder(tmp_path, capsys):
+    Notes.place = [2, "on_train_batch_start", 1, 0]
+    with pytest.raises(Interruption):
+        compare("own.yaml", "--methods", "fedavg,fairavg", "--out", "out")
+
+    def refused(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            compare("own.yaml", "--methods", *arguments)
+        assert stopped.value.code == 1
+        return capsys.readouterr().err
+
+    overrides = ("--out", "out", "--", "--trainer.max_rounds", "4")
+    assert "fedavg_0_0 to hold a run of the same recipe" in refused("fedavg", *overrides)
+    assert "but other overrides made it" in refused("fairavg", *overrides)  # of which there is only the beginning
+    (tmp_path / "own.yaml").write_text(OWN.replace("max_rounds: 3", "max_rounds: 2"))
+    assert "but other recipe made it: choose another `--out`" in refused("fedprox,fedavg", "--out", "out")
+    assert len(Notes.fits) == 2
+    compare("own.yaml", "--methods", "fedavg", "--out", "another")
+    assert len(result(tmp_path / "another", "fedavg_0_0")["rounds"]) == 2
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ("own.yaml", 2, "the following arguments are required: --methods"),
+        ("nowhere.yaml --methods fedavg", 2, "nowhere.yaml"),
+        ("own.yaml --methods fedag", 2, "Expected a method of ['central', 'fairavg', '"),
+        ("own.yaml --methods fedavg,fedavg", 2, "Expected `methods` to be at least one, each once, but got"),
+        ("own.yaml --methods ,", 2, "Expected `methods` to be at least one, each once, but got []"),
+        ("own.yaml --methods fedprox:nu=1", 2, "Expected options of 'fedprox' to be of ['mu', "),
+        ("own.yaml --methods fedavg,fedfusion:levels=[2,-1]:n=1", 2, "Expected options of 'fedfusion' to be of ['o"),
+        ("own.yaml --methods fedfusion:operator=sum", 2, "'fedfusion:operator=sum' does not work: Expected `operator"),
+        ("own.yaml --methods fedprox:mu", 2, "Expected options as `option=value`, but got 'mu' in 'fedprox:mu'"),
+        ("own.yaml --methods fedprox:mu=", 2, "Expected options as `option=value`, but got 'mu='"),
+        ("own.yaml --methods fedprox:mu=1:mu=2", 2, "Expected every option once, but got 'mu' again"),
+        ("own.yaml --methods fedprox:mu=-1", 2, "'fedprox:mu=-1' does not work: Expected `mu` to be finite and at le"),
+        ("own.yaml --methods fedprox:mu=much", 2, "The method 'fedprox:mu=much' does not work: "),
+        ("own.yaml --methods fedmargin:combine=lpn", 2, "Expected `combine` to be one of"),
+        ("own.yaml --methods fedavg:stragglers=0.5", 2, "Expected options of 'fedavg' to be of"),
+        ("own.yaml --methods central:mu=1", 2, "Expected no options of 'central', but got ['mu']"),
+        ("own.yaml --methods fedper:head=tail.*", 1, "'tail.*' matches none of"),
+        ("own.yaml --methods fedrep:body_epochs=2", 1, "Expected `head_epochs` (at least 1) and `body_epochs` to add"),
+        ("own.yaml --methods fedavg --seeds 0", 2, "Expected `seeds` to be at least one"),
+        ("own.yaml --methods fedavg --stragglers 1", 2, "Expected `stragglers` to be in [0, 1), but got [1.0]"),
+        ("own.yaml --methods fedavg --stragglers some", 2, "Expected numbers with commas between them, but got 'some'"),
+        (
+            "own.yaml --methods fedavg --target 0",
+            2,
+            "Expected `--last` to be at least 1 and `--target` to be in (0, 1]",
+        ),
+        ("own.yaml --methods fedavg --last 0", 2, "Expected `--last` to be at least 1 and `--target` to be in (0, 1]"),
+        ("own.yaml --methods fedavg --mode best", 2, "argument --mode: invalid choice: 'best'"),
+        ("own.yaml --methods fedavg -- --trainer.rounds 3", 2, "trainer.rounds"),
+        ("own.yaml --methods fedavg -- --trainer.partition null", 1, "Expected a `partition` of the training data"),
+        ("own.yaml --methods central -- --trainer.partition null", 1, "Expected a `partition` of the training data"),
+        ("own.yaml --methods central -- --trainer.local_epochs 1 --trainer.local_steps 4", 1, "with `local_epochs`"),
+        ("own.yaml --methods fedper -- --trainer.personal ['head.*']", 1, "Expected `FedPer` without `personal`"),
+        ("own.yaml --methods fedmargin:lair=body", 2, "'lpm_before', 'clients_per_round'"),
+        ("own.yaml --methods fedmargin:passes=some", 2, "'fedmargin:passes=some' does not work: Expected `passes`"),
+        ("layer.yaml --methods fedavg,fedmargin:layer=head", 1, "Expected a recipe without `ClassPrototypes`, which"),
+        ("preset.yaml --methods fedavg", 1, "Expected a recipe without a preset"),
+        ("plain.yaml --methods fedavg", 1, "Expected `monitor`, because the recipe has no ModelCheckpoint with one"),
+    ],
+)
+def test_a_mistake_gets_a_short_answer(arguments, status, message, tmp_path, capsys):
+    preset = re.sub(r"  max_rounds(.*\n)*?  accelerator", "  max_rounds: 1\n  federation: PRESET\n  accelerator", OWN)
+    preset = re.sub(r"  partition.*\n", "", preset)
+    fedrep = "{class_path: lightning_fed.algorithms.FedRep, init_args: {partition: {class_path: IID, init_args: {num_clients: 2}}}}"
+    (tmp_path / "preset.yaml").write_text(preset.replace("PRESET", fedrep))
+    (tmp_path / "layer.yaml").write_text(OWN + "    - class_path: ClassPrototypes\n")
+    (tmp_path / "plain.yaml").write_text(re.sub(r"    - class_path: ModelCheckpoint\n.*\n", "", OWN))
+    with pytest.raises(SystemExit) as stopped:
+        compare(*arguments.split())
+    said = capsys.readouterr()
+    assert message in said.err
+    assert stopped.value.code == status
+    assert "Traceback" not in said.err
+    assert len(said.err.splitlines()) < 20
+    assert not said.out  # nothing was begun
+
+
+def test_a_metric_that_is_not_logged(tmp_path, capsys):
+    """The first run shows it; the others wait, and nothing is lost."""
+    with pytest.raises(SystemExit):
+        compare("own.yaml", "--methods", "fedavg,fairavg", "--monitor", "val_acc", "--out", "out")
+    said = capsys.readouterr()
+    assert "1/2 fedavg, seed 0, 0% stragglers: no val_acc, " in said.out
+    assert "Expected `monitor` to be logged, but 'val_acc' is not one of ['comm/down_bytes'" in said.err
+    with pytest.raises(SystemExit):
+        compare("own.yaml", "--methods", "fedavg", "--monitor", "fed/val_loss/mean", "--out", "out")
+    assert "needs validation data for every client" in capsys.readouterr().err
+    assert len(Notes.fits) == 1
+    compare("own.yaml", "--methods", "fedavg,fairavg", "--monitor", "train_loss", "--mode", "min", "--out", "out")
+    assert len(Notes.fits) == 2
+    assert "| method | train_loss | train_loss | MB | wall s | CPU s |" in (tmp_path / "out" / "summary.md").read_text()
+
+
+def test_the_terminal(tmp_path):
+    """A line for every run, the table, and nothing of Lightning's; the package's own warnings stay."""
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_fed",
+        "compare",
+        "clients.yaml",
+        "--methods",
+        "central,fedper",
+        "--test",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONWARNINGS", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=200)
+    runs, table, note, where = re.split(r"\n\n", done.stdout.strip())
+    assert re.fullmatch(
+        r"1/2 central, seed 0: val_acc 0\.\d{4}, \d+ s\n2/2 fedper, seed 0, 0% stragglers: val_acc 0\.\d{4}, \d+ s",
+        runs,
+    )
+    lines = table.splitlines()
+    assert lines[0] == "| method | val_acc | test | #R@80% | train_loss | MB | wall s | CPU s |"
+    assert [line.split()[1] for line in lines[2:]] == ["`central`", "`fedper`"]
+    assert "clients of `fedper` have models of their own: only `--monitor fed/val_acc/mean` compares these" in note
+    assert where == "Tables, curves, checkpoints and logs: runs/compare"
+    assert {line[:33] for line in done.stderr.splitlines()} == {"2 entries stay with their clients"}
+    folder = tmp_path / "runs" / "compare"
+    assert (folder / "summary.md").read_text() == f"{table}\n\n{note}\n"
+    assert {path.name for path in (folder / "tensorboard").iterdir()} == {"central_0", "fedper_0_0"}
+
+
+class Terminal:
+    """A stream that is a terminal."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        return True
+
+
+def test_progress_on_a_terminal(tmp_path):
+    terminal = Terminal()
+    plan = Plan(Path("own.yaml"), [Method.parse("fedavg")], out=tmp_path / "out")
+    (run,) = run_comparison(plan, Progress(terminal))
+    values = [f"val_loss {values['val_loss']:.4f}" for values in run["rounds"]]
+    name, again = "1/1 fedavg, seed 0, 0% stragglers", "\r\x1b[K"
+    expected = [name, *(f"{name}: round {number}/3, {value}" for number, value in enumerate(values, start=1))]
+    *shown, end = terminal.text.split(again)
+    assert shown == expected
+    assert re.fullmatch(rf"{re.escape(name)}: {values[-1]}, \d+ s\n", end)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_after_the_dashes(tmp_path):
+    compare("own.yaml", "--methods", "fedavg", "--out", "out", "--", "--trainer.max_rounds", "1")
+    assert len(result(tmp_path / "out", "fedavg_0_0")["rounds"]) == 1
+
+
+def test_options_of_methods(tmp_path):
+    """Each under its own label, with the effect of its own."""
+    methods = "fedprox:mu=0,fedavg,fedprox:mu=1e1,FedAvg:batch_norm=average"
+    compare("own.yaml", "--methods", methods, "--out", "out")
+    out = tmp_path / "out"
+    states = {path.parent.name: weights(path) for path in out.glob("runs/*/last.ckpt")}
+    assert sorted(states) == ["fedavg_0_0", "fedavg_batch_norm=average_0_0", "fedprox_mu=0_0_0", "fedprox_mu=1e1_0_0"]
+    assert_same(states["fedprox_mu=0_0_0"], states["fedavg_0_0"])
+    for other in ("fedprox_mu=1e1_0_0", "fedavg_batch_norm=average_0_0"):
+        assert any(not torch.equal(states[other][name], value) for name, value in states["fedavg_0_0"].items())
+    assert [row["method"] for row in rows(out / "summary.csv")] == methods.replace("FedAvg", "fedavg").split(",")
+
+
+def test_labels_that_look_alike_as_folders(capsys):
+    compare("own.yaml", "--methods", "fedper:head=head?*", "--out", "out")
+    with pytest.raises(SystemExit):
+        compare("own.yaml", "--methods", "fedper:head=head*?", "--out", "out")
+    assert "but other method made it" in capsys.readouterr().err
+
+
+def test_the_guide_names_all_methods():
+    guide = (ROOT / "docs" / "guides" / "compare.md").read_text()
+    table = "".join(re.findall(r"^\| `.*", guide.split("## Methods")[1].split("\n## ")[0], re.M))
+    assert set(re.findall(r"`(\w+)[:`]", table)) == set(method_names())
+
+
+def test_values_of_options():
+    options = Method.parse("fedmargin:proto_ema=1e-1:combine=lpm:size_weighting=true:min_clients=2").options
+    assert options == {"proto_ema": 0.1, "combine": "lpm", "size_weighting": True, "min_clients": 2}
+    assert Method.parse("fedper:head=[head.*,body.1.*]").federation(Federation()).personal == ("head.*", "body.1.*")
+
+
+def test_options_of_the_callbacks_that_a_method_brings(tmp_path):
+    """Each method has its own; other methods have none, and send no prototypes."""
+    methods = "fedavg,fedmargin,fedmargin:layer=body:passes=online,fedmargin:layer=body.0"
+    compare("own.yaml", "--methods", methods, "--out", "out")
+    first = {row["method"]: row for row in rows(tmp_path / "out" / "rounds.csv") if row["round"] == "1"}
+    assert list(first) == methods.split(",")
+    assert [bool(row["fed/lpm"]) for row in first.values()] == [False, True, True, True]
+    assert len({row["fed/lpm"] for row in first.values()}) == 4
+    fedavg, *others = (float(row["comm/up_bytes"]) for row in first.values())
+    assert fedavg < min(others)
+    recipe = Federation(local_epochs=2)
+    (callback,) = Method.parse("fedmargin:margin=relative:layer=body:min_count=3").federation(recipe).client_callbacks
+    assert isinstance(callback, ClassPrototypes)
+    assert (callback.margin, callback.layer, callback.min_count, callback.passes) == ("relative", "body", 3, "exact")
+    assert not recipe.client_callbacks
+
+
+def test_seeds_of_methods_are_those_of_their_runs(tmp_path):
+    plan = Plan(Path("own.yaml"), [Method.parse("fesem"), Method.parse("fesem:seed=7")], seeds=[0, 3])
+    for seed in plan.seeds:
+        recipe = plan.build(seed).trainer.federation
+        found = [method.federation(recipe).server.aggregator.seed for method in plan.methods]
+        assert found == [seed, 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "epochs"),
+    [("fedrep", (4, 1)), ("fedrep:body_epochs=2", (3, 2)), ("fedrep:head_epochs=3", (3, 2))],
+)
+def test_fedrep_divides_the_recipes_epochs(text, epochs):
+    federation = Method.parse(text).federation(Federation(local_epochs=5, clients_per_round=2))
+    assert federation.schedule.local_epochs == 5
+    assert federation.schedule.clients_per_round == 2
+    assert federation.client_callbacks[0].head_epochs == epochs[0]
+
+
+def test_clients_with_models_of_their_own(tmp_path, capsys):
+    """With validation data for every client, all methods are compared by the mean over clients; also the central."""
+    methods = "central,fedavg,fedper,fesem"
+    compare("clients.yaml", "--methods", methods, "--out", "out")
+    assert "clients of `fedper`, `fesem` have models of their own" in capsys.readouterr().out
+    compare("clients.yaml", "--methods", methods, "--out", "out", "--monitor", "fed/val_acc/mean")
+    said = capsys.readouterr().out
+    assert said.startswith("4 of 4 runs: done before\n\n| method | fed/val_acc/mean | #R@80% |")
+    assert "models of their own" not in said
+    assert len(Notes.fits) == 4
+    found = {row["method"]: float(row["fed/val_acc/mean"]) for row in rows(tmp_path / "out" / "summary.csv")}
+    assert list(found) == methods.split(",")
+    runs = {"central": "central_0", "fedavg": "fedavg_0_0", "fedper": "fedper_0_0"}
+    for method, run in runs.items():
+        expected = scores(tmp_path / "out" / "runs" / run, Synthetic(num_clients=4, seed=10).val)
+        assert found[method] == pytest.approx(expected[1])
+
+
+def scores(run, clients):
+    """Accuracy of a run's models on some data of every client: the global one's on all, and the mean of their own."""
+    checkpoint = torch.load(run / "last.ckpt", weights_only=True)
+    store = checkpoint["callbacks"].get("Federation", {}).get("store", {})
+    own = dict(zip(store.get("clients", []), store.get("states", []), strict=True))
+    means, right = [], []
+    for client, part in clients.items():
+        task = ClassificationTask("mlp", 10, 60, 1, model_kwargs={"hidden": [8]})
+        task.load_state_dict(checkpoint["state_dict"])
+        right += (task(part.tensors[0]).argmax(1) == part.tensors[1]).tolist()
+        task.load_state_dict({**checkpoint["state_dict"], **own.get(client, {})})
+        means.append(float((task(part.tensors[0]).argmax(1) == part.tensors[1]).float().mean()))
+    return np.mean(right), np.mean(means)
+
+
+def test_test_data_are_asked_for_afterwards(tmp_path):
+    """Finished models are evaluated, not trained again; clients' own models too."""
+    methods, out = "central,fedavg,fedper", tmp_path / "out"
+    compare("clients.yaml", "--methods", methods, "--out", "out")
+    assert not result(out, "fedavg_0_0")["test"]
+    compare("clients.yaml", "--methods", methods, "--out", "out", "--test")
+    first = {row["method"]: float(row["test"]) for row in rows(out / "summary.csv")}
+    compare("clients.yaml", "--methods", methods, "--out", "out", "--monitor", "fed/val_acc/mean")
+    second = {row["method"]: float(row["test"]) for row in rows(out / "summary.csv")}
+    assert len(Notes.fits) == 3
+    for method, run in (("central", "central_0"), ("fedavg", "fedavg_0_0"), ("fedper", "fedper_0_0")):
+        expected = scores(out / "runs" / run, Synthetic(num_clients=4, seed=10).test)
+        assert [first[method], second[method]] == pytest.approx(expected)
+        assert result(out, run)["test"]["test_acc"] == first[method]
+    assert first["fedper"] != second["fedper"]
+
+
+def test_models_of_groups_on_the_test_data(tmp_path):
+    """All centres on all test data, weighted by their clients' examples."""
+    arguments = ("clients.yaml", "--methods", "fesem:num_centers=2", "--out", "out", "--test")
+    compare(*arguments, "--monitor", "fesem/val_acc")
+    (row,) = rows(tmp_path / "out" / "summary.csv")
+    (run,) = (tmp_path / "out" / "runs").iterdir()
+    rule = torch.load(run / "last.ckpt", weights_only=True)["callbacks"]["Federation"]["aggregator"]
+    for name, parts in (("fesem/val_acc", "val"), ("test", "test")):
+        clients = getattr(Synthetic(num_clients=4, seed=10), parts).values()
+        inputs, labels = (torch.cat([part.tensors[place] for part in clients]) for place in (0, 1))
+        expected = 0.0
+        for place, center in enumerate(rule["centers"]):
+            size = sum(n for n, at in zip(rule["num_samples"], rule["assignments"], strict=True) if at == place)
+            task = ClassificationTask("mlp", 10, 60, 1, model_kwargs={"hidden": [8]})
+            task.load_state_dict(center)
+            right = (task(inputs).argmax(1) == labels).float().mean()
+            expected += float(right) * size / sum(rule["num_samples"])
+        assert float(row[name]) == pytest.approx(expected)
+
+
+def test_results_that_are_there(tmp_path):
+    Notes.place = [2, "on_train_batch_start", 1, 0]
+    plan = Plan(Path("own.yaml"), [Method.parse(name) for name in ("fedavg", "fairavg")], out=tmp_path / "out")
+    assert load_results(plan) == []
+    with pytest.raises(Interruption):
+        run_comparison(plan, Progress(Terminal()))
+    (found,) = load_results(plan)
+    assert (found["method"], found["monitor"], found["mode"]) == ("fedavg", "val_loss", "min")
+    assert load_results(Plan(plan.recipe, plan.methods, out=plan.out, monitor="train_loss"))[0]["mode"] == "max"
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+OF_CLIENTS = ("client/a/acc", "fedmargin/lpm/a", "fedmargin/apm/b/c", "fedmargin/attention/a")
+OF_MODELS = ("val/seg/iou", "fesem/clients/0", "fed/acc/mean", "fedmargin/amm")
+
+
+def made_up(mode="max", seeds=3):
+    """Results of runs that nobody trained."""
+    rng = np.random.default_rng(0)
+    results = []
+    for seed in range(seeds):
+        for method in ("central", "fedavg", "fedmargin"):
+            for part in (None,) if method == "central" else (0.0, 0.5):
+                rounds = []
+                for number in range(1, 7):
+                    score = 1 - np.exp(-number / 3) + 0.05 * rng.normal() + (0.3 if method == "central" else 0)
+                    up, down = (int(value) for value in rng.integers(1, 10**6, 2))
+                    values = {"acc": score if mode == "max" else 1 / score, "train_loss": float(rng.random())}
+                    values |= {"cpu_seconds": float(rng.random()), "seconds": float(rng.random())}
+                    if method != "central":
+                        before = rounds[-1] if rounds else {"comm/total_up_bytes": 0.0, "comm/total_down_bytes": 0.0}
+                        values |= {"comm/up_bytes": up, "comm/down_bytes": down}
+                        values |= {name: float(rng.random()) for name in (*OF_CLIENTS, *OF_MODELS)}
+                        values["comm/total_up_bytes"] = before["comm/total_up_bytes"] + up
+                        values["comm/total_down_bytes"] = before["comm/total_down_bytes"] + down
+                    rounds.append(values)
+                results.append(
+                    {"method": method, "seed": seed, "stragglers": part, "monitor": "acc", "mode": mode}
+                    | {"rounds": rounds, "test": {}, "has_own_models": False}
+                )
+    return results
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+@pytest.mark.parametrize("last", [1, 3])
+def test_the_numbers_of_the_summary(mode, last, tmp_path):
+    """Once more, from the rounds, by another way."""
+    results = made_up(mode)
+    write_report(results, tmp_path, 0.7, last)
+    table = {(row["method"], row["stragglers"]): row for row in read_csv(tmp_path / "summary.csv")}
+    keys = [("central", ""), ("fedavg", "0.0"), ("fedavg", "0.5"), ("fedmargin", "0.0"), ("fedmargin", "0.5")]
+    assert list(table) == keys
+    central = {
+        run["seed"]: np.mean([values["acc"] for values in run["rounds"]][-last:])
+        for run in results
+        if run["method"] == "central"
+    }
+    for (method, part), row in table.items():
+        part = float(part) if part else None
+        runs = [run for run in results if (run["method"], run["stragglers"]) == (method, part)]
+        curves = np.array([[values["acc"] for values in run["rounds"]] for run in runs])
+        scores = curves[:, -last:].mean(1)
+        losses = [run["rounds"][-1]["train_loss"] for run in runs]
+        wall, cpu = (
+            [sum(values[name] for values in run["rounds"]) for run in runs] for name in ("seconds", "cpu_seconds")
+        )
+        for name, numbers in (("acc", scores), ("train_loss", losses), ("seconds", wall), ("cpu_seconds", cpu)):
+            assert float(row[name]) == pytest.approx(np.mean(numbers))
+            assert float(row[f"{name}_std"]) == pytest.approx(np.std(numbers, ddof=1))
+        assert row["seeds"] == "3"
+        if method == "central":
+            assert row["megabytes"] == row["rounds_to_70%"] == row["seeds_that_reach_it"] == ""
+            continue
+        sent = [sum(values["comm/up_bytes"] + values["comm/down_bytes"] for values in run["rounds"]) for run in runs]
+        assert float(row["megabytes"]) == pytest.approx(np.mean(sent) / 1e6)
+        goals = np.array([central[run["seed"]] for run in runs])[:, None]
+        reached = curves >= 0.7 * goals if mode == "max" else curves <= goals / 0.7
+        first = [1 + int(np.argmax(line)) for line in reached if line.any()]
+        assert row["seeds_that_reach_it"] == str(len(first))
+        if first:
+            assert float(row["rounds_to_70%"]) == pytest.approx(np.mean(first))
+
+
+def test_the_files_of_a_report(tmp_path):
+    out = tmp_path / "out"
+    text = write_report(made_up(), out)
+    rounds = read_csv(out / "rounds.csv")
+    assert len(rounds) == 3 * (1 + 2 * 2) * 6
+    assert all(len(row) == len(rounds[0]) and None not in row.values() for row in rounds)
+    assert not set(OF_CLIENTS) & set(rounds[0])
+    assert set(OF_MODELS) < set(rounds[0])
+    expected = {
+        (run["method"], run["stragglers"], run["seed"], number): values["acc"]
+        for run in made_up()
+        for number, values in enumerate(run["rounds"], start=1)
+    }
+    for row in rounds:
+        part = float(row["stragglers"]) if row["stragglers"] else None
+        assert float(row["acc"]) == expected[row["method"], part, int(row["seed"]), int(row["round"])]
+        assert all((row[name] == "") == (row["method"] == "central") for name in OF_MODELS)
+    assert "| MB | wall s | CPU s |" in text
+    wall = [sum(values["seconds"] for values in run["rounds"]) for run in made_up() if run["method"] == "central"]
+    shown = rf"{np.mean(wall):.1f} ± {np.std(wall, ddof=1):.1f}"
+    assert re.search(rf"^\| `central` .* {shown} \| [\d.]+ ± [\d.]+ \|$", text, re.M)
+    assert (out / "summary.md").read_text() == f"{text}\n"
+    with Image.open(out / "curves.png") as picture:
+        picture.load()
+        assert picture.format == "PNG"
+        assert len(np.unique(np.asarray(picture.convert("RGB")).reshape(-1, 3), axis=0)) > 10
+    assert sorted(path.name for path in out.iterdir()) == ["curves.png", "rounds.csv", "summary.csv", "summary.md"]
+
+
+def shown(numbers, digits):
+    return f"{np.mean(numbers):.{digits}f} ± {np.std(numbers, ddof=1):.{digits}f}"
+
+
+def test_the_table():
+    """Every cell once more: over seeds, or over the fractions of stragglers."""
+    results = made_up()
+    cells = summarize(results, 0.7)
+    for cell, rounds in ((("fedavg", 0.5), [2, None, None]), (("fedmargin", 0.0), [2, 4, 4])):
+        for run, reached in zip(
+            [run for run in results if (run["method"], run["stragglers"]) == cell], rounds, strict=True
+        ):
+            (central,) = [each for each in results if (each["method"], each["seed"]) == ("central", run["seed"])]
+            for number, values in enumerate(run["rounds"], start=1):
+                values["acc"] = central["rounds"][-1]["acc"] * (0.75 if reached and number >= reached else 0.5)
+    for run in results:
+        if (run["method"], run["stragglers"]) == ("fedavg", 0.0):
+            for values in run["rounds"]:
+                values["acc"] = 0.0
+        if run["method"] == "fedmargin":  # of every seed the same
+            run["rounds"][-1] |= {"comm/total_up_bytes": 10**6, "comm/total_down_bytes": 2 * 10**6 + run["seed"]}
+    cells = summarize(results, 0.7)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in markdown(results, 0.7).splitlines()[:5]]
+    header = ["method", "acc, 0% stragglers", "#R@70%, 0% stragglers", "acc, 50% stragglers", "#R@70%, 50% stragglers"]
+    header += ["acc over stragglers", "#R@70% over stragglers", "train_loss", "MB", "wall s", "CPU s"]
+    assert lines[0] == header
+    table = {line[0]: dict(zip(header, line, strict=True)) for line in lines[2:]}
+    fedavg, fedmargin, central = (table[f"`{method}`"] for method in ("fedavg", "fedmargin", "central"))
+    assert (fedavg["#R@70%, 0% stragglers"], fedavg["#R@70%, 50% stragglers"]) == ("never", "2.0 (1 of 3)")
+    assert fedavg["#R@70% over stragglers"] == "2.0 (1 of 6)"
+    assert fedmargin["#R@70%, 0% stragglers"] == shown([2, 4, 4], 1)
+    late = cells["fedmargin", 0.5].rounds_to_target
+    assert None not in late
+    assert fedmargin["#R@70% over stragglers"] == shown([10 / 3, np.mean(late)], 1)
+    assert central["#R@70%, 0% stragglers"] == central["#R@70% over stragglers"] == central["acc over stragglers"] == ""
+    for method, row in (("fedavg", fedavg), ("fedmargin", fedmargin)):
+        none, half = cells[method, 0.0], cells[method, 0.5]
+        assert row["acc, 50% stragglers"] == shown(half.score, 3)
+        assert row["acc over stragglers"] == shown([np.mean(none.score), np.mean(half.score)], 3)
+        assert row["train_loss"] == shown(np.mean([none.loss, half.loss], 0), 3)
+        assert row["wall s"] == shown(np.mean([none.seconds, half.seconds], 0), 1)
+        assert row["CPU s"] == shown(np.mean([none.cpu_seconds, half.cpu_seconds], 0), 1)
+    assert fedavg["MB"] == shown(np.mean([cells["fedavg", part].megabytes for part in (0.0, 0.5)], 0), 1)
+    assert (fedmargin["MB"], central["MB"]) == ("3.0", "")
+    assert central["train_loss"] == shown(cells["central", None].loss, 3)
+
+
+def test_the_table_of_one_seed():
+    """Nothing deviates but over the fractions of stragglers; and with one fraction there is no such column."""
+    both, one = made_up(seeds=1), [run for run in made_up(seeds=1) if run["stragglers"] != 0.5]
+    assert all(line.count("±") == 2 for line in markdown(both, 0.5).splitlines()[3:5])
+    assert "±" not in markdown(one, 0.5).split("\n\n")[0]
+    assert "over stragglers" not in markdown(one, 0.5)
+
+
+def test_a_loss_that_is_no_number_for_one_seed(tmp_path):
+    results = made_up()
+    for run, loss in zip(results, [np.nan, 1e9, np.inf] * 5, strict=True):
+        run["rounds"][-1]["train_loss"] = loss
+    text = write_report(results, tmp_path)
+    assert len(re.findall(r"\| (?:nan|inf|[\d.]+e\+08) ± nan \|", text)) == 3
+
+
+@pytest.mark.parametrize(("loss", "shown"), [(999_999.0, "999999.000"), (9.853e32, "9.9e+32"), (np.nan, "nan")])
+def test_the_loss_of_what_diverges(loss, shown, tmp_path):
+    results = made_up(seeds=1)
+    for run in results:
+        run["rounds"][-1]["train_loss"] = loss
+    number = r"\| [\d.]+ "
+    assert re.search(rf"^\| `fedavg` .* \| {re.escape(shown)} {3 * number}\|$", markdown(results), re.M)
+
+
+def test_without_matplotlib(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    write_report(made_up(), tmp_path / "out")
+    assert caplog.messages == ["No picture of the curves: `pip install lightning-fed[demo]` brings matplotlib."]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rounds.csv", "summary.csv", "summary.md"]
+
+
+def test_without_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_fed.compare.run.find_spec", lambda name: None)
+    compare("own.yaml", "--methods", "fedavg", "--out", "out")
+    assert not (tmp_path / "out" / "tensorboard").exists()
+
+
+def test_presets_for_very_many_classes():
+    federation = Method.parse("fedss:num_negatives=7:server_momentum=0.5").federation(Federation(local_epochs=3))
+    assert federation.client_callbacks[0].num_negatives == 7
+    assert federation.server.aggregator.optimizer_kwargs["momentum"] == 0.5
+    assert federation.schedule.local_epochs == 3
+    assert Method.parse("fedaws:strength=2.5").federation(Federation()).client_callbacks[1].strength == 2.5
+    with pytest.raises(ValueError, match=r"'fedss' does not work: .*'num_negatives'"):
+        Method.parse("fedss")

@@ -1,0 +1,69 @@
+"""Batches of several clients: whose turn it is, whose random numbers, and what can be stacked."""
+
+import random
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fed.data.interleave import OwnNumbers, noticing_draws, rebuild, stack_batches, tensors_of
+from lightning_fed.data.population import seed_everything
+
+Pair = namedtuple("Pair", ["image", "label"])
+
+
+def draw():
+    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
+
+
+def alone(seed, count):
+    seed_everything(seed)
+    return [draw() for _ in range(count)]
+
+
+def test_clients_draw_in_turns_what_they_would_draw_alone():
+    expected = {0: alone(7, 3), 1: alone(8, 3)}
+    numbers, drawn = OwnNumbers([7, 8]), {0: [], 1: []}
+    for client in (0, 1, 1, 0, 0, 1):
+        numbers.turn_to(client)
+        drawn[client].append(draw())
+    assert drawn == expected
+
+
+def test_torchs_numbers_alone():
+    """Python's and NumPy's then go on from client to client."""
+    numbers = OwnNumbers([7, 8], everywhere=False)
+    drawn = []
+    for client in (0, 1, 0):
+        numbers.turn_to(client)
+        drawn.append(draw())
+    expected = alone(7, 2)
+    assert (drawn[0], drawn[2][2]) == (expected[0], expected[1][2])
+    assert drawn[2][0] != expected[1][0]
+
+
+@pytest.mark.parametrize(
+    ("draw", "drawn"),
+    [(random.random, True), (np.random.rand, True), (lambda: torch.rand(1), False), (lambda: None, False)],
+)
+def test_draws_are_noticed(draw, drawn):
+    with noticing_draws() as has_drawn:
+        draw()
+    assert has_drawn == [drawn]
+
+
+def test_batches_of_one_form_are_stacked_whatever_holds_them():
+    def batch(size, name="a", dtype=torch.float32):
+        return {"pair": Pair(torch.full((size, 2), size, dtype=dtype), [torch.zeros(size)]), "name": name}
+
+    batches = {0: batch(3), 2: batch(3), 3: batch(2), 5: batch(3, "b"), 6: batch(3, dtype=torch.float64), 7: batch(2)}
+    parts = stack_batches(batches)
+    assert [part.clients for part in parts] == [(0, 2), (3, 7), (5,), (6,)]
+    assert isinstance(parts[0].batch["pair"], Pair)
+    for part in parts:
+        for row, client in enumerate(part.clients):
+            own = rebuild(part.batch, iter([tensor[row] for tensor in tensors_of(part.batch)]))
+            assert own["name"] == batches[client]["name"]
+            assert torch.equal(own["pair"].image, batches[client]["pair"].image)
+            assert torch.equal(own["pair"].label[0], batches[client]["pair"].label[0])

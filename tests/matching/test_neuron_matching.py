@@ -1,0 +1,370 @@
+"""Matching of neurons, against plain loops; planted neurons; identities and limits."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fed.matching import match_neurons
+from tests.references_matching import (
+    estimate_reference,
+    estimated_reference,
+    match_reference,
+    means_reference,
+    new_score,
+    score_table,
+)
+
+
+def random_clients(sizes, features, seed=0, scale=1.0, dtype=torch.float64):
+    """Neurons around common ones, so that some scores are close to one another."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randn(max(sizes), features, generator=generator, dtype=torch.float64)
+    clients = []
+    for size in sizes:
+        chosen = torch.randperm(max(sizes), generator=generator)[:size]
+        noise = torch.randn(size, features, generator=generator, dtype=torch.float64)
+        clients.append((scale * (common[chosen] + 0.8 * noise)).to(dtype))
+    return clients
+
+
+def partition(assignments):
+    """The sets of (client, neuron) that belong together."""
+    sets = {}
+    for client, places in enumerate(assignments):
+        for neuron, place in enumerate(places.tolist()):
+            sets.setdefault(place, set()).add((client, neuron))
+    return {frozenset(members) for members in sets.values()}
+
+
+def numpy_of(clients):
+    return [own.numpy() for own in clients]
+
+
+def compared(clients, score, gamma, variance, prior_variance, prior_mean, passes=5, max_width=None, seed=3):
+    """Our matching, asserted to be the reference's."""
+    count, size = len(clients), clients[0].shape[1]
+    options = {"variance": variance, "prior_variance": prior_variance, "prior_mean": prior_mean}
+    ours = match_neurons(
+        clients, np.random.default_rng(seed), score, gamma=gamma, passes=passes, max_width=max_width, **options
+    )
+    full = [
+        torch.as_tensor(options[name], dtype=torch.float64).expand(shape).numpy()
+        for name, shape in (("variance", (count, size)), ("prior_variance", (size,)), ("prior_mean", (size,)))
+    ]
+    generator = np.random.default_rng(seed)
+    theirs = match_reference(numpy_of(clients), generator, score, gamma, *full, passes, max_width=max_width)
+    assert partition(ours.assignments) == {frozenset(members) for members in theirs}
+    places = [int(ours.assignments[client][neuron]) for (client, neuron), *_ in theirs]  # ours of each of theirs
+    assert sorted(places) == list(range(len(theirs)))
+    tolerance = 1e-10 if clients[0].dtype == torch.float64 else 1e-5
+    means, estimate = means_reference(theirs, numpy_of(clients)), estimate_reference(theirs, numpy_of(clients), *full)
+    np.testing.assert_allclose(ours.means[places], means, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(ours.estimate[places], estimate, rtol=tolerance, atol=tolerance)
+    assert ours.owners[places].tolist() == [len(members) for members in theirs]
+    assert ours.passes <= passes
+    return ours
+
+
+# --- against plain loops ----------------------------------------------------------------------------------------------
+
+SIZES = [(6, 6, 6), (5, 8, 3, 8), (4, 4), (3,), (4,) * 13]
+"""Neurons per client. With 13 clients popularity goes beyond 10."""
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("score", ["published", "marginal"])
+def test_one_precision_for_all_is_the_reference(sizes, score):
+    widths = set()
+    for gamma, variance, prior_variance, mean in ((7.0, 1.0, 1.0, 0.0), (1.0, 0.3, 2.0, 0.1), (0.01, 0.9, 0.4, 0.0)):
+        match = compared(random_clients(sizes, 5), score, gamma, variance, prior_variance, mean)
+        widths.add(len(match.owners))
+    assert len(sizes) == 1 or len(widths) > 1
+
+
+@pytest.mark.parametrize("score", ["published", "marginal"])
+def test_precisions_per_number_and_client_are_the_references(score):
+    generator = torch.Generator().manual_seed(5)
+    clients = random_clients((5, 8, 3, 8), 6, seed=2)
+    per_number, per_client, both = (
+        0.2 + 2 * torch.rand(shape, generator=generator, dtype=torch.float64) for shape in ((6,), (4, 1), (4, 6))
+    )
+    prior, mean = 0.3 + torch.rand(6, generator=generator), torch.randn(6, generator=generator)
+    for variance in (per_number, per_client, both):
+        compared(clients, score, 1.5, variance, prior.double(), mean.double())
+        compared(clients, score, 1.5, variance, 0.7, 0.2)
+
+
+@pytest.mark.parametrize("score", ["published", "marginal"])
+def test_a_hard_limit_of_the_width_is_the_references(score):
+    clients = random_clients((5, 8, 3, 8), 6, seed=4)
+    free = compared(clients, score, 5.0, 0.1, 1.0, 0.0)
+    assert len(free.owners) > 10
+    for limit in (10, 8):
+        assert len(compared(clients, score, 5.0, 0.1, 1.0, 0.0, max_width=limit).owners) <= limit
+
+
+def test_float32_is_the_reference():
+    for seed in range(3):
+        for variance in (0.5, torch.tensor([0.5, 0.4, 0.7, 1.0, 0.1, 0.3])):
+            match = compared(
+                random_clients((7, 9, 9), 6, seed, dtype=torch.float32), "marginal", 1.0, variance, 1.0, 0.0
+            )
+            assert match.means.dtype == match.estimate.dtype == torch.float32
+
+
+def test_half_precision_is_computed_in_float32():
+    clients = random_clients((7, 9), 6, dtype=torch.float16)
+    ours, theirs = (
+        match_neurons([own.to(kind) for own in clients], np.random.default_rng(0))
+        for kind in (clients[0].dtype, torch.float32)
+    )
+    assert ours.means.dtype == torch.float32
+    assert torch.equal(ours.means, theirs.means)
+
+
+def test_stopping_early_changes_nothing():
+    """The reference makes all five passes; with clear neurons one is enough, with noise alone it is not."""
+    clear = compared(random_clients((6, 6, 6), 40), "marginal", 1.0, 0.6, 1.0, 0.0)
+    noisy = compared([torch.randn(9, 2, dtype=torch.float64) for _ in range(4)], "marginal", 1.0, 0.6, 1.0, 0.0)
+    assert clear.passes == 1 < noisy.passes
+
+
+@pytest.mark.parametrize("blocks", [None, [4, 1], [2, 2, 1]])
+def test_estimated_variances_are_the_references(blocks):
+    for seed in range(3):
+        clients = random_clients((6, 5, 6), 5, seed, scale=0.1)
+        clients = [own * torch.tensor([1, 1, 1, 1, 20.0]) for own in clients]
+        ours = match_neurons(clients, np.random.default_rng(seed), blocks=blocks)
+        theirs, noise, prior = estimated_reference(
+            numpy_of(clients), np.random.default_rng(seed), 1.0, blocks or [5], passes=5
+        )
+        assert partition(ours.assignments) == {frozenset(members) for members in theirs}
+        np.testing.assert_allclose(ours.variance, [np.repeat(noise, blocks or [5])] * 3, rtol=1e-9)
+        np.testing.assert_allclose(ours.prior_variance, np.repeat(prior, blocks or [5]), rtol=1e-9)
+
+
+# --- the reference itself, by hand ------------------------------------------------------------------------------------
+
+
+def test_scores_by_hand():
+    """Two clients of one neuron of one number, all variances 1: (2 + 1)^2 / 3 - 2^2 / 2 and 1^2 / 2, and the logs."""
+    arguments = [np.array([[2.0]]), np.array([[1.0]])], [[1.0], [1.0]], [1.0], [0.0]
+    table = score_table(1, [[(0, 0)]], *arguments, "published", 7.0)
+    np.testing.assert_allclose(table, [[3 - 2 + math.log(1 / 1), 0.5 + 2 * math.log(7 / 2)]])
+    table = score_table(1, [[(0, 0)]], *arguments, "marginal", 7.0)
+    np.testing.assert_allclose(table, [[1 + math.log(2 / 3), 0.5 + math.log(1 / 2) + 2 * math.log(7 / 2)]])
+
+
+def test_the_published_priors_numbers():
+    """Of 16 clients with gamma 7, for weights of 0: 2 log(7 / 16), the second new one, and log(1 / 15)."""
+    clients, ones = [np.zeros((2, 1))] * 16, [[1.0]] * 16
+    new = [new_score(1, 0, k, clients, ones, [1.0], [0.0], "published", 7.0) for k in (1, 2)]
+    np.testing.assert_allclose(new, [-1.65, -3.04], atol=0.005)
+    table = score_table(1, [[(0, 0)]], clients, ones, [1.0], [0.0], "published", 7.0)
+    np.testing.assert_allclose(table[0], [-2.71, *new], atol=0.005)
+
+
+# --- what is known to be right ----------------------------------------------------------------------------------------
+
+
+def planted(num_clients, shared, private, features, noise, seed=0):
+    """Clients with common neurons, neurons of their own and noise, each in its own order; and who belongs where."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randn(shared, features, generator=generator)
+    clients, labels = [], []
+    for client in range(num_clients):
+        own = torch.randn(private, features, generator=generator)
+        order = torch.randperm(shared + private, generator=generator)
+        neurons = torch.cat([common, own]) + noise * torch.randn(shared + private, features, generator=generator)
+        label = torch.cat([torch.arange(shared), shared + client * private + torch.arange(private)])
+        clients.append(neurons[order])
+        labels.append(label[order])
+    return clients, labels
+
+
+@pytest.mark.parametrize(
+    ("num_clients", "shared", "private", "features", "noise"),
+    [(2, 24, 8, 60, 0.3), (5, 24, 8, 200, 1.0), (16, 24, 8, 60, 0.5), (5, 32, 0, 60, 0.5), (5, 8, 24, 200, 0.5)],
+)
+def test_planted_neurons_are_recovered(num_clients, shared, private, features, noise):
+    clients, labels = planted(num_clients, shared, private, features, noise)
+    match = match_neurons(clients, np.random.default_rng(0))
+    assert partition(match.assignments) == partition(labels)
+    assert len(match.owners) == shared + private * num_clients
+    if shared > private:  # enough of them to say how far neurons are from their means
+        assert float(match.variance[0, 0]) == pytest.approx(noise**2, rel=0.1)
+        assert float(match.prior_variance[0]) == pytest.approx(1, rel=0.15)
+
+
+def test_the_published_score_merges_private_neurons():
+    """What the spec has measured of it: of 16 clients, each with 8 of 64 neurons of its own, 79 neurons are left."""
+    clients, labels = planted(16, 56, 8, 40, 0.1)
+    clients = [0.05 * own for own in clients]
+    match = match_neurons(clients, np.random.default_rng(0), "published")
+    assert len(match.owners) == 64 + 15
+    assert len(set.union(*(set(label.tolist()) for label in labels))) == 184
+    assert len(match_neurons(clients, np.random.default_rng(0)).owners) == 184
+
+
+@pytest.mark.parametrize("kind", ["random", "shared", "opposite"])
+def test_the_published_prior_sets_the_width(kind):
+    """Of short neurons every client after the first adds as many as there are k < gamma sqrt(J - 1) / J.
+
+    The second client's k-th new neuron is worth more than one of the first's as long as 2 log(gamma / (J k)) is greater
+    than log(1 / (J - 1)), and later ones have the same choice beside neurons that all share, which are worth more.
+    """
+    with_seven = [(2, 3), (4, 3), (5, 2), (11, 2), (12, 1), (16, 1), (47, 1), (48, 0)]
+    cases = [*((count, 7.0, added) for count, added in with_seven), (16, 1e-3, 0), (16, 20.0, 4), (3, 1.0, 0)]
+    for count, gamma, added in cases:
+        clients = _of_norm(0.1, kind, count)
+        match = match_neurons(clients, np.random.default_rng(0), "published", gamma=gamma)
+        assert len(match.owners) == 12 + added * (count - 1)
+        assert added == sum(k < gamma * math.sqrt(count - 1) / count for k in range(1, 13))
+
+
+def test_of_long_neurons_the_weights_decide_too():
+    """Where the prior alone gives 27, and 47."""
+    widths = [
+        len(match_neurons(_of_norm(norm, kind, 16), np.random.default_rng(0), "published").owners)
+        for norm in (0.3, 3.0)
+        for kind in ("random", "shared", "opposite")
+    ]
+    assert widths[:3] == [27] * 3
+    assert 27 not in widths[3:]
+    clients = [torch.randn(32, 28, generator=torch.Generator().manual_seed(client)) for client in range(16)]
+    assert len(match_neurons(clients, np.random.default_rng(0), "published").owners) > 200
+
+
+def _of_norm(norm, kind, count):
+    """Clients of 12 neurons of a given norm: with nothing in common, with all of it, each the opposite of the last."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(12, 20, generator=generator)
+    clients = {
+        "random": [torch.randn(12, 20, generator=generator) for _ in range(count)],
+        "shared": [first[torch.randperm(12, generator=generator)] for _ in range(count)],
+        "opposite": [first * (-1) ** client for client in range(count)],
+    }[kind]
+    return [norm * own / own.norm(dim=1, keepdim=True) for own in clients]
+
+
+@pytest.mark.parametrize("options", [{"score": "marginal"}, {"score": "published", "gamma": 1e-3}], ids=str)
+def test_identical_clients_are_returned_exactly(options):
+    for seed in range(3):
+        client = torch.randn(20, 11, generator=torch.Generator().manual_seed(seed))
+        for count in (1, 2, 3, 7):
+            match = match_neurons([client] * count, np.random.default_rng(seed), **options)
+            assert all(torch.equal(match.means[own], client) for own in match.assignments)
+            assert match.owners.tolist() == [count] * 20
+            torch.testing.assert_close(match.means, client[torch.argsort(match.assignments[0])], rtol=0, atol=0)
+
+
+def test_permuted_clients_are_found_again():
+    client = torch.randn(30, 9)
+    orders = [torch.randperm(30) for _ in range(4)]
+    match = match_neurons([client[order] for order in orders], np.random.default_rng(0))
+    for own, order in zip(match.assignments, orders, strict=True):
+        assert torch.equal(match.means[own], client[order])
+    assert len(match.owners) == 30
+
+
+@pytest.mark.parametrize("score", ["published", "marginal"])
+def test_the_order_of_a_clients_neurons_changes_nothing(score):
+    clients = random_clients((9, 7, 9), 8)
+    before = match_neurons(clients, np.random.default_rng(1), score)
+    orders = [torch.randperm(len(own)) for own in clients]
+    after = match_neurons(
+        [own[order] for own, order in zip(clients, orders, strict=True)], np.random.default_rng(1), score
+    )
+    back = [
+        torch.empty_like(own).index_copy_(0, order, own) for own, order in zip(after.assignments, orders, strict=True)
+    ]
+    assert partition(back) == partition(before.assignments)
+    for own, other in zip(before.assignments, back, strict=True):
+        torch.testing.assert_close(before.means[own], after.means[other])
+        torch.testing.assert_close(before.estimate[own], after.estimate[other])
+
+
+def test_two_neurons_of_a_client_never_become_one():
+    clients = [torch.ones(6, 3), torch.ones(4, 3), torch.ones(6, 3)]
+    for score in ("published", "marginal"):
+        match = match_neurons(clients, np.random.default_rng(0), score, variance=1.0, prior_variance=1.0)
+        assert all(len(own.unique()) == len(own) for own in match.assignments)
+
+
+def test_limits_of_gamma_and_of_the_variances():
+    clients = random_clients((8, 8, 8), 6)
+
+    def width(score="marginal", **options):
+        options = {"variance": 0.5, "prior_variance": 1.0, **options}
+        return len(match_neurons(clients, np.random.default_rng(0), score, **options).owners)
+
+    for score in ("published", "marginal"):
+        assert width(score, gamma=1e-30) == 8
+        assert width(score, gamma=1e30) == 24
+        assert width(score, gamma=1e30, max_width=11) == 11
+    # clients say nothing: popularity and gamma decide; clients say all: only equal neurons are one
+    assert width(variance=1e12, gamma=1e-3) == 8
+    assert width(variance=1e-9) == 24
+    assert width(variance=torch.full((6,), torch.inf), gamma=1e-3) == 8
+
+
+def test_numbers_of_infinite_variance_have_no_say():
+    clients = random_clients((7, 7, 6), 6)
+    with_others = [torch.cat([own, 50 * torch.randn(len(own), 3, dtype=own.dtype)], 1) for own in clients]
+    variance = torch.tensor([0.5] * 6 + [torch.inf] * 3)
+    ours = match_neurons(with_others, np.random.default_rng(0), variance=variance, prior_variance=1.0)
+    theirs = match_neurons(clients, np.random.default_rng(0), variance=0.5, prior_variance=1.0)
+    assert partition(ours.assignments) == partition(theirs.assignments)
+    torch.testing.assert_close(ours.means[:, :6], theirs.means)
+    equal = [torch.cat([own, torch.full((len(own), 3), 4.0, dtype=own.dtype)], 1) for own in clients]
+    ours = match_neurons(equal, np.random.default_rng(0), blocks=[6, 3])
+    theirs = match_neurons(clients, np.random.default_rng(0))
+    assert partition(ours.assignments) == partition(theirs.assignments)
+    assert (ours.means[:, 6:] == 4).all()
+    assert ours.variance[0, 6:].isinf().all()
+
+
+def test_the_seed_decides():
+    clients = [torch.randn(20, 2) for _ in range(8)]
+    options = {"variance": 0.5, "prior_variance": 1.0}
+    matches = [match_neurons(clients, np.random.default_rng(seed), **options) for seed in (0, 0, 1, 2, 3)]
+    assert all(torch.equal(a, b) for a, b in zip(matches[0].assignments, matches[1].assignments, strict=True))
+    assert any(partition(match.assignments) != partition(matches[0].assignments) for match in matches)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    match_neurons(clients, np.random.default_rng(0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"clients": []}, "at least one client, but got none"),
+        ({"clients": [torch.zeros(2, 3), torch.zeros(2, 4)]}, r"shape \(L_j, 3\).* but got .*\(2, 4\) as number 1"),
+        ({"clients": [torch.zeros(2, 3), torch.zeros(0, 3)]}, r"L_j of at least 1, but got .*\(0, 3\) as number 1"),
+        ({"clients": [torch.zeros(3)]}, r"shape \(L_j, 3\)"),
+        ({"clients": [torch.zeros(2, 3, dtype=torch.int64)]}, "floating-point neurons"),
+        ({"clients": [torch.zeros(2, 3), torch.full((2, 3), torch.nan)]}, "finite, but number 1 has NaN"),
+        ({"score": "posterior"}, "`score` to be one of"),
+        ({"gamma": 0}, "`gamma` to be greater than 0 and finite, but got 0"),
+        ({"gamma": float("nan")}, "`gamma` to be greater than 0"),
+        ({"variance": 0.0}, "`variance` to be greater than 0, but got 0.0"),
+        ({"variance": torch.ones(5)}, r"`variance` to broadcast to the shape \(2, 3\), but got the shape \(5,\)"),
+        ({"prior_variance": -1.0}, "`prior_variance` to be greater than 0"),
+        ({"prior_mean": torch.ones(2, 3)}, r"`prior_mean` to broadcast to the shape \(3,\)"),
+        ({"blocks": [2, 2]}, r"`blocks` to be at least 1 each and to sum to 3, but got \[2, 2\]"),
+        ({"blocks": [3, 0]}, "`blocks` to be at least 1 each"),
+        ({"passes": -1}, "`passes` to be at least 0, but got -1"),
+        ({"max_width": 1}, "`max_width` to be at least 2, but got 1"),
+    ],
+    ids=str,
+)
+def test_refusals(change, words):
+    arguments = {"clients": [torch.zeros(2, 3), torch.ones(2, 3)], "generator": np.random.default_rng(0), **change}
+    with pytest.raises(ValueError, match=words):
+        match_neurons(**arguments)

@@ -1,0 +1,239 @@
+"""MAP@R and the neighbours behind it."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fed.metrics.functional.retrieval import mean_average_precision_at_r, relevant_neighbors
+from lightning_fed.numerics.distances import squared_distances
+from tests import references_retrieval as references
+
+ROOT = Path(__file__).parents[2]
+
+
+def images(count, classes=5, width=4, seed=0):
+    """Embeddings that lean towards their class's direction, unequally long; the last class has one image alone."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(classes - 1, (count,), generator=generator)
+    labels[-1] = classes - 1
+    embeddings = torch.randn(count, width, generator=generator)
+    embeddings += torch.randn(classes, width, generator=generator)[labels]
+    return embeddings * (0.1 + 3 * torch.rand(count, 1, generator=generator)), 100 + 7 * labels
+
+
+def ranked(*relevant):
+    """One query whose neighbours are relevant or not, in this order; given to the search in another one."""
+    gallery = 1.0 + torch.arange(len(relevant))[:, None]
+    order = torch.randperm(len(relevant), generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor(relevant)
+    return {
+        "embeddings": torch.zeros(1, 1),
+        "labels": torch.tensor([1]),
+        "gallery": gallery[order],
+        "gallery_labels": labels[order],
+        "metric": "euclidean",
+    }
+
+
+@pytest.mark.parametrize(
+    ("relevant", "r", "expected"),
+    [
+        ((1, 0, 1, 1, 0), 5, 0.4833333),
+        ((1, 1, 1, 1, 0, 0, 0, 0, 0, 0), 10, 0.4),
+        ((1, 0, 1, 1, 0), "relevant", (1 + 2 / 3) / 3),
+        ((0, 0, 0, 1), 3, 0.0),
+        ((1, 1), 10, 0.2),  # of ten places two are taken
+    ],
+)
+def test_the_examples_of_the_spec(relevant, r, expected):
+    assert mean_average_precision_at_r(r=r, **ranked(*relevant)).item() == pytest.approx(expected, abs=1e-7)
+    depth = sum(relevant) if r == "relevant" else r
+    assert references.average_precision_reference(relevant, depth) == pytest.approx(expected, abs=1e-7)
+    if r != "relevant":
+        hits = relevant_neighbors(k=r, **ranked(*relevant))
+        assert hits.tolist() == [[bool(one) for one in (*relevant, *[0] * 10)[:r]]]
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+@pytest.mark.parametrize("r", [1, 3, 10, 60, "relevant"])
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_against_the_reference(is_apart, r, metric):
+    embeddings, labels = images(37)
+    gallery, gallery_labels = images(23, seed=1) if is_apart else (None, None)
+    expected = references.map_reference(embeddings, labels, r, metric, gallery, gallery_labels)
+    assert 0.01 < expected < 0.95
+    for chunk_size in (1, 5, 16, 37, 1000):
+        result = mean_average_precision_at_r(
+            embeddings,
+            labels,
+            r,
+            metric=metric,
+            gallery=gallery,
+            gallery_labels=gallery_labels,
+            chunk_size=chunk_size,
+        )
+        assert result.dtype == torch.float64
+        assert result.item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_two_metrics_differ_but_for_the_length():
+    embeddings, labels = images(40)
+    cosine, euclidean = (mean_average_precision_at_r(embeddings, labels, metric=m) for m in ("cosine", "euclidean"))
+    assert abs(cosine - euclidean) > 0.01
+    unit = torch.nn.functional.normalize(embeddings.double(), dim=1)
+    assert mean_average_precision_at_r(unit, labels, metric="euclidean").item() == pytest.approx(cosine.item())
+    lengths = torch.rand(40, 1, generator=torch.Generator().manual_seed(3)) + 0.1
+    assert mean_average_precision_at_r(embeddings * lengths, labels).item() == pytest.approx(cosine.item())
+    moved = mean_average_precision_at_r(embeddings.double() + 1e7, labels, metric="euclidean")
+    assert moved.item() == pytest.approx(euclidean.item())
+
+
+def test_a_perfect_model():
+    """The class is the direction: 1, and with five images in a class MAP@10 is 0.4."""
+    labels = torch.arange(30) % 6
+    noise = 0.01 * torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
+    embeddings = torch.eye(6)[labels] + noise
+    assert mean_average_precision_at_r(embeddings, labels, "relevant").item() == 1
+    assert mean_average_precision_at_r(embeddings, labels, 4).item() == 1
+    assert mean_average_precision_at_r(embeddings, labels, 10).item() == pytest.approx(0.4)
+    assert mean_average_precision_at_r(embeddings, torch.arange(30), 10).item() == 0
+    assert mean_average_precision_at_r(embeddings, torch.arange(30), "relevant").isnan()  # no class has two
+
+
+def test_an_image_is_not_its_own_neighbour():
+    """Though its copies are: they are other images."""
+    embeddings, labels = torch.eye(4).repeat(2, 1), torch.arange(4).repeat(2)
+    assert relevant_neighbors(embeddings, labels, 2, chunk_size=3).tolist() == [[True, False]] * 8
+    assert mean_average_precision_at_r(embeddings, labels, "relevant", chunk_size=3).item() == 1
+    apart = relevant_neighbors(embeddings, labels, 3, gallery=embeddings, gallery_labels=labels)
+    assert apart.tolist() == [[True, True, False]] * 8  # a gallery is searched as it is
+
+
+@pytest.mark.parametrize("chunk_size", [2, 7, 100])
+def test_equally_near_images(chunk_size):
+    """Others first, whatever the order: on a grid most distances are those of several images."""
+    generator = torch.Generator().manual_seed(0)
+    embeddings = torch.randint(3, (60, 2), generator=generator).float()
+    labels = torch.randint(3, (60,), generator=generator)
+    for metric in ("cosine", "euclidean"):
+        for r in (5, "relevant"):
+            expected = references.map_reference(embeddings, labels, r, metric)
+            assert expected > 0.01
+            for order in (torch.arange(60), torch.randperm(60, generator=generator), labels.argsort()):
+                result = mean_average_precision_at_r(
+                    embeddings[order], labels[order], r, metric=metric, chunk_size=chunk_size
+                )
+                assert result.item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("point", [torch.zeros(3), torch.tensor([0.3, -0.7, 1.1])])
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+def test_one_point_for_all_images_gets_no_credit(point, metric):
+    labels = torch.arange(40) // 2
+    assert mean_average_precision_at_r(point.repeat(40, 1), labels, 10, metric=metric, chunk_size=16).item() == 0
+    assert mean_average_precision_at_r(point.repeat(40, 1), labels, "relevant", metric=metric).item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_types(dtype):
+    embeddings, labels = images(30)
+    expected = mean_average_precision_at_r(embeddings.to(dtype).double(), labels)
+    result = mean_average_precision_at_r(embeddings.to(dtype), labels.to(torch.int32))
+    assert result.item() == pytest.approx(expected.item(), abs=1e-12)
+
+
+def test_precision_and_recall():
+    embeddings, labels = images(31)
+    expected = [
+        references.ranking_reference(
+            query.tolist(), label, embeddings[torch.arange(31) != i].double(), labels[torch.arange(31) != i], "cosine"
+        )[:4]
+        for i, (query, label) in enumerate(zip(embeddings.double(), labels, strict=True))
+    ]
+    hits = relevant_neighbors(embeddings, labels, 4, chunk_size=10)
+    assert hits.dtype == torch.bool
+    assert hits.int().tolist() == expected
+
+
+def test_the_inputs_stay_as_they_are():
+    embeddings, labels = images(20)
+    embeddings = embeddings.double().requires_grad_()
+    before = embeddings.detach().clone(), labels.clone()
+    for metric in ("cosine", "euclidean"):
+        assert not mean_average_precision_at_r(embeddings, labels, metric=metric).requires_grad
+    assert torch.equal(embeddings.detach(), before[0])
+    assert torch.equal(labels, before[1])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite(value):
+    """A model that has diverged: the score says so, as its loss does."""
+    embeddings, labels = images(9)
+    embeddings[4, 1] = value
+    assert mean_average_precision_at_r(embeddings, labels).isnan()
+    finite, _ = images(9)
+    assert mean_average_precision_at_r(finite, labels, gallery=embeddings, gallery_labels=labels).isnan()
+    with pytest.raises(ValueError, match="Expected finite embeddings, but got NaN or infinite values"):
+        relevant_neighbors(embeddings, labels, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 0}, "`r` to be at least 1, but got 0"),
+        ({"r": 2.5}, "`r` to be a whole number, but got 2.5"),
+        ({"r": "all"}, "`r` to be a whole number or 'relevant', but got 'all'"),
+        ({"metric": "dot"}, r"`metric` to be one of \['cosine', 'euclidean'\], but got 'dot'"),
+        ({"chunk_size": 0}, "`chunk_size` to be at least 1, but got 0"),
+        ({"embeddings": torch.zeros(9)}, r"`embeddings` of shape \(n, d\), at least one, but got \(9,\)"),
+        ({"embeddings": torch.zeros(0, 4), "labels": torch.zeros(0).long()}, r"at least one, but got \(0, 4\)"),
+        ({"labels": torch.zeros(8).long()}, r"`labels` of shape \(9,\), but got \(8,\)"),
+        ({"labels": torch.zeros(9)}, r"`labels` to be integers, but got torch\.float32"),
+        ({"gallery": torch.zeros(3, 4)}, "`gallery` and `gallery_labels` together, but got one of them"),
+        ({"gallery_labels": torch.zeros(3).long()}, "`gallery` and `gallery_labels` together, but got one of them"),
+        (
+            {"gallery": torch.zeros(3, 5), "gallery_labels": torch.zeros(3).long()},
+            r"`gallery` of shape \(m, 4\), but got \(3, 5\)",
+        ),
+        (
+            {"gallery": torch.zeros(3, 4), "gallery_labels": torch.zeros(2).long()},
+            r"`gallery_labels` of shape \(3,\), but got \(2,\)",
+        ),
+    ],
+)
+def test_refusals(changes, message):
+    embeddings, labels = images(9)
+    with pytest.raises(ValueError, match=message):
+        mean_average_precision_at_r(**{"embeddings": embeddings, "labels": labels, **changes})
+
+
+def test_distances():
+    """Of copies none, far from zero too; the rest as they are."""
+    samples = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)).double()
+    expected = [
+        [sum((a - b) ** 2 for a, b in zip(x, y, strict=True)) for y in samples.tolist()] for x in samples.tolist()
+    ]
+    for offset in (0.0, 1e6):
+        moved = samples + offset
+        for shift in (torch.zeros(3), moved.mean(0)):
+            distances = squared_distances(moved, moved, shift.double())
+            assert (distances.diagonal() == 0).all()
+            assert (distances >= 0).all()
+            if not offset or shift.any():
+                torch.testing.assert_close(distances, torch.tensor(expected).double(), atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_memory_is_bounded():
+    """Of 6,000 images all distances would take 274 MiB."""
+    command = [sys.executable, "benchmarks/retrieval_memory.py", "--measure", "map", "--samples", "6000"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["peak_bytes"] - result["input_bytes"] < 6000**2 * 8 / 2
+    assert 0 < result["value"] < 1
+    assert math.isfinite(result["cpu_s"])

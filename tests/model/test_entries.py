@@ -1,0 +1,283 @@
+"""Entries of a module's state: live, tied, with a policy; and what does not fit."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from lightning_fed.model.entries import (
+    batch_norm_statistics,
+    copy_state,
+    entry_policies,
+    find_fault,
+    find_non_finite,
+    live_entries,
+    load_entries,
+    select_entries,
+    tied_names,
+)
+
+
+class Tied(nn.Module):
+    """A language model's usual tie, a module under two names, a buffer, and a buffer that is not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.decoder = nn.Linear(3, 5)
+        self.decoder.weight = self.embedding.weight
+        self.again = self.decoder
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+class WithExtra(nn.Module):
+    def __init__(self, extra):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+# --- live entries ----------------------------------------------------------------------------------------------------
+
+
+def net():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+
+
+def test_writing_to_entries_changes_the_module():
+    module = net()
+    entries = live_entries(module)
+    assert list(entries) == list(module.state_dict())
+    for place, value in enumerate(entries.values()):
+        value.fill_(place)
+    for place, value in enumerate(module.state_dict().values()):
+        assert torch.equal(value, torch.full_like(value, place))
+    assert all(parameter.requires_grad and parameter.grad_fn is None for parameter in module.parameters())
+
+
+def test_entries_stay_live_while_the_module_trains():
+    module = net()
+    entries = live_entries(module)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    module(torch.randn(2, 3, 3, 3)).sum().backward()
+    optimizer.step()
+    for name, value in module.state_dict().items():
+        assert torch.equal(entries[name], value)
+
+
+def test_tied_entries_appear_once():
+    module = Tied()
+    entries = live_entries(module)
+    assert list(entries) == ["count", "embedding.weight", "decoder.bias"]
+    entries["embedding.weight"].fill_(2.0)
+    assert module.again.weight.unique().tolist() == [2.0]
+    names = tied_names(module.state_dict())
+    assert names["decoder.weight"] == names["again.weight"] == names["embedding.weight"] == "embedding.weight"
+    assert names["again.bias"] == "decoder.bias"
+
+
+def test_empty_tensors_are_not_tied():
+    """They have no memory, and so all the same address."""
+    state = {"a": torch.zeros(0), "b": torch.zeros(0)}
+    assert tied_names(state) == {"a": "a", "b": "b"}
+
+
+def test_views_are_not_ties():
+    """Entries of one memory that differ in shape or place are entries of their own."""
+    memory = torch.zeros(2, 3)
+    state = {"all": memory, "row": memory[0], "flat": memory.view(6), "transposed": memory.T, "same": memory.view(2, 3)}
+    assert tied_names(state) == {
+        "all": "all", "row": "row", "flat": "flat", "transposed": "transposed", "same": "all"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", [{"a": 1}, torch.tensor([1.0]), None])
+def test_extra_state_is_left_out(extra):
+    """It is not memory of the module: writing to it would change nothing."""
+    module = nn.Sequential(WithExtra(extra))
+    assert list(live_entries(module)) == ["0.weight"]
+
+
+def test_parametrized_modules():
+    module = parametrizations.weight_norm(nn.Linear(3, 2))
+    entries = live_entries(module)
+    assert set(entries) == set(module.state_dict())
+    entries["parametrizations.weight.original0"].fill_(0.0)
+    assert module.weight.abs().max() == 0
+
+
+def test_modules_without_entries():
+    assert live_entries(nn.ReLU()) == {}
+    assert entry_policies(nn.ReLU()) == {}
+
+
+def test_copies_share_nothing():
+    module = net()
+    copied = copy_state(live_entries(module))
+    before = module[3].bias.detach().clone()
+    copied["3.bias"].fill_(100.0)
+    assert torch.equal(module[3].bias, before)
+    assert not any(value.requires_grad for value in copied.values())
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_loading():
+    module, other = net(), net()
+    load_entries(live_entries(module), copy_state(live_entries(other)))
+    for name, value in other.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value)
+    load_entries(live_entries(module), {"3.bias": torch.tensor([5.0, 6.0])})
+    assert module[3].bias.tolist() == [5.0, 6.0]
+
+
+def test_parameters_that_are_not_trained_are_loaded_too():
+    module = net()
+    module.requires_grad_(False)
+    load_entries(live_entries(module), {"3.bias": torch.ones(2)})
+    assert module[3].bias.tolist() == [1.0, 1.0]
+    assert not module[3].bias.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("3.bias", torch.zeros(3), r"entry '3.bias' has shape \(3,\) instead of \(2,\)"),
+        ("3.bias", torch.zeros(()), r"entry '3.bias' has shape \(\) instead of \(2,\)"),
+        ("3.bias", torch.zeros(2).half(), "entry '3.bias' has dtype torch.float16 instead of torch.float32"),
+        ("3.bais", torch.zeros(2), "1 unexpected entries: '3.bais'"),
+    ],
+)
+def test_nothing_is_written_where_something_does_not_fit(name, value, message):
+    module = net()
+    before = copy_state(module.state_dict())
+    with pytest.raises(ValueError, match=f"cannot be loaded: {message}"):
+        load_entries(live_entries(module), {"0.weight": torch.zeros(4, 3, 3, 3), name: value})
+    for entry, expected in before.items():
+        assert torch.equal(module.state_dict()[entry], expected)
+
+
+def test_values_that_are_not_finite_can_be_loaded():
+    """A mask of minus infinity is a legitimate buffer."""
+    module = net()
+    load_entries(live_entries(module), {"3.bias": torch.full((2,), float("-inf"))})
+    assert module[3].bias.tolist() == [float("-inf")] * 2
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_faults():
+    reference = {name: torch.empty(2, device="meta") for name in "abcdefg"}
+    good = {name: torch.zeros(2) for name in "gfedcba"}  # in any order
+    assert find_fault(good, reference) is None
+    assert find_fault({}, reference) == "7 missing entries: 'a', 'b', 'c', 'd', 'e' and 2 more"
+    assert find_fault({**good, "h": torch.zeros(1)}, reference) == "1 unexpected entries: 'h'"
+    assert find_fault({**good, "c": torch.zeros(2, 1)}, reference) == "entry 'c' has shape (2, 1) instead of (2,)"
+    nan = {**good, "d": torch.tensor([0.0, float("nan")])}
+    assert find_fault(nan, reference) == "entry 'd' has NaN or infinite values"
+    assert find_fault(nan, reference, finite=False) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite(dtype, bad):
+    state = {"steps": torch.tensor(2**40), "w": torch.ones(3, dtype=dtype), "mask": torch.ones(2, dtype=torch.bool)}
+    assert find_non_finite(state) is None
+    state["w"][1] = bad
+    assert find_non_finite(state) == "entry 'w' has NaN or infinite values"
+
+
+def test_the_first_of_several_is_named():
+    bad = torch.tensor(float("nan"))
+    assert find_non_finite({"a": torch.tensor(1.0), "b": bad, "c": bad}) == "entry 'b' has NaN or infinite values"
+    assert find_non_finite({}) is None
+    assert find_non_finite({"integers": torch.tensor(3)}) is None
+    assert find_non_finite({"none": torch.zeros(0)}) is None
+
+
+# --- policies --------------------------------------------------------------------------------------------------------
+
+
+def test_everything_is_shared_by_default():
+    assert set(entry_policies(net()).values()) == {"shared"}
+
+
+def test_policies_by_pattern_and_type():
+    policies = entry_policies(net(), personal=["3.*"], frozen=[nn.BatchNorm2d])
+    assert {name for name, policy in policies.items() if policy == "personal"} == {"3.weight", "3.bias"}
+    assert {name for name, policy in policies.items() if policy == "frozen"} == {
+        "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"
+    }  # fmt: skip
+    assert list(policies) == list(live_entries(net()))
+
+
+def test_a_type_means_its_subclasses_and_what_is_in_them():
+    class Block(nn.Sequential):
+        pass
+
+    module = nn.Sequential(Block(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.Linear(2, 2))
+    names = live_entries(module)
+    selected = select_entries(module, names, [Block], "personal")
+    assert selected == {name for name in names if name.startswith("0.")}
+    assert select_entries(module, names, [nn.Module], "personal") == set(names)  # the module itself
+
+
+def test_names_that_begin_alike():
+    """Layer 1 is not layer 10."""
+    module = nn.Sequential(*[nn.Linear(1, 1) for _ in range(11)])
+    module[1] = nn.BatchNorm1d(1)
+    selected = select_entries(module, live_entries(module), [nn.BatchNorm1d], "frozen")
+    assert {name.split(".")[0] for name in selected} == {"1"}
+
+
+def test_patterns_mind_case_and_the_whole_name():
+    module = nn.ModuleDict({"Head": nn.Linear(1, 1), "head": nn.Linear(1, 1), "header": nn.Linear(1, 1)})
+    names = live_entries(module)
+    assert select_entries(module, names, ["head.*"], "personal") == {"head.weight", "head.bias"}
+    assert select_entries(module, names, ["*.bias", "Head.weight"], "personal") == {
+        "Head.bias", "head.bias", "header.bias", "Head.weight"
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="`personal` to match entries of the model, but 'head' matches none of"):
+        select_entries(module, names, ["head"], "personal")
+
+
+@pytest.mark.parametrize("selector", ["tail.*", nn.LSTM])
+@pytest.mark.parametrize("option", ["personal", "frozen"])
+def test_a_selector_that_matches_nothing(selector, option):
+    with pytest.raises(ValueError, match=f"every selector in `{option}` to match entries of the model"):
+        entry_policies(net(), **{option: [selector]})
+
+
+def test_an_entry_with_two_policies():
+    with pytest.raises(ValueError, match=r"these are both: '3.bias', '3.weight'"):
+        entry_policies(net(), personal=["3.*"], frozen=[nn.Linear])
+
+
+def test_the_policy_of_tied_entries_is_that_of_the_first_name():
+    policies = entry_policies(Tied(), personal=["embedding.*"])
+    assert policies == {"count": "shared", "embedding.weight": "personal", "decoder.bias": "shared"}
+    with pytest.raises(ValueError, match=r"again\.weight"):
+        entry_policies(Tied(), personal=["again.weight"])
+
+
+def test_batch_norm_statistics():
+    module = nn.Sequential(
+        nn.BatchNorm1d(2),
+        nn.BatchNorm2d(2, affine=False),
+        nn.BatchNorm3d(2, track_running_stats=False),
+        nn.GroupNorm(1, 2),
+    )
+    kinds = ("running_mean", "running_var", "num_batches_tracked")
+    assert batch_norm_statistics(module) == {f"{layer}.{kind}" for layer in (0, 1) for kind in kinds}
+    assert batch_norm_statistics(nn.BatchNorm1d(2)) == set(kinds)
+    assert batch_norm_statistics(nn.SyncBatchNorm(2)) == set(kinds)
+    assert batch_norm_statistics(nn.Linear(1, 1)) == set()

@@ -1,0 +1,151 @@
+"""Evaluation client by client outside a fit, and which mappings are clients."""
+
+import logging
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_fed import FederatedDataModule, Federation
+from lightning_fed.client.client_store import FolderStore
+from lightning_fed.data import IID
+from tests import models
+from tests.recorders import assert_same, state_of
+
+CLIENTS = models.vectors({"ann": 40, "bob": 41, "cid": 30})
+HELD_OUT = models.vectors({"ann": 11, "bob": 40, "cid": 20})
+PERSONAL = ("net.head.*",)
+
+# The checkpoints know of the ModelCheckpoint that made them.
+pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+
+
+class Both(models.Module):
+    def __init__(self):
+        super().__init__(models.BaseAndHead(), models.momentum)
+
+    def test_step(self, batch, batch_idx):
+        inputs, targets = batch
+        self.log("test_acc", (self(inputs).argmax(1) == targets).float().mean())
+
+
+def data():
+    held_out = models.as_datasets(HELD_OUT)
+    return FederatedDataModule(models.as_datasets(CLIENTS), val=held_out, test=held_out)
+
+
+def of_clients(trainer, name):
+    found = {key: float(value) for key, value in trainer.callback_metrics.items() if key.endswith(name)}
+    return {key: value for key, value in found.items() if key.startswith("client/")}
+
+
+@pytest.fixture(params=["memory", "folder"])
+def fitted(request, federated_trainer, tmp_path):
+    """A fit of three rounds with personal heads, a checkpoint of its end, and where its clients keep theirs."""
+    store = None if request.param == "memory" else tmp_path / "clients"
+    checkpoints = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+    trainer = federated_trainer(
+        max_rounds=3, personal=PERSONAL, store=store, callbacks=[checkpoints], enable_checkpointing=True
+    )
+    trainer.fit(Both(), datamodule=data())
+    return trainer, tmp_path, store
+
+
+@pytest.mark.parametrize("door", ["trainer", "callback"])
+def test_a_checkpoint_is_evaluated_with_each_clients_own_model(door, fitted, federated_trainer, plain_trainer):
+    before, folder, store = fitted
+    expected = {name: before.federation.client_state(name) for name in CLIENTS}
+    reached = of_clients(before, "val_acc")
+    assert len(set(reached.values())) > 1
+    options = {"personal": PERSONAL, "store": store}
+    if door == "trainer":
+        trainer = federated_trainer(**options)
+        federation = trainer.federation
+    else:
+        federation = Federation(**options)
+        trainer = plain_trainer(callbacks=[federation])
+    module = Both()
+    trainer.validate(module, datamodule=data(), ckpt_path=folder / "epoch=2.ckpt", verbose=False)
+    assert of_clients(trainer, "val_acc") == reached
+    mean = sum(reached.values()) / 3
+    assert float(trainer.callback_metrics["fed/val_acc/mean"]) == pytest.approx(mean)
+    for name in CLIENTS:
+        assert_same(expected[name], federation.client_state(name))
+    with pytest.raises(ValueError, match="Expected one of the federation's clients, but got 'typo'"):
+        federation.client_state("typo")
+    trainer.test(module, datamodule=data(), ckpt_path=folder / "epoch=2.ckpt", verbose=False)
+    tested = of_clients(trainer, "test_acc")
+    assert tested == pytest.approx({name.replace("val", "test"): value for name, value in reached.items()})
+    assert_same(state_of(module), torch.load(folder / "epoch=2.ckpt", weights_only=True)["state_dict"])
+    assert "log" not in vars(module)
+
+
+def test_after_a_fit_validation_says_the_same(fitted):
+    trainer, _, _ = fitted
+    reached = of_clients(trainer, "val_acc")
+    trainer.callback_metrics.clear()
+    trainer.validate(trainer.lightning_module, datamodule=data(), verbose=False)
+    assert of_clients(trainer, "val_acc") == reached
+
+
+@pytest.mark.parametrize("keep_all", [False, True])
+def test_what_a_folder_no_longer_has_is_not_evaluated(keep_all, federated_trainer, tmp_path, caplog):
+    checkpoints = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+    store = FolderStore(tmp_path / "clients", keep_all=keep_all)
+    fit = federated_trainer(
+        max_rounds=5, personal=PERSONAL, store=store, callbacks=[checkpoints], enable_checkpointing=True
+    )
+    fit.fit(Both(), datamodule=data())
+    trainer = federated_trainer(personal=PERSONAL, store=tmp_path / "clients")
+    [values] = trainer.validate(Both(), datamodule=data(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
+    assert "val_acc" in values
+    assert bool(of_clients(trainer, "val_acc")) == keep_all
+    assert ("The clients are not evaluated one by one" in caplog.text) != keep_all
+    assert ("keep_all=True" in caplog.text) != keep_all
+
+
+def test_a_plain_checkpoint_is_evaluated_with_what_there_is(plain_trainer, federated_trainer, tmp_path):
+    plain = plain_trainer(max_epochs=1)
+    plain.fit(Both(), datamodule=data())
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    trainer = federated_trainer(personal=PERSONAL)
+    trainer.validate(Both(), datamodule=data(), ckpt_path=tmp_path / "plain.ckpt", verbose=False)
+    assert len(of_clients(trainer, "val_acc")) == 3
+
+
+# --- which mappings are clients ---------------------------------------------------------------------------------------
+
+
+class Several(models.Module):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("sanity", [0, 2])
+def test_loaders_by_name_are_lightnings(sanity, federated_trainer):
+    inputs, targets = CLIENTS["ann"]
+    train = DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=8)
+    parts = models.as_datasets({"easy": HELD_OUT["ann"], "hard": HELD_OUT["bob"]})
+    loaders = {"easy": DataLoader(parts["easy"], 8), "hard": parts["hard"]}
+    trainer = federated_trainer(max_rounds=1, partition=IID(4), num_sanity_val_steps=sanity)
+    trainer.fit(Several(models.mlp()), train, loaders)
+    assert {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"} <= set(trainer.callback_metrics)
+    assert not [name for name in trainer.callback_metrics if name.startswith(("client/", "fed/val"))]
+    trainer = federated_trainer(max_rounds=1, partition=IID(4), num_sanity_val_steps=sanity)
+    trainer.fit(Several(models.mlp()), train, dict(enumerate(loaders.values())))
+    assert {"val_loss", "client/0/val_loss", "client/1/val_loss"} <= set(trainer.callback_metrics)
+
+
+@pytest.mark.parametrize("personal", [PERSONAL, ()])
+def test_clients_that_do_not_train_are_named(personal, federated_trainer, caplog):
+    held_out = models.as_datasets({"ann": HELD_OUT["ann"], "bobb": HELD_OUT["bob"]})
+    trainer = federated_trainer(max_rounds=2, personal=personal)
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        trainer.fit(Both(), models.as_datasets(CLIENTS), held_out)
+    said = [record for record in caplog.records if "that do not train" in record.message]
+    assert [record.levelname for record in said] == ["WARNING" if personal else "INFO"]
+    assert "'bobb'" in said[0].message
+    assert "'ann', 'bob', 'cid'" in said[0].message
+    assert "initial values" in said[0].message or not personal
+    assert "client/bobb/val_acc" in trainer.callback_metrics

@@ -1,0 +1,190 @@
+"""What callbacks keep for a client between its visits, whose visit it is, and what an aggregator reports."""
+
+import math
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_fed import FederatedCallback, Federation, FolderStore, MemoryStore
+from lightning_fed.algorithms import FairAvg
+from lightning_fed.server.server import Aggregator
+from tests import models
+from tests.recorders import MemoryLogger, Recorder
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+SEED = 5
+
+
+def find(trainer):
+    return next(callback for callback in trainer.callbacks if isinstance(callback, Federation))
+
+
+class Tally(FederatedCallback):
+    """Counts each client's visits in its memory, and notes what it found there."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_client_start(self, trainer, module, client, broadcast):
+        self.found.append((broadcast.round, client, dict(find(trainer).client_memory)))
+
+    def on_client_end(self, trainer, module, client, update):
+        memory = find(trainer).client_memory
+        memory["visits"] = memory.get("visits", torch.tensor(0)) + 1
+        memory["bias"] = update.state["net.base.0.bias"].clone()
+
+
+@pytest.mark.parametrize("options", [{}, {"personal": ["net.head.*"], "optimizer_state": "keep"}])
+@pytest.mark.parametrize("kind", ["memory", "folder"])
+def test_what_a_client_keeps(kind, options, federated_trainer, tmp_path):
+    """It finds what it left, and nothing else; beside its layers and its optimizer's state."""
+    store = MemoryStore() if kind == "memory" else FolderStore(tmp_path / "clients")
+    tally, recorder = Tally(), Recorder()
+    trainer = federated_trainer(
+        max_rounds=5, clients_per_round=2, callbacks=[tally, recorder], store=store, seed=SEED, **options
+    )
+    trainer.fit(models.Module(models.BaseAndHead(), models.adam), models.as_datasets(models.vectors()))
+    visits, biases = {}, {}
+    for (_, client, memory), visit in zip(tally.found, recorder.visits, strict=True):
+        assert set(memory) == ({"visits", "bias"} if client in visits else set())
+        if client in visits:
+            assert memory["visits"] == visits[client]
+            assert torch.equal(memory["bias"], biases[client])
+        visits[client] = visits.get(client, 0) + 1
+        biases[client] = visit.update["net.base.0.bias"]
+    assert max(visits.values()) > 2
+    kept = {name for name in store.get(recorder.visits[-1].client) if name.startswith("memory:")}
+    assert kept == {"memory:visits", "memory:bias"}
+
+
+def test_it_is_kept_only_if_the_update_was_good(federated_trainer):
+    class Nonsense(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            if trainer.current_epoch == 1:
+                update.state["net.base.0.bias"] = update.state["net.base.0.bias"] * math.nan
+
+    tally = Tally()
+    trainer = federated_trainer(max_rounds=3, callbacks=[tally, Nonsense()])
+    trainer.fit(models.Module(models.BaseAndHead()), models.as_datasets(models.vectors({"a": 20})))
+    assert [int(memory.get("visits", 0)) for _, _, memory in tally.found] == [0, 1, 1]
+
+
+def test_nothing_is_kept_by_itself(federated_trainer):
+    trainer = federated_trainer(max_rounds=1)
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors({"a": 20})))
+    assert find(trainer).store.get("a") is None
+
+
+class Watch(FederatedCallback):
+    """Notes whose visit it is, in every hook."""
+
+    def __init__(self):
+        self.seen = []
+
+    def note(self, hook, trainer):
+        federation = find(trainer)
+        visit = federation.current_visit
+        if visit is None:
+            assert federation.current_client is None
+            with pytest.raises(RuntimeError, match="No client is training: its memory can be asked for during its"):
+                _ = federation.client_memory
+        else:
+            assert federation.current_client == visit.visit.client
+            assert federation.client_memory == {}
+        self.seen.append((hook, None if visit is None else (visit.visit.client, visit.num_batches)))
+
+    def on_client_start(self, trainer, module, client, broadcast):
+        self.note("start", trainer)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.note("batch", trainer)
+
+    def on_client_end(self, trainer, module, client, update):
+        self.note("end", trainer)
+
+    def on_server_aggregate(self, trainer, module, state):
+        self.note("aggregate", trainer)
+
+    def on_train_epoch_end(self, trainer, module):
+        self.note("epoch end", trainer)
+
+
+def test_whose_visit_it_is(federated_trainer):
+    """From the moment the client has its model until its answer is sent."""
+    watch = Watch()
+    trainer = federated_trainer(max_rounds=1, callbacks=[watch])
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors({"a": 40, "b": 20})))
+    assert watch.seen == [
+        ("start", ("a", 2)),
+        ("batch", ("a", 2)),
+        ("batch", ("a", 2)),
+        ("end", ("a", 2)),
+        ("start", ("b", 1)),
+        ("batch", ("b", 1)),
+        ("end", ("b", 1)),
+        ("aggregate", None),
+        ("epoch end", None),
+    ]
+
+
+def test_an_error_in_the_answer_names_the_visit(federated_trainer):
+    class Trouble(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            if client == "b":
+                raise ZeroDivisionError
+
+    trainer = federated_trainer(max_rounds=1, callbacks=[Trouble()])
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors({"a": 40, "b": 20})))
+    assert caught.value.__notes__ == ["In round 0, in the visit of client 'b'."]
+
+
+class Reporting(Aggregator):
+    """FairAvg that reports how many clients it has averaged, in all rounds."""
+
+    def __init__(self):
+        self.inner = FairAvg()
+        self.count = 0
+
+    def start_round(self, round, state):
+        self.inner.start_round(round, state)
+
+    def broadcast(self, client):
+        return self.inner.broadcast(client)
+
+    def receive(self, update):
+        self.inner.receive(update)
+        self.count += 1
+
+    def merge(self, other):
+        self.inner.merge(other.inner)
+
+    def aggregate(self):
+        return self.inner.aggregate()
+
+    def metrics(self):
+        return {"reporting/count": float(self.count)}
+
+
+def test_what_an_aggregator_reports_is_logged(federated_trainer):
+    """Of every round with a new global model, where callbacks find it too."""
+
+    class Nonsense(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            if trainer.current_epoch == 1:
+                update.state["net.0.bias"] = update.state["net.0.bias"] * math.nan
+
+    class Look(L.Callback):
+        def on_validation_start(self, trainer, module):
+            if "reporting/count" in trainer.callback_metrics:
+                seen.append(float(trainer.callback_metrics["reporting/count"]))
+
+    seen, logger = [], MemoryLogger()
+    clients = models.as_datasets(models.vectors({"a": 40, "b": 20}))
+    trainer = federated_trainer(max_rounds=3, aggregator=Reporting(), callbacks=[Nonsense(), Look()], logger=logger)
+    trainer.fit(models.Module(models.mlp()), clients, clients)
+    assert logger.curve("reporting/count") == [(0, 2.0), (2, 4.0)]
+    assert seen[0] == 2.0
+    assert seen[-1] == 4.0

@@ -1,0 +1,111 @@
+"""A round's numbers reach every logger once, and callbacks that monitor them, also after a resume."""
+
+import csv
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_fed import FederatedDataModule, FederatedTrainer
+from tests.models import Module, as_datasets, mlp, vectors
+
+OWN = {
+    *(f"fed/{name}" for name in ("clients", "stragglers", "dropped", "failed", "num_samples", "drift")),
+    *(f"fed/{name}" for name in ("update_norm", "global_update_norm")),
+    *(f"comm/{name}" for name in ("up_bytes", "down_bytes", "total_up_bytes", "total_down_bytes")),
+}
+
+
+class Stop(Exception):
+    """Raised to break a fit off."""
+
+
+class BreakOff(L.Callback):
+    def on_validation_end(self, trainer, pl_module):
+        if trainer.current_epoch == 1 and not trainer.sanity_checking:
+            raise Stop
+
+
+def data():
+    clients = as_datasets(vectors())
+    return FederatedDataModule(clients, val=next(iter(clients.values())), batch_size=4)
+
+
+def trainer(folder, name, *callbacks, rounds=3):
+    return FederatedTrainer(
+        max_rounds=rounds,
+        seed=0,
+        callbacks=list(callbacks),
+        logger=CSVLogger(folder, name="", version=name, flush_logs_every_n_steps=1),
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+
+
+def module():
+    torch.manual_seed(0)
+    return Module(mlp())
+
+
+def own_rows(folder, name):
+    """The rows of the log that hold the round's own numbers."""
+    with open(folder / name / "metrics.csv", newline="") as file:
+        return [row for row in csv.DictReader(file) if row.get("fed/clients")]
+
+
+def test_every_round_is_one_row_with_the_round_as_its_step(tmp_path):
+    made = trainer(tmp_path, "a")
+    made.fit(module(), datamodule=data())
+    rows = own_rows(tmp_path, "a")
+    assert [int(row["step"]) for row in rows] == [0, 1, 2]
+    assert all(OWN.issubset(name for name, value in row.items() if value) for row in rows)
+    last = {name: float(rows[-1][name]) for name in OWN}
+    assert {name: made.callback_metrics[name].item() for name in OWN} == last
+    assert {name: made.logged_metrics[name].item() for name in OWN} == last
+    per_round = float(rows[0]["comm/up_bytes"])
+    assert [float(row["comm/total_up_bytes"]) for row in rows] == [per_round, 2 * per_round, 3 * per_round]
+
+
+def test_byte_counts_beyond_float32_are_exact(tmp_path):
+    made = trainer(tmp_path, "a", rounds=1)
+    made.federation.round_log.load_state_dict({"up_bytes": 2**24, "down_bytes": 0, "last": {}})
+    book = made.federation.round_log
+    book.put(made, 0, {"comm/total_up_bytes": 2**24 + 1})
+    assert made.callback_metrics["comm/total_up_bytes"].item() == 2**24 + 1
+
+
+def test_callbacks_can_monitor_them(tmp_path):
+    checkpoint = ModelCheckpoint(
+        tmp_path / "checkpoints", "{epoch}-{fed/clients:.0f}", "fed/update_norm", auto_insert_metric_name=False
+    )
+    stop = EarlyStopping("fed/clients", patience=1, mode="max", strict=True)
+    made = trainer(tmp_path, "a", checkpoint, stop, rounds=9)
+    made.fit(module(), datamodule=data())
+    assert made.current_epoch == 2  # the number of clients never grew
+    norms = [float(row["fed/update_norm"]) for row in own_rows(tmp_path, "a")]
+    assert checkpoint.best_model_score.item() == pytest.approx(min(norms))
+
+
+def test_a_fit_resumed_between_a_rounds_end_and_its_checkpoint_knows_its_numbers(tmp_path):
+    whole = ModelCheckpoint(tmp_path / "whole", monitor="fed/update_norm", save_top_k=-1)
+    made = trainer(tmp_path, "a", whole)
+    made.fit(module(), datamodule=data())
+
+    saved = tmp_path / "at-validation.ckpt"
+
+    class Save(L.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            if trainer.current_epoch == 1 and not trainer.sanity_checking:
+                trainer.save_checkpoint(saved)
+
+    part = ModelCheckpoint(tmp_path / "part", monitor="fed/update_norm", save_top_k=-1)
+    with pytest.raises(Stop):
+        trainer(tmp_path, "b", part, Save(), BreakOff()).fit(module(), datamodule=data())
+    rest = ModelCheckpoint(tmp_path / "part", monitor="fed/update_norm", save_top_k=-1)
+    trainer(tmp_path, "c", rest).fit(module(), datamodule=data(), ckpt_path=saved)
+    scores = [float(score) for score in whole.best_k_models.values()]
+    assert [float(score) for score in rest.best_k_models.values()] == scores

@@ -1,0 +1,135 @@
+"""The hooks at both ends of a round, and outside of visits."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_fed import FederatedCallback, FederatedDataModule
+from tests import models
+from tests.recorders import assert_same, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+class Watch(FederatedCallback):
+    """Notes the order of a round's hooks, and the model at its start."""
+
+    def __init__(self):
+        self.seen, self.models, self.ends = [], [], []
+
+    def on_server_round_start(self, trainer, module):
+        federation = trainer.federation
+        assert federation.server.report.round == trainer.current_epoch
+        assert federation.current_client is None
+        assert_same(federation.local_model(module).global_state(), state_of(module))
+        self.seen.append("round")
+        self.models.append(state_of(module))
+        torch.manual_seed(0)  # a visit has its own seed, set after this
+
+    def on_server_send(self, trainer, module, client, broadcast):
+        self.seen.append(client)
+
+    def on_server_aggregate(self, trainer, module, state):
+        self.seen.append("aggregate")
+
+    def on_server_round_end(self, trainer, module, is_new):
+        assert_same(trainer.federation.local_model(module).global_state(), state_of(module))
+        assert is_new != all(torch.equal(value, self.models[-1][name]) for name, value in state_of(module).items())
+        self.seen.append("new" if is_new else "old")
+
+    def on_train_epoch_end(self, trainer, module):
+        self.ends.append(state_of(module))
+
+
+def test_it_comes_once_before_the_first_visit_with_the_global_model(federated_trainer):
+    watch, module = Watch(), models.Module(models.mlp(), models.momentum)
+    start = state_of(module)
+    federated_trainer(max_rounds=3, callbacks=[watch]).fit(module, models.as_datasets(models.vectors({"a": 9, "b": 5})))
+    assert watch.seen == ["round", "a", "b", "aggregate", "new"] * 3
+    for before, after in zip(watch.models, [start, *watch.ends[:-1]], strict=True):
+        assert_same(before, after)
+
+
+def test_it_comes_in_a_round_without_visits_too(federated_trainer):
+    class Lost(Dataset):
+        def __len__(self):
+            raise OSError("lost")
+
+    watch = Watch()
+    federated_trainer(max_rounds=2, callbacks=[watch]).fit(models.Module(models.mlp()), {"a": Lost()})
+    assert watch.seen == ["round", "old"] * 2
+
+
+class Spoil(FederatedCallback):
+    """Makes an aggregate of what is no model."""
+
+    def on_server_aggregate(self, trainer, module, state):
+        state["net.0.weight"] = torch.full_like(state["net.0.weight"], torch.nan)
+
+
+class Stop(FederatedCallback):
+    """Breaks the fit off in a visit."""
+
+    def on_train_batch_end(self, trainer, module, *arguments):
+        raise KeyError("broken off")
+
+
+class Enough(FederatedCallback):
+    """Tells the Trainer to stop in a visit."""
+
+    def on_train_batch_end(self, trainer, module, *arguments):
+        trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("other", "seen"),
+    [
+        (Spoil, ["round", "a", "b", "aggregate", "old"] * 2),
+        (Stop, ["round", "a", "old"]),
+        (Enough, ["round", "a", "old"]),
+    ],
+)
+def test_the_end_comes_where_nothing_comes_of_a_round_too(other, seen, federated_trainer):
+    watch, module = Watch(), models.Module(models.mlp(), models.momentum)
+    trainer = federated_trainer(max_rounds=2, callbacks=[watch, other()])
+    try:
+        trainer.fit(module, models.as_datasets(models.vectors({"a": 40, "b": 5})))
+    except KeyError:
+        assert other is Stop
+    assert watch.seen == seen
+
+
+class Loaded(FederatedCallback):
+    """Notes whose model the module has become outside of visits."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_fit_start(self, trainer, module):
+        self.start = state_of(module)
+
+    def on_server_round_start(self, trainer, module):
+        self.seen.append("round")
+
+    def on_model_loaded(self, trainer, module, client):
+        """A client that has trained has a head of its own; the global model has that of the start."""
+        kept = None if client is None else trainer.federation.store.get(client)
+        head = self.start["net.head.weight"] if kept is None else kept["net.head.weight"]
+        assert torch.equal(module.net.head.weight, head)
+        assert kept is None or not torch.equal(head, self.start["net.head.weight"])
+        self.seen.append(client)
+
+    def on_server_aggregate(self, trainer, module, state):
+        self.seen.append("aggregate")
+
+    def on_server_round_end(self, trainer, module, is_new):
+        self.seen.append("end")
+
+
+def test_clients_models_outside_of_visits_are_told_of(federated_trainer):
+    """Of FedDANE's sample, while statistics are measured, and in evaluation."""
+    loaded, clients = Loaded(), models.as_datasets(models.vectors({"a": 9, "b": 6}))
+    federated_trainer(
+        max_rounds=2, aggregator="feddane", batch_norm="recalibrate", personal=["net.head.*"], callbacks=[loaded]
+    ).fit(models.Module(models.BaseAndHead()), datamodule=FederatedDataModule(clients, clients))
+    assert loaded.seen == ["a", "b", None, "round", "aggregate", "a", "b", None, "end", "a", "b", None] * 2

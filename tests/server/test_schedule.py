@@ -1,0 +1,316 @@
+"""The schedule: a pure function of (seed, round) at the cost of the cohort."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fed.server.schedule import Schedule, Visit, client_key, derive_seed
+
+NAMES = [f"hospital {letter}/é" for letter in "abcdefghij"]
+OPTIONS = {"clients_per_round": 0.7, "local_epochs": 5, "stragglers": 0.5, "dropout": 0.3}
+
+
+def described(cohort):
+    visits = [[v.client, v.round, v.seed, v.epochs, v.steps, v.portion, v.is_straggler] for v in cohort.visits]
+    return {"visits": visits, "dropped": list(cohort.dropped)}
+
+
+def print_cohorts():
+    """What the subprocess of `test_hash_seed` runs."""
+    schedule = Schedule(seed=11, **OPTIONS)
+    sys.stdout.write(json.dumps([described(schedule.cohort(round, NAMES)) for round in range(4)]))
+
+
+class Counted(Sequence):
+    """A population that counts what is looked up."""
+
+    def __init__(self, size):
+        self.size = size
+        self.lookups = 0
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, place):
+        if not 0 <= place < self.size:
+            raise IndexError(place)
+        self.lookups += 1
+        return place
+
+
+def test_a_pure_function_of_seed_and_round():
+    schedule = Schedule(seed=3, **OPTIONS)
+    forwards = [schedule.cohort(round, NAMES) for round in range(6)]
+    backwards = [Schedule(seed=3, **OPTIONS).cohort(round, NAMES) for round in reversed(range(6))]
+    assert forwards == backwards[::-1]
+    assert len({described(cohort)["visits"][0][2] for cohort in forwards}) == 6
+    other = [Schedule(seed=4, **OPTIONS).cohort(round, NAMES) for round in range(6)]
+    assert all(ours != theirs for ours, theirs in zip(forwards, other, strict=True))
+
+
+def test_global_generators_are_neither_read_nor_moved():
+    cohorts = []
+    for seed in (0, 1):
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        torch.manual_seed(seed)
+        before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+        cohorts.append(Schedule(seed=3, **OPTIONS).cohort(1, NAMES))
+        after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+        assert before == after
+    assert cohorts[0] == cohorts[1]
+
+
+def test_hash_seed():
+    """Another process, whose `hash` of strings is another one, draws the same."""
+    code = "from tests.test_schedule import print_cohorts; print_cohorts()"
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, check=True)
+    schedule = Schedule(seed=11, **OPTIONS)
+    assert json.loads(done.stdout) == [described(schedule.cohort(round, NAMES)) for round in range(4)]
+
+
+def test_known_values():
+    """Drawn once from the definitions (SHA-256 and `SeedSequence`): changing them changes every published run."""
+    assert client_key("a") == 0xD4315D83A95DFAEB  # sha256 of "s:a"
+    assert client_key(7) == 0x6FAA330D7BDE584F  # sha256 of "i:7"
+    assert derive_seed(0, 1, 2) == 3884055042
+    schedule = Schedule(seed=7, clients_per_round=3, local_epochs=4, stragglers=0.4, dropout=0.2)
+    cohort = schedule.cohort(2, range(100))
+    assert cohort.visits == (Visit(27, round=2, seed=3800934240, epochs=4),)
+    assert cohort.dropped == (15, 98)
+
+
+# --- the cohort ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fraction", "population", "size"),
+    [
+        (0.07, 100, 7),  # 0.07 * 100 is 7.000000000000001
+        (0.1, 100, 10),
+        (0.29, 100, 29),
+        (0.57, 100, 57),
+        (0.1, 11, 2),  # McMahan et al.: the next integer
+        (0.001, 10, 1),  # at least one
+        (1.0, 7, 7),
+        (0.5, 3, 2),
+        (1, 100, 1),  # an int is a count
+        (100, 100, 100),
+    ],
+)
+def test_cohort_size(fraction, population, size):
+    schedule = Schedule(clients_per_round=fraction)
+    assert schedule.cohort_size(population) == size
+    cohort = schedule.cohort(0, range(population))
+    clients = [visit.client for visit in cohort.visits]
+    assert len(clients) == len(set(clients)) == size
+    assert clients == sorted(clients)  # in the population's order
+
+
+@pytest.mark.parametrize("percent", range(1, 101))
+def test_every_whole_percentage_of_100_clients(percent):
+    assert Schedule(clients_per_round=percent / 100).cohort_size(100) == percent
+
+
+def test_clients_are_drawn_uniformly():
+    rounds, population, size = 3000, 20, 6
+    schedule = Schedule(seed=5, clients_per_round=size)
+    counts, pairs = np.zeros(population), Counter()
+    for round in range(rounds):
+        clients = [visit.client for visit in schedule.cohort(round, range(population)).visits]
+        counts[clients] += 1
+        pairs.update((a, b) for a in clients for b in clients if a < b)
+    expected = rounds * size / population
+    chi_square = ((counts - expected) ** 2 / expected).sum() / (1 - size / population)
+    assert chi_square < 43.8  # 99.9 % of a chi-square with 19 degrees of freedom
+    expected_pair = rounds * size * (size - 1) / (population * (population - 1))
+    assert len(pairs) == population * (population - 1) / 2
+    assert max(abs(count - expected_pair) for count in pairs.values()) < 5 * expected_pair**0.5
+
+
+def test_the_cost_is_that_of_the_cohort():
+    """Of a million clients only the drawn ones are looked up, and the memory is that of a thousand clients."""
+    peaks = {}
+    for size in (10**3, 10**6):
+        clients = Counted(size)
+        schedule = Schedule(seed=1, clients_per_round=10, stragglers=0.3, dropout=0.2, local_epochs=3)
+        schedule.cohort(0, range(size))  # imports and caches
+        tracemalloc.start()
+        cohort = schedule.cohort(1, clients)
+        peaks[size] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert clients.lookups == 10
+        assert len(cohort.visits) + len(cohort.dropped) == 10
+    assert peaks[10**6] < 1.1 * peaks[10**3] + 10_000
+
+
+def test_visits_have_their_own_seeds():
+    schedule = Schedule(seed=2)
+    seeds = [
+        visit.seed for round in range(50) for visit in schedule.cohort(round, [*range(20), *map(str, range(20))]).visits
+    ]
+    assert len(set(seeds)) == len(seeds) == 2000
+    assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_a_client_has_the_seed_of_its_name_and_round():
+    """Wherever it stands in the population, and whoever else takes part."""
+    schedule = Schedule(seed=2)
+    alone = schedule.cohort(3, ["b"]).visits[0]
+    assert schedule.cohort(3, ["a", "b", "c"]).visits[1] == alone
+    assert schedule.cohort(3, ["c", "b", "a"]).visits[1] == alone
+
+
+def test_client_keys():
+    assert client_key(7) == client_key(np.int64(7))
+    assert client_key("7") == client_key(np.str_("7"))
+    assert client_key(7) != client_key("7")
+    assert 0 <= client_key("") < 2**64
+
+
+# --- stragglers ------------------------------------------------------------------------------------------------------
+
+
+def stragglers_of(schedule, round=0, population=100):
+    return {visit.client: visit for visit in schedule.cohort(round, range(population)).visits if visit.is_straggler}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 10, 33, 100])
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 0.99])
+def test_number_of_stragglers(size, fraction):
+    """`m - round(m (1 - delta))` of specs/baselines.md; a half client more is active, whatever the count."""
+    count = len(stragglers_of(Schedule(clients_per_round=size, stragglers=fraction, local_epochs=3)))
+    active = size * (1 - fraction)
+    if abs(active % 1 - 0.5) > 1e-6:
+        assert count == size - round(active)
+    else:
+        assert count == size - int(active + 0.5 + 1e-6)
+
+
+def test_epochs_of_stragglers_are_uniform():
+    """Integers from 1 to E - 1."""
+    epochs = 6
+    counts = Counter(
+        visit.epochs
+        for round in range(60)
+        for visit in stragglers_of(Schedule(stragglers=0.5, local_epochs=epochs), round).values()
+    )
+    assert set(counts) == {1, 2, 3, 4, 5}
+    expected = 60 * 50 / 5
+    assert sum((count - expected) ** 2 / expected for count in counts.values()) < 18.5  # 99.9 %, 4 degrees
+    everyone = Schedule(stragglers=0.5, local_epochs=epochs).cohort(0, range(100)).visits
+    assert all(visit.epochs == epochs for visit in everyone if not visit.is_straggler)
+
+
+def test_steps_and_portions_of_stragglers():
+    steps = Counter(
+        visit.steps
+        for round in range(60)
+        for visit in stragglers_of(Schedule(stragglers=0.5, local_steps=4), round).values()
+    )
+    assert set(steps) == {1, 2, 3}
+    assert {v.steps for v in stragglers_of(Schedule(stragglers=0.5, local_steps=1)).values()} == {1}
+    batches = Counter(
+        visit.num_batches(5)
+        for round in range(60)
+        for visit in stragglers_of(Schedule(stragglers=0.5, local_epochs=1), round).values()
+    )
+    assert set(batches) == {1, 2, 3, 4}
+    expected = 60 * 50 / 4
+    assert sum((count - expected) ** 2 / expected for count in batches.values()) < 16.3  # 99.9 %, 3 degrees
+
+
+def test_all_methods_see_the_same_stragglers():
+    """Which clients straggle depends on seed and round only: not on the work they are given, nor on dropouts."""
+    expected = set(stragglers_of(Schedule(seed=1, stragglers=0.4, local_epochs=2), 3))
+    assert len(expected) == 40
+    for options in ({"local_epochs": 20}, {"local_steps": 7}, {"local_epochs": 1}):
+        assert set(stragglers_of(Schedule(seed=1, stragglers=0.4, **options), 3)) == expected
+    with_dropout = Schedule(seed=1, stragglers=0.4, local_epochs=2, dropout=0.3)
+    cohort = with_dropout.cohort(3, range(100))
+    assert set(stragglers_of(with_dropout, 3)) == expected - set(cohort.dropped)
+    assert set(stragglers_of(Schedule(seed=1, stragglers=0.4, local_epochs=2), 4)) != expected
+
+
+def test_everyone_straggles_as_often():
+    counts = Counter(client for round in range(400) for client in stragglers_of(Schedule(stragglers=0.3), round, 10))
+    assert set(counts) == set(range(10))
+    assert all(abs(count - 120) < 5 * (400 * 0.3 * 0.7) ** 0.5 for count in counts.values())
+
+
+# --- dropouts --------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_frequency():
+    schedule = Schedule(seed=9, dropout=0.2)
+    dropped = Counter(client for round in range(500) for client in schedule.cohort(round, range(20)).dropped)
+    assert abs(sum(dropped.values()) - 2000) < 5 * (10_000 * 0.2 * 0.8) ** 0.5
+    assert all(abs(dropped[client] - 100) < 5 * (500 * 0.2 * 0.8) ** 0.5 for client in range(20))
+
+
+def test_dropped_clients_are_of_the_cohort_and_do_not_visit():
+    schedule = Schedule(seed=9, clients_per_round=8, dropout=0.5)
+    cohort = schedule.cohort(0, NAMES)
+    visiting = {visit.client for visit in cohort.visits}
+    assert not visiting & set(cohort.dropped)
+    without = Schedule(seed=9, clients_per_round=8).cohort(0, NAMES)
+    assert visiting | set(cohort.dropped) == {visit.client for visit in without.visits}
+    assert set(cohort.visits) <= set(without.visits)  # the others are not disturbed
+
+
+# --- a visit ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("portion", [0.0, 0.3, 0.999999])
+@pytest.mark.parametrize("batches", [1, 2, 10])
+def test_a_portion_is_at_least_a_batch_and_not_all(portion, batches):
+    done = Visit("a", 0, 0, portion=portion).num_batches(batches)
+    assert 1 <= done <= max(batches - 1, 1)
+
+
+def test_no_batches_of_no_data():
+    for options in ({"epochs": 3}, {"steps": 3}, {"portion": 0.5}):
+        assert Visit("a", 0, 0, **options).num_batches(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": -1}, "`seed` to be at least 0, but got -1"),
+        ({"clients_per_round": 0}, "`clients_per_round` to be at least 1, but got 0"),
+        ({"clients_per_round": 0.0}, r"fraction to be in \(0, 1\], but got 0.0"),
+        ({"clients_per_round": 1.5}, "Pass an int for a number of clients"),
+        ({"clients_per_round": float("nan")}, "fraction to be in"),
+        ({"clients_per_round": True}, "a count .* or a fraction .*, but got True"),
+        ({"clients_per_round": "all"}, "but got 'all'"),
+        ({"local_epochs": 0}, "`local_epochs` to be at least 1, but got 0"),
+        ({"local_steps": 0}, "`local_steps` to be at least 1, but got 0"),
+        ({"local_steps": 3, "local_epochs": 2}, "one of `local_epochs` and `local_steps`"),
+        ({"stragglers": 1.0}, r"`stragglers` to be in \[0, 1\), but got 1.0"),
+        ({"stragglers": -0.1}, "`stragglers`"),
+        ({"dropout": 1.0}, r"`dropout` to be in \[0, 1\), but got 1.0"),
+        ({"dropout": -0.1}, "`dropout`"),
+    ],
+)
+def test_arguments_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule(**options)
+
+
+def test_populations_that_are_too_small():
+    with pytest.raises(ValueError, match="at least one client, but got none"):
+        Schedule().cohort(0, [])
+    with pytest.raises(ValueError, match=r"at most the number of clients \(3\), but got 4"):
+        Schedule(clients_per_round=4).cohort(0, range(3))

@@ -1,0 +1,242 @@
+"""What goes from process to process, and who trains what: without processes."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed.algorithms import AGGREGATORS, FeSEM, ServerOptimizer
+from lightning_fed.client.client_store import ClientStore, FolderStore, MemoryStore
+from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
+from lightning_fed.data.population import PlannedVisit
+from lightning_fed.data.round_loader import RoundLoader
+from lightning_fed.data.visit_costs import VisitCosts, share_out
+from lightning_fed.messages import ClientUpdate
+from lightning_fed.process_group import ProcessGroup, pack, unpack
+from lightning_fed.server.schedule import Schedule, Visit
+from lightning_fed.server.server import RoundReport
+from tests import models
+from tests.recorders import assert_same
+
+TENSORS = {
+    "float": torch.randn(3, 2),
+    "double": torch.randn(2, dtype=torch.float64),
+    "half": torch.randn(5).bfloat16(),
+    "complex": torch.randn(3, dtype=torch.complex64),
+    "bool": torch.tensor([True, False, True]),
+    "int": torch.tensor(7),
+    "none": torch.zeros(0, 4),
+    "turned": torch.randn(4, 3).T,
+}
+
+
+def test_what_is_unpacked_is_what_was_packed():
+    value = {"tensors": TENSORS, "again": [TENSORS["float"], 3, "x"], 5: (None, {1.5})}
+    rest, tensors = pack(value)
+    assert len(tensors) == len(TENSORS)
+    back = unpack(rest, [tensor.clone() for tensor in tensors])
+    assert_same({**back["tensors"]}, TENSORS, sorted(TENSORS))
+    assert back["again"][0] is back["tensors"]["float"]
+    assert back["again"][1:] == [3, "x"]
+    assert back[5] == (None, {1.5})
+
+
+def test_known_tensors_stay_where_they_are():
+    known = [torch.zeros(2), torch.ones(2)]
+    rest, tensors = pack({"a": known[1], "b": torch.ones(2)}, known)
+    assert len(tensors) == 1
+    theirs = [torch.full((2,), 3.0), torch.full((2,), 4.0)]
+    assert unpack(rest, tensors, theirs)["a"] is theirs[1]
+
+
+def test_the_rest_is_small_and_holds_no_values():
+    rest, _ = pack({"w": torch.randn(10_000)})
+    assert len(rest) < 200
+    form = unpack(*pack({"form": torch.empty(1_000_000, device="meta")}))["form"]
+    assert (form.is_meta, form.shape) == (True, (1_000_000,))
+
+
+def test_what_cannot_be_packed_is_refused():
+    with pytest.raises(MisconfigurationException, match="to be picklable, but got"):
+        pack(lambda: None)
+
+
+STATE = {"net.weight": torch.randn(4, 3), "net.bias": torch.randn(4), "steps": torch.tensor(3)}
+
+
+def updates(round):
+    generator = torch.Generator().manual_seed(round)
+    for place, size in enumerate((4, 9, 2, 7, 9)):
+        state = {
+            name: value + torch.randn(value.shape, generator=generator).to(value.dtype) for name, value in STATE.items()
+        }
+        extras = {"prototypes:lpm:semantic:mean": torch.rand((), generator=generator)}
+        yield ClientUpdate(f"c{place}", size, state, extras)
+
+
+RULES = {
+    **{name: rule for name, rule in AGGREGATORS.items() if not rule.resizes},
+    "fesem, random": lambda: FeSEM(num_centers=2, init="random"),
+    "Adam of fairavg": lambda: ServerOptimizer("Adam", "fairavg", lr=0.1),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shares", [((0, 1, 2, 3, 4), (), ()), ((3, 1), (), (4, 0, 2)), ((), (2,), (0, 1, 3, 4))])
+def test_parts_that_are_sent_and_merged_are_one(rule, shares):
+    """As the processes of a fit do it: every one starts the round anew, and joins all parts in the same order."""
+    one, many = RULES[rule](), [RULES[rule]() for _ in shares]
+    state, states = STATE, [STATE] * len(shares)
+    for round in range(3):
+        given = list(updates(round))
+        one.start_round(round, state)
+        for update in given:
+            one.receive(pickle.loads(pickle.dumps(update)))
+        for part, places, own in zip(many, shares, states, strict=True):
+            part.start_round(round, own)
+            for place in places:
+                part.receive(given[place])
+        known = [[*own.values()] for own in states]
+        sent = [pack(part, ours) for part, ours in zip(many, known, strict=True)]
+        for part, own, ours in zip(many, states, known, strict=True):
+            part.start_round(round, own)
+            for rest, tensors in sent:
+                part.merge(unpack(rest, [tensor.clone() for tensor in tensors], ours))
+        state, states = one.aggregate(), [part.aggregate() for part in many]
+        for own, part in zip(states, many, strict=True):
+            for name, value in state.items():
+                assert torch.allclose(own[name].double(), value.double(), rtol=1e-6, atol=1e-7), name
+            assert part.metrics() == pytest.approx(one.metrics(), rel=1e-5)
+            assert torch.equal(own["net.weight"], states[0]["net.weight"])
+
+
+def test_shares_are_balanced():
+    work = [float(value) for value in (7, 1, 4, 4, 2, 9, 3)]
+    for size in (1, 2, 3, 9):
+        shares = share_out(work, size)
+        assert sorted(itertools.chain(*shares)) == list(range(len(work)))
+        assert all(share == sorted(share) for share in shares)
+        loads = [sum(work[place] for place in share) for share in shares]
+        assert max(loads) <= max(max(work), sum(work) / size + max(work))
+    assert max(sum(work[place] for place in share) for share in share_out(work, 2)) == 15
+
+
+def test_paces_remember_the_last_visit():
+    visits = [PlannedVisit(Visit(client, 0, 0), 8, 2) for client in "abc"]
+    visit_costs = VisitCosts()
+    visit_costs.note({"a": 1.0})
+    visit_costs.note({"a": 3.0, "b": 5.0})
+    assert visit_costs.expected(visits) == [6.0, 10.0, 8.0]
+
+
+class Some(ProcessGroup):
+    """One of several processes, whose answers are those of all of them, asked one after another."""
+
+    def __init__(self, rank, size, answers):
+        self.rank, self.size, self.answers = rank, size, answers
+
+    def each(self, value, known=()):
+        self.answers[self.rank] = value
+        yield from self.answers
+
+
+@pytest.mark.parametrize("limit", [1.0, 9, 0.5, 0.33, 0.07, 1])
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_all_processes_serve_as_many_batches_as_lightning_takes(size, limit):
+    data = models.as_datasets(models.vectors({"a": 20, "b": 3, "c": 41, "d": 8}))
+    population = DatasetClients(DatasetsSource(data), 4, True, False, {})
+    cohort = Schedule(0).cohort(0, population.clients)
+    answers = [None] * size
+    for rank in range(size):  # who looks up whom, before anyone asks the others
+        planner = RoundLoader(population, cohort, limit)
+        answers[rank] = [planner._planned(visit) for visit in cohort.visits[rank::size]]  # noqa: SLF001
+    loaders = [RoundLoader(population, cohort, limit, Some(rank, size, copy.deepcopy(answers))) for rank in range(size)]
+    alone = RoundLoader(population, cohort, limit)
+    lengths = {len(loader) for loader in loaders}
+    assert len(lengths) == 1
+    taken = int(lengths.pop() * limit) if isinstance(limit, float) else min(lengths.pop(), limit)
+    served = []
+    for loader in loaders:
+        batches, ended = [], 0
+        for batch in loader:
+            batches.append(batch)
+            ended += loader.is_over
+            if loader.current is not None and not loader.batches_left:
+                served.append((loader.current.visit.client, loader.current.num_batches, loader.current.place))
+        assert len(batches) == taken
+        assert ended == 1
+        assert sum(batch is not None for batch in batches) == sum(visit.num_batches for visit in loader.visits)
+    own = [(visit.visit.client, visit.num_batches, visit.place) for visit in alone.visits]
+    assert sorted(served) == sorted(own)
+
+
+def test_a_store_knows_what_others_were_given(tmp_path):
+    for make in (MemoryStore, lambda: FolderStore(tmp_path)):
+        stores = [make(), make()]
+        answers = [0, 0]
+        for rank, store in enumerate(stores):
+            store.restore(0, {})
+            store.start(_First(rank, answers))
+        for round in range(3):
+            for rank, store in enumerate(stores):
+                store.put(f"of-{rank}", round, {"head": torch.tensor([10.0 * round + rank])})
+            shares = [store.share(round) for store in stores]
+            for rank, store in enumerate(stores):
+                store.join(round, shares[1 - rank])
+                assert [float(store.get(f"of-{other}")["head"]) for other in range(2)] == [10 * round, 10 * round + 1]
+            kept = [store.checkpoint(round + 1) for store in stores]
+        for state in kept:
+            resumed = make()
+            resumed.restore(3, state)
+            assert float(resumed.get("of-1")["head"]) == 21.0
+    assert len(list(tmp_path.glob("run-*"))) == 1
+
+
+class _First(ProcessGroup):
+    size = 2
+
+    def __init__(self, rank, answers):
+        self.rank, self.answers = rank, answers
+
+    def first(self, value):
+        if self.rank == 0:
+            self.answers[0] = value
+        return self.answers[0]
+
+
+def test_only_the_first_process_deletes_old_versions(tmp_path):
+    stores = [FolderStore(tmp_path), FolderStore(tmp_path)]
+    answers = [0]
+    for rank, store in enumerate(stores):
+        store.start(_First(rank, answers))
+    for round in range(4):
+        stores[0].put("a", round, {"head": torch.zeros(1)})
+        stores[1].join(round, stores[0].share(round))
+        before = sorted(tmp_path.rglob("*.safetensors"))
+        stores[1].checkpoint(round + 1)
+        assert sorted(tmp_path.rglob("*.safetensors")) == before
+        stores[0].checkpoint(round + 1)
+    assert len(list(tmp_path.rglob("*.safetensors"))) < 4
+
+
+def test_a_store_for_one_process_says_so():
+    class Own(MemoryStore):
+        share = ClientStore.share
+
+    with pytest.raises(NotImplementedError, match="Own keeps what is the clients' for one process only"):
+        Own().share(0)
+
+
+def test_joined_reports_are_in_the_order_of_the_cohort():
+    parts = [
+        RoundReport(3, {"c": 1}, {"x": "lost"}, {"c": {"loss": 1.0}}, 5, 7),
+        RoundReport(3, {"b": 2, "a": 3}, {}, {"b": {}, "a": {}}, 11, 13),
+    ]
+    joined = RoundReport.joined(parts, {"a": 0, "b": 1, "c": 2, "x": 3})
+    assert joined == RoundReport(
+        3, {"a": 3, "b": 2, "c": 1}, {"x": "lost"}, {"a": {}, "b": {}, "c": {"loss": 1.0}}, 16, 20
+    )
+    assert list(joined.received) == ["a", "b", "c"]
