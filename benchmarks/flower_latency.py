@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from common import machine, parser, prepare, table, write_section
 
-TEMPLATE = Path(__file__).parents[1] / "lightning_fed" / "engines" / "flower" / "template"
+TEMPLATE = Path(__file__).parents[1] / "lightning_fed" / "backends" / "flower" / "template"
 CLIENTS, SAMPLES, BATCH = 2, 300, 20
 
 WORDS = ("training", "sent", "picked up", "a process started", "carried to the worker", "back")
@@ -65,9 +65,9 @@ OPTIONS = {{"accelerator": "cpu", "logger": False}}
 SERVER = """
 from flowerlatency.common import *
 from flwr.serverapp import ServerApp
-from lightning_fed.engines.flower import server, post
+from lightning_fed.backends.flower import server, transport
 
-class Watched(post.FlowerTransport):
+class Watched(transport.FlowerTransport):
     def ask(self, kind, letters, round):
         note("ask", round=round)
         def watched():
@@ -94,7 +94,7 @@ def main(grid, context):
 
 CLIENTS_APP = """
 from flowerlatency.common import *
-from lightning_fed.engines.flower import client as engine
+from lightning_fed.backends.flower import client as engine
 
 class Watched(engine.ClientRunner):
     def answer(self, kind, letter, node):

@@ -31,7 +31,8 @@ class SegmentationImages(L.Callback):
 
     ``maps`` adds columns: how unsure the model is of the class of every pixel
     (:func:`~lightning_fed.metrics.functional.softmax_entropy`), and how many of its features are active there
-    (:func:`~lightning_fed.metrics.functional.feature_entropy`, brought to the size of the input). Both are divided by their
+    (:func:`~lightning_fed.metrics.functional.feature_entropy`, brought to the size of the input). Both are divided by
+    their
     largest possible value, the logarithm of the number of classes or channels, and drawn in the colours of viridis:
     dark blue is 0, yellow 1.
 

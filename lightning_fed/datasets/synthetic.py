@@ -17,7 +17,8 @@ class Synthetic(FederatedDataModule):
     """The generated classification data of the FedProx paper: 60 features, 10 classes, clients of unlike sizes.
 
     The clients are called 0, 1, ..., each with at least 50 examples and a linear model of its own behind its labels
-    (:func:`~lightning_fed.datasets.synthetic_generator`). Of every client's examples the share `test_fraction` is for the test,
+    (:func:`~lightning_fed.datasets.synthetic_generator`). Of every client's examples the share `test_fraction` is for
+    the test,
     the last ones, as in the paper; of the others the share `val_fraction` validates, again the last ones; both are
     rounded down, but at least one. Examples are independent, so their order does not matter. Nothing is read, and the
     data are a pure function of the arguments.

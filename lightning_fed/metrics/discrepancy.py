@@ -23,7 +23,8 @@ from lightning_fed.metrics.functional.discrepancy import (
 class MaximumMeanDiscrepancy(Metric):
     r"""Maximum mean discrepancy between the features of a model and those of a reference, as of central training.
 
-    See :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy`. The kernel and its bandwidth are a reconstruction.
+    See :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy`. The kernel and its bandwidth are a
+    reconstruction.
     All features are kept until :meth:`compute`, in the metric's type (float32 unless ``set_dtype`` says otherwise):
     20,000 of length 512 are 41 MB per set. Processes gather them.
 

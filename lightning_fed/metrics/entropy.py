@@ -20,8 +20,8 @@ class MeanEntropy(Float64States):
     r"""Mean entropy over all pixels: of the class probabilities, or of the features.
 
     See :func:`~lightning_fed.metrics.functional.softmax_entropy` (low where a model is confident) and
-    :func:`~lightning_fed.metrics.functional.feature_entropy` (high where many channels are active). Processes add their sums
-    and counts up.
+    :func:`~lightning_fed.metrics.functional.feature_entropy` (high where many channels are active). Processes add their
+    sums and counts up.
 
     Args:
         level: What :meth:`update` is given: logits, or features.

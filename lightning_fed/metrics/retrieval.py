@@ -19,8 +19,8 @@ class MeanAveragePrecisionAtR(Metric):
     .. math:: \mathrm{MAP@R} = \frac{1}{Q} \sum_q \frac{1}{R} \sum_{i=1}^{R} \mathrm{rel}_i
         \frac{\sum_{j \le i} \mathrm{rel}_j}{i}
 
-    See :func:`~lightning_fed.metrics.functional.mean_average_precision_at_r` (FedSS, equation 9). The classes may be others
-    than those of training. All embeddings are kept until :meth:`compute`, in the metric's type (float32 unless
+    See :func:`~lightning_fed.metrics.functional.mean_average_precision_at_r` (FedSS, equation 9). The classes may be
+    others than those of training. All embeddings are kept until :meth:`compute`, in the metric's type (float32 unless
     ``set_dtype`` says otherwise): 60,000 of length 64 are 15 MB. Processes gather them.
 
     ``forward`` searches the batch as well; where only the value of all data is wanted, :meth:`update` is faster.

@@ -73,7 +73,7 @@ def recalibrate(
         local: The module's entries.
         population: The clients' data.
         cohort: The round's clients.
-        elsewhere: Where the clients are, if not here.
+        remote: Where the clients are, if not here.
 
     """
     layers = layers_in_training(module)

@@ -13,10 +13,12 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, Sta
 class FederatedCallback(L.Callback):
     """An ordinary Lightning callback with more hooks, called by :class:`~lightning_fed.callbacks.Federation`.
 
-    Before the first visit :meth:`on_server_round_start`; in the order of a visit :meth:`on_client_request`, :meth:`on_server_send`,
+    Before the first visit :meth:`on_server_round_start`; in the order of a visit :meth:`on_client_request`,
+    :meth:`on_server_send`,
     :meth:`on_client_receive`, :meth:`on_client_start`, the client's batches (with Lightning's own hooks, and
     :meth:`on_client_batch` just before each training step), :meth:`on_client_end`, :meth:`on_server_receive`,
-    :meth:`on_client_visit_end`; after the last visit :meth:`on_server_aggregate` and :meth:`on_server_round_end`; outside of visits
+    :meth:`on_client_visit_end`; after the last visit :meth:`on_server_aggregate` and :meth:`on_server_round_end`;
+    outside of visits
     :meth:`on_model_loaded`. A hook may change the message it is given: what is true of the message after the hook is
     what travels.
 
@@ -69,7 +71,7 @@ class FederatedCallback(L.Callback):
         """Server side, before the first visit: the module holds the global model, and must hold it again afterwards."""
 
     def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
-        """Names of entries of which a client holds only the rows that :meth:`on_client_request` asks for; asked for once."""
+        """Names of entries of which a client holds some rows only: those of its request; asked for once."""
         return ()
 
     def on_client_request(
@@ -129,7 +131,8 @@ class FederatedCallback(L.Callback):
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
         """Where several processes share the clients: what this one has noted of its visits that all must know.
 
-        Asked before :meth:`on_server_aggregate`; tensors, numbers and plain containers. A callback that notes something in
+        Asked before :meth:`on_server_aggregate`; tensors, numbers and plain containers. A callback that notes something
+        in
         :meth:`on_server_receive` and uses it in :meth:`on_server_aggregate` must implement it, and :meth:`join_round`.
         """
         return None

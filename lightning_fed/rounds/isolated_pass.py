@@ -123,7 +123,7 @@ def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTr
 
 
 def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
-    """Copies of what :func:`isolated_pass` puts aside of the attributes of a module, its submodules and metrics, by name.
+    """Copies, by name, of the attributes of a module, its submodules and metrics that an isolated pass puts aside.
 
     Example:
         >>> module = L.LightningModule()

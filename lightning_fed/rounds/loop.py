@@ -55,7 +55,7 @@ class RoundLoop:
         optimizer_state: Whether clients start with fresh optimizer state or with their own.
         partial_work: Whether the work of stragglers is used.
         max_failed_rounds: Number of failed rounds in a row that ends the fit.
-        elsewhere: The other half of the federation, where it is on another machine.
+        remote: The other half of the federation, where it is on another machine.
 
     Attributes:
         trainer: The Trainer; a fit sets it before anything else.

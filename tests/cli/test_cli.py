@@ -35,7 +35,7 @@ from tests.datasets.test_datasets import write_camvid_npz, write_cifar_npz, writ
 from tests.datasets.test_shakespeare import write_roles
 from tests.recorders import state_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 OFFLINE = str(ROOT / "recipes" / "shapes_deeplab.yaml")
@@ -294,8 +294,8 @@ def test_presets_by_class_path():
     assert [type(callback) for callback in fedrep.client_callbacks] == [HeadThenBody]
     federation = federation_of(
         *bare,
-        "{class_path: lightning_fed.algorithms.FedPer, init_args: {head: 'model.segmentation_head.*', clients_per_round: 3,"
-        " partition: {class_path: IID, init_args: {num_clients: 4}}}}",
+        "{class_path: lightning_fed.algorithms.FedPer, init_args: {head: 'model.segmentation_head.*',"
+        " clients_per_round: 3, partition: {class_path: IID, init_args: {num_clients: 4}}}}",
     )
     assert federation.personal == ("model.segmentation_head.*",)
     assert federation.schedule.clients_per_round == 3
@@ -317,7 +317,8 @@ SELECTORS = {
         ("a.b", torch.nn.GroupNorm),
     ),
     "preset with a type": (
-        "{federation: {class_path: lightning_fed.algorithms.FedPer, init_args: {head: torch.nn.Linear}}}", (torch.nn.Linear,)
+        "{federation: {class_path: lightning_fed.algorithms.FedPer, init_args: {head: torch.nn.Linear}}}",
+        (torch.nn.Linear,),
     ),
     "preset with a pattern": (
         "{federation: {class_path: lightning_fed.algorithms.FedPer, init_args: {head: head.weight}}}", ("head.weight",)

@@ -18,7 +18,7 @@ from lightning_fed.cli.demo import run_demo
 from lightning_fed.cli.main import main
 from lightning_fed.datasets import Shapes
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 SMALL = {"num_clients": 3, "clients_per_round": 2, "num_scenes": 48}
 
 

@@ -18,7 +18,7 @@ from lightning_fed.modules import recalibrate_batch_norm
 from lightning_fed.tasks import CharLanguageTask, ClassificationTask
 from tests import models
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")

@@ -41,7 +41,7 @@ from lightning_fed.tasks import ClassificationTask
 from tests.compare.compare_script import CLIENTS, OWN, Interruption, Notes
 from tests.generators import same_random_numbers
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MANY_CLASSES = ("fedaws", "fedss")  # they need a head of their own
 METHODS = [name for name in method_names() if name not in (CENTRAL, *MANY_CLASSES)]
 
@@ -431,7 +431,8 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
 def test_a_mistake_gets_a_short_answer(arguments, status, message, tmp_path, capsys):
     preset = re.sub(r"  max_rounds(.*\n)*?  accelerator", "  max_rounds: 1\n  federation: PRESET\n  accelerator", OWN)
     preset = re.sub(r"  partition.*\n", "", preset)
-    fedrep = "{class_path: lightning_fed.algorithms.FedRep, init_args: {partition: {class_path: IID, init_args: {num_clients: 2}}}}"
+    iid = "{class_path: IID, init_args: {num_clients: 2}}"
+    fedrep = f"{{class_path: lightning_fed.algorithms.FedRep, init_args: {{partition: {iid}}}}}"
     (tmp_path / "preset.yaml").write_text(preset.replace("PRESET", fedrep))
     (tmp_path / "layer.yaml").write_text(OWN + "    - class_path: ClassPrototypes\n")
     (tmp_path / "plain.yaml").write_text(re.sub(r"    - class_path: ModelCheckpoint\n.*\n", "", OWN))

@@ -43,8 +43,8 @@ class SpreadOut(FederatedCallback):
     training turns it.
 
     With ``"top_k"`` the classes of the round's clients are pushed from their nearest ones
-    (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`): those of which a client held rows, or all of them where clients
-    hold the whole layer. With ``"margin"`` all classes are kept from all others
+    (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`): those of which a client held rows, or all of them where
+    clients hold the whole layer. With ``"margin"`` all classes are kept from all others
     (:func:`~lightning_fed.algorithms.fedaws.spreadout_margin`); its time grows with the square of their number.
 
     Args:

@@ -40,8 +40,8 @@ class GradientCorrection(FederatedCallback):
     r"""Adds :math:`g_t - \nabla F_k(w_t)` to the gradients of every optimizer step.
 
     At the start of a round a sample of clients, drawn apart from the cohort and as large
-    (:meth:`Schedule.second_draw <lightning_fed.server.schedule.Schedule.second_draw>`), computes the gradients of the global
-    model on all their data. Their mean, weighted by the clients' examples, is :math:`g_t`. It goes down with the
+    (:meth:`Schedule.second_draw <lightning_fed.server.schedule.Schedule.second_draw>`), computes the gradients of the
+    global model on all their data. Their mean, weighted by the clients' examples, is :math:`g_t`. It goes down with the
     cohort's broadcasts, and every client of the cohort computes its own :math:`\nabla F_k(w_t)` before it trains.
 
     All of it is counted: the global model down to the sample and one gradient per parameter up, and another down to

@@ -1,7 +1,8 @@
 r"""FedFusion: during its visit a client's features are fused with those of the global model that it was sent.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
-Algorithm 1. The equations are in :mod:`lightning_fed.algorithms.fedfusion.equations`, the layers in :mod:`lightning_fed.modules`.
+Algorithm 1. The equations are in :mod:`lightning_fed.algorithms.fedfusion.equations`, the layers in
+:mod:`lightning_fed.modules`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic F
 of Things Journal 2022. The published text that could be read gives no equation. All equations of this file are a
 reconstruction from its description in words; every alternative that fits the words is an option.
 
-With the prototypes of :mod:`lightning_fed.algorithms.fedmargin.prototypes`, a round is: LPM of every client (before and after its
+With the prototypes of :mod:`lightning_fed.algorithms.fedmargin.prototypes`, a round is: LPM of every client (before and
+after its
 training), APM of every client (against the aggregate), attention from each of the two, both combined, and the weighted
 mean of the models with the result as weights.
 

@@ -25,7 +25,8 @@ class AggregateMeanMargin(Float64States):
 
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert p[c] - p[c'] \rVert
 
-    over the :math:`C'` classes seen, see :func:`~lightning_fed.algorithms.fedmargin.aggregate_mean_margin`. The equation is a
+    over the :math:`C'` classes seen, see :func:`~lightning_fed.algorithms.fedmargin.aggregate_mean_margin`. The
+    equation is a
     reconstruction: the published text describes it in words alone. Sums are kept in float64, :math:`C \times d` of
     them, however much data there is; processes add theirs up.
 

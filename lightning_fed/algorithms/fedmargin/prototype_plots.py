@@ -45,7 +45,8 @@ class PrototypePlots(FederatedCallback):
     :class:`~lightning_fed.callbacks.ClassPrototypes`, which comes with FedMargin and is otherwise to be added.
 
     The plane is that in which the prototypes are most spread out
-    (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`; every class counts the same). With ``basis="each"`` every picture
+    (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`; every class counts the same). With ``basis="each"``
+    every picture
     has its own, turned in itself so that its axes are nearest to those of the picture before: how far apart the classes
     are is seen best. With ``basis="first"`` the plane of the first picture stays, until a class appears that was not
     there when it was chosen: what moves are the prototypes alone, but as the features change, that plane shows less and

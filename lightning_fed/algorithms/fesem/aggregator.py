@@ -38,7 +38,8 @@ class FeSEM(Aggregator):
     assignments of clients that were not there. A client starts its visit from its own centre.
 
     The first round is one of federated averaging, and its clients' models give the first centres: ``"k-means++"``
-    keeps them all until the round's end and groups them (:func:`~lightning_fed.algorithms.fesem.k_means`); ``"random"`` takes
+    keeps them all until the round's end and groups them (:func:`~lightning_fed.algorithms.fesem.k_means`); ``"random"``
+    takes
     those of some clients as they are, drawn by the seed, which needs no memory and may well put two centres into one
     group. A client starts from the global model as long as it has no centre.
 

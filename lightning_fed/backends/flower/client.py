@@ -108,7 +108,7 @@ class LightningClientApp(ClientApp):
     """What :func:`client_app` makes: an app that has its runner answer.
 
     Args:
-        runner: Answers letters.
+        runner: Answers packets.
 
     """
 
@@ -126,7 +126,7 @@ class LightningClientApp(ClientApp):
 
 
 class ClientRunner:
-    """Answers letters; lives as long as its process, so that the next visit finds model and data built.
+    """Answers packets; lives as long as its process, so that the next visit finds model and data built.
 
     The arguments are those of :func:`client_app`.
     """
@@ -149,15 +149,15 @@ class ClientRunner:
         self._found: dict[str, tuple[Population, HalfData]] = {}  # by node
 
     def answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
-        """What a client says to a letter.
+        """What a client says to a packet.
 
         Args:
             kind: The type of Flower's message.
-            letter: The letter.
+            packet: The packet.
             node: The configuration of the node that it came to.
 
         Raises:
-            PacketError: If the letter is none of ours.
+            PacketError: If the packet is none of ours.
 
         """
         population, datamodule = self._data_at(node)
@@ -171,7 +171,9 @@ class ClientRunner:
             return write_fault(Fault(client, NOT_HERE))
         seed = self._federation.schedule.seed
         if train_request.seed != seed:
-            return write_fault(Fault(client, f"its federation has seed {seed}, and the server's {order.seed}", True))
+            return write_fault(
+                Fault(client, f"its federation has seed {seed}, and the server's {train_request.seed}", True)
+            )
         remote = RemoteServerSide(kind, train_request, broadcast, population)
         try:
             if train_request.run != self._run:

@@ -25,7 +25,7 @@ _MANY = 2**53  # whole numbers that a float holds exactly
 
 VISIT, REQUEST, STATISTICS, HELLO, STAY = "train", "query.request", "evaluate", "query", "query.stay"
 """What a client is asked for, as the types of Flower's messages: an update, the rows it wants, what goes into its
-BatchNorm layers, and, of a node, who its clients are, and to stay awake for the next letter."""
+BatchNorm layers, and, of a node, who its clients are, and to stay awake for the next packet."""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -117,11 +117,11 @@ class Fault:
     is_of_program: bool = False
 
 
-# --- letters --------------------------------------------------------------------------------------------------------
+# --- packets --------------------------------------------------------------------------------------------------------
 
 
 def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Packet:
-    """Makes a letter.
+    """Makes a packet.
 
     Args:
         kind: What it is.
@@ -132,8 +132,8 @@ def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Pack
         PacketError: If something cannot travel.
 
     Example:
-        >>> letter = write_letter("hello", {"round": 3}, state={"w": torch.tensor([1.0])})
-        >>> read_letter(letter, "hello")
+        >>> packet = write_letter("hello", {"round": 3}, state={"w": torch.tensor([1.0])})
+        >>> read_letter(packet, "hello")
         ({'round': 3}, {'state': {'w': tensor([1.])}})
 
     """
@@ -153,7 +153,7 @@ def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Pack
 
 
 def read_packet(packet: Packet, *kinds: str) -> tuple[dict[str, Any], dict[str, State]]:
-    """Header and tensors of a letter of one of some kinds; with several, the header says which as ``"kind"``.
+    """Header and tensors of a packet of one of some kinds; with several, the header says which as ``"kind"``.
 
     Raises:
         PacketError: If it is none, is of another version, or its table does not fit its bytes.
@@ -182,7 +182,7 @@ def read_packet(packet: Packet, *kinds: str) -> tuple[dict[str, Any], dict[str, 
             value = torch.frombuffer(data, dtype=dtype) if size else torch.zeros(0, dtype=dtype)
             state[name] = value.reshape(shape)
     if start != len(packet.data):
-        raise PacketError(f"its entries have {start} bytes, but it has {len(letter.data)}")
+        raise PacketError(f"its entries have {start} bytes, but it has {len(packet.data)}")
     return (header if len(kinds) == 1 else {**header, "kind": kind}), tensors
 
 
@@ -202,7 +202,7 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
 
 
 def write_train_request(kind: str, train_request: TrainRequest, broadcast: Broadcast | None = None) -> Packet:
-    """What goes down: an order, with the broadcast if there is one."""
+    """What goes down: a train request, with the broadcast if there is one."""
     header = {item.name: getattr(train_request, item.name) for item in fields(TrainRequest)} | {
         "visit": asdict(train_request.visit)
     }
@@ -224,12 +224,12 @@ def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadca
         train_request = TrainRequest(visit=visit, **header)
         # The run names a folder. What else may be wrong is found where it is used.
         if not isinstance(train_request.run, str) or not re.fullmatch("[0-9a-f]{1,64}", train_request.run):
-            raise TypeError(f"the run is {order.run!r}")
+            raise TypeError(f"the run is {train_request.run!r}")
         for name, number in {"kept": train_request.kept, "needed": train_request.needed, "round": visit.round}.items():
             if type(number) is not int or not -1 <= number < _MANY:
                 raise TypeError(f"{name} is {number!r}")
     except (TypeError, KeyError) as error:
-        raise PacketError(f"its order does not have the fields of one: {error}") from error
+        raise PacketError(f"its train request does not have the fields of one: {error}") from error
     return train_request, Broadcast(visit.round, tensors.get("state", {}), tensors.get("extras", {}))
 
 
@@ -262,7 +262,7 @@ def read_reply(packet: Packet, client: Client, round: int) -> Request | tuple[Cl
     """What a client has answered: a request, an update, or why there is none.
 
     Args:
-        letter: The letter.
+        packet: The packet.
         client: Who was asked.
         round: The round that it was asked in.
 

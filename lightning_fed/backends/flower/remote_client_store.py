@@ -13,16 +13,16 @@ class RemoteClientStore(ClientStore):
     """For every client the round of its last good update. What the client kept then, it goes on from.
 
     A client that has trained for nothing (its answer was lost, late or bad, the server was killed) keeps what it had
-    before, because the ledger's next order says so.
+    before, because the next train request says so.
 
     Attributes:
         run: Name of the fit; another one after every ``restore(0, {})``.
         needed: Rounds from which on the server may resume: those of its checkpoint before the last.
 
     Example:
-        >>> ledger = RemoteClientStore()
-        >>> ledger.note("a", 3)
-        >>> ledger.kept("a"), ledger.kept("b")
+        >>> store = RemoteClientStore()
+        >>> store.note("a", 3)
+        >>> store.kept("a"), store.kept("b")
         (3, -1)
 
     """

@@ -1,4 +1,4 @@
-"""The server's half of a federation whose clients are elsewhere: what it sends them, and what it takes from them."""
+"""The server's half of a federation whose clients are remote: what it sends them, and what it takes from them."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _log = logging.getLogger(__name__)
 
 
 class Transport(Protocol):
-    """What carries letters to clients and brings their answers."""
+    """What carries packets to clients and brings their answers."""
 
     def ask(
         self, kind: str, packets: Iterable[tuple[Client, Packet]], round: int
     ) -> Iterator[tuple[Client, Packet | str]]:
-        """Sends letters and gives the answers in the same order: a letter, or in words why there is none."""
+        """Sends packets and gives the answers in the same order: a packet, or in words why there is none."""
 
     def forget(self, client: Client) -> None:
         """Looks for a client anew, who is not where it was."""
@@ -83,11 +83,11 @@ class RemotePopulation(Population):
 
 
 class RemoteClientSide(RemoteSide):
-    """To the server: its clients, which are reached by post.
+    """To the server: its clients, which are reached by a transport.
 
     Args:
-        post: Carries the letters.
-        ledger: What is remembered of what clients keep.
+        transport: Carries the packets.
+        client_store: What is remembered of what clients keep.
         clients: Who they are.
         seed: Seed of the federation.
 

@@ -1,4 +1,4 @@
-"""A client's half of a federation whose server is elsewhere: one visit, or one errand, in an ordinary Trainer's fit."""
+"""A client's half of a federation whose server is remote: one visit, or one errand, in an ordinary Trainer's fit."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class RemoteServerSide(RemoteSide):
 
     Args:
         kind: What is asked of the client.
-        order: The order.
+        train_request: The train request.
         broadcast: What came with it.
         population: The clients of this node.
 
@@ -171,7 +171,7 @@ class RemoteServerSide(RemoteSide):
         loop.store.restore(train_request.kept + 1, {"run": 0})
         assert isinstance(loop.store, FolderStore)
         if train_request.kept >= 0 and loop.store.newest(train_request.visit.client) != train_request.kept:
-            raise ClientFault(f"it does not have any more what it kept in round {order.kept}")
+            raise ClientFault(f"it does not have any more what it kept in round {train_request.kept}")
         entries = live_entries(trainer.lightning_module)
         frozen = {name: entries[name] for name in entries if loop.policies[name] == "frozen"}
         if digest(frozen) != train_request.frozen:

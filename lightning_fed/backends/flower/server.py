@@ -124,7 +124,7 @@ def run_server(
     folder: str | os.PathLike[str],
     callbacks: Sequence[L.Callback] = (),
 ) -> L.Trainer:
-    """A fit whose clients are reached by post; the arguments are those of :func:`server_app`."""
+    """A fit whose clients are reached by a transport; the arguments are those of :func:`server_app`."""
     client_store = RemoteClientStore()
     is_personal = bool(federation.personal) or federation.batch_norm == "personal"  # which the server does not have
     half = federation.replace(

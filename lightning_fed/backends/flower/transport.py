@@ -24,7 +24,7 @@ _LONGEST_PAUSE, _MARGIN = 3.0, 0.2  # seconds
 
 
 def to_records(packet: Packet) -> RecordDict:
-    """A letter as Flower's records.
+    """A packet as Flower's records.
 
     Example:
         >>> from_records(to_records(Letter("text", b"1234")))
@@ -32,18 +32,18 @@ def to_records(packet: Packet) -> RecordDict:
 
     """
     array = Array(dtype="uint8", shape=(len(packet.data),), stype=_STYPE, data=packet.data)
-    return RecordDict({"letter": ConfigRecord({"text": packet.text}), "tensors": ArrayRecord({"data": array})})
+    return RecordDict({"packet": ConfigRecord({"text": packet.text}), "tensors": ArrayRecord({"data": array})})
 
 
 def from_records(content: RecordDict) -> Packet:
-    """The letter in Flower's records.
+    """The packet in Flower's records.
 
     Raises:
         PacketError: If there is none.
 
     """
     try:
-        text, array = content["letter"]["text"], content["tensors"]["data"]
+        text, array = content["packet"]["text"], content["tensors"]["data"]
     except (KeyError, TypeError) as error:
         raise PacketError("it is no message of lightning-fed") from error
     if not isinstance(text, str) or not isinstance(array, Array) or array.stype != _STYPE:
@@ -52,7 +52,7 @@ def from_records(content: RecordDict) -> Packet:
 
 
 class FlowerTransport:
-    """Carries letters over Flower's grid.
+    """Carries packets over Flower's grid.
 
     Clients are at nodes: each says, once, whose data it has. A node that was lost and came back, with a name of its own
     or another, is asked again.
@@ -63,7 +63,7 @@ class FlowerTransport:
         poll: Seconds between looks at whether an answer has come.
 
     Attributes:
-        sent: Bytes of the tensors in all letters sent, and of those that came back (``received``).
+        sent: Bytes of the tensors in all packets sent, and of those that came back (``received``).
 
     """
 
@@ -74,7 +74,7 @@ class FlowerTransport:
         self._again: dict[int, float] = {}  # when to ask a node again that did not say who its clients are
         self._staying: set[int] = set()  # nodes that stay awake when asked to
         self._stays: list[str] = []
-        self._pauses: dict[str, float] = {}  # seconds between the last answers of a kind and the next letters
+        self._pauses: dict[str, float] = {}  # seconds between the last answers of a kind and the next packets
         self._answered: tuple[str, float] | None = None
         self.sent = self.received = 0
 
@@ -111,7 +111,7 @@ class FlowerTransport:
     def ask(
         self, kind: str, packets: Iterable[tuple[Client, Packet]], round: int
     ) -> Iterator[tuple[Client, Packet | str]]:
-        """Sends letters and gives the answers in the same order: a letter, or in words why there is none.
+        """Sends packets and gives the answers in the same order: a packet, or in words why there is none.
 
         Answers wait at the SuperLink until it is their turn, so that no more than one is in memory, and sums are added
         up in the same order in every run. Messages therefore live longer than the time limit: an answer that came in
@@ -119,7 +119,7 @@ class FlowerTransport:
 
         Args:
             kind: The type of the messages.
-            letters: Clients and what they are sent; taken one at a time.
+            packets: Clients and what they are sent; taken one at a time.
             round: The round.
 
         """
@@ -173,7 +173,7 @@ class FlowerTransport:
             time.sleep(self._poll)
 
     def _keep_awake(self, nodes: Sequence[int], kind: str) -> None:
-        """Has nodes look for letters again as soon as these are answered and the next ones are likely to be there.
+        """Has nodes look for packets again as soon as these are answered and the next ones are likely to be there.
 
         A SuperNode that has just handled a message looks for another at once; one that found none, after three seconds.
         So each gets a second message, which it handles by waiting as long as it took the server the last time. Longer

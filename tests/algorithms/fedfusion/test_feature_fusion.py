@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 OPERATORS = ["conv", "multi", "single"]
 FEW = {"ann": 13, "bob": 8, "cid": 21}
 WEIGHT = "feature_fusion.operators.0.weight"
-DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 
 
 class References(FederatedCallback):

@@ -86,8 +86,8 @@ def on_flower(
     transport = FlowerTransport(grid, limit, poll=0.01)
     module = make_module()
     trainer = run_server(
-        federation(), module, val, {**OPTIONS, **dict(options), "max_epochs": rounds}, transport, transport.meet(len(data), 1),
-        folder / "server", [*callbacks(), *server_callbacks],
+        federation(), module, val, {**OPTIONS, **dict(options), "max_epochs": rounds},
+        transport, transport.meet(len(data), 1), folder / "server", [*callbacks(), *server_callbacks],
     )  # fmt: skip
     return module, trainer, transport, grid
 

@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 STARTER = ROOT / "lightning_fed" / "engines" / "flower" / "starter.py"
 
 

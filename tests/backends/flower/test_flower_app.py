@@ -49,7 +49,7 @@ def imports(monkeypatch):
 
 def shrunk(folder):
     """A recipe of the repository, with few clients and rounds."""
-    text = (Path(__file__).parents[2] / "recipes" / "synthetic.yaml").read_text()
+    text = (Path(__file__).parents[3] / "recipes" / "synthetic.yaml").read_text()
     quiet = "accelerator: cpu\n  enable_progress_bar: false\n  enable_model_summary: false"
     for long, short in {
         "num_clients: 30": "num_clients: 4",
@@ -94,7 +94,7 @@ def test_what_is_no_app(tmp_path, capsys):
             ["new", str(tmp_path / "x"), "-c", "nowhere.yaml"],
             "Expected a recipe, a YAML file",
         ),
-        (["new", str(tmp_path / "1x"), "-c", "nowhere.yaml"], "a folder whose name begins with a letter, but got '1x'"),
+        (["new", str(tmp_path / "1x"), "-c", "nowhere.yaml"], "a folder whose name begins with a packet, but got '1x'"),
         (["worker", str(tmp_path), "--socket", str(tmp_path / "s")], "Expected an app of `lightning-fed flower new`"),
     ):
         with pytest.raises(SystemExit):
@@ -106,7 +106,7 @@ def test_what_is_no_app(tmp_path, capsys):
 
 
 def light_app():
-    text = (Path(models.__file__).parents[1] / "lightning_fed/engines/flower/template/client.py.txt").read_text()
+    text = (Path(models.__file__).parents[1] / "lightning_fed/backends/flower/template/client.py.txt").read_text()
     scope = {}
     exec(compile(text.format(package="package"), "client.py", "exec"), scope)
     return scope["app"]

@@ -92,7 +92,7 @@ NONSENSE = {
     "no answer": (lambda content: [], "it did not answer within 1 s"),
     "empty": (lambda content: [RecordDict()], "no message of lightning-fed"),
     "other records": (
-        lambda content: [RecordDict({"letter": ConfigRecord({"text": 3}), "tensors": ArrayRecord()})],
+        lambda content: [RecordDict({"packet": ConfigRecord({"text": 3}), "tensors": ArrayRecord()})],
         "no message of lightning-fed",
     ),
     "no JSON": (table(lambda said, data: ("{", data)), "no message of lightning-fed"),
@@ -314,8 +314,8 @@ def test_frozen_entries_must_be_the_same(tmp_path):
     transport = FlowerTransport(FakeGrid(apps), 5, 0.01)
     with pytest.raises(RuntimeError, match="other values of the entries that never travel"):
         run_server(
-            Federation(frozen=["net.0.*"]), make_module, None, {**OPTIONS, "max_epochs": 1}, transport, transport.meet(3, 1),
-            tmp_path / "s",
+            Federation(frozen=["net.0.*"]), make_module, None, {**OPTIONS, "max_epochs": 1},
+            transport, transport.meet(3, 1), tmp_path / "s",
         )  # fmt: skip
 
 

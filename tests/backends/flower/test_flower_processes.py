@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-TEMPLATE = Path(__file__).parents[2] / "lightning_fed" / "engines" / "flower" / "template" / "client.py.txt"
+TEMPLATE = Path(__file__).parents[3] / "lightning_fed" / "backends" / "flower" / "template" / "client.py.txt"
 
 
 def write_app(folder):

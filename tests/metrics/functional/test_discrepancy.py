@@ -17,7 +17,7 @@ from lightning_fed.metrics.functional.discrepancy import (
 )
 from tests import references_margin as references
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 X = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
 Y = X + 1
 

@@ -13,7 +13,7 @@ from lightning_fed.metrics.functional.retrieval import mean_average_precision_at
 from lightning_fed.numerics.distances import squared_distances
 from tests import references_retrieval as references
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def images(count, classes=5, width=4, seed=0):
