@@ -214,5 +214,6 @@ def test_who_has_a_neuron_is_counted(mode):
     assert (width > 6) == (mode == "grow")
     if mode == "none":
         plain = {name: torch.stack([state[name] for state in states]).double().mean(0) for name in states[0]}
-        assert all(torch.equal(value, plain[name].float()) for name, value in merged.state.items())
+        # Two ways to a mean in float64, which float32 may round to neighbours.
+        torch.testing.assert_close(merged.state, {name: plain[name].float() for name in merged.state})
         assert [own["0"].tolist() for own in merged.places] == [list(range(6))] * 3

@@ -99,7 +99,8 @@ def test_it_is_training_with_the_whole_table(aggregator, optimizer, federated_tr
     federated_trainer(aggregator=aggregator(), **options).fit(whole, texts())
     asking = OwnWords(texts())
     federated_trainer(aggregator=aggregator(), callbacks=[asking], **options).fit(rows, texts())
-    assert_same(state_of(rows), state_of(whole))
+    # The table has other rows, so vector instructions take them in other groups; adaptive rates enlarge the difference.
+    torch.testing.assert_close(state_of(rows), state_of(whole), rtol=1e-4, atol=2e-5)
     assert {shape[0] for shape in asking.shapes} < {len(asking.rows[client]) for client in asking.rows} | {0}
     assert max(shape[0] for shape in asking.shapes) < WORDS
     assert len(asking.left) == 12

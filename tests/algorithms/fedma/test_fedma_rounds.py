@@ -80,7 +80,9 @@ def test_a_client_without_its_model_is_sent_its_own_neurons_of_the_global_one(fe
 
     for lost in (False, True):
         logger, report = MemoryLogger(), CommunicationReport()
-        rule = FedMA(mode)
+        # With this score layers grow by half. With the default one rounding decides whether they grow at all, and the
+        # bytes of a message depend on that.
+        rule = FedMA(mode, score="published", gamma=7.0, max_width=None)
         callbacks = [report, Watch(), *([Forget(3)] if lost else [])]
         trainer = federated_trainer(max_rounds=6, aggregator=rule, logger=logger, callbacks=callbacks)
         module = models.Module(net(), momentum)
@@ -92,6 +94,8 @@ def test_a_client_without_its_model_is_sent_its_own_neurons_of_the_global_one(fe
                 counted = [sum(getattr(row, field) for row in report.rows if row.round == round) for round in range(6)]
                 assert counted == logged(logger, f"comm/{name}_bytes")
     assert_same(*states)
+    first = "net.0.weight"
+    assert (len(states[0][first]) > len(starts[True][first]) + 2) == (mode == "grow")
     assert_same(starts[False], starts[True])
     more = [lost - had for had, lost in zip(*down, strict=True)]
     if net is mlp:

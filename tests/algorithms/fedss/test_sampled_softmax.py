@@ -124,7 +124,8 @@ def test_a_round_is_the_papers(objective, federated_trainer):
     )
     new = written_round(before, notes.visits, objective)
     for name, value in state_of(module).items():
-        torch.testing.assert_close(value.double(), new[name], rtol=1e-4, atol=1e-6)
+        # The change is above 1e-2; float32 against float64, after the steps of two epochs.
+        torch.testing.assert_close(value.double(), new[name], rtol=1e-4, atol=2e-5)
     for visit in notes.visits:
         assert len(visit["rows"]) == len(visit["own"]) + (0 if objective == "posonly" else 5)
     assert float((state_of(module)[WEIGHT] - before[WEIGHT]).abs().max()) > 1e-2
@@ -474,9 +475,8 @@ def test_all_classes_are_validated(federated_trainer):
         def validation_step(self, batch, batch_idx):
             logits = self(batch[0])
             shapes.append(tuple(logits.shape[1:]))
-            assert torch.equal(
-                logits, F.linear(*(F.normalize(each) for each in (self.net[0](batch[0]), self.net[1].weight))) * 20
-            )
+            cosines = F.linear(*(F.normalize(each) for each in (self.net[0](batch[0]), self.net[1].weight)))
+            torch.testing.assert_close(logits, 20 * cosines)  # the head may multiply by the scale at another step
             super().validation_step(batch, batch_idx)
 
     data, module = clients(), Looking(net(), plain_sgd)

@@ -83,8 +83,9 @@ def test_pieces_do_not_matter(shape, elements, monkeypatch):
     values = torch.randn(shape)
     whole = softmax_entropy(values), feature_entropy(values)
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", elements)
-    assert torch.equal(softmax_entropy(values), whole[0])
-    assert torch.equal(feature_entropy(values), whole[1])
+    # Vector instructions compute what fills a register, the rest is computed one by one: pieces change which is which.
+    torch.testing.assert_close(softmax_entropy(values), whole[0])
+    torch.testing.assert_close(feature_entropy(values), whole[1])
 
 
 def test_pieces_are_small():
