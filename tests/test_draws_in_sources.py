@@ -51,7 +51,7 @@ ALLOWED = {
     "RoundLoader.__iter__": "the visit's seed",
     "RoundLoop._opened": "the seed of the server's part of the round",
     "RoundLoop._close": "the seed of the server's part of the round",
-    "Processes.join": "the seed of the server's part of the round",
+    "ProcessSynchronisation.join": "the seed of the server's part of the round",
     "one_pass": "a seed derived from the visit's; who asks for the pass puts the states back",
     "ClientSource.__getitems__": "the batch's seed, in a worker process",
     "OwnNumbers.turn_to": "the visit's seed",
@@ -133,7 +133,9 @@ class Finder(ast.NodeVisitor):
         if parent.endswith("nn.init"):
             return last not in CONSTANT and not has_generator
         if parent == "torch.nn" and last in LAYERS:
-            return True
+            return not any(
+                word.arg == "device" and getattr(word.value, "value", "") == "meta" for word in node.keywords
+            )
         if parent.startswith("torch.utils.data") and last in LOADERS:
             return not has_generator
         if last == "seed_everything":

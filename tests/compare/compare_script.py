@@ -1,7 +1,7 @@
 """Recipes for the tests of `compare`, and a callback in them that notes what trains; run as a process, it waits to be
 killed.
 
-As a process, `python -m tests.compare_script PLACE COMMAND...`, it runs a command of `lightning-fed`; when a run
+As a process, `python -m tests.compare.compare_script PLACE COMMAND...`, it runs a command of `lightning-fed`; when a run
 reaches the place (as JSON), the process writes the file `reached` and waits.
 """
 
@@ -30,7 +30,7 @@ trainer:
   default_root_dir: .
   partition: {class_path: Dirichlet, init_args: {num_clients: 6, alpha: 1.0, min_size: 4}}
   callbacks:
-    - class_path: tests.compare_script.Notes
+    - class_path: tests.compare.compare_script.Notes
     - class_path: ModelCheckpoint
       init_args: {dirpath: checkpoints, filename: '{epoch}', monitor: val_loss, mode: min, save_top_k: -1}
 """
@@ -47,7 +47,7 @@ trainer:
   local_epochs: 2
   accelerator: cpu
   callbacks:
-    - class_path: tests.compare_script.Notes
+    - class_path: tests.compare.compare_script.Notes
     - class_path: ModelCheckpoint
       init_args: {monitor: val_acc, mode: max}
 """

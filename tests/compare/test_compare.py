@@ -224,7 +224,7 @@ def test_schedulers_of_central_count_rounds(epochs, share, tmp_path):
 @pytest.mark.parametrize("partitioned", [False, True])
 def test_data_that_ask_for_their_trainer(partitioned, tmp_path):
     partition = "{class_path: IID, init_args: {num_clients: 6}}"
-    source = "tests.compare_script.Attached"
+    source = "tests.compare.compare_script.Attached"
     data = (
         f"{{class_path: PartitionedData, init_args: {{source: {source}, partition: {partition}}}}}"
         if partitioned
@@ -344,7 +344,7 @@ def test_interrupted_and_started_again(where, whole, tmp_path, capsys):
 
 def test_killed_and_started_again(whole, tmp_path):
     place, left = PLACES["in a later round"]
-    command = [sys.executable, "-m", "tests.compare_script", json.dumps(place), "compare", *ALL, "out"]
+    command = [sys.executable, "-m", "tests.compare.compare_script", json.dumps(place), "compare", *ALL, "out"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     end = time.monotonic() + 200

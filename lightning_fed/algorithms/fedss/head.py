@@ -150,7 +150,7 @@ class SampledSoftmaxHead(LogitsLayer):
         """
         if self._held is None:
             raise RuntimeError("The head holds all classes: call `hold` before `begin_batch`.")
-        held = self._held if columns is None else self._held.cast_back(columns)
+        held = self._held if columns is None else self._held.narrow(columns)
         held.check_among(self.num_classes)
         local = held.relabel(target)
         self._batch = _Batch(held, columns, local)

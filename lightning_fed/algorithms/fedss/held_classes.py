@@ -90,7 +90,7 @@ class HeldClasses:
         num_positives = int(self.is_positive.sum())
         return log_correction(num_positives, len(self.classes) - num_positives, num_classes, self.q_support)
 
-    def cast_back(self, columns: Tensor) -> HeldClasses:
+    def narrow(self, columns: Tensor) -> HeldClasses:
         """Some of the classes: the client's own, and fewer that were drawn.
 
         Args:
