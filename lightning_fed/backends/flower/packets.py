@@ -132,8 +132,8 @@ def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Pack
         PacketError: If something cannot travel.
 
     Example:
-        >>> packet = write_letter("hello", {"round": 3}, state={"w": torch.tensor([1.0])})
-        >>> read_letter(packet, "hello")
+        >>> packet = write_packet("hello", {"round": 3}, state={"w": torch.tensor([1.0])})
+        >>> read_packet(packet, "hello")
         ({'round': 3}, {'state': {'w': tensor([1.])}})
 
     """
@@ -212,7 +212,7 @@ def write_train_request(kind: str, train_request: TrainRequest, broadcast: Broad
 
 
 def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadcast]:
-    """What :func:`write_order` wrote; without tensors where there was no broadcast.
+    """What :func:`write_train_request` wrote; without tensors where there was no broadcast.
 
     Raises:
         PacketError: If it is no such message.

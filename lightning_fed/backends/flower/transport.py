@@ -27,8 +27,8 @@ def to_records(packet: Packet) -> RecordDict:
     """A packet as Flower's records.
 
     Example:
-        >>> from_records(to_records(Letter("text", b"1234")))
-        Letter(text='text', data=b'1234')
+        >>> from_records(to_records(Packet("text", b"1234")))
+        Packet(text='text', data=b'1234')
 
     """
     array = Array(dtype="uint8", shape=(len(packet.data),), stype=_STYPE, data=packet.data)

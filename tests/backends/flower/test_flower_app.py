@@ -94,7 +94,7 @@ def test_what_is_no_app(tmp_path, capsys):
             ["new", str(tmp_path / "x"), "-c", "nowhere.yaml"],
             "Expected a recipe, a YAML file",
         ),
-        (["new", str(tmp_path / "1x"), "-c", "nowhere.yaml"], "a folder whose name begins with a packet, but got '1x'"),
+        (["new", str(tmp_path / "1x"), "-c", "nowhere.yaml"], "a folder whose name begins with a letter, but got '1x'"),
         (["worker", str(tmp_path), "--socket", str(tmp_path / "s")], "Expected an app of `lightning-fed flower new`"),
     ):
         with pytest.raises(SystemExit):
