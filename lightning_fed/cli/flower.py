@@ -156,10 +156,6 @@ def run_flower(args: Sequence[str]) -> None:
     worker = commands.add_parser("worker", help="run the long-lived process beside a client's data")
     worker.add_argument("folder", type=Path, help="the app")
     worker.add_argument("--socket", type=Path, required=True, help="where the SuperNode's processes find it")
-    commands.add_parser("supernode", help="run `flower-supernode`, with what it starts for every message loaded")
-    if args[:1] == ["supernode"]:
-        starter = files("lightning_fed.backends.flower") / "starter.py"
-        os.execv(sys.executable, [sys.executable, "-P", str(starter), *args[1:]])
     options = parser.parse_args(args)
     if options.command == "new":
         write_app(options.folder, options.config)

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-STARTER = ROOT / "lightning_fed" / "engines" / "flower" / "starter.py"
 
 
 def free_port() -> int:
@@ -67,7 +66,7 @@ class Deployment:
 
     def node(self, name: str, config: str, *options: str) -> None:
         self.start(
-            name, sys.executable, "-P", str(STARTER), *(options or ("--insecure",)), "--superlink", self.address,
+            name, "flower-supernode", *(options or ("--insecure",)), "--superlink", self.address,
             "--port", str(free_port()), "--node-config", config,
         )  # fmt: skip
 

@@ -3,8 +3,6 @@
 import json
 import multiprocessing
 import socket
-import subprocess
-import sys
 import threading
 import warnings
 
@@ -18,7 +16,6 @@ from flwr.app import Context, RecordDict
 
 from lightning_fed import Federation
 from lightning_fed.algorithms import FedPer
-from lightning_fed.backends.flower import starter
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.packets import Packet, PacketError, read_packet, write_packet
 from lightning_fed.backends.flower.run_folder import alone
@@ -302,13 +299,3 @@ def test_names_that_are_taken(name, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["flower", "new", str(tmp_path / name), "-c", "nowhere.yaml"])
     assert "Expected a folder with a name of its own" in capsys.readouterr().err
-
-
-def test_messages_whose_starter_is_gone(tmp_path):
-    """Flower's own command takes its place."""
-    command = tmp_path / "flwr-clientapp"
-    text = starter.COMMAND.format(python=sys.executable, place=str(tmp_path / "gone"), own="/bin/echo")
-    command.write_text(text)
-    command.chmod(0o700)
-    ran = subprocess.run([command, "--token", "x"], capture_output=True, text=True, check=True)
-    assert ran.stdout == "--token x\n"
