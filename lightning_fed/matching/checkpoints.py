@@ -96,11 +96,16 @@ def _run_example(module: nn.Module, state: Mapping[str, Any], example: Any) -> N
         try:
             module(*args, **kwargs)
         except Exception as error:  # modules raise anything whose widths are written into their code
-            words = str(error).splitlines()
             raise ValueError(
                 "Expected the module to run with the widths of the checkpoint, but with its example it raises"
-                f" {type(error).__name__}{f': {words[0]}' if words else '.'}"
+                f" {_first_line(error)}"
             ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """The type of an error, and the first line of its message."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}{f': {lines[0]}' if lines else '.'}"
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -122,10 +127,9 @@ def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         except OSError:  # there is none, or it must not be read
             raise
         except Exception as error:  # the bytes of another kind of file may raise anything
-            words = str(error).splitlines()
             raise ValueError(
                 f"Expected {label} to be a checkpoint with nothing but tensors and primitives, but got"
-                f" {type(error).__name__}{f': {words[0]}' if words else '.'}"
+                f" {_first_line(error)}"
             ) from error
         if not isinstance(content, dict):
             raise ValueError(f"Expected {label} to be a checkpoint, but got {type(content).__name__}.")

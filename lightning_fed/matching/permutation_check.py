@@ -38,8 +38,8 @@ class PermutationCheck:
         first = {id(tensor): name for name, tensor in reversed(self._tensors.items())}
         self._values = {name: self._perturbed(self._tensors[name], name) for name in first.values()}
         self._inputs = tree_map(self._perturbed, (args, dict(kwargs)))
-        device = next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
-        self._dtype = torch.float64 if float64_device(device) == device else torch.float32
+        self._device = next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
+        self._dtype = torch.float64 if float64_device(self._device) == self._device else torch.float32
         try:
             self._outputs = self._compute(self._values)
         except (RuntimeError, TypeError, ValueError):  # a network with float32 written into it
@@ -102,8 +102,7 @@ class PermutationCheck:
         fit_layers(self._module)
         for buffer in self._module.buffers():  # those that are not in the state
             buffer.data = self._cast(buffer.data, buffer.device)
-        device = next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
-        args, kwargs = tree_map(lambda leaf: self._cast(leaf, device), self._inputs)
+        args, kwargs = tree_map(lambda leaf: self._cast(leaf, self._device), self._inputs)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             outputs = self._module(*args, **kwargs)
