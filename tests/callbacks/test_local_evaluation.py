@@ -84,8 +84,8 @@ def test_the_training_does_not_notice(options, federated_trainer):
         fit(federated_trainer, [*callbacks, recorder], module, evaluate_clients_every=0, store=store, **options)
         kept = [store.get(client) or {} for client in TRAIN]
         results.append([*recorder.aggregates, *(visit.end for visit in recorder.visits), *kept])
-    for ours, theirs in zip(*results, strict=True):
-        assert_same(ours, theirs)
+    for expected, result in zip(*results, strict=True):
+        assert_same(expected, result)
     assert bool(kept[0]) == bool(options)
 
 
