@@ -68,10 +68,10 @@ from flwr.serverapp import ServerApp
 from lightning_fed.backends.flower import server, transport
 
 class Watched(transport.FlowerTransport):
-    def ask(self, kind, letters, round):
+    def ask(self, kind, packets, round):
         note("ask", round=round)
         def watched():
-            yield from letters
+            yield from packets
             note("pushing", round=round)
         for client, reply in super().ask(kind, watched(), round):
             note("answer", round=round, client=client, bytes=len(getattr(reply, "data", b"")))
@@ -97,9 +97,9 @@ from flowerlatency.common import *
 from lightning_fed.backends.flower import client as engine
 
 class Watched(engine.ClientRunner):
-    def answer(self, kind, letter, node):
+    def answer(self, kind, packet, node):
         note("arrives", kind=kind, node=node["partition-id"])
-        reply = super().answer(kind, letter, node)
+        reply = super().answer(kind, packet, node)
         note("leaves", kind=kind, node=node["partition-id"])
         return reply
 
@@ -185,7 +185,7 @@ def run(rounds: int, has_workers: bool, is_awake: bool, limit: float) -> list[di
                     time.sleep(0.2)
                 config += f' worker="{at}"'
             start(
-                sys.executable, "-m", "lightning_fed", "flower", "supernode", "--insecure",
+                "flower-supernode", "--insecure",
                 "--superlink", f"127.0.0.1:{port}", "--port", str(port + 1 + node),
                 "--node-config", config,
             )  # fmt: skip

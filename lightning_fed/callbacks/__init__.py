@@ -1,4 +1,4 @@
-"""What a user adds to a Trainer: the federation, pictures, reports; and the methods' own callbacks."""
+"""Callbacks for a Trainer: the federation, pictures, reports; and the methods' own callbacks."""
 
 from lightning_fed.algorithms.fedaws.callback import SpreadOut as SpreadOut
 from lightning_fed.algorithms.feddane.gradient_correction import GradientCorrection as GradientCorrection

@@ -1,4 +1,4 @@
-"""What a client's own classes are mistaken for among themselves, as pictures."""
+"""Pictures of the confusion among a client's own classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import Federation, find_federation
-from lightning_fed.callbacks.pictures import figure_pixels, has_matplotlib, paint_numbers, report_others, tensorboards
+from lightning_fed.callbacks.pictures import (
+    figure_pixels,
+    has_matplotlib,
+    paint_numbers,
+    report_other_loggers,
+    tensorboards,
+)
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.data.round_loader import describe
 from lightning_fed.errors import OptionError
@@ -30,7 +36,7 @@ _MAX_LABELS = 50
 
 
 class Confusion(NamedTuple):
-    """How often one of a client's classes was taken for which.
+    """Confusion matrix of a client's own classes.
 
     Attributes:
         classes: The client's own classes, increasing, shape ``(k,)``, int64.
@@ -48,7 +54,7 @@ class Confusion(NamedTuple):
 
 
 class OwnClassConfusion(L.Callback):
-    r"""Draws which of a client's own classes the global model takes for which others of them, to TensorBoard.
+    r"""Draws the confusion of the global model among a client's own classes to TensorBoard.
 
     A client that holds few classes of very many can train them to be right against all others and yet not tell them
     from one another: FedSS' paper shows that they collapse if the loss has no other positives (``"negonly"``). Here the
@@ -69,12 +75,12 @@ class OwnClassConfusion(L.Callback):
     State: ``last_epoch``, the round of the last pictures (an int, or None).
 
     Args:
-        clients: The clients to look at, or how many: the first of the population.
+        clients: The clients, or their number: the first of the population.
         every_n_epochs: Rounds from one picture to the next.
         class_names: Names of the classes, from class 0 on; the others are shown by their index.
-        target: Where a batch has its labels: an index or key, or a function of the batch; by default the second
+        target: Labels of a batch: an index or key, or a function of the batch; by default the second
             element, or ``batch["target"]``, ``["label"]``, ``["y"]`` or their plurals. Negative labels are none.
-        inputs: Where it has its inputs, likewise; by default the first element, or ``batch["image"]``, ``["x"]``,
+        inputs: Inputs of a batch, likewise; by default the first element, or ``batch["image"]``, ``["x"]``,
             ``["input"]`` or their plurals.
 
     Attributes:
@@ -119,21 +125,21 @@ class OwnClassConfusion(L.Callback):
         self._last_epoch: int | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets an earlier run, and says which loggers get no pictures."""
+        """Forgets an earlier run, and names loggers that get no pictures."""
         if stage != "fit":
             return
         find_federation(trainer)
         if trainer.current_epoch == 0:  # else the same Trainer goes on
             self._last_epoch, self.latest = None, {}
-        report_others("OwnClassConfusion", trainer)
+        report_other_loggers("OwnClassConfusion", trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Makes sure that the clients are there; by now they are known."""
-        strangers = [
+        """Makes sure that the federation has the clients, which are known by now."""
+        unknown = [
             client for client in self._chosen(trainer) if client not in find_federation(trainer).population.clients
         ]
-        if strangers:
-            raise OptionError(f"Expected `clients` to be some of the federation's, but got {strangers}.")
+        if unknown:
+            raise OptionError(f"Expected `clients` to be some of the federation's, but got {unknown}.")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Looks at the round's global model."""
@@ -146,10 +152,10 @@ class OwnClassConfusion(L.Callback):
         state = local.global_state()
         try:
             for client in self._chosen(trainer):
-                own = federation.server.aggregator.model_of(client)
-                local.load_client(client, state if own is None else own, trains=False)
+                client_state = federation.server.aggregator.model_of(client)
+                local.load_client(client, state if client_state is None else client_state, trains=False)
                 tell_of_model(trainer, pl_module, client)
-                confusion = self._look(trainer, pl_module, federation, client)
+                confusion = self._evaluate_client(trainer, pl_module, federation, client)
                 if confusion is not None:
                     self.latest[client] = confusion
         finally:
@@ -175,7 +181,7 @@ class OwnClassConfusion(L.Callback):
             return list(itertools.islice(find_federation(trainer).population.clients, self.clients))
         return list(self.clients)
 
-    def _look(
+    def _evaluate_client(
         self, trainer: L.Trainer, module: L.LightningModule, federation: Federation, client: Client
     ) -> Confusion | None:
         """The matrix of one client; ``None`` where its data fail or have no labels."""
@@ -190,8 +196,8 @@ class OwnClassConfusion(L.Callback):
                 faults.append(error)
 
         with seeded_generators(), isolated_pass(module):
-            found = [torch.unique(self._labels(batch)).cpu() for batch in batches()]
-            classes = torch.unique(torch.cat(found)) if found else torch.zeros(0, dtype=torch.int64)
+            present = [torch.unique(self._labels(batch)).cpu() for batch in batches()]
+            classes = torch.unique(torch.cat(present)) if present else torch.zeros(0, dtype=torch.int64)
             classes = classes[classes >= 0]
             counts = torch.zeros(len(classes), len(classes), dtype=torch.int64)
             for batch in batches() if len(classes) and not faults else ():
@@ -210,7 +216,7 @@ class OwnClassConfusion(L.Callback):
 
 
 def confusion_counts(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
-    """How often one of some classes was taken for which, where only these are looked at.
+    """Confusion matrix of some classes, where predictions are restricted to these.
 
     Args:
         logits: Shape ``(N, num_classes)``.
@@ -232,10 +238,10 @@ def confusion_counts(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
 
     """
     if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape or logits.shape[-1] <= int(classes.max()):
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        output = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(
             f"Expected the module to return logits of shape ({len(labels)}, num_classes) with at least"
-            f" {int(classes.max()) + 1} classes, but got {got}."
+            f" {int(classes.max()) + 1} classes, but got {output}."
         )
     classes = classes.to(logits.device)
     is_labelled = labels >= 0
@@ -269,8 +275,8 @@ def confusion_picture(confusion: Confusion, class_names: Sequence[str] = (), tit
     axes = figure.subplots()
     axes.imshow(painted.permute(1, 2, 0).numpy(), interpolation="nearest")
     labelled = list(range(0, size, math.ceil(size / _MAX_LABELS)))
-    axes.set_xticks(labelled, [names[place] for place in labelled], rotation=90)
-    axes.set_yticks(labelled, [names[place] for place in labelled])
+    axes.set_xticks(labelled, [names[index] for index in labelled], rotation=90)
+    axes.set_yticks(labelled, [names[index] for index in labelled])
     axes.set(xlabel="largest logit among these classes", ylabel="class")
     axes.set_title(f"{title}: {confusion.accuracy:.0%} right among {size} classes")
     figure.colorbar(ScalarMappable(Normalize(0, 1), "viridis"), ax=axes)

@@ -1,4 +1,4 @@
-"""What travels between the server and its clients, part by part of the model, against federated averaging."""
+"""Traffic between the server and its clients by part of the model, compared with federated averaging."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
 
 
 class Traffic(NamedTuple):
-    """What one client was sent, and sent, in one round, of one part.
+    """Traffic of one client in one round for one part of the model.
 
     Attributes:
         round: Index of the round, from 0.
         client: The client's key; ``"(all)"`` for the sum over the clients of a round that is long over.
-        part: Part of the model, or what else the messages held: ``"(extras)"`` of the method, or the ``"(request)"``
-            for rows of an entry.
+        part: Part of the model, or ``"(extras)"`` of the method, or the ``"(request)"`` for rows of an entry.
         down_numel: Numbers that went down (parameters and buffers).
         down_bytes: Their bytes.
         up_numel: Numbers that came up.
@@ -46,16 +45,16 @@ class Traffic(NamedTuple):
 
 
 class PartTraffic(NamedTuple):
-    """What travels of a part of the model, on average over clients and rounds.
+    """Traffic of a part of the model, on average over clients and rounds.
 
     Attributes:
         part: Part of the model, as in :class:`Traffic`, or ``"(all)"``.
-        full_numel: Numbers in it: what federated averaging of the whole model sends, and gets back.
+        full_numel: Numbers in it, which federated averaging of the whole model sends in each direction.
         down_numel: Numbers sent to a client.
         up_numel: Numbers in a client's answer, and in its request.
         down_bytes: Bytes sent to a client.
         up_bytes: Bytes in a client's answer, and in its request.
-        share: Bytes in both directions over those of federated averaging; ``None`` for what it does not send.
+        share: Bytes in both directions over those of federated averaging; ``None`` for parts that it does not send.
 
     """
 
@@ -69,13 +68,13 @@ class PartTraffic(NamedTuple):
 
 
 class CommunicationReport(FederatedCallback):
-    r"""Counts what travels, by part of the model, and compares it with federated averaging of the whole model.
+    r"""Counts the traffic by part of the model, and compares it with federated averaging of the whole model.
 
     Counted are the tensors of the messages themselves: a client's broadcast as it arrives, its answer as it leaves, the
     rows that it asks for. For FedSS with :math:`\varphi` as all but the head and :math:`d` numbers per class that is
     :math:`|\varphi| + d |S_k|` in each direction. Each time federated averaging would send all entries of the model,
-    personal and frozen ones too. What has no visit, BatchNorm's recalibration, is in ``comm/down_bytes`` and
-    ``comm/up_bytes`` alone, which :class:`Federation` logs.
+    personal and frozen ones too. Messages without a visit, BatchNorm's recalibration, are in ``comm/down_bytes``
+    and ``comm/up_bytes`` alone, which :class:`Federation` logs.
 
     Logged is, for every round, ``comm/down_share`` and ``comm/up_share``: the bytes over those of federated averaging.
     After the fit (or in it) :meth:`table` has the means over clients and rounds for every part, :attr:`rows` and
@@ -124,9 +123,9 @@ class CommunicationReport(FederatedCallback):
             find_federation(trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the parts, and moves to where messages are seen before other callbacks unpack them."""
+        """Finds the parts, and moves this callback before those that unpack messages."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks.remove(self)  # in a loop over them, which goes on behind this place: nobody is passed over
+        callbacks.remove(self)  # Lightning's loop over them goes on behind this position, and skips none
         callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
         entries = live_entries(pl_module)
         self._prefixes = self.parts or top_level_parts(list(entries))
@@ -138,7 +137,7 @@ class CommunicationReport(FederatedCallback):
             raise OptionError(f"Expected `parts` to be prefixes of the entries' names, but none begins with {missing}.")
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Forgets what was counted of this round and later ones: it was broken off, or of another fit."""
+        """Forgets the traffic of this round and later ones, which was broken off, or of another fit."""
         now = trainer.current_epoch
         self._visits = {key: traffic for key, traffic in self._visits.items() if key[0] < now}
         self._sums = {round: traffic for round, traffic in self._sums.items() if round < now}
@@ -167,11 +166,11 @@ class CommunicationReport(FederatedCallback):
             self._add(trainer, update.client, part, tensors, "up")
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        """What was counted in this process."""
+        """The round's traffic in this process."""
         return {key: traffic for key, traffic in self._visits.items() if key[0] == trainer.current_epoch}
 
     def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
-        """What was counted in all, in the order in which one process would have counted."""
+        """Joins the traffic of all processes, in the order of one process."""
         joint = {key: traffic for share in shares for key, traffic in share.items()}
         for visit in find_federation(trainer).cohort.visits:
             key = trainer.current_epoch, visit.client
@@ -210,22 +209,22 @@ class CommunicationReport(FederatedCallback):
 
     @property
     def rows(self) -> list[Traffic]:
-        """Everything that was counted, in its order."""
+        """All traffic, in its order."""
         return [row for traffic in self._traffic() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
         """Means over clients and rounds, for every part and for all of them.
 
         Returns:
-            One entry for each part of the model, then requests and extras if there were any, then the sum. Nothing
-            before the first visit.
+            One entry for each part of the model, then requests and extras if there were any, then the sum. An
+            empty list before the first visit.
 
         """
         if not self._traffic():
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])
-        made = [self._summarize([part], part) for part in seen]
-        return [*made, self._summarize(list(seen), _ALL)]
+        summaries = [self._summarize([part], part) for part in seen]
+        return [*summaries, self._summarize(list(seen), _ALL)]
 
     def table(self) -> str:
         """The means over clients and rounds (:meth:`summary`) as a Markdown table."""
@@ -238,7 +237,7 @@ class CommunicationReport(FederatedCallback):
         return "\n".join(lines)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes everything that was counted, with the fields of :class:`Traffic` as columns.
+        """Writes all traffic, with the fields of :class:`Traffic` as columns.
 
         Args:
             path: The file; it is written anew.
@@ -253,13 +252,13 @@ class CommunicationReport(FederatedCallback):
         return [*self._sums.values(), *self._visits.values()]
 
     def _sum_up(self, round: int) -> None:
-        """Leaves the sums over the clients of a round."""
+        """Replaces the traffic of a round's clients by its sums."""
         visits = [self._visits.pop(key) for key in list(self._visits) if key[0] == round]
         self._counts[round] = len(visits), _num_answers(visits)
         sums = self._sums[round] = {}
         for row in (row for traffic in visits for row in traffic.values()):
             before = sums.get(row.part, Traffic(round, _ALL, row.part))
-            numbers = [ours + theirs for ours, theirs in zip(before[3:], row[3:], strict=True)]
+            numbers = [total + added for total, added in zip(before[3:], row[3:], strict=True)]
             sums[row.part] = Traffic(round, _ALL, row.part, *numbers)
 
     def _by_part(self, state: Mapping[str, Tensor]) -> dict[str, State]:
@@ -269,29 +268,31 @@ class CommunicationReport(FederatedCallback):
             parts.setdefault(max(fitting, key=len, default=_REST), {})[name] = tensor
         return parts
 
-    def _add(self, trainer: L.Trainer, client: Client, part: str, tensors: Mapping[str, Tensor], way: str) -> None:
+    def _add(
+        self, trainer: L.Trainer, client: Client, part: str, tensors: Mapping[str, Tensor], direction: str
+    ) -> None:
         visit = self._visits.setdefault((trainer.current_epoch, client), {})
         if not tensors:
             return
         row = visit.get(part, Traffic(trainer.current_epoch, client, part))
         added = {
-            f"{way}_numel": sum(value.numel() for value in tensors.values()),
-            f"{way}_bytes": tensor_bytes(tensors),
+            f"{direction}_numel": sum(value.numel() for value in tensors.values()),
+            f"{direction}_bytes": tensor_bytes(tensors),
         }
         visit[part] = row._replace(**{name: getattr(row, name) + count for name, count in added.items()})
 
     def _summarize(self, parts: Sequence[str], name: str) -> PartTraffic:
-        own = [{part: row for part, row in traffic.items() if part in parts} for traffic in self._traffic()]
+        selected = [{part: row for part, row in traffic.items() if part in parts} for traffic in self._traffic()]
         downs = sum(visits for visits, _ in self._counts.values()) + len(self._visits)
         ups = sum(answers for _, answers in self._counts.values()) + _num_answers(self._visits.values())
         full = [self._full.get(part, (0, 0)) for part in parts]
         full_numel, full_bytes = (sum(sizes) for sizes in zip(*full, strict=True))
-        down_bytes, up_bytes = _total(own, "down_bytes"), _total(own, "up_bytes")
+        down_bytes, up_bytes = _total(selected, "down_bytes"), _total(selected, "up_bytes")
         return PartTraffic(
             name,
             full_numel,
-            _total(own, "down_numel") / downs,
-            _total(own, "up_numel") / max(1, ups),
+            _total(selected, "down_numel") / downs,
+            _total(selected, "up_numel") / max(1, ups),
             down_bytes / downs,
             up_bytes / max(1, ups),
             (down_bytes + up_bytes) / (full_bytes * (downs + ups)) if full_bytes else None,
@@ -299,7 +300,7 @@ class CommunicationReport(FederatedCallback):
 
 
 def top_level_parts(names: Sequence[str]) -> list[str]:
-    """Where names of entries first differ: the parts of a model.
+    """Prefixes up to the level at which names of entries first differ: the parts of a model.
 
     Example:
         >>> top_level_parts(["model.encoder.conv.weight", "model.encoder.conv.bias", "model.head.weight"])
@@ -314,7 +315,7 @@ def top_level_parts(names: Sequence[str]) -> list[str]:
 
 
 def _num_answers(visits: Iterable[Mapping[str, Traffic]]) -> int:
-    """Visits of which an answer came."""
+    """The number of visits with an answer."""
     return sum(any(row.up_bytes for part, row in traffic.items() if part != _REQUEST) for traffic in visits)
 
 

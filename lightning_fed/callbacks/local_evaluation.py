@@ -15,7 +15,7 @@ from lightning_fed.rounds.client_evaluation import evaluate_visit
 class LocalEvaluation(FederatedCallback):
     """Evaluates every client of a round after its local training, on its own validation data.
 
-    What :class:`~lightning_fed.callbacks.Federation` evaluates is the global model, after the round. Papers also report
+    :class:`~lightning_fed.callbacks.Federation` evaluates the global model, after the round. Papers also report
     the accuracy of the models that clients have trained from it: with classes of their own these are far better on
     them. Logged as ``fed/local/<metric>``, the mean over the round's clients, for all that ``validation_step`` logs.
 
@@ -34,7 +34,7 @@ class LocalEvaluation(FederatedCallback):
         >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[LocalEvaluation()], logger=False)
 
     References:
-        Yao et al., ICIP 2019, of whose results this must be the measure.
+        Yao et al., ICIP 2019, whose results are presumably of this measure.
 
     """
 
@@ -44,7 +44,7 @@ class LocalEvaluation(FederatedCallback):
         self.every_n_rounds = check_count("every_n_rounds", every_n_rounds)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Makes sure that there is something to evaluate on."""
+        """Makes sure that there are validation data."""
         datamodule = getattr(trainer, "datamodule", None)
         if not isinstance(datamodule, EvaluationData) or not datamodule.val_clients():
             raise MisconfigurationException("Expected validation data as a mapping of clients, but there are none.")
@@ -52,7 +52,7 @@ class LocalEvaluation(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Evaluates the client's model and sends what comes of it along."""
+        """Evaluates the client's model and adds the values to its update."""
         if (trainer.current_epoch + 1) % self.every_n_rounds:
             return
         loaders = trainer.datamodule.val_clients()  # type: ignore[attr-defined]

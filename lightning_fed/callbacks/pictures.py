@@ -1,4 +1,4 @@
-"""What callbacks that draw share: which loggers get pictures, and how numbers and figures become pixels."""
+"""Helpers of callbacks that draw: the loggers that get pictures, and numbers and figures as pixels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Color = tuple[int, int, int]
 
 GREY: Color = (128, 128, 128)
-"""What has no value."""
+"""Colour of pixels without a value."""
 
 VIRIDIS: tuple[Color, ...] = (
     *((68, 1, 84), (72, 26, 108), (71, 47, 125), (65, 68, 135), (57, 86, 140), (49, 104, 142), (42, 120, 142)),
@@ -34,11 +34,11 @@ def tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
     return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
 
 
-def report_others(name: str, trainer: L.Trainer) -> None:
-    """Says which loggers get no pictures of the callback ``name``."""
-    others = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
-    if others:
-        rank_zero_info(f"{name} logs to TensorBoard only: no images for {', '.join(others)}.")
+def report_other_loggers(name: str, trainer: L.Trainer) -> None:
+    """Names the loggers that get no pictures of the callback ``name``."""
+    skipped = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
+    if skipped:
+        rank_zero_info(f"{name} logs to TensorBoard only: no images for {', '.join(skipped)}.")
 
 
 def paint_numbers(values: Tensor) -> Tensor:
@@ -56,15 +56,15 @@ def paint_numbers(values: Tensor) -> Tensor:
 
     """
     colors = torch.tensor(VIRIDIS, dtype=torch.float64)
-    places = values.detach().cpu().double().nan_to_num(0.0).clamp(0, 1) * (len(colors) - 1)
-    lower = places.long().clamp_max(len(colors) - 2)
-    painted = torch.lerp(colors[lower], colors[lower + 1], (places - lower).unsqueeze(-1)).round().to(torch.uint8)
+    positions = values.detach().cpu().double().nan_to_num(0.0).clamp(0, 1) * (len(colors) - 1)
+    lower = positions.long().clamp_max(len(colors) - 2)
+    painted = torch.lerp(colors[lower], colors[lower + 1], (positions - lower).unsqueeze(-1)).round().to(torch.uint8)
     painted[values.isnan().cpu()] = torch.tensor(GREY, dtype=torch.uint8)
     return painted.permute(2, 0, 1)
 
 
 def has_matplotlib() -> bool:
-    """Whether figures with axes can be drawn."""
+    """Returns whether figures with axes can be drawn."""
     return find_spec("matplotlib") is not None
 
 

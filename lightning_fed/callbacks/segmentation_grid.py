@@ -31,7 +31,7 @@ def segmentation_grid(
     padding: int = 2,
     maps: Sequence[Tensor | Sequence[Tensor]] = (),
 ) -> Tensor:
-    """Draw segmentations as one picture: a row per image; input, truth, prediction and maps side by side.
+    """Draws segmentations as one picture: a row per image; input, truth, prediction and maps side by side.
 
     Args:
         images: Images of shape ``(N, C, H, W)``, or N images of shape ``(C, H, W)`` of any sizes. One or two channels
@@ -75,9 +75,9 @@ def segmentation_grid(
         (
             _to_rgb(image, mean, std),
             *(_paint(mask, colors, ignore_index) for mask in masks),
-            *(paint_numbers(column[place]) for column in maps),
+            *(paint_numbers(column[index]) for column in maps),
         )
-        for place, (image, *masks) in enumerate(zip(images, truths, predictions, strict=True))
+        for index, (image, *masks) in enumerate(zip(images, truths, predictions, strict=True))
     ]
     height, width = max(row[0].shape[1] for row in rows), max(row[0].shape[2] for row in rows)
     tiles = [
@@ -90,7 +90,7 @@ def segmentation_grid(
 
 
 def default_colors(num_classes: int) -> list[Color]:
-    """Return a palette: black for class 0, 19 colours that are easy to tell apart, then hues by the golden ratio."""
+    """Returns a palette: black for class 0, 19 colours that are easy to tell apart, then hues by the golden ratio."""
     more = (colorsys.hsv_to_rgb(0.618033988749895 * i % 1, 0.6, 0.8) for i in range(num_classes - len(_COLORS)))
     extra: list[Color] = [(round(255 * r), round(255 * g), round(255 * b)) for r, g, b in more]
     return [*_COLORS[:num_classes], *extra]

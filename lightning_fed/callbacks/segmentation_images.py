@@ -1,4 +1,4 @@
-"""Segmentations to look at: input, truth, prediction and entropy maps side by side, every few rounds."""
+"""Pictures of segmentations: input, truth, prediction and entropy maps side by side, every few rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.callbacks.pictures import report_others, tensorboards
+from lightning_fed.callbacks.pictures import report_other_loggers, tensorboards
 from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors, segmentation_grid
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
@@ -27,12 +27,11 @@ _MASK_KEYS = ("mask", "masks", *TARGET_KEYS)  # a batch may have labels of image
 
 
 class SegmentationImages(L.Callback):
-    """Log one grid of segmentations to TensorBoard: a row per image; input, truth and prediction side by side.
+    """Logs one grid of segmentations to TensorBoard: a row per image; input, truth and prediction side by side.
 
-    ``maps`` adds columns: how unsure the model is of the class of every pixel
-    (:func:`~lightning_fed.metrics.functional.softmax_entropy`), and how many of its features are active there
-    (:func:`~lightning_fed.metrics.functional.feature_entropy`, brought to the size of the input). Both are divided by
-    their
+    ``maps`` adds columns: the model's uncertainty about the class of every pixel
+    (:func:`~lightning_fed.metrics.functional.softmax_entropy`), and the number of its active features there
+    (:func:`~lightning_fed.metrics.functional.feature_entropy`, resized to the input). Both are divided by their
     largest possible value, the logarithm of the number of classes or channels, and drawn in the colours of viridis:
     dark blue is 0, yellow 1.
 
@@ -40,7 +39,7 @@ class SegmentationImages(L.Callback):
     the end of the first validation, and then whenever ``every_n_epochs`` epochs (rounds) have passed since the last
     one; in ``trainer.validate`` always. The step on TensorBoard's axis is the epoch. The images are the first of the
     (first) validation loader, or those that ``images`` names, taken once per fit and kept on the CPU, so every grid
-    shows the same. Nothing but the batches up to the last of them is touched, and neither the weights, nor the random
+    shows the same. Only the batches up to the last of them are read, and neither the weights, nor the random
     state, nor the metrics, nor the train/eval modes.
 
     The module is called with one image at a time, ``pl_module(x)`` with x of shape ``(1, C, H, W)``, and returns logits
@@ -57,12 +56,12 @@ class SegmentationImages(L.Callback):
         std: Standard deviation that it divided them by. With neither, images outside 0 to 1 are stretched to it.
         ignore_index: Class index of pixels without a label, grey in the truth; None if there are none.
         maps: Columns beside the prediction: ``"softmax_entropy"``, ``"feature_entropy"`` or both, in this order.
-        layer: Name of the layer whose output is the features of ``"feature_entropy"``; ``"auto"`` takes what
-            :func:`~lightning_fed.modules.find_feature_layer` finds, and says so in the log.
-        activation: What makes those features non-negative, where the layer does not end in a ReLU.
-        inputs: Where a batch has its images: an index or key, or a function of the batch; by default the first element,
+        layer: Name of the layer whose output is the features of ``"feature_entropy"``; ``"auto"`` takes the
+            layer of :func:`~lightning_fed.modules.find_feature_layer`, and names it in the log.
+        activation: Function that makes those features non-negative, where the layer does not end in a ReLU.
+        inputs: Images of a batch: an index or key, or a function of the batch; by default the first element,
             or ``batch["image"]``, ``["x"]``, ``["input"]`` or their plurals.
-        target: Where it has its masks, likewise; by default the second element, or ``batch["mask"]``, ``["target"]``,
+        target: Masks of a batch, likewise; by default the second element, or ``batch["mask"]``, ``["target"]``,
             ``["label"]``, ``["y"]`` or their plurals.
         images: Positions of the images to draw, in this order, in place of the first ``num_images``: from 0, in the
             order in which the validation loader gives them (that of its data set, unless it is shuffled; with several
@@ -105,7 +104,9 @@ class SegmentationImages(L.Callback):
             raise ValueError(f"Expected `images` to be a list of at least one position, but got {images!r}.")
         self.tag = "_".join([self.tag, *maps])
         self._every_n_epochs = every_n_epochs
-        self._wanted = range(num_images) if images is None else [check_count("images", place, 0) for place in images]
+        self._wanted = (
+            range(num_images) if images is None else [check_count("images", position, 0) for position in images]
+        )
         self._needs_all = images is not None
         self._class_colors = checked_colors(class_colors)
         self._mean = mean
@@ -124,20 +125,20 @@ class SegmentationImages(L.Callback):
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget an earlier run, and say once which loggers get no images."""
+        """Forgets an earlier run, and names loggers that get no images."""
         if stage not in ("fit", "validate"):
             return
         self._kept, self._layer = {}, None
         if stage == "fit":
             self._last_epoch = None
-        report_others("SegmentationImages", trainer)
+        report_other_loggers("SegmentationImages", trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Find the layer of the features, before anything trains."""
+        """Finds the layer of the features, before anything trains."""
         self._find_layer(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Decide whether this validation ends with a grid."""
+        """Decides whether this validation ends with a grid."""
         self._find_layer(trainer, pl_module)  # in `trainer.validate` no fit has started
         self._is_due = not trainer.sanity_checking and bool(tensorboards(trainer)) and self._is_time(trainer)
         self._is_choosing, self._num_seen = self._is_due and not self._kept, 0
@@ -150,23 +151,23 @@ class SegmentationImages(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep the images that are to be drawn, as the model gets them."""
+        """Keeps the images that are to be drawn, as the model gets them."""
         if not self._is_choosing or dataloader_idx > 0:
             return
         images, masks = find_inputs(batch, self._inputs), find_target(batch, self._target, _MASK_KEYS)
-        for place in set(self._wanted) & set(range(self._num_seen, self._num_seen + len(images))):
-            pair = images[place - self._num_seen], masks[place - self._num_seen]
+        for position in set(self._wanted) & set(range(self._num_seen, self._num_seen + len(images))):
+            pair = images[position - self._num_seen], masks[position - self._num_seen]
             # copies: a slice would keep the whole batch in memory, and the step may write into it
-            image, mask = (each.detach().cpu().clone() for each in pair)
-            self._kept[place] = image, mask
+            image, mask = (tensor.detach().cpu().clone() for tensor in pair)
+            self._kept[position] = image, mask
         self._num_seen += len(images)
         self._is_choosing = self._num_seen <= max(self._wanted)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Predict the kept images and log the grid."""
+        """Predicts the kept images and logs the grid."""
         if not self._is_due:
             return
-        missing = [place for place in self._wanted if place not in self._kept]
+        missing = [position for position in self._wanted if position not in self._kept]
         if missing and self._needs_all and self._num_seen:
             raise OptionError(
                 f"Expected `images` of `SegmentationImages` to be positions in the {self._num_seen} validation images,"
@@ -175,31 +176,31 @@ class SegmentationImages(L.Callback):
         if not self._kept:
             return
         self._is_due = False
-        images, masks = zip(*(self._kept[place] for place in self._wanted if place in self._kept), strict=True)
+        images, masks = zip(*(self._kept[position] for position in self._wanted if position in self._kept), strict=True)
         self._last_epoch = trainer.current_epoch
         # on every rank: a sharded model's forward needs them all
-        seen = _predict(pl_module, images, self._maps, self._layer, self._activation)
+        predicted = _predict(pl_module, images, self._maps, self._layer, self._activation)
         if not trainer.is_global_zero:
             return
         grid = segmentation_grid(
             images,
             masks,
-            seen.predictions,
-            class_colors=self._class_colors or default_colors(max(seen.num_classes)),
+            predicted.predictions,
+            class_colors=self._class_colors or default_colors(max(predicted.num_classes)),
             mean=self._mean,
             std=self._std,
             ignore_index=self._ignore_index,
-            maps=seen.maps,
+            maps=predicted.maps,
         )
         for logger in tensorboards(trainer):
             logger.experiment.add_image(self.tag, grid, global_step=trainer.current_epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch of the last grid."""
+        """Returns the epoch of the last grid."""
         return {"last_epoch": self._last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting from the epoch of the last grid."""
+        """Goes on counting from the epoch of the last grid."""
         self._last_epoch = state_dict["last_epoch"]
 
     def _find_layer(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -218,7 +219,7 @@ class SegmentationImages(L.Callback):
         return trainer.current_epoch - self._last_epoch >= self._every_n_epochs
 
 
-class _Seen(NamedTuple):
+class _Predictions(NamedTuple):
     """For each image its class indices of shape ``(H, W)`` and the number of classes; and a column per kind of map."""
 
     predictions: list[Tensor]
@@ -232,9 +233,9 @@ def _predict(
     maps: Sequence[EntropyMap],
     layer: FeatureLayer | None,
     activation: Activation,
-) -> _Seen:
-    """Run the module on each image, and leave no trace."""
-    seen = _Seen([], [], [[] for _ in maps])
+) -> _Predictions:
+    """Runs the module on each image, and restores its modes and random state."""
+    predicted = _Predictions([], [], [[] for _ in maps])
     with ExitStack() as stack:
         stack.enter_context(seeded_generators())
         stack.enter_context(evaluating(module))
@@ -251,14 +252,14 @@ def _predict(
             size = image.shape[-2:]
             entropies.clear()
             logits = _logits(module, image)
-            seen.predictions.append(logits[0].argmax(0).cpu())
-            seen.num_classes.append(logits.shape[1])
-            for name, column in zip(maps, seen.maps, strict=True):
+            predicted.predictions.append(logits[0].argmax(0).cpu())
+            predicted.num_classes.append(logits.shape[1])
+            for name, column in zip(maps, predicted.maps, strict=True):
                 if name == "feature_entropy" and not entropies:
                     raise ValueError(f"Expected the module to use its features, but {layer} was not run.")
                 entropy = entropies[0] if name == "feature_entropy" else softmax_entropy(logits, normalize=True)
                 column.append(entropy[0].cpu())
-    return seen
+    return predicted
 
 
 def _logits(module: L.LightningModule, image: Tensor) -> Tensor:
@@ -267,9 +268,9 @@ def _logits(module: L.LightningModule, image: Tensor) -> Tensor:
     if isinstance(logits, Mapping) and "out" in logits:  # torchvision's models
         logits = logits["out"]
     if not isinstance(logits, Tensor) or logits.ndim != 4:
-        got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        output = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise TypeError(
             "Expected the module to return logits of shape (N, num_classes, H, W) "
-            f"for `SegmentationImages`, but got {got}."
+            f"for `SegmentationImages`, but got {output}."
         )
     return torch.cat([torch.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits

@@ -40,7 +40,7 @@ _COLUMNS = ("round", "clients", "loss", "val mIoU", "pixel acc", "MB up", "MB do
 
 @dataclass(frozen=True)
 class Round:
-    """What the demo shows of a round.
+    """Line of the demo's table: a round.
 
     Args:
         number: The round, from 1.
@@ -73,7 +73,7 @@ class Round:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What a run of the demo leaves behind.
+    """Result of a run of the demo.
 
     Args:
         rounds: The table.
@@ -135,7 +135,7 @@ def run_demo(
     clients_per_round: int = 5,
     num_scenes: int = 960,
 ) -> DemoResult:
-    """Trains DeepLabV3+ federatedly and shows how it goes.
+    """Trains DeepLabV3+ federatedly, with a table, TensorBoard logs and a picture.
 
     The clients' images are unlike: a Dirichlet distribution says how many images with which dominant class each has.
 
@@ -166,7 +166,7 @@ def run_demo(
         data = CamVid(data_dir, image_size=(96, 128), augment=True, batch_size=8, eval_batch_size=32)
         # There is no background among CamVid's classes.
         partition = Dirichlet(num_clients, alpha=0.5, background=None, min_size=4)
-    with _alone_and_quiet(), seeded_generators(seed=0):
+    with _single_thread_and_quiet(), seeded_generators(seed=0):
         data.setup("fit")
         task = SegmentationTask(
             "DeepLabV3Plus",
@@ -258,12 +258,12 @@ def draw(result: DemoResult, task: SegmentationTask, data: ArrayDataModule, coun
 
 def _predictions(task: SegmentationTask, dataset: ArrayDataset) -> list[Tensor]:
     """Input, truth and prediction side by side, uint8 of shape (3, H, 3 W), for some images from all over the set."""
-    places = np.linspace(0, len(dataset) - 1, min(_NUM_PICTURES, len(dataset))).astype(int)
-    inputs, masks = dataset.get_batch(places)
+    indices = np.linspace(0, len(dataset) - 1, min(_NUM_PICTURES, len(dataset))).astype(int)
+    inputs, masks = dataset.get_batch(indices)
     with evaluating(task):
         predicted = task(inputs).argmax(1)
     colors = default_colors(task.num_classes)
-    images = dataset.inputs[places]  # before normalisation
+    images = dataset.inputs[indices]  # before normalisation
     return [
         segmentation_grid(image[None], mask[None], guess[None], class_colors=colors, padding=0)
         for image, mask, guess in zip(images, masks, predicted, strict=True)
@@ -271,7 +271,7 @@ def _predictions(task: SegmentationTask, dataset: ArrayDataset) -> list[Tensor]:
 
 
 @contextmanager
-def _alone_and_quiet() -> Iterator[None]:
+def _single_thread_and_quiet() -> Iterator[None]:
     """One thread, and none of Lightning's advice on loggers, devices and workers."""
     log = logging.getLogger("lightning.pytorch")
     level, threads = log.level, torch.get_num_threads()
@@ -298,7 +298,7 @@ def _say(text: str) -> None:
 
 
 def _program(name: str) -> str:
-    """How to call a program of this environment, activated or not."""
+    """Command that starts a program of this environment, activated or not."""
     path = Path(sys.executable).with_name(name)
     if shutil.which(name) is not None or not path.exists():
         return name

@@ -40,16 +40,16 @@ _NOT_ON_SERVER = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe describes, for the two halves of a federation.
+    """Contents of a recipe, for the two halves of a federation.
 
     Args:
         federation: The federation.
         model: The LightningModule.
         data: The datamodule.
         server_trainer: Arguments of the server's ``L.Trainer``.
-        client_trainer: Those of the clients': what concerns training alone.
+        client_trainer: Arguments of the clients' ``L.Trainer``: those that concern training.
         server_callbacks: The recipe's callbacks.
-        client_callbacks: Those that take part in a visit.
+        client_callbacks: The callbacks that take part in a visit.
 
     """
 
@@ -63,14 +63,14 @@ class Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recipe:
-    """Builds what a recipe (a YAML file as ``lightning-fed fit`` takes it) describes.
+    """Builds the objects of a recipe (a YAML file as ``lightning-fed fit`` takes it).
 
     Args:
         path: The recipe.
         args: Options that change it, as on the command line.
 
     Raises:
-        OptionError: If it does not say how many rounds there are.
+        OptionError: If it does not give the number of rounds.
 
     """
     from lightning_fed.cli.main import FederatedCLI
@@ -115,8 +115,8 @@ def write_app(folder: Path, recipe: Path) -> None:
     package = name.replace("-", "_")
     if not package.isidentifier():
         raise OptionError(f"Expected a folder whose name begins with a letter, but got {folder.name!r}.")
-    found = importlib.util.find_spec(package)
-    if keyword.iskeyword(package) or (found is not None and found.origin is not None):
+    installed = importlib.util.find_spec(package)
+    if keyword.iskeyword(package) or (installed is not None and installed.origin is not None):
         raise OptionError(f"Expected a folder with a name of its own, but {package!r} is a word or package of Python.")
     if not recipe.is_file():
         raise FileNotFoundError(f"Expected a recipe, a YAML file, but there is no {str(recipe)!r}.")
@@ -156,10 +156,6 @@ def run_flower(args: Sequence[str]) -> None:
     worker = commands.add_parser("worker", help="run the long-lived process beside a client's data")
     worker.add_argument("folder", type=Path, help="the app")
     worker.add_argument("--socket", type=Path, required=True, help="where the SuperNode's processes find it")
-    commands.add_parser("supernode", help="run `flower-supernode`, with what it starts for every message loaded")
-    if args[:1] == ["supernode"]:
-        starter = files("lightning_fed.backends.flower") / "starter.py"
-        os.execv(sys.executable, [sys.executable, "-P", str(starter), *args[1:]])
     options = parser.parse_args(args)
     if options.command == "new":
         write_app(options.folder, options.config)

@@ -27,7 +27,7 @@ _DESCRIPTION = (
     " checkpoint of `lightning-fed fit` names the class as well. BatchNorm's statistics are measured with the training"
     " data of the recipe or of --data."
 )
-_READ_PAST = ("trainer", "optimizer", "lr_scheduler")  # what else a recipe may have
+_READ_PAST = ("trainer", "optimizer", "lr_scheduler")  # other entries of recipes
 
 
 def run_merge(args: Sequence[str]) -> None:
@@ -63,7 +63,7 @@ def run_merge(args: Sequence[str]) -> None:
     except ValueError as error:
         parser.error(str(error))
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)  # what cannot be written is not matched first
+        out.parent.mkdir(parents=True, exist_ok=True)  # before the matching, which takes longer
     except OSError as error:
         parser.error(f"Expected `--out` to be in a folder that can be made, but got {out}: {error.strerror}.")
     try:
@@ -103,19 +103,19 @@ def _options() -> list[str]:
 
 
 def _take_hyperparameters(parser: LightningArgumentParser, args: Sequence[str]) -> None:
-    """Makes those of the first checkpoint what the model is made with by default."""
-    place = next((place for place, arg in enumerate(args) if not _is_option_or_value(args, place)), None)
-    if place is None:
+    """Makes the hyper-parameters of the first checkpoint the model's defaults."""
+    first = next((index for index, _ in enumerate(args) if not _is_option_or_value(args, index)), None)
+    if first is None:
         return  # the parser says that there are none, or help was asked for
     try:
-        hyperparameters = dict(read_checkpoint(args[place]).get(L.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {}))
+        hyperparameters = dict(read_checkpoint(args[first]).get(L.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {}))
     except ValueError as error:
         parser.error(str(error))
     hyperparameters.pop("_instantiator", None)
     named = hyperparameters.pop("_class_path", None)
-    for place, arg in enumerate(args):
-        if arg == "--model" and place + 1 < len(args):
-            named = args[place + 1]
+    for index, arg in enumerate(args):
+        if arg == "--model" and index + 1 < len(args):
+            named = args[index + 1]
         elif arg.startswith("--model="):
             named = arg.partition("=")[2]
     if named is None or named.startswith("{"):
@@ -126,10 +126,10 @@ def _take_hyperparameters(parser: LightningArgumentParser, args: Sequence[str]) 
         parser.error(f"Expected the model's class to be found, but got {named!r}: {error}.")
 
 
-def _is_option_or_value(args: Sequence[str], place: int) -> bool:
-    """Every option has one value, after it or after an equals sign."""
-    before = args[place - 1] if place else ""
-    return args[place].startswith("-") or (before.startswith("-") and "=" not in before)
+def _is_option_or_value(args: Sequence[str], index: int) -> bool:
+    """Returns whether an argument is an option or its value, which follows it or an equals sign."""
+    before = args[index - 1] if index else ""
+    return args[index].startswith("-") or (before.startswith("-") and "=" not in before)
 
 
 def _merge(

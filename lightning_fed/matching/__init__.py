@@ -1,4 +1,4 @@
-"""What belongs to a neuron, in any module: the ground that FedMA's matching stands on; and merging trained networks."""
+"""Permutation groups of any module, matching of neurons (the basis of FedMA), and merging of trained networks."""
 
 from lightning_fed.matching.alignment import align_networks as align_networks
 from lightning_fed.matching.alignment import align_neurons as align_neurons

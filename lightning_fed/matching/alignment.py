@@ -1,4 +1,4 @@
-"""Orders of neurons in which clients are nearest to a reference, or to each other.
+"""Alignment: orders of neurons in which networks are nearest to a reference, or to each other.
 
 Ainsworth, Hayase and Srinivasa, "Git Re-Basin: Merging Models modulo Permutation Symmetries", ICLR 2023 (weight
 matching), and Singh and Jaggi, "Model Fusion via Optimal Transport", NeurIPS 2020.
@@ -31,11 +31,11 @@ def align_neurons(reference: Tensor, neurons: Tensor, blocks: int = 1) -> Tensor
 
     Args:
         reference: Neurons, shape ``(L, D)``.
-        neurons: Those to be ordered, shape ``(L, D)``.
+        neurons: Neurons to be ordered, shape ``(L, D)``.
         blocks: Number of blocks of equal size, one after the other.
 
     Returns:
-        Which neuron comes to each place, int64, shape ``(L,)``.
+        Index of the neuron that comes to each position, int64, shape ``(L,)``.
 
     Raises:
         ValueError: If the shapes differ, numbers are not finite, or ``blocks`` does not divide the number of neurons.
@@ -83,8 +83,8 @@ def align_networks(
     .. math:: \min_\pi \sum_j \big\| \pi_j(\theta_j) - \frac{1}{J} \sum_{j'} \pi_{j'}(\theta_{j'}) \big\|^2
 
     Coordinate descent: of one network and one group after the other, in random order, :func:`align_neurons` finds the
-    order that is nearest to the mean of the other networks, by all that its neurons have, incoming and outgoing. It is
-    taken if the sum is smaller with it, so that the sum never rises. It ends where nothing can be gained so: in a local
+    order that is nearest to the mean of the other networks, by all incoming and outgoing weights of its neurons. It is
+    taken if the sum is smaller with it, so that the sum never rises. It ends where no step gains anything: in a local
     optimum, which depends on the order of the networks and of the groups.
 
     Running statistics do not count, as in :func:`~lightning_fed.matching.neuron_features`. An LSTM's hidden-to-hidden
@@ -93,7 +93,8 @@ def align_networks(
     Args:
         states: One state per network, with the same entries and widths.
         groups: Their groups.
-        orders: For each network and group which neuron comes to each place, int64, shape ``(neurons,)``: to start from.
+        orders: For each network and group the index of the neuron that comes to each position, int64, shape
+            ``(neurons,)``: the start.
         generator: Draws the order of the networks and groups.
         sweeps: Most sweeps over the networks.
 
@@ -114,46 +115,46 @@ def align_networks(
 
     """
     check_count("sweeps", sweeps, 0)
-    found = [list(own) for own in orders]
+    aligned = [list(network_orders) for network_orders in orders]
     names = {name for group in groups for name, _ in group.entries if name in states[0]}
     names = {name for name in names if is_compared(name, states[0][name])}
     current = [
-        permute_neurons({name: state[name] for name in names}, groups, own)
-        for state, own in zip(states, orders, strict=True)
+        permute_neurons({name: state[name] for name in names}, groups, network_orders)
+        for state, network_orders in zip(states, orders, strict=True)
     ]
     for _ in range(sweeps if len(states) > 1 else 0):
         is_settled = True
         for network in generator.permutation(len(states)).tolist():
-            others = [state for place, state in enumerate(current) if place != network]
-            mean = {name: torch.stack([at_least_float32(own[name]) for own in others]).mean(0) for name in names}
+            remaining = [state for index, state in enumerate(current) if index != network]
+            mean = {name: torch.stack([at_least_float32(state[name]) for state in remaining]).mean(0) for name in names}
             for number in generator.permutation(len(groups)).tolist():
                 order = _better_order(mean, current[network], groups[number])
                 if order is not None:
                     current[network] = permute_neurons(current[network], [groups[number]], [order])
-                    found[network][number] = found[network][number][order.to(found[network][number].device)]
+                    aligned[network][number] = aligned[network][number][order.to(aligned[network][number].device)]
                     is_settled = False
         if is_settled:
             break
-    return found
+    return aligned
 
 
 def _better_order(mean: Mapping[str, Tensor], state: Mapping[str, Tensor], group: PermutationGroup) -> Tensor | None:
-    """The order of a group's neurons that is nearest to those of a mean, if it is nearer than theirs."""
+    """The order of a group's neurons that is nearest to those of a mean, if it is nearer than the present one."""
     roles: tuple[Role, ...] = ("out", "vec", "in")
-    reference, own = (neuron_features(values, group, roles) for values in (mean, state))
-    if not own:
+    reference, features = (neuron_features(values, group, roles) for values in (mean, state))
+    if not features:
         return None
-    order = align_neurons(torch.cat(list(reference.values()), 1), torch.cat(list(own.values()), 1), group.blocks)
+    order = align_neurons(torch.cat(list(reference.values()), 1), torch.cat(list(features.values()), 1), group.blocks)
     before = {name: state[name] for name, _ in group.entries if name in state}
     after = permute_neurons(before, [group], [order])
-    wide = {name: to_float64(mean[name]) for name in before}
-    gain = sum(float((wide[name] * (to_float64(after[name]) - to_float64(before[name]))).sum()) for name in before)
-    common = sum(float((wide[name] * to_float64(before[name])).abs().sum()) for name in before)
+    mean64 = {name: to_float64(mean[name]) for name in before}
+    gain = sum(float((mean64[name] * (to_float64(after[name]) - to_float64(before[name]))).sum()) for name in before)
+    common = sum(float((mean64[name] * to_float64(before[name])).abs().sum()) for name in before)
     return order if gain > _LEAST_GAIN * common else None
 
 
 def _assigned(gains: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The column of every row, of the assignment with the largest sum."""
+    """The column of every row in the assignment with the largest sum."""
     from scipy.optimize import linear_sum_assignment  # slow to import: only for those who match
 
     columns: NDArray[np.int64] = linear_sum_assignment(gains, maximize=True)[1]

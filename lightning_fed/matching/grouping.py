@@ -1,4 +1,4 @@
-"""Groups of neurons from what a network has joined."""
+"""Groups of neurons from the coupled positions of a traced network."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fed.matching.atoms import NEUTRAL, PINNED, Mark, Shadow
+from lightning_fed.matching.neuron_ids import NEUTRAL, PINNED, Constraint, TracedActivation
 from lightning_fed.matching.permutation import Axis, GroupEntry, PermutationGroup, Role, find_runs
 from lightning_fed.matching.tracer import Tracer
 
 
 class _Neuron(NamedTuple):
-    """What one neuron has.
+    """Positions of one neuron.
 
     Attributes:
         positions: Its positions on every axis where it has some, in increasing order.
@@ -25,36 +25,36 @@ class _Neuron(NamedTuple):
     """
 
     positions: dict[Axis, list[int]]
-    blocks: frozenset[Mark]
+    blocks: frozenset[Constraint]
 
 
 def find_groups(tracer: Tracer) -> list[PermutationGroup]:
-    """The groups of a network that has been followed, in its order.
+    """The groups of a traced network, in its order.
 
-    Neurons are in one group if they have positions on the same axes, in the same number, and the same marks.
+    Neurons are in one group if they have positions on the same axes, in the same number, and the same constraints.
     """
     axes = dict(tracer.axes)
     for name, elements in tracer.elements.items():
         _follow_axis(tracer, axes, name, elements)
-    marks = tracer.atoms.marks()
+    constraints = tracer.union_find.constraints()
     positions: dict[int, dict[Axis, list[int]]] = defaultdict(dict)
-    for axis, atoms in axes.items():
-        for position, root in enumerate(tracer.atoms.roots(atoms).tolist()):
+    for axis, ids in axes.items():
+        for position, root in enumerate(tracer.union_find.find_all(ids).tolist()):
             if root not in (NEUTRAL, PINNED):
                 positions[root].setdefault(axis, []).append(position)
 
-    families: dict[tuple[frozenset[tuple[Axis, int]], frozenset[Mark]], list[_Neuron]] = defaultdict(list)
-    for root, own in positions.items():
-        apart = frozenset(mark for mark in marks.get(root, ()) if mark[0] != "block")
-        within = marks.get(root, frozenset()) - apart
-        shape = frozenset((axis, len(places)) for axis, places in own.items())
-        families[shape, apart].append(_Neuron(own, within))
+    families: dict[tuple[frozenset[tuple[Axis, int]], frozenset[Constraint]], list[_Neuron]] = defaultdict(list)
+    for root, neuron_positions in positions.items():
+        apart = frozenset(constraint for constraint in constraints.get(root, ()) if constraint[0] != "block")
+        within = constraints.get(root, frozenset()) - apart
+        shape = frozenset((axis, len(indices)) for axis, indices in neuron_positions.items())
+        families[shape, apart].append(_Neuron(neuron_positions, within))
 
-    order = {axis: place for place, axis in enumerate(axes)}
+    order = {axis: index for index, axis in enumerate(axes)}
     groups: list[tuple[tuple[int, int], Axis, PermutationGroup]] = []
     for (_, apart), family in families.items():
-        made = [axis for axis in family[0].positions if "out" in tracer.roles.get(axis, ())]
-        lead = min(made or family[0].positions, key=order.__getitem__)
+        out_axes = [axis for axis in family[0].positions if "out" in tracer.roles.get(axis, ())]
+        lead = min(out_axes or family[0].positions, key=order.__getitem__)
         family.sort(key=lambda neuron: neuron.positions[lead])
         for neurons, blocks in _split_blocks(family):
             if len(neurons) > 1:
@@ -66,64 +66,64 @@ def find_groups(tracer: Tracer) -> list[PermutationGroup]:
                     )
                     for axis in sorted(neurons[0].positions, key=order.__getitem__)
                 }
-                # What is sliced or reduced knows how many neurons there are.
+                # The result of a slice or reduction depends on the number of neurons.
                 is_free = not apart and not neurons[0].blocks
                 is_growable = is_free and all(find_runs(entry.positions) is not None for entry in entries.values())
                 group = PermutationGroup("", len(neurons), entries, blocks, is_growable)
                 groups.append(((order[lead], neurons[0].positions[lead][0]), lead, group))
-    groups.sort(key=lambda one: one[0])
+    groups.sort(key=lambda item: item[0])
     return _named([group for _, _, group in groups], [lead for _, lead, _ in groups])
 
 
 def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: Tensor) -> None:
     """The axis along which a parameter's neurons differ, if it is one: it was followed element by element."""
-    shadow = Shadow.of(tracer.atoms.roots(elements))
-    if len(shadow.varying) == 1:
-        axis = shadow.varying.pop()
-        axes[name, axis] = shadow.atoms.reshape(-1)
+    activation = TracedActivation.of(tracer.union_find.find_all(elements))
+    if len(activation.varying) == 1:
+        axis = activation.varying.pop()
+        axes[name, axis] = activation.ids.reshape(-1)
     else:
-        tracer.atoms.pin(elements)
+        tracer.union_find.pin(elements)
 
 
 def _split_blocks(family: list[_Neuron]) -> list[tuple[list[_Neuron], int]]:
-    """Neurons that may change places, and in how many blocks they are.
+    """Neurons that may be exchanged, and the number of their blocks.
 
-    Blocks may change places as wholes if they are equally large, and no group of a group normalisation has neurons of
+    Blocks may be exchanged as wholes if they are equally large, and no group of a group normalisation has neurons of
     two of them.
     """
-    blocks: dict[frozenset[Mark], list[_Neuron]] = defaultdict(list)
+    blocks: dict[frozenset[Constraint], list[_Neuron]] = defaultdict(list)
     for neuron in family:
         blocks[neuron.blocks].append(neuron)
-    marks = [mark for own in blocks for mark in own]
-    shapes = {(len(neurons), len(own)) for own, neurons in blocks.items()}
-    if len(shapes) > 1 or len(set(marks)) < len(marks):
+    constraints = [constraint for block in blocks for constraint in block]
+    shapes = {(len(neurons), len(block)) for block, neurons in blocks.items()}
+    if len(shapes) > 1 or len(set(constraints)) < len(constraints):
         return [(neurons, 1) for neurons in blocks.values()]
-    neurons = [neuron for own in blocks.values() for neuron in own]
+    neurons = [neuron for block in blocks.values() for neuron in block]
     return [(neurons, len(blocks) if len(blocks) < len(neurons) else 1)]
 
 
 def _role(roles: Iterable[str]) -> Role:
-    found = set(roles)
-    if "in" in found:
-        return "both" if "out" in found else "in"
-    return "out" if "out" in found else "vec"
+    kinds = set(roles)
+    if "in" in kinds:
+        return "both" if "out" in kinds else "in"
+    return "out" if "out" in kinds else "vec"
 
 
 def _named(groups: list[PermutationGroup], leads: list[Axis]) -> list[PermutationGroup]:
     """Groups with the names of the layers that make them; where a layer makes several, with what tells them apart."""
     starts = [int(group.entries[lead].positions[0, 0]) for group, lead in zip(groups, leads, strict=True)]
     layers = [name.rpartition(".")[0] or name for name, _ in leads]
-    ways = [
+    naming_schemes = [
         layers,
         [name for name, _ in leads],
         [f"{layer}[{start}]" for layer, start in zip(layers, starts, strict=True)],
         [f"{name}:{axis}[{start}]" for (name, axis), start in zip(leads, starts, strict=True)],
     ]
-    alike = defaultdict(list)
-    for place, layer in enumerate(layers):
-        alike[layer].append(place)
-    for places in alike.values():
-        names = next(names for names in ways if len({names[place] for place in places}) == len(places))
-        for place in places:
-            groups[place] = replace(groups[place], name=names[place])
+    by_layer = defaultdict(list)
+    for index, layer in enumerate(layers):
+        by_layer[layer].append(index)
+    for indices in by_layer.values():
+        names = next(names for names in naming_schemes if len({names[index] for index in indices}) == len(indices))
+        for index in indices:
+            groups[index] = replace(groups[index], name=names[index])
     return groups

@@ -1,8 +1,8 @@
-"""Which neurons of any module may change places: found, tried out, and permuted, sliced, grown.
+"""Permutation groups of any module: neurons that may be permuted are found, checked, permuted, sliced and grown.
 
-FedMA's matching needs to know, for every layer, what belongs to a neuron: Wang et al., "Federated Learning with Matched
-Averaging", ICLR 2020, have that for chains of convolutions and linear layers, and for an LSTM. Here it is read off the
-module's operations, so that no table has to be written for an architecture.
+FedMA's matching needs to know, for every layer, the numbers that belong to a neuron: Wang et al., "Federated Learning
+with Matched Averaging", ICLR 2020, have that for chains of convolutions and linear layers, and for an LSTM. Here it is
+derived from the module's operations, so that no table has to be written for an architecture.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_fed.matching.check import Trial, on_loan, split_inputs
 from lightning_fed.matching.grouping import find_groups
 from lightning_fed.matching.layers import LAYERS
 from lightning_fed.matching.permutation import (
@@ -31,6 +30,7 @@ from lightning_fed.matching.permutation import (
     resize_groups,
     slice_neurons,
 )
+from lightning_fed.matching.permutation_check import PermutationCheck, restored_afterwards, split_inputs
 from lightning_fed.matching.rules import RULES
 from lightning_fed.matching.tracer import Tracer
 from lightning_fed.model.resize import named_tensors
@@ -40,14 +40,14 @@ from lightning_fed.model.resize import named_tensors
 class PermutationGroups:
     """The groups of neurons of a module, in the order in which it runs them.
 
-    States are flat, such as ``module.state_dict()``; they may lack entries. Entries that are tied to others may be
-    there or not. What is said of a group is given by its name; of groups that are not named everything stays.
+    States are flat, such as ``module.state_dict()``; they may lack entries, also tied ones. Orders, sizes and indices
+    are given by the groups' names; groups that are not named stay as they are.
 
     Attributes:
         groups: The groups.
         order: Names of the module's entries in the order in which it runs them, as far as it does.
         tied: Names of entries that are tied to an earlier one, and that one's.
-        unknown: Operations that nothing is known about, by how often there are: what they touch does not move.
+        unknown: Operations without a rule, by how often they occur: neurons that they touch are not permuted.
 
     """
 
@@ -68,26 +68,27 @@ class PermutationGroups:
         """Finds the groups of a module.
 
         The module's operations are read off with `torch.export` in evaluation mode. Every position of an entry's axis
-        is followed through them: what the same number meets belongs to one neuron. Inputs and outputs do not move, nor
-        what an operation without a rule touches: there may be fewer groups than there could be, but no wrong ones.
+        is followed through them: positions that contribute to the same element belong to one neuron. Inputs and outputs
+        do not move, nor neurons that an operation without a rule touches: there may be fewer groups than possible, but
+        no wrong ones.
 
-        Then they are tried out, with random numbers in the module: it must compute the same with the neurons of all
+        Then they are checked, with random numbers in the module: it must compute the same with the neurons of all
         groups permuted, in float64 to a relative error of 1e-9. A group that does not pass is left out, with a warning
-        that names it. A growable one that does not compute the same with new neurons that nobody reads, or fails (a
-        width that is written into the code), is not growable.
+        that names it. A growable one that does not compute the same with new neurons whose outgoing weights are zeros,
+        or fails (a width that is written into the code), is not growable.
 
         The module is as it was afterwards. This takes about the time of a few passes over the example, and some
         seconds for a large module: two small images are enough.
 
         Args:
-            module: A LightningModule or any other module. Its ``forward`` is what must not change; layers that it does
+            module: A LightningModule or any other module. Its ``forward`` must not change; layers that it does
                 not run in evaluation are followed in training mode. A child that it does not run then either, but
                 ``training_step`` may, is named in a warning.
-            example_input: What it is called with: a tensor, a tuple of positional inputs, or a dictionary of named
-                ones; at least two examples, as large as in training where the module wants it.
-            pin: Patterns of entry names (``"decoder.*"``) whose neurons are to stay where they are.
-            extra_groups: Groups that are not found by themselves. They take the place of found ones that share
-                positions with them, and are tried out as well.
+            example_input: Input that it is called with: a tensor, a tuple of positional inputs, or a dictionary of
+                named ones; at least two examples, as large as in training where the module wants it.
+            pin: Patterns of entry names (``"decoder.*"``) whose neurons stay where they are.
+            extra_groups: Groups that are not found automatically. They replace found ones that share positions with
+                them, and are checked as well.
 
         Returns:
             The groups.
@@ -118,15 +119,15 @@ class PermutationGroups:
             if unknown:
                 raise ValueError(f"Expected `extra_groups` to have entries of the module, but got {unknown}.")
         args, kwargs = split_inputs(example_input)
-        with on_loan(module):
+        with restored_afterwards(module):
             tracer = _trace(module, args, kwargs, names)
-            found = [*extra_groups]
+            candidates = [*extra_groups]
             for group in find_groups(tracer) if tracer is not None else []:
                 pinned = any(fnmatchcase(name, pattern) for name in _all_names(group, names) for pattern in pin)
-                if not pinned and not any(_overlap(group, other) for other in extra_groups):
-                    found.append(group)
-            groups = _tried(module, args, kwargs, found)
-        tied = {name: other for name, other in names.items() if name != other}
+                if not pinned and not any(_overlap(group, extra) for extra in extra_groups):
+                    candidates.append(group)
+            groups = _checked(module, args, kwargs, candidates)
+        tied = {name: first_name for name, first_name in names.items() if name != first_name}
         if tracer is None:
             return cls(tuple(groups), tied=tied)
         return cls(
@@ -143,11 +144,11 @@ class PermutationGroups:
         return iter(self.groups)
 
     def __getitem__(self, name: str) -> PermutationGroup:
-        return self.groups[self._place(name)]
+        return self.groups[self._index(name)]
 
     @property
     def names(self) -> list[str]:
-        """The groups' names: the layers that make their neurons, with a place where a layer makes several groups."""
+        """The groups' names: the layers that make their neurons, with a position where a layer makes several groups."""
         return [group.name for group in self.groups]
 
     @property
@@ -165,11 +166,11 @@ class PermutationGroups:
         return replace(self, groups=tuple(resize_groups(self.groups, self._sizes(sizes))))
 
     def permute(self, state: Mapping[str, Tensor], orders: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A state whose neurons have changed places, see :func:`~lightning_fed.matching.permute_neurons`.
+        """A state with permuted neurons, see :func:`~lightning_fed.matching.permute_neurons`.
 
         Args:
             state: Entries of the module.
-            orders: Which neuron comes to each place, int64, shape ``(neurons,)``.
+            orders: Index of the neuron that comes to each position, int64, shape ``(neurons,)``.
 
         Raises:
             ValueError: If there is no such group, or the order does not fit it.
@@ -183,46 +184,46 @@ class PermutationGroups:
 
         Args:
             state: Entries of the module.
-            kept: Which neurons, in the order that they are to have, int64, shape ``(kept,)``.
+            kept: Indices of the neurons, in their new order, int64, shape ``(kept,)``.
 
         Raises:
             ValueError: If there is no such group, it is not growable, or does not have these neurons.
 
         """
-        places = [torch.arange(group.size) for group in self.groups]
-        for name, own in kept.items():
-            places[self._place(name)] = own
-        return self.tie(slice_neurons(state, self.groups, places))
+        indices = [torch.arange(group.size) for group in self.groups]
+        for name, group_indices in kept.items():
+            indices[self._index(name)] = group_indices
+        return self.tie(slice_neurons(state, self.groups, indices))
 
     def grow(
-        self, state: Mapping[str, Tensor], sizes: Mapping[str, int], places: Mapping[str, Tensor] | None = None
+        self, state: Mapping[str, Tensor], sizes: Mapping[str, int], assignments: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         """The state of a wider module, with zeros for new neurons, see :func:`~lightning_fed.matching.grow_neurons`.
 
         Args:
             state: Entries of the module.
             sizes: Numbers of neurons.
-            places: The place of each neuron in the wider module, int64, shape ``(neurons,)``; by default the first
-                ones, as they are.
+            assignments: Index of each neuron in the wider module, int64, shape ``(neurons,)``; by default the
+                neurons come first, in their order.
 
         Raises:
-            ValueError: If there is no such group, it is not growable, or places do not fit it.
+            ValueError: If there is no such group, it is not growable, or assignments do not fit it.
 
         """
-        own = [torch.arange(group.size) for group in self.groups]
-        for name, place in (places or {}).items():
-            own[self._place(name)] = place
-        return self.tie(grow_neurons(state, self.groups, own, self._sizes(sizes)))
+        indices = [torch.arange(group.size) for group in self.groups]
+        for name, assignment in (assignments or {}).items():
+            indices[self._index(name)] = assignment
+        return self.tie(grow_neurons(state, self.groups, indices, self._sizes(sizes)))
 
     def features(
         self, state: Mapping[str, Tensor], name: str, roles: Sequence[Role] = ("out", "vec")
     ) -> dict[Axis, Tensor]:
-        """What the neurons of a group have, to match them by, see :func:`~lightning_fed.matching.neuron_features`.
+        """Vectors by which the neurons of a group are matched, see :func:`~lightning_fed.matching.neuron_features`.
 
         Args:
             state: Entries of the module.
             name: Name of the group.
-            roles: What of it.
+            roles: Roles of the entries that count.
 
         """
         return neuron_features(state, self[name], roles)
@@ -233,14 +234,14 @@ class PermutationGroups:
             name: state[self.tied[name]] if self.tied.get(name) in state else value for name, value in state.items()
         }
 
-    def _place(self, name: str) -> int:
+    def _index(self, name: str) -> int:
         if name not in self.names:
             raise ValueError(f"Expected the name of a group, but got {name!r}; there are {self.names}.")
         return self.names.index(name)
 
     def _sizes(self, sizes: Mapping[str, int]) -> list[int]:
         for name in sizes:
-            self._place(name)
+            self._index(name)
         return [sizes.get(group.name, group.size) for group in self.groups]
 
 
@@ -265,12 +266,12 @@ def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], nam
         with suppress(Exception):  # the warning that follows says what is left
             tracer.run(_exported(module, args, kwargs), names, constants)
         module.eval()
-        used = {name.partition(".")[0] for name in _met(tracer)}
+        used = {name.partition(".")[0] for name in _traced_names(tracer)}
         children = dict.fromkeys(name.partition(".")[0] for name in _unused(module, names, tracer))
-        left = [child for child in children if child not in used]
-        if left:
+        unused = [child for child in children if child not in used]
+        if unused:
             rank_zero_warn(
-                f"What `forward` does not run is not known to read any neurons: {_some(left)}. If training feeds it"
+                f"What `forward` does not run is not known to read any neurons: {_some(unused)}. If training feeds it"
                 " features, name the layers that make these in `pin`."
             )
     return tracer
@@ -278,46 +279,46 @@ def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], nam
 
 def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about what is of no use here, such as the inner lists of recurrent layers
+        warnings.simplefilter("ignore")  # about details without use here, such as the inner lists of recurrent layers
         return torch.export.export(module, args, kwargs, strict=False)
 
 
-def _met(tracer: Tracer) -> set[str]:
+def _traced_names(tracer: Tracer) -> set[str]:
     return {name for name, _ in tracer.axes} | set(tracer.elements)
 
 
 def _unused(module: nn.Module, names: Mapping[str, str], tracer: Tracer) -> list[str]:
-    """Parameters with several axes that have not been met."""
-    met = _met(tracer)
-    return [name for name, own in module.named_parameters() if own.ndim > 1 and names[name] not in met]
+    """Parameters with several axes that the trace has not reached."""
+    traced = _traced_names(tracer)
+    return [name for name, value in module.named_parameters() if value.ndim > 1 and names[name] not in traced]
 
 
-def _tried(
+def _checked(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], groups: list[PermutationGroup]
 ) -> list[PermutationGroup]:
-    """The groups that pass, growable where they can have more neurons; those that do not are named in a warning."""
+    """The groups that pass, growable where they can have more neurons; the others are named in a warning."""
     if not groups:
         return []
     try:
-        trial = Trial(module, args, kwargs)
+        check = PermutationCheck(module, args, kwargs)
     except Exception as error:  # whatever the module raises
         rank_zero_warn(f"No neurons can change places: the module cannot be tried out. {type(error).__name__}: {error}")
         return []
-    movers = trial.find_movers(groups)
-    if movers:
+    failing = check.find_not_invariant(groups)
+    if failing:
         rank_zero_warn(
             f"Neurons of these layers stay where they are, because the module computes something else when they change"
-            f" places: {_some([group.name for group in movers])}."
+            f" places: {_some([group.name for group in failing])}."
         )
-    good = [group for group in groups if group not in movers]
-    stiff = trial.find_stiff(good)
-    return [replace(group, is_growable=group.is_growable and group not in stiff) for group in good]
+    good = [group for group in groups if group not in failing]
+    fixed_width = check.find_fixed_width(good)
+    return [replace(group, is_growable=group.is_growable and group not in fixed_width) for group in good]
 
 
 def _all_names(group: PermutationGroup, names: Mapping[str, str]) -> list[str]:
     """Names of a group's entries, tied ones under all names."""
-    own = {name for name, _ in group.entries}
-    return [name for name, first in names.items() if first in own]
+    group_names = {name for name, _ in group.entries}
+    return [name for name, first in names.items() if first in group_names]
 
 
 def _overlap(first: PermutationGroup, second: PermutationGroup) -> bool:

@@ -21,13 +21,13 @@ from lightning_fed.numerics.weighted_mean import WeightedMean
 def matched_mean(
     states: Sequence[Mapping[str, Tensor]],
     groups: Sequence[PermutationGroup],
-    places: Sequence[Sequence[Tensor]],
+    assignments: Sequence[Sequence[Tensor]],
     sizes: Sequence[int],
     weights: Sequence[float],
 ) -> dict[str, Tensor]:
     r"""The mean of clients whose neurons have been matched: every neuron's over the clients that have it.
 
-    With :math:`S_k` the places of client *k*'s neurons and :math:`\tilde w_k` its state in the wide network, with
+    With :math:`S_k` the assignments of client *k*'s neurons and :math:`\tilde w_k` its state in the wide network, with
     zeros for the neurons that it does not have, row *i* of an entry is
 
     .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{\sum_{k:\, i \in S_k} a_k}
@@ -38,8 +38,8 @@ def matched_mean(
     Args:
         states: One state per client, with the same names.
         groups: All groups of the network; the same for all clients.
-        places: For each client and group the place of each neuron, int64, shape ``(neurons,)``.
-        sizes: Number of neurons that each group has then.
+        assignments: For each client and group the index of each neuron in the mean, int64, shape ``(neurons,)``.
+        sizes: Number of neurons that each group has in the mean.
         weights: Weight of each client, greater than 0: its number of examples. Integer entries are those of the client
             with the largest.
 
@@ -56,36 +56,38 @@ def matched_mean(
         {'bias': tensor([3.5000, 7.0000, 5.0000])}
 
     """
-    if not len(states) == len(places) == len(weights) > 0:
+    if not len(states) == len(assignments) == len(weights) > 0:
         raise ValueError(
-            "Expected `states`, `places` and `weights` to be of the same clients, at least one, but got"
-            f" {len(states)}, {len(places)} and {len(weights)}."
+            "Expected `states`, `assignments` and `weights` to be of the same clients, at least one, but got"
+            f" {len(states)}, {len(assignments)} and {len(weights)}."
         )
     if not all(0 < weight < float("inf") for weight in weights):
         raise ValueError(f"Expected `weights` to be greater than 0 and finite, but got {list(weights)}.")
-    made = [_made(group) for group in groups]
-    names = {name for group in made for name, _ in group.entries if states[0][name].is_floating_point()}
-    others, sums, owned = WeightedMean(), dict[str, Tensor](), dict[str, Tensor]()
-    for state, own, weight in zip(states, places, weights, strict=True):
-        wide = grow_neurons(state, groups, own, sizes)
-        rank = sum(other <= weight for other in weights)  # by which integer entries are chosen
-        others.add({name: value for name, value in wide.items() if name not in names}, weight, rank)
-        rows = grow_neurons({name: _ones(state[name], name, made) for name in names}, made, own, sizes)
+    out_groups = [_out_axes(group) for group in groups]
+    names = {name for group in out_groups for name, _ in group.entries if states[0][name].is_floating_point()}
+    ungrouped, sums, owned = WeightedMean(), dict[str, Tensor](), dict[str, Tensor]()
+    for state, assignment, weight in zip(states, assignments, weights, strict=True):
+        grown = grow_neurons(state, groups, assignment, sizes)
+        rank = sum(smaller <= weight for smaller in weights)  # by which integer entries are chosen
+        ungrouped.add({name: value for name, value in grown.items() if name not in names}, weight, rank)
+        rows = grow_neurons(
+            {name: _ones(state[name], name, out_groups) for name in names}, out_groups, assignment, sizes
+        )
         for name in names:
-            value = to_float64(wide[name]) * weight
+            value = to_float64(grown[name]) * weight
             sums[name] = sums[name].add_(value) if name in sums else value
             owned[name] = owned[name].add_(rows[name], alpha=weight) if name in owned else rows[name] * weight
     owned = {name: weight.where(weight > 0, 1) for name, weight in owned.items()}
-    means = others.mean() | {name: cast_back(sums[name] / owned[name], states[0][name]) for name in names}
+    means = ungrouped.mean() | {name: cast_back(sums[name] / owned[name], states[0][name]) for name in names}
     return {name: means[name] for name in states[0]}
 
 
-def _made(group: PermutationGroup) -> PermutationGroup:
+def _out_axes(group: PermutationGroup) -> PermutationGroup:
     """The group with the axes only that make its neurons."""
     return replace(group, entries={axis: entry for axis, entry in group.entries.items() if entry.role != "in"})
 
 
-def _ones(value: Tensor, name: str, made: Sequence[PermutationGroup]) -> Tensor:
+def _ones(value: Tensor, name: str, out_groups: Sequence[PermutationGroup]) -> Tensor:
     """Ones along the axes that make neurons, float64; along the others of length 1."""
-    axes = {axis for group in made for other, axis in group.entries if other == name}
+    axes = {axis for group in out_groups for entry_name, axis in group.entries if entry_name == name}
     return to_float64(value.new_zeros(())).new_ones([n if axis in axes else 1 for axis, n in enumerate(value.shape)])

@@ -31,13 +31,13 @@ from lightning_fed.model.resize import fit_widths, named_tensors, resize_module
 
 
 class MergedGroup(NamedTuple):
-    """What became of a group of neurons.
+    """A group of neurons in a merged network.
 
     Attributes:
         name: Its name.
-        before: Neurons that each network has.
-        width: Neurons of the merged one.
-        matched: Share of the networks' neurons that another network has too.
+        before: Number of neurons in each network.
+        width: Number of neurons in the merged network.
+        matched: Share of the networks' neurons that are in another network too.
         seconds: Time that the matching took, without sweeps.
 
     """
@@ -55,43 +55,43 @@ class MergedModel(NamedTuple):
     Attributes:
         module: The module, merged.
         state: A copy of its state.
-        groups: What became of every group; empty with mode ``"none"``.
-        places: For every network and group the place of each of its neurons in the merged one, int64.
+        groups: The groups of neurons; empty with mode ``"none"``.
+        assignments: For every network and group the index of each of its neurons in the merged network, int64.
 
     """
 
     module: nn.Module
     state: dict[str, Tensor]
     groups: list[MergedGroup]
-    places: list[dict[str, Tensor]]
+    assignments: list[dict[str, Tensor]]
 
 
 class MatchedAverage:
     """Merges trained networks of one architecture: neurons are matched, then averaged.
 
-    Which neurons are one is found group by group, see :func:`~lightning_fed.matching.match_states`, and then every
-    neuron is the mean over the networks that have it. Nothing is trained in between, which is what makes
-    :class:`~lightning_fed.algorithms.FedMA` good: networks that were trained from one start, or copies with their
-    neurons in other places, merge well; networks of different starts lose much of what they can do, in particular deep
+    Neurons are matched group by group, see :func:`~lightning_fed.matching.match_states`, and then every
+    neuron is the mean over the networks that have it. There is no training in between, as there is in
+    :class:`~lightning_fed.algorithms.FedMA`: networks that were trained from one start, or copies with
+    permuted neurons, merge well; networks of different starts lose much of their accuracy, in particular deep
     ones.
 
     Averages of BatchNorm's running statistics are those of no network: they are measured with the merged one.
 
     Args:
-        mode: ``"grow"``: neurons that others do not have are added; ``"permute"``: every neuron has one partner in
+        mode: ``"grow"``: neurons without a match are added; ``"permute"``: every neuron has one partner in
             every other network, and widths stay; ``"none"``: the plain average. Groups that cannot grow are permuted
             with ``"grow"``.
-        order: In what order groups are matched, and by what: ``"fedma"`` or ``"pfnm"``.
+        order: Order in which groups are matched, and the weights that count: ``"fedma"`` or ``"pfnm"``.
         score: Score of a match, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: The larger, the more neurons are added; ``None`` for the score's own.
         passes: Most passes over the networks in the matching of a group.
         sweeps: Most sweeps over all networks and groups that order them anew, each like the mean of the others; they
             end when nothing changes. With ``"grow"`` they come before the matching. 0 to order every group once.
         max_growth: Most neurons of a group, as a multiple of those of a network; ``None`` for no limit.
-        batch_norm: Whether BatchNorm's running statistics are measured with data, or ``"average"``d.
-        inputs: Where a batch of the data has its inputs: index, key or function; ``None`` for the usual places.
+        batch_norm: BatchNorm's running statistics are measured with data (``"recalibrate"``) or averaged.
+        inputs: Index, key or function of a batch's inputs; ``None`` for the usual ones.
         pin: Patterns of entry names whose neurons stay where they are.
-        extra_groups: Groups of neurons that are not found by themselves.
+        extra_groups: Groups of neurons that are not found automatically.
         seed: Seed of the order in which networks are matched and ordered.
 
     Raises:
@@ -101,10 +101,10 @@ class MatchedAverage:
         >>> _ = torch.manual_seed(0)
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> order = torch.tensor([3, 1, 7, 0, 6, 2, 5, 4])
-        >>> other = copy.deepcopy(net)  # the same network with its neurons in other places
-        >>> other[0].weight.data, other[0].bias.data = net[0].weight[order], net[0].bias[order]
-        >>> other[2].weight.data = net[2].weight[:, order]
-        >>> merged = MatchedAverage().merge([net, other], example_input=torch.zeros(2, 4))
+        >>> permuted = copy.deepcopy(net)  # the same network with permuted neurons
+        >>> permuted[0].weight.data, permuted[0].bias.data = net[0].weight[order], net[0].bias[order]
+        >>> permuted[2].weight.data = net[2].weight[:, order]
+        >>> merged = MatchedAverage().merge([net, permuted], example_input=torch.zeros(2, 4))
         >>> merged.groups[0][:4], torch.equal(merged.module[2].weight, net[2].weight)
         (('0', 8, 8, 1.0), True)
 
@@ -163,7 +163,7 @@ class MatchedAverage:
                 widths, which need not be those of ``module``.
             module: The architecture: it is given the merged state, in place. ``None`` for a copy of the first of
                 ``networks`` that is a module.
-            example_input: What the module's ``forward`` is called with to follow its neurons, see
+            example_input: Input of the module's ``forward``, with which its neurons are traced, see
                 :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default two inputs of
                 ``data``, or a LightningModule's ``example_input_array``.
             data: Batches to measure BatchNorm's running statistics with, such as a ``DataLoader``; run through the
@@ -177,8 +177,8 @@ class MatchedAverage:
         Raises:
             FileNotFoundError: If there is no such file.
             ValueError: If networks differ in their entries or widths, have widths that do not fit each other or values
-                that are not finite, there is not one weight for each, there is nothing to follow the neurons with or
-                none that can change places, or a module with BatchNorm comes without data.
+                that are not finite, there is not one weight for each, there is no input to trace the neurons with or
+                none of them can be permuted, or a module with BatchNorm comes without data.
 
         """
         module = _module(networks) if module is None else module
@@ -192,10 +192,10 @@ class MatchedAverage:
             raise ValueError(f"Expected one of `weights` per network, but got {len(weights)} for {len(states)}.")
         example, data = self._example(module, example_input, data)
         fit_widths(module, states[0])
-        found = self._groups(module, example)
+        groups = self._groups(module, example)
         match = match_states(
             states,
-            found,
+            groups,
             np.random.default_rng(self.seed),
             self.order,
             mode=self.mode,
@@ -211,22 +211,22 @@ class MatchedAverage:
             recalibrate_batch_norm(module, data or (), self.inputs)
         merged = {name: value.detach().clone() for name, value in named_tensors(module).items()}
         widths, matched = match.groups.sizes, match.matched
-        groups = [
+        merged_groups = [
             MergedGroup(name, before, widths[name], matched[name], match.seconds[name])
-            for name, before in found.sizes.items()
+            for name, before in groups.sizes.items()
         ]
-        return MergedModel(module, merged, groups, match.places)
+        return MergedModel(module, merged, merged_groups, match.assignments)
 
     def _groups(self, module: nn.Module, example: Any) -> PermutationGroups:
-        if self.mode == "none":  # nothing is to be found
+        if self.mode == "none":  # no groups are needed
             return PermutationGroups(())
-        found = PermutationGroups.of(module, example, pin=self.pin, extra_groups=self.extra_groups)
-        if not len(found):
+        groups = PermutationGroups.of(module, example, pin=self.pin, extra_groups=self.extra_groups)
+        if not len(groups):
             raise ValueError("Expected neurons that can change places, but found none; mode='none' averages as it is.")
-        return found
+        return groups
 
     def _example(self, module: nn.Module, example: Any, data: Iterable[Any] | None) -> tuple[Any, Iterable[Any] | None]:
-        """What the module is called with, and the data that are left."""
+        """Input for the module, and the remaining data."""
         if self.mode == "none":
             return None, data
         if example is None and data is not None:
@@ -236,8 +236,8 @@ class MatchedAverage:
                 raise ValueError("Expected `data` to have at least one batch, but got none.")
             if batches is data:  # it can be run through once only
                 data = chain([batch], batches)
-            found = find_inputs(batch, self.inputs)
-            example = found[:2] if len(found) > 1 else torch.cat([found, found])
+            batch_inputs = find_inputs(batch, self.inputs)
+            example = batch_inputs[:2] if len(batch_inputs) > 1 else torch.cat([batch_inputs, batch_inputs])
         elif example is None and isinstance(module, L.LightningModule):
             example = module.example_input_array
         if example is None:
@@ -260,18 +260,18 @@ def _states(networks: Sequence[Checkpoint | nn.Module], module: nn.Module) -> li
     """The states of networks, on the devices that the module's entries are on."""
     if not networks:
         raise ValueError("Expected at least one of `networks`, but got none.")
-    own, states = named_tensors(module), list[dict[str, Tensor]]()
+    module_tensors, states = named_tensors(module), list[dict[str, Tensor]]()
     for number, network in enumerate(networks):
         label = str(network) if isinstance(network, str | Path) else f"network {number}"
         state = network.state_dict() if isinstance(network, nn.Module) else state_of(read_checkpoint(network))
         check_entries(module.state_dict(), state, label)
-        state = {name: state[name].detach().to(tensor.device) for name, tensor in own.items()}
+        state = {name: state[name].detach().to(tensor.device) for name, tensor in module_tensors.items()}
         for name, value in state.items():
-            if value.ndim != own[name].ndim or (states and value.shape != states[0][name].shape):
-                first = tuple((states[0] if states else own)[name].shape)
-                whose = "of the first network" if states else "of the module"
+            if value.ndim != module_tensors[name].ndim or (states and value.shape != states[0][name].shape):
+                first = tuple((states[0] if states else module_tensors)[name].shape)
+                owner = "of the first network" if states else "of the module"
                 raise ValueError(
-                    f"Expected {label} to have the architecture {whose}, where {name!r} has the shape {first}, but got"
+                    f"Expected {label} to have the architecture {owner}, where {name!r} has the shape {first}, but got"
                     f" {tuple(value.shape)}."
                 )
         fault = find_non_finite(state)

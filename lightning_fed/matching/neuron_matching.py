@@ -1,4 +1,4 @@
-r"""Matching: which neurons of different clients are one neuron, and how many neurons there are then.
+r"""Matching of clients' neurons: an assignment to global neurons, whose number is found as well.
 
 - Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019: the model and the
   published score; every layer is matched once, without training in between.
@@ -36,7 +36,7 @@ _LEAST_SHARE = 1e-6  # of a block's mean square: no estimated variance is below 
 
 
 class NeuronMatch(NamedTuple):
-    """Which global neuron every neuron of every client belongs to.
+    """Assignment of every client's neurons to global neurons.
 
     Attributes:
         assignments: For every client the global neuron of each of its neurons, int64, shape ``(L_j,)``.
@@ -152,7 +152,7 @@ def match_neurons(
         raise ValueError(f"Expected `gamma` to be greater than 0 and finite, but got {gamma}.")
     check_count("passes", passes, 0)
     if max_width is not None:
-        check_count("max_width", max_width, max(len(own) for own in neurons))
+        check_count("max_width", max_width, max(len(client_neurons) for client_neurons in neurons))
     sizes = [size] if blocks is None else list(blocks)
     if sum(sizes) != size or min(sizes) < 1:
         raise ValueError(f"Expected `blocks` to be at least 1 each and to sum to {size}, but got {sizes}.")
@@ -202,19 +202,23 @@ class _Matcher:
         self.neurons, self.noise, self.prior, self.max_width = neurons, noise, prior, max_width
         self.is_published = score == "published"
         precision, prior_precision = noise.reciprocal(), prior.reciprocal()
-        one = bool((precision == precision[:, :1]).all()) and bool((prior_precision == prior_precision[0]).all())
-        self.kept = 1 if one else len(mean)
+        is_one_number = bool((precision == precision[:, :1]).all()) and bool(
+            (prior_precision == prior_precision[0]).all()
+        )
+        self.kept = 1 if is_one_number else len(mean)
         self.precision, self.prior_precision = precision[:, : self.kept], prior_precision[: self.kept]
         self.anchor = prior_precision * mean
-        self.scaled = [own * its for own, its in zip(neurons, precision, strict=True)]  # u
-        self.energies = [self._reduced(own.square()) for own in self.scaled]
-        self.fresh = [self._fresh(client, gamma) for client in range(len(neurons))]
+        self.scaled = [
+            values * client_precision for values, client_precision in zip(neurons, precision, strict=True)
+        ]  # u
+        self.energies = [self._reduced(values.square()) for values in self.scaled]
+        self.new_scores = [self._new_scores(client, gamma) for client in range(len(neurons))]
         self.assignments = [np.zeros(0, np.int64) for _ in neurons]
         self.sums, self.owners = self.anchor.new_zeros(0, len(mean)), np.zeros(0, np.int64)  # A, n
         self.precisions = self.sums[:, : self.kept]  # P
 
     def run(self, generator: np.random.Generator, passes: int) -> int:
-        """Matches every client once, then again in passes; how many passes there were."""
+        """Matches every client once, then again in passes; returns the number of passes."""
         for client in sorted(range(len(self.neurons)), key=lambda client: -len(self.neurons[client])):
             self._match(client)
         partition = self.partition()
@@ -233,19 +237,20 @@ class _Matcher:
         return first[inverse]
 
     def means(self) -> Tensor:
-        """Of the neurons that belong to a global one, shape ``(L, D)``, float64."""
-        total = self._total(to_float64(own) for own in self.neurons)
+        """Means of the neurons that belong to every global one, shape ``(L, D)``, float64."""
+        total = self._total(to_float64(neurons) for neurons in self.neurons)
         return total / torch.from_numpy(self.owners).to(total.device)[:, None]
 
     def result(self, passes: int) -> NeuronMatch:
-        """What was found, on the clients' device."""
+        """The match, on the clients' device."""
         like = self.neurons[0]
-        weights = [to_float64(own).reciprocal() for own in self.noise]
+        weights = [to_float64(noise).reciprocal() for noise in self.noise]
         pairs = list(zip(self.neurons, weights, strict=True))
-        sums = self._total(to_float64(own) * its for own, its in pairs) + to_float64(self.anchor)
-        precisions = self._total(its.expand(own.shape) for own, its in pairs) + to_float64(self.prior).reciprocal()
+        sums = self._total(to_float64(neurons) * weight for neurons, weight in pairs) + to_float64(self.anchor)
+        precisions = self._total(weight.expand(neurons.shape) for neurons, weight in pairs)
+        precisions = precisions + to_float64(self.prior).reciprocal()
         return NeuronMatch(
-            assignments=[torch.from_numpy(own).to(like.device) for own in self.assignments],
+            assignments=[torch.from_numpy(indices).to(like.device) for indices in self.assignments],
             means=cast_back(self.means(), like),
             estimate=cast_back(sums / precisions, like),
             owners=torch.from_numpy(self.owners).to(like.device),
@@ -255,19 +260,19 @@ class _Matcher:
         )
 
     def _total(self, parts: Iterable[Tensor]) -> Tensor:
-        """Over the neurons of every global one, of one part of shape ``(L_j, D)`` per client; shape ``(L, D)``."""
+        """Sums over the neurons of every global one, of parts of shape ``(L_j, D)`` per client; shape ``(L, D)``."""
         total = to_float64(self.anchor).new_zeros(len(self.owners), len(self.anchor))
-        for part, places in zip(parts, self.assignments, strict=True):
-            total.index_add_(0, torch.from_numpy(places).to(total.device), part)
+        for part, indices in zip(parts, self.assignments, strict=True):
+            total.index_add_(0, torch.from_numpy(indices).to(total.device), part)
         return total
 
-    def _fresh(self, client: int, gamma: float) -> NDArray[np.float64]:
-        """Scores of a client's neurons as the first new one."""
-        joined = 1 / (self.prior_precision + self.precision[client])
-        scores = self._reduced((self.scaled[client] + self.anchor).square()) @ joined
+    def _new_scores(self, client: int, gamma: float) -> NDArray[np.float64]:
+        """Scores of a client's neurons as the first new global one."""
+        posterior_variance = 1 / (self.prior_precision + self.precision[client])
+        scores = self._reduced((self.scaled[client] + self.anchor).square()) @ posterior_variance
         scores = scores - (self._reduced(self.anchor.square()[None]) @ (1 / self.prior_precision))
         if not self.is_published:
-            scores = scores + self._summed((self.prior_precision * joined).log())
+            scores = scores + self._summed((self.prior_precision * posterior_variance).log())
         result: NDArray[np.float64] = scores.double().cpu().numpy() + 2 * np.log(gamma / len(self.neurons))
         return result
 
@@ -275,42 +280,44 @@ class _Matcher:
         from scipy.optimize import linear_sum_assignment  # slow to import: only for those who match
 
         scaled, precision, width = self.scaled[client], self.precision[client], len(self.owners)
-        room = len(scaled)
+        num_new = len(scaled)
         if self.is_published:
-            room = min(room, max(_SOFT_WIDTH - width, len(scaled) - width, 1))
+            num_new = min(num_new, max(_SOFT_WIDTH - width, len(scaled) - width, 1))
         if self.max_width is not None:
-            room = min(room, self.max_width - width)
-        joined = 1 / (self.precisions + precision)
-        own = -(self._reduced(self.sums.square()) * joined * precision / self.precisions).sum(1)
+            num_new = min(num_new, self.max_width - width)
+        posterior_variance = 1 / (self.precisions + precision)
+        common = -(self._reduced(self.sums.square()) * posterior_variance * precision / self.precisions).sum(1)
         if not self.is_published:
-            own = own + self._summed((self.precisions * joined).log())
-        scores = (2 * scaled) @ (self.sums * joined).T + self.energies[client] @ joined.T + own
+            common = common + self._summed((self.precisions * posterior_variance).log())
+        scores = (
+            (2 * scaled) @ (self.sums * posterior_variance).T + self.energies[client] @ posterior_variance.T + common
+        )
 
         popularity = np.minimum(self.owners, _POPULARITY_LIMIT) if self.is_published else self.owners
         factor = 1 if self.is_published else 2
-        benefit = np.empty((len(scaled), width + room))
+        benefit = np.empty((len(scaled), width + num_new))
         benefit[:, :width] = scores.double().cpu().numpy()
         benefit[:, :width] += factor * np.log(popularity / (len(self.neurons) - popularity))
-        benefit[:, width:] = self.fresh[client][:, None] - 2 * np.log(np.arange(1, room + 1))
-        _, places = linear_sum_assignment(benefit, maximize=True)
+        benefit[:, width:] = self.new_scores[client][:, None] - 2 * np.log(np.arange(1, num_new + 1))
+        _, indices = linear_sum_assignment(benefit, maximize=True)
 
-        is_new = places >= width
+        is_new = indices >= width
         count = int(is_new.sum())
-        places[is_new] = width + np.arange(count)
-        self.assignments[client] = places
+        indices[is_new] = width + np.arange(count)
+        self.assignments[client] = indices
         self.sums = torch.cat([self.sums, self.anchor.expand(count, -1)])
         self.precisions = torch.cat([self.precisions, self.prior_precision.expand(count, -1)])
         self.owners = np.append(self.owners, np.zeros(count, np.int64))
         self._add(client, 1)
 
     def _add(self, client: int, times: int) -> None:
-        places = torch.from_numpy(self.assignments[client]).to(self.sums.device)
-        self.sums.index_add_(0, places, self.scaled[client], alpha=times)
-        self.precisions.index_add_(0, places, self.precision[client].expand(len(places), -1), alpha=times)
+        indices = torch.from_numpy(self.assignments[client]).to(self.sums.device)
+        self.sums.index_add_(0, indices, self.scaled[client], alpha=times)
+        self.precisions.index_add_(0, indices, self.precision[client].expand(len(indices), -1), alpha=times)
         self.owners[self.assignments[client]] += times
 
     def _remove(self, client: int) -> None:
-        """Takes a client out, and global neurons that were its alone."""
+        """Removes a client, and global neurons that only it has."""
         self._add(client, -1)
         self.assignments[client] = self.assignments[client][:0]
         left = self.owners > 0
@@ -319,10 +326,10 @@ class _Matcher:
         kept = torch.from_numpy(np.flatnonzero(left)).to(self.sums.device)
         self.sums, self.precisions, self.owners = self.sums[kept], self.precisions[kept], self.owners[left]
         renumbered = np.cumsum(left) - 1
-        self.assignments = [renumbered[own] for own in self.assignments]
+        self.assignments = [renumbered[indices] for indices in self.assignments]
 
     def _reduced(self, values: Tensor) -> Tensor:
-        """Shape ``(n, D)``, or their sums, shape ``(n, 1)``, where precisions are one number."""
+        """Values of shape ``(n, D)``, or their sums of shape ``(n, 1)`` where precisions are one number."""
         return values.sum(1, keepdim=True) if self.kept == 1 else values
 
     def _summed(self, values: Tensor) -> Tensor:
@@ -334,16 +341,21 @@ def _checked(clients: Sequence[Tensor]) -> list[Tensor]:
     """The clients' neurons, all of the type and on the device of the first one's."""
     if not len(clients):
         raise ValueError("Expected `clients` to be the neurons of at least one client, but got none.")
-    for place, own in enumerate(clients):
-        if own.ndim != 2 or 0 in own.shape or own.shape[1] != clients[0].shape[-1] or not own.is_floating_point():
+    for number, neurons in enumerate(clients):
+        if (
+            neurons.ndim != 2
+            or 0 in neurons.shape
+            or neurons.shape[1] != clients[0].shape[-1]
+            or not neurons.is_floating_point()
+        ):
             raise ValueError(
                 f"Expected `clients` to be floating-point neurons of shape (L_j, {clients[0].shape[-1:].numel()}), with"
-                f" L_j of at least 1, but got {own.dtype} of shape {tuple(own.shape)} as number {place}."
+                f" L_j of at least 1, but got {neurons.dtype} of shape {tuple(neurons.shape)} as number {number}."
             )
-        if not bool(own.isfinite().all()):
-            raise ValueError(f"Expected `clients` to be finite, but number {place} has NaN or infinite values.")
+        if not bool(neurons.isfinite().all()):
+            raise ValueError(f"Expected `clients` to be finite, but number {number} has NaN or infinite values.")
     first = at_least_float32(clients[0].detach())
-    return [own.detach().to(first) for own in clients]
+    return [neurons.detach().to(first) for neurons in clients]
 
 
 def _numbers(name: str, value: float | Tensor, like: Tensor, shape: tuple[int, ...], positive: bool = False) -> Tensor:
@@ -359,30 +371,30 @@ def _numbers(name: str, value: float | Tensor, like: Tensor, shape: tuple[int, .
 
 
 def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Half the variance of every block as both variances, shape ``(D,)``; no say for a block of equal numbers."""
-    count = sum(len(own) for own in neurons)
+    """Half the variance of every block as both variances, shape ``(D,)``; infinite for a block of equal numbers."""
+    count = sum(len(client_neurons) for client_neurons in neurons)
     mean, squares = (to_float64(torch.zeros_like(neurons[0][0])) for _ in range(2))
-    for own in neurons:
-        mean += to_float64(own).sum(0) / count
+    for client_neurons in neurons:
+        mean += to_float64(client_neurons).sum(0) / count
     mean = _per_block(mean, sizes)
-    for own in neurons:
-        squares += (to_float64(own) - mean).square().sum(0) / count
+    for client_neurons in neurons:
+        squares += (to_float64(client_neurons) - mean).square().sum(0) / count
     half = _per_block(squares, sizes) / 2
     first = torch.cat([block[:1].expand(len(block)) for block in torch.split(neurons[0][0], sizes)])
-    equal = torch.stack([(own == first).all(0) for own in neurons]).all(0)
+    equal = torch.stack([(client_neurons == first).all(0) for client_neurons in neurons]).all(0)
     equal = torch.cat([block.all().expand(len(block)) for block in torch.split(equal, sizes)]).to(half.device)
     noise, prior = half.masked_fill(equal, torch.inf), half.masked_fill(equal, 1.0)
     return cast_back(noise, first), cast_back(prior, first)
 
 
 def _estimate(matcher: _Matcher, mean: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Both variances from what a matching has found, shapes ``(J, D)`` and ``(D,)``."""
+    """Both variances from the result of a matching, shapes ``(J, D)`` and ``(D,)``."""
     means, owners = matcher.means(), torch.from_numpy(matcher.owners)
     count, width = int(owners.sum()), len(owners)
     around, least = torch.zeros_like(means[0]), torch.zeros_like(means[0])
-    for own, place in zip(matcher.neurons, matcher.assignments, strict=True):
-        around += (to_float64(own) - means[torch.from_numpy(place).to(means.device)]).square().sum(0)
-        least += (to_float64(own) - to_float64(mean)).square().sum(0)
+    for neurons, indices in zip(matcher.neurons, matcher.assignments, strict=True):
+        around += (to_float64(neurons) - means[torch.from_numpy(indices).to(means.device)]).square().sum(0)
+        least += (to_float64(neurons) - to_float64(mean)).square().sum(0)
     least = _LEAST_SHARE * _per_block(least, sizes) / count
     noise = to_float64(matcher.noise)
     if count > width:
@@ -395,5 +407,5 @@ def _estimate(matcher: _Matcher, mean: Tensor, sizes: list[int]) -> tuple[Tensor
 
 
 def _per_block(values: Tensor, sizes: list[int]) -> Tensor:
-    """The mean of every block, in all its places."""
+    """The mean of every block, repeated for all its numbers."""
     return torch.cat([block.mean().expand(len(block)) for block in torch.split(values, sizes)])

@@ -1,11 +1,11 @@
-r"""Neurons of a state that may change places: permuted, taken out, and put into a wider network.
+r"""Neurons of a state that may be permuted, sliced, and put into a wider network.
 
-A network computes the same when the neurons of a layer change places, if all that belongs to them goes along: rows of
+A network computes the same when the neurons of a layer are permuted with all that belongs to them: rows of
 the weights that make them, biases, normalisation, and columns of the weights that read them.
 
 .. math:: W_2 \, \sigma(W_1 x + b_1) = (W_2 \Pi^\top) \, \sigma(\Pi W_1 x + \Pi b_1)
 
-A :class:`PermutationGroup` says where that is, for any layer: a flattened channel has one column per pixel, an LSTM's
+A :class:`PermutationGroup` has their positions, for any layer: a flattened channel has one column per pixel, an LSTM's
 neuron a row in each of four gates, a residual stage's channel a row in every block.
 
 Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020; Ainsworth, Hayase and Srinivasa, "Git
@@ -30,14 +30,14 @@ Role: TypeAlias = Literal["out", "in", "vec", "both"]
 
 
 class GroupEntry(NamedTuple):
-    """What neurons have on one axis of an entry.
+    """Positions of neurons on one axis of an entry.
 
     Attributes:
-        positions: Where, int64, shape ``(neurons, copies)``.
+        positions: Indices on the axis, int64, shape ``(neurons, copies)``.
         role: ``"out"`` where the axis makes the neurons (rows of a weight), ``"in"`` where it reads them (columns),
             ``"vec"`` where it has one number of each (bias, normalisation), ``"both"`` where it makes and reads them (a
             tied embedding).
-        length: Length of the axis, with positions that belong to others.
+        length: Length of the axis, with positions of other groups.
 
     """
 
@@ -48,15 +48,15 @@ class GroupEntry(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PermutationGroup:
-    """Neurons or channels that may change places without changing what a network computes.
+    """Neurons or channels that may be permuted without changing the function of a network.
 
     Attributes:
         name: The layer that makes them.
         size: Their number.
-        entries: What they have, by entry and axis.
-        blocks: Number of blocks of equal size, one after the other (groups of a group normalisation): neurons change
-            places within their block only, and blocks as wholes.
-        is_growable: Whether there may be more of them.
+        entries: Their positions, by entry and axis.
+        blocks: Number of blocks of equal size, one after the other (groups of a group normalisation): neurons are
+            permuted within their block only, and blocks as wholes.
+        is_growable: There may be more of them.
 
     """
 
@@ -72,7 +72,7 @@ class PermutationGroup:
 
         Args:
             state: The entries.
-            axes: The axes and what they do. Where one is longer than ``size``, every neuron has several positions side
+            axes: The axes and their roles. Where one is longer than ``size``, every neuron has several positions side
                 by side (a flattened channel's pixels).
             size: Number of neurons.
 
@@ -134,29 +134,31 @@ def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> l
     if len(groups) != len(sizes):
         raise ValueError(f"Expected one of `sizes` per group, but got {len(sizes)} for {len(groups)}.")
     runs: dict[Axis, list[_Run]] = {}
-    for place, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+    for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
         check_count("sizes", size)
         if size == group.size:
             continue
         for axis, entry in group.entries.items():
-            found = find_runs(entry.positions)
-            if found is None or not group.is_growable or group.blocks > 1:
+            group_runs = find_runs(entry.positions)
+            if group_runs is None or not group.is_growable or group.blocks > 1:
                 raise ValueError(f"Expected {group.name!r} to keep its {group.size} neurons, but got {size}.")
-            runs.setdefault(axis, []).extend(_Run(place, *run) for run in found)
+            runs.setdefault(axis, []).extend(_Run(number, *run) for run in group_runs)
 
     resized = []
-    for place, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+    for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
         entries = {}
         for axis, entry in group.entries.items():
             moved, added = torch.arange(entry.length), 0
-            own: dict[int, Tensor] = {}
+            columns: dict[int, Tensor] = {}
             for run in sorted(runs.get(axis, []), key=lambda run: run.start):
-                if run.group == place:
-                    own[run.column] = run.start + added + torch.arange(size * run.repeat).view(size, -1)
+                if run.group == number:
+                    columns[run.column] = run.start + added + torch.arange(size * run.repeat).view(size, -1)
                 more = (sizes[run.group] - groups[run.group].size) * run.repeat
                 moved[run.start + groups[run.group].size * run.repeat :] += more
                 added += more
-            positions = torch.cat([own[column] for column in sorted(own)], 1) if own else moved[entry.positions]
+            positions = (
+                torch.cat([columns[index] for index in sorted(columns)], 1) if columns else moved[entry.positions]
+            )
             entries[axis] = GroupEntry(positions, entry.role, entry.length + added)
         resized.append(replace(group, size=size, entries=entries))
     return resized
@@ -166,12 +168,12 @@ def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> l
 def permute_neurons(
     state: Mapping[str, Tensor], groups: Sequence[PermutationGroup], orders: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """A state whose neurons have changed places.
+    """A state with permuted neurons.
 
     Args:
-        state: Any of the network's entries; what the groups do not have stays as it is.
+        state: Any of the network's entries; entries outside the groups stay as they are.
         groups: Some of its groups.
-        orders: For each of them which neuron comes to each place, int64, shape ``(neurons,)``.
+        orders: For each of them the index of the neuron that comes to each position, int64, shape ``(neurons,)``.
 
     Returns:
         The same entries; those that no group has are the same tensors.
@@ -187,8 +189,8 @@ def permute_neurons(
 
     """
     for group, order in zip(groups, orders, strict=True):
-        places = torch.arange(group.size)
-        if order.shape != places.shape or not torch.equal(order.cpu().sort().values, places):
+        identity = torch.arange(group.size)
+        if order.shape != identity.shape or not torch.equal(order.cpu().sort().values, identity):
             raise ValueError(f"Expected the order of {group.name!r} to have each of {group.size} neurons once.")
     return _rearranged(state, groups, groups, list(orders))
 
@@ -202,14 +204,14 @@ def slice_neurons(
     Args:
         state: Any of the network's entries.
         groups: All its groups.
-        kept: For each of them which neurons, in the order that they are to have, each at most once; int64, shape
+        kept: For each of them the indices of the neurons, in their new order, each at most once; int64, shape
             ``(kept,)``.
 
     Returns:
         The same entries; those that no group has are the same tensors.
 
     Raises:
-        ValueError: If neurons are out of range or there twice, a group that is not growable is to have fewer, or an
+        ValueError: If neurons are out of range or repeated, a group that is not growable is to have fewer, or an
             entry's shape is another.
 
     Example:
@@ -219,32 +221,32 @@ def slice_neurons(
         {'a.bias': tensor([3., 1.]), 'b.weight': tensor([[6., 4.]])}
 
     """
-    for group, own in zip(groups, kept, strict=True):
-        _check_places(group.name, own, group.size)
-    return _rearranged(state, groups, resize_groups(groups, [len(own) for own in kept]), list(kept))
+    for group, indices in zip(groups, kept, strict=True):
+        _check_indices(group.name, indices, group.size)
+    return _rearranged(state, groups, resize_groups(groups, [len(indices) for indices in kept]), list(kept))
 
 
 @torch.no_grad()
 def grow_neurons(
-    state: Mapping[str, Tensor], groups: Sequence[PermutationGroup], places: Sequence[Tensor], sizes: Sequence[int]
+    state: Mapping[str, Tensor], groups: Sequence[PermutationGroup], assignments: Sequence[Tensor], sizes: Sequence[int]
 ) -> dict[str, Tensor]:
-    """The state of a wider network in which the neurons have given places. What is new is 0.
+    """The state of a wider network in which the neurons have given indices, and new neurons are 0.
 
-    :func:`slice_neurons` with the same places takes them out again. Neurons that are new are read by nobody, so that
-    the network computes the same.
+    :func:`slice_neurons` with the same indices takes them out again. The outgoing weights of new neurons are 0, so
+    that the network computes the same.
 
     Args:
         state: Any of the network's entries.
         groups: All its groups.
-        places: For each of them the place of each of its neurons, all different; int64, shape ``(neurons,)``.
-        sizes: Number of neurons that each has then.
+        assignments: For each of them the new index of each of its neurons, all different; int64, shape ``(neurons,)``.
+        sizes: Number of neurons of each in the wider network.
 
     Returns:
         The same entries; those that no group has are the same tensors.
 
     Raises:
-        ValueError: If places are out of range or equal, a group that is not growable is to grow, or an entry's shape is
-            another.
+        ValueError: If indices are out of range or equal, a group that is not growable is to grow, or an entry's shape
+            is another.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0]), "b.weight": torch.tensor([[4.0, 5.0]])}
@@ -254,14 +256,14 @@ def grow_neurons(
 
     """
     sources = []
-    for group, own, size in zip(groups, places, sizes, strict=True):
-        if len(own) != group.size:
+    for group, indices, size in zip(groups, assignments, sizes, strict=True):
+        if len(indices) != group.size:
             raise ValueError(
-                f"Expected a place for each of {group.size} neurons of {group.name!r}, but got {len(own)}."
+                f"Expected a place for each of {group.size} neurons of {group.name!r}, but got {len(indices)}."
             )
-        _check_places(group.name, own, size)
+        _check_indices(group.name, indices, size)
         source = torch.full((size,), -1)
-        source[own.cpu()] = torch.arange(group.size)
+        source[indices.cpu()] = torch.arange(group.size)
         sources.append(source)
     return _rearranged(state, groups, resize_groups(groups, sizes), sources)
 
@@ -270,21 +272,21 @@ def grow_neurons(
 def neuron_features(
     state: Mapping[str, Tensor], group: PermutationGroup, roles: Sequence[Role] = ("out", "vec")
 ) -> dict[Axis, Tensor]:
-    """What the neurons of a group have in a state, to match them by.
+    """Vectors of the neurons of a group in a state, by which they are matched.
 
-    Entries that have the group on two axes (an LSTM's hidden-to-hidden weights) are left out: what a neuron has there
-    depends on the order of the others. So are entries that are not of a floating-point type, and running statistics,
+    Entries that have the group on two axes (an LSTM's hidden-to-hidden weights) are left out: their values
+    depend on the order of the neurons. So are entries that are not of a floating-point type, and running statistics,
     which say more of the data than of the neuron.
 
     Args:
         state: The network's entries, with all other groups in the order that clients agree on.
         group: The group.
-        roles: Which of its entries: incoming weights and what is one number per neuron (as in FedMA), or with ``"in"``
-            also the outgoing weights (as in PFNM).
+        roles: Roles of the entries that count: incoming weights and what is one number per neuron (as in FedMA), or
+            with ``"in"`` also the outgoing weights (as in PFNM).
 
     Returns:
-        For each entry and axis the numbers of each neuron, shape ``(neurons, numbers)``; concatenated they are what
-        :func:`~lightning_fed.matching.match_neurons` takes, and their widths are its blocks.
+        For each entry and axis the numbers of each neuron, shape ``(neurons, numbers)``; concatenated they are the
+        input of :func:`~lightning_fed.matching.match_neurons`, and their widths are its blocks.
 
     Raises:
         ValueError: If a role is unknown, or an entry's shape is another.
@@ -312,7 +314,7 @@ def neuron_features(
 
 
 def is_compared(name: str, value: Tensor) -> bool:
-    """Whether neurons are compared by an entry: not by integers, nor by running statistics."""
+    """Returns whether neurons are compared by an entry: not by integers, nor by running statistics."""
     return value.is_floating_point() and name.rpartition(".")[2] not in ("running_mean", "running_var")
 
 
@@ -347,7 +349,7 @@ def _rearranged(
     after: Sequence[PermutationGroup],
     sources: Sequence[Tensor],
 ) -> dict[str, Tensor]:
-    """A state with other neurons: ``sources`` has for each group which neuron comes to each place, -1 for a new one."""
+    """A state with other neurons: ``sources`` has the old index of each neuron of every group, -1 for a new one."""
     for group, source in zip(before, sources, strict=True):
         if group.blocks == 1:
             continue
@@ -370,7 +372,7 @@ def _rearranged(
 
 
 def _axis_index(pieces: list[tuple[GroupEntry, GroupEntry, Tensor]]) -> Tensor:
-    """For every place of an axis after a change the place before it, or -1."""
+    """For every position of an axis after a change its position before, or -1."""
     length, new_length = pieces[0][0].length, pieces[0][1].length
     is_other, is_new_other = torch.ones(length, dtype=torch.bool), torch.ones(new_length, dtype=torch.bool)
     index = torch.full((new_length,), -1)
@@ -390,7 +392,8 @@ def _check_length(name: str, axis: int, entry: GroupEntry, value: Tensor) -> Non
         )
 
 
-def _check_places(name: str, places: Tensor, size: int) -> None:
-    own = places.cpu()
-    if own.ndim != 1 or len(torch.unique(own)) != len(own) or not bool(((own >= 0) & (own < size)).all()):
-        raise ValueError(f"Expected different neurons of {name!r} from 0 to {size - 1}, but got {own.tolist()}.")
+def _check_indices(name: str, indices: Tensor, size: int) -> None:
+    indices = indices.cpu()
+    is_repeated = indices.ndim != 1 or len(torch.unique(indices)) != len(indices)
+    if is_repeated or not bool(((indices >= 0) & (indices < size)).all()):
+        raise ValueError(f"Expected different neurons of {name!r} from 0 to {size - 1}, but got {indices.tolist()}.")

@@ -1,4 +1,4 @@
-"""What happens to atoms in operations without weights: one rule per kind of operation."""
+"""Rules of operations without weights on the ids of neurons: one per kind of operation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from lightning_fed.matching.atoms import NEUTRAL, PINNED, ParameterView, Shadow
+from lightning_fed.matching.neuron_ids import NEUTRAL, PINNED, ParameterView, TracedActivation
 from lightning_fed.matching.tracer import Call, Rule, Tracer
 
 _CONSTANTS = "full full_like new_full new_ones new_zeros ones ones_like scalar_tensor zeros zeros_like"
@@ -42,54 +42,54 @@ _AXIS_ORDERS = ("mT", "numpy_T", "permute", "swapaxes", "t", "transpose")
 
 def constant(tracer: Tracer, call: Call) -> Any:
     """A tensor of one value."""
-    return Shadow.filled(tracer.constant_atom, call.shape)
+    return TracedActivation.filled(tracer.constant_id, call.shape)
 
 
 def same(tracer: Tracer, call: Call) -> Any:
-    """Another type, memory or name."""
+    """The same elements with another type, memory or name."""
     return call.args[0]
 
 
 def pointwise(tracer: Tracer, call: Call) -> Any:
-    """Element by element."""
+    """An operation element by element."""
     return call.results(tracer.pointwise(call.tensors, call.shape))
 
 
 def pool(tracer: Tracer, call: Call) -> Any:
-    """Over the last dimensions (space), channel by channel."""
-    shadow = tracer.shadow(call.tensors[0])
+    """Pooling, interpolation or padding over the last dimensions (space), channel by channel."""
+    activation = tracer.activation(call.tensors[0])
     number = re.search(r"(\d)d", call.name)
     assert number is not None
-    rank = len(shadow.shape)
-    atoms = tracer.joined(shadow, range(rank - int(number[1]), rank)).atoms
-    return call.results(*[None if shape is None else Shadow(atoms, shape) for shape in call.shapes])
+    rank = len(activation.shape)
+    ids = tracer.coupled(activation, range(rank - int(number[1]), rank)).ids
+    return call.results(*[None if shape is None else TracedActivation(ids, shape) for shape in call.shapes])
 
 
 def reduction(tracer: Tracer, call: Call) -> Any:
-    """Over some dimensions, or all; the larger or smaller of two is pointwise."""
+    """A reduction over some dimensions, or all; the larger or smaller of two tensors is pointwise."""
     if len(call.tensors) > 1:
         return pointwise(tracer, call)
-    shadow = tracer.shadow(call.tensors[0])
-    rank = len(shadow.shape)
+    activation = tracer.activation(call.tensors[0])
+    rank = len(activation.shape)
     dim = call.arguments.get("dim")
-    dims = {one % rank for one in ([dim] if isinstance(dim, int) else dim or range(rank))}
-    atoms = tracer.reduced(shadow, dims).atoms
+    dims = {index % rank for index in ([dim] if isinstance(dim, int) else dim or range(rank))}
+    ids = tracer.reduced(activation, dims).ids
     if len(call.shape) < rank:
-        atoms = atoms.reshape([length for place, length in enumerate(atoms.shape) if place not in dims])
-    return call.results(*[None if shape is None else Shadow(atoms, shape) for shape in call.shapes])
+        ids = ids.reshape([length for index, length in enumerate(ids.shape) if index not in dims])
+    return call.results(*[None if shape is None else TracedActivation(ids, shape) for shape in call.shapes])
 
 
 def softmax(tracer: Tracer, call: Call) -> Any:
-    """Over one dimension, in which every element stays where it is."""
-    shadow = tracer.shadow(call.tensors[0])
-    dim = call.arguments["dim"] % len(shadow.shape)
-    if dim in shadow.varying:
-        tracer.keep_within(shadow, shadow.varying - {dim})
-    return shadow
+    """A softmax over one dimension, in which every element stays where it is."""
+    activation = tracer.activation(call.tensors[0])
+    dim = call.arguments["dim"] % len(activation.shape)
+    if dim in activation.varying:
+        tracer.keep_within(activation, activation.varying - {dim})
+    return activation
 
 
 def move(tracer: Tracer, call: Call) -> Any:
-    """Elements change places, come twice or are left out: the operation itself does that to the atoms."""
+    """A rearrangement of elements, which may repeat or drop some: the operation itself is applied to the ids."""
     if any(isinstance(value, torch.dtype) for value in call.args):  # other elements made of the same bytes
         return tracer.unknown_result(call)
     first = call.args[0]
@@ -98,12 +98,16 @@ def move(tracer: Tracer, call: Call) -> Any:
         moved = call.target(numbered, *call.args[1:], **call.kwargs)
         return ParameterView(first.name, first.lengths, tuple(first.axes[number - 1] for number in moved.shape))
 
-    def atoms_of(value: Any) -> Any:  # in float64, which every operation takes
-        return tracer.shadow(value).expanded().double() if isinstance(value, Shadow | ParameterView) else value
+    def ids_of(value: Any) -> Any:  # in float64, which every operation takes
+        return (
+            tracer.activation(value).expanded().double()
+            if isinstance(value, TracedActivation | ParameterView)
+            else value
+        )
 
-    before = torch.unique(torch.cat([tracer.shadow(value).atoms.reshape(-1) for value in call.tensors]))
-    moved = call.target(*tree_map(atoms_of, call.args), **tree_map(atoms_of, call.kwargs))
-    results = [Shadow.of(value.long()) for value in (moved if call.has_many else [moved])]
+    before = torch.unique(torch.cat([tracer.activation(value).ids.reshape(-1) for value in call.tensors]))
+    moved = call.target(*tree_map(ids_of, call.args), **tree_map(ids_of, call.kwargs))
+    results = [TracedActivation.of(value.long()) for value in (moved if call.has_many else [moved])]
     for result in results:
         _keep_apart(tracer, before, result)
     return call.results(*results)
@@ -111,37 +115,45 @@ def move(tracer: Tracer, call: Call) -> Any:
 
 def concatenation(tracer: Tracer, call: Call) -> Any:
     """Several tensors, one after the other."""
-    shadows = [tracer.shadow(value) for value in call.tensors]
-    is_neutral = [bool((shadow.atoms == NEUTRAL).all()) for shadow in shadows]
+    activations = [tracer.activation(value) for value in call.tensors]
+    is_neutral = [bool((activation.ids == NEUTRAL).all()) for activation in activations]
     if sum(is_neutral) > 1:  # maybe constants of different values
-        pairs = zip(shadows, is_neutral, strict=True)
-        shadows = [Shadow.filled(PINNED, shadow.shape) if neutral else shadow for shadow, neutral in pairs]
+        pairs = zip(activations, is_neutral, strict=True)
+        activations = [
+            TracedActivation.filled(PINNED, activation.shape) if neutral else activation
+            for activation, neutral in pairs
+        ]
     rank = len(call.shape)
-    shadows = [shadow for shadow in shadows if len(shadow.shape) == rank]  # without an old form of nothing: shape (0,)
+    activations = [
+        activation for activation in activations if len(activation.shape) == rank
+    ]  # without an old form of nothing: shape (0,)
     dim = call.arguments["dim"] % rank
-    lengths = [max(shadow.atoms.shape[place] for shadow in shadows) for place in range(rank)]
-    parts = [shadow.atoms.expand([*lengths[:dim], shadow.shape[dim], *lengths[dim + 1 :]]) for shadow in shadows]
-    return Shadow(Shadow.of(torch.cat(parts, dim)).atoms, call.shape)
+    lengths = [max(activation.ids.shape[index] for activation in activations) for index in range(rank)]
+    parts = [
+        activation.ids.expand([*lengths[:dim], activation.shape[dim], *lengths[dim + 1 :]])
+        for activation in activations
+    ]
+    return TracedActivation(TracedActivation.of(torch.cat(parts, dim)).ids, call.shape)
 
 
 def padding(tracer: Tracer, call: Call) -> Any:
-    """A border: one value, or what is inside again."""
-    shadow = tracer.shadow(call.tensors[0])
+    """A border of one value, or of elements from inside."""
+    activation = tracer.activation(call.tensors[0])
     amounts = call.arguments["pad"]
-    padded = {len(shadow.shape) - 1 - place // 2 for place, amount in enumerate(amounts) if amount}
-    if not padded & shadow.varying:  # a channel's border is its own
-        return Shadow(shadow.atoms, call.shape)
+    padded = {len(activation.shape) - 1 - index // 2 for index, amount in enumerate(amounts) if amount}
+    if not padded & activation.varying:  # a channel's border is its own
+        return TracedActivation(activation.ids, call.shape)
     if call.arguments.get("mode", "constant") != "constant":
         return move(tracer, call)
-    result = Shadow.of(F.pad(shadow.expanded(), list(amounts), value=NEUTRAL))
-    _keep_apart(tracer, shadow.atoms.reshape(-1), result)
+    result = TracedActivation.of(F.pad(activation.expanded(), list(amounts), value=NEUTRAL))
+    _keep_apart(tracer, activation.ids.reshape(-1), result)
     return result
 
 
-def _keep_apart(tracer: Tracer, before: Tensor, result: Shadow) -> None:
-    """What is on different sides of a slice does not change places."""
-    if not bool(torch.isin(before, result.atoms).all()):
-        tracer.atoms.mark(result.atoms, "apart")
+def _keep_apart(tracer: Tracer, before: Tensor, result: TracedActivation) -> None:
+    """Constrains elements that a slice has separated from others."""
+    if not bool(torch.isin(before, result.ids).all()):
+        tracer.union_find.constrain(result.ids, "apart")
 
 
 _KINDS: list[tuple[str, Rule]] = [

@@ -1,4 +1,4 @@
-"""The stages of layer-wise matching: which layers are matched in one exchange, and then stay as they are."""
+"""Stages of layer-wise matching: layers that are matched in one exchange, and then stay as they are."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Stage:
     groups: tuple[str, ...]
     entries: tuple[str, ...]
 
-    def joined(self, other: Stage) -> Stage:
-        """Both in one exchange."""
-        return Stage(self.groups + other.groups, self.entries + other.entries)
+    def joined(self, later: Stage) -> Stage:
+        """The stage with the layers of both."""
+        return Stage(self.groups + later.groups, self.entries + later.entries)
 
 
 def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageChoice = "auto") -> list[Stage]:
     """Cuts a network into stages, first to last.
 
     A stage has all layers that make the neurons of one group: one layer of a chain, as in the paper, and all blocks of
-    a residual network whose sums tie their channels. Layers whose outputs cannot change places go with what comes after
-    them; those that come after everything else, as the output layer, are the last stage.
+    a residual network whose sums tie their channels. Layers whose outputs cannot be permuted go with the
+    layers after them; those that come last, as the output layer, are the last stage.
 
     Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1, has a stage per layer.
 
@@ -60,8 +60,8 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
         >>> import torch
         >>> from torch import nn
         >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
-        >>> found = PermutationGroups.of(net, torch.zeros(2, 2))
-        >>> [stage.groups for stage in find_stages(found, list(net.state_dict()))]
+        >>> groups = PermutationGroups.of(net, torch.zeros(2, 2))
+        >>> [stage.groups for stage in find_stages(groups, list(net.state_dict()))]
         [('0',), ('2',), ()]
 
     """
@@ -70,20 +70,20 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
         return _given(groups, names, choice)
     known = set(names)
     ordered = [*(name for name in groups.order if name in known), *names]
-    layers = {layer: place for place, layer in enumerate(dict.fromkeys(map(_layer, ordered)))}
+    layers = {layer: index for index, layer in enumerate(dict.fromkeys(map(_layer, ordered)))}
     stage_of = _cut(groups, known, layers)
     stages = [
         Stage(
-            tuple(group.name for group in groups if stage_of[_layer(_made(groups, group.name, known)[-1])] == number),
+            tuple(group.name for group in groups if stage_of[_layer(_makers(groups, group.name, known)[-1])] == number),
             tuple(name for name in names if stage_of[_layer(name)] == number),
         )
         for number in range(max(stage_of.values(), default=0) + 1)
     ]
     while isinstance(choice, int) and len(stages) > choice:
         sizes = [sum(groups[name].size for name in stage.groups) for stage in stages]
-        places = range(max(1, len(stages) - 2))  # the last stage stays by itself as long as it can
-        place = min(places, key=lambda place: sizes[place] + sizes[place + 1])
-        stages[place : place + 2] = [stages[place].joined(stages[place + 1])]
+        candidates = range(max(1, len(stages) - 2))  # the last stage stays by itself as long as it can
+        index = min(candidates, key=lambda index: sizes[index] + sizes[index + 1])
+        stages[index : index + 2] = [stages[index].joined(stages[index + 1])]
     return stages
 
 
@@ -95,7 +95,7 @@ def check_stages(choice: StageChoice) -> StageChoice:
 
     """
     if isinstance(choice, Sequence) and not isinstance(choice, str):
-        is_right = len(choice) > 0 and all(_are_patterns(own) for own in choice)
+        is_right = len(choice) > 0 and all(_are_patterns(patterns) for patterns in choice)
     else:
         is_right = choice == "auto" or (isinstance(choice, int) and not isinstance(choice, bool) and choice >= 1)
     if not is_right:
@@ -107,9 +107,9 @@ def check_stages(choice: StageChoice) -> StageChoice:
 
 
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
-    """The entries of output layers: of all that come after what makes neurons or stays at home, those with its rows.
+    """The entries of output layers: those with the last one's rows, after all that make neurons or do not travel.
 
-    A layer whose neurons cannot move may come before the output layer.
+    A layer whose neurons cannot be permuted may come before the output layer.
 
     Args:
         groups: The network's groups.
@@ -127,46 +127,47 @@ def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[
         ['2.weight', '2.bias']
 
     """
-    order = {name: place for place, name in enumerate(groups.order)}
-    made = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}
-    last = max((place for name, place in order.items() if name in made or name not in form), default=-1)
-    found = [
+    order = {name: index for index, name in enumerate(groups.order)}
+    makers = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}
+    last = max((index for name, index in order.items() if name in makers or name not in form), default=-1)
+    later = [
         name
         for name in sorted(names, key=lambda name: order.get(name, -1))
         if order.get(name, -1) > last and not is_running_statistic(name)
         if form[name].ndim and form[name].is_floating_point()
     ]
-    return [name for name in found if len(form[name]) == len(form[found[-1]])]
+    return [name for name in later if len(form[name]) == len(form[later[-1]])]
 
 
-def _are_patterns(own: object) -> bool:
-    return isinstance(own, Sequence) and not isinstance(own, str) and all(isinstance(one, str) for one in own)
+def _are_patterns(patterns: object) -> bool:
+    is_list = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+    return is_list and all(isinstance(pattern, str) for pattern in patterns)
 
 
 def _layer(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _made(groups: PermutationGroups, name: str, known: set[str]) -> list[str]:
+def _makers(groups: PermutationGroups, name: str, known: set[str]) -> list[str]:
     """Entries that make the neurons of a group."""
-    made = [entry for (entry, _), part in groups[name].entries.items() if part.role != "in" and entry in known]
-    return made or [entry for entry, _ in groups[name].entries if entry in known]
+    makers = [entry for (entry, _), part in groups[name].entries.items() if part.role != "in" and entry in known]
+    return makers or [entry for entry, _ in groups[name].entries if entry in known]
 
 
 def _cut(groups: PermutationGroups, known: set[str], layers: dict[str, int]) -> dict[str, int]:
     """The stage of every layer."""
     spans = []
     for group in groups:
-        makers = [layers[_layer(name)] for name in _made(groups, group.name, known)]
+        makers = [layers[_layer(name)] for name in _makers(groups, group.name, known)]
         first = min(layers[_layer(name)] for name, _ in group.entries if name in known)
         spans.append((first, max(makers)))
-    starts = [0, *(place for place in range(1, len(layers)) if not any(a < place <= b for a, b in spans))]
+    starts = [0, *(index for index in range(1, len(layers)) if not any(a < index <= b for a, b in spans))]
     ends = [start - 1 for start in starts[1:]] + [len(layers) - 1]
     stage_of, stage = dict[str, int](), 0
     names = list(layers)
     for start, end in zip(starts, ends, strict=True):
-        stage_of |= {names[place]: stage for place in range(start, end + 1)}
-        if any(start <= a and b <= end for a, b in spans):  # else it goes with what comes after it
+        stage_of |= {names[index]: stage for index in range(start, end + 1)}
+        if any(start <= a and b <= end for a, b in spans):  # else it goes with the layers after it
             stage += 1
     return stage_of
 
@@ -174,13 +175,17 @@ def _cut(groups: PermutationGroups, known: set[str], layers: dict[str, int]) -> 
 def _given(groups: PermutationGroups, names: Sequence[str], patterns: Sequence[Sequence[str]]) -> list[Stage]:
     stage_of = {}
     for name in names:
-        found = [number for number, own in enumerate(patterns) if any(fnmatchcase(name, one) for one in own)]
-        if not found:
+        matching = [
+            number
+            for number, stage_patterns in enumerate(patterns)
+            if any(fnmatchcase(name, pattern) for pattern in stage_patterns)
+        ]
+        if not matching:
             raise OptionError(f"Expected `stages` to have patterns for every entry, but {name!r} matches none.")
-        stage_of[name] = found[0]
+        stage_of[name] = matching[0]
     group_of: dict[str, int] = {}
     for group in groups:
-        makers = {stage_of[name] for name in _made(groups, group.name, set(names))}
+        makers = {stage_of[name] for name in _makers(groups, group.name, set(names))}
         readers = {stage_of[name] for name, _ in group.entries if name in stage_of}
         if len(makers) > 1 or min(readers) < min(makers):
             raise OptionError(

@@ -1,4 +1,4 @@
-"""Following atoms through a network, operation by operation."""
+"""Interpreter of a network's operations on the ids of neurons instead of numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from torch.fx.operator_schemas import get_signature_for_torch_op
 from torch.utils._pytree import tree_leaves
 
-from lightning_fed.matching.atoms import NEUTRAL, PINNED, Atoms, ParameterView, Shadow
+from lightning_fed.matching.neuron_ids import NEUTRAL, PINNED, ParameterView, TracedActivation, UnionFind
 from lightning_fed.matching.permutation import Axis
 
 _MOST_ELEMENTS = 200_000  # of a parameter that is followed element by element
@@ -27,7 +27,7 @@ Rule: TypeAlias = Callable[["Tracer", "Call"], Any]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One operation of a network, with shadows in the place of tensors.
+    """One operation of a network, with traced activations in place of tensors.
 
     Attributes:
         name: Its name, such as ``"conv2d"``.
@@ -35,7 +35,7 @@ class Call:
         args: Positional arguments, as they were given.
         kwargs: Keyword arguments, as they were given.
         arguments: All arguments by name, with defaults.
-        shapes: Shapes of the results; ``None`` for what is no tensor.
+        shapes: Shapes of the results; ``None`` for results that are no tensors.
         has_many: Whether there are several results.
 
     """
@@ -55,38 +55,38 @@ class Call:
         return self.shapes[0]
 
     @property
-    def tensors(self) -> list[Shadow | ParameterView]:
+    def tensors(self) -> list[TracedActivation | ParameterView]:
         """All tensors among the arguments."""
         leaves = tree_leaves((self.args, self.kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, Shadow | ParameterView)]
+        return [leaf for leaf in leaves if isinstance(leaf, TracedActivation | ParameterView)]
 
-    def results(self, *shadows: Shadow | None) -> Any:
+    def results(self, *activations: TracedActivation | None) -> Any:
         """Results in the form that the operation has them; those that are missing are not used."""
-        filled = [*shadows, *[None] * (len(self.shapes) - len(shadows))]
+        filled = [*activations, *[None] * (len(self.shapes) - len(activations))]
         return filled if self.has_many else filled[0]
 
 
 class Tracer:
-    """Joins and pins the atoms of a state's axes while it goes through a network's operations.
+    """Unites and pins the ids of parameters' axes while it goes through a network's operations.
 
     Attributes:
-        atoms: The sets of atoms.
-        axes: Atoms of the axes that were met, in the order of the network.
-        roles: What those axes do.
-        elements: Atoms of entries that are followed element by element.
-        unknown: Operations without a rule, by how often they were met: all that they touch is pinned.
-        constant_atom: The atom of constants of one value.
+        union_find: The sets of ids.
+        axes: Ids of the axes that have occurred, in the order of the network.
+        roles: Roles of those axes.
+        elements: Ids of entries that are followed element by element.
+        unknown: Operations without a rule, by how often they have occurred: all their inputs are pinned.
+        constant_id: The id of constants of one value.
 
     """
 
     def __init__(self, state: Mapping[str, Tensor], rules: Mapping[str, Rule]) -> None:
         self.state, self.rules = state, rules
-        self.atoms = Atoms()
+        self.union_find = UnionFind()
         self.axes: dict[Axis, Tensor] = {}
         self.roles: dict[Axis, set[str]] = {}
         self.elements: dict[str, Tensor] = {}
         self.unknown: Counter[str] = Counter()
-        self.constant_atom = NEUTRAL
+        self.constant_id = NEUTRAL
 
     def run(self, program: ExportedProgram, names: Mapping[str, str], constants: Mapping[str, Tensor]) -> None:
         """Goes through a network.
@@ -98,31 +98,32 @@ class Tracer:
 
         """
         signature = program.graph_signature
-        held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-        held |= getattr(signature, "inputs_to_lifted_tensor_constants", {})
+        targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        targets |= getattr(signature, "inputs_to_lifted_tensor_constants", {})
         values: dict[Node, Any] = {}
         calls = [node for node in program.graph.nodes if node.op == "call_function"]
         if any(_op_name(node).endswith("_") and self._rule(node) is None for node in calls):
-            self.constant_atom = PINNED  # values may be written into it
+            self.constant_id = PINNED  # values may be written into it
         for node in program.graph.nodes:
             if node.op == "placeholder":
-                own = held.get(node.name)
-                if own is not None and own in names:
-                    lengths = tuple(self.state[names[own]].shape)
-                    values[node] = ParameterView(names[own], lengths, tuple(range(len(lengths))))
-                elif own is not None:
-                    values[node] = self._constant(constants[own] if own in constants else program.constants[own])
+                target = targets.get(node.name)
+                if target is not None and target in names:
+                    lengths = tuple(self.state[names[target]].shape)
+                    values[node] = ParameterView(names[target], lengths, tuple(range(len(lengths))))
+                elif target is not None:
+                    constant = constants[target] if target in constants else program.constants[target]
+                    values[node] = self._constant(constant)
                 else:
                     values[node] = _pinned(node.meta.get("val"))
             elif node.op == "get_attr":
                 value = operator.attrgetter(node.target)(program.graph_module)
                 values[node] = self._constant(value) if isinstance(value, Tensor) else value
             elif node.op == "output":
-                for other in node.all_input_nodes:
-                    if other.name in signature.user_outputs:  # not new values of buffers
-                        self.pin(values[other])
+                for output in node.all_input_nodes:
+                    if output.name in signature.user_outputs:  # not new values of buffers
+                        self.pin(values[output])
             else:
-                args, kwargs = (map_arg(part, lambda other: values[other]) for part in (node.args, node.kwargs))
+                args, kwargs = (map_arg(part, lambda operand: values[operand]) for part in (node.args, node.kwargs))
                 values[node] = self._call(node, args, kwargs)
                 if _op_name(node).endswith("_") and isinstance(node.args[0], Node):
                     values[node.args[0]] = values[node]
@@ -130,145 +131,151 @@ class Tracer:
     # --- parameters ---------------------------------------------------------------------------------------------------
 
     def axis(self, view: ParameterView, dim: int, role: str) -> Tensor:
-        """Atoms of an entry's axis, which has this role here."""
+        """Ids of an entry's axis, which has this role here."""
         key = view.name, view.axes[dim]
         if key not in self.axes:
-            self.axes[key] = self.atoms.fresh(view.shape[dim])
+            self.axes[key] = self.union_find.add(view.shape[dim])
             self.roles[key] = set()
             if view.name in self.elements:
-                self.atoms.pin(self.elements[view.name])
-                self.atoms.pin(self.axes[key])
+                self.union_find.pin(self.elements[view.name])
+                self.union_find.pin(self.axes[key])
         self.roles[key].add(role)
         return self.axes[key]
 
-    def shadow(self, value: Shadow | ParameterView) -> Shadow:
-        """The shadow of a tensor; of a parameter that is used as an activation is, too."""
-        if isinstance(value, Shadow):
+    def activation(self, value: TracedActivation | ParameterView) -> TracedActivation:
+        """The traced activation of a tensor, also of a parameter that is used as an activation."""
+        if isinstance(value, TracedActivation):
             return value
         long = [dim for dim, length in enumerate(value.shape) if length > 1]
         if not long:
-            return Shadow.filled(PINNED, value.shape)
+            return TracedActivation.filled(PINNED, value.shape)
         if len(long) == 1:
-            atoms = self.axis(value, long[0], "vec")
-            return Shadow(atoms.view([-1 if dim in long else 1 for dim in range(len(value.shape))]), value.shape)
+            ids = self.axis(value, long[0], "vec")
+            return TracedActivation(
+                ids.view([-1 if dim in long else 1 for dim in range(len(value.shape))]), value.shape
+            )
         count = torch.Size(value.lengths).numel()
         if count > _MOST_ELEMENTS or any((value.name, value.axes[dim]) in self.axes for dim in long):
             self.pin(value)
-            return Shadow.filled(PINNED, value.shape)
+            return TracedActivation.filled(PINNED, value.shape)
         if value.name not in self.elements:
-            self.elements[value.name] = self.atoms.fresh(count).view(value.lengths)
-        return Shadow(self.elements[value.name].permute(value.axes), value.shape)
+            self.elements[value.name] = self.union_find.add(count).view(value.lengths)
+        return TracedActivation(self.elements[value.name].permute(value.axes), value.shape)
 
     def pin(self, value: Any) -> None:
         """Makes all neurons of a tensor immovable."""
-        if isinstance(value, Shadow):
-            self.atoms.pin(value.atoms)
+        if isinstance(value, TracedActivation):
+            self.union_find.pin(value.ids)
         elif isinstance(value, ParameterView):
             for dim in range(len(value.shape)):
-                self.atoms.pin(self.axis(value, dim, "vec"))
+                self.union_find.pin(self.axis(value, dim, "vec"))
             if value.name in self.elements:
-                self.atoms.pin(self.elements[value.name])
+                self.union_find.pin(self.elements[value.name])
 
     # --- what rules are made of ---------------------------------------------------------------------------------------
 
-    def along(self, value: Shadow | ParameterView, dim: int) -> Tensor:
-        """Atoms along one dimension, joined over all others; shape ``(length,)``."""
-        shadow = self.shadow(value)
-        dim %= len(shadow.shape)
-        joined = self.joined(shadow, [other for other in range(len(shadow.shape)) if other != dim])
-        return joined.atoms.reshape(-1).expand(shadow.shape[dim])
+    def along(self, value: TracedActivation | ParameterView, dim: int) -> Tensor:
+        """Ids along one dimension, united over all others; shape ``(length,)``."""
+        activation = self.activation(value)
+        dim %= len(activation.shape)
+        remaining_dims = [index for index in range(len(activation.shape)) if index != dim]
+        return self.coupled(activation, remaining_dims).ids.reshape(-1).expand(activation.shape[dim])
 
-    def joined(self, shadow: Shadow, dims: Iterable[int]) -> Shadow:
-        """The shadow with the atoms along some dimensions joined."""
-        atoms = shadow.atoms
+    def coupled(self, activation: TracedActivation, dims: Iterable[int]) -> TracedActivation:
+        """The activation with the ids along some dimensions united."""
+        ids = activation.ids
         for dim in dims:
-            if atoms.shape[dim] > 1:
-                one = atoms.amax(dim, keepdim=True)  # not a neutral one where there are others
-                self.atoms.join(one, atoms)
-                atoms = one
-        return Shadow(atoms, shadow.shape)
+            if ids.shape[dim] > 1:
+                largest = ids.amax(dim, keepdim=True)  # neutral only where all are
+                self.union_find.unite(largest, ids)
+                ids = largest
+        return TracedActivation(ids, activation.shape)
 
-    def read(self, view: ParameterView, dim: int, atoms: Tensor) -> None:
-        """A parameter's axis reads what has these atoms; what is no neuron's is not to move."""
-        own = self.axis(view, dim, "in")
-        self.atoms.join(own, torch.where(atoms == NEUTRAL, PINNED, atoms))
+    def read(self, view: ParameterView, dim: int, ids: Tensor) -> None:
+        """Couples a parameter's axis with the neurons that it reads; positions that read no neuron are pinned."""
+        axis_ids = self.axis(view, dim, "in")
+        self.union_find.unite(axis_ids, torch.where(ids == NEUTRAL, PINNED, ids))
 
-    def belong(self, values: Iterable[Any], atoms: Tensor) -> None:
-        """Vectors with one number per neuron (bias, normalisation); what is missing is left out."""
+    def couple_vectors(self, values: Iterable[Any], ids: Tensor) -> None:
+        """Couples vectors with one number per neuron (bias, normalisation); arguments that are missing are left out."""
         for value in values:
-            if isinstance(value, Shadow | ParameterView):
-                own = self.shadow(value)
-                self.atoms.join(own.atoms.reshape(-1), torch.where(atoms == NEUTRAL, PINNED, atoms))
+            if isinstance(value, TracedActivation | ParameterView):
+                vector = self.activation(value)
+                self.union_find.unite(vector.ids.reshape(-1), torch.where(ids == NEUTRAL, PINNED, ids))
 
-    def pointwise(self, values: Sequence[Shadow | ParameterView], shape: Sequence[int]) -> Shadow:
-        """Element by element: what meets in one element moves together."""
+    def pointwise(self, values: Sequence[TracedActivation | ParameterView], shape: Sequence[int]) -> TracedActivation:
+        """The result of an operation element by element, which couples the operands' neurons."""
         rank = len(shape)
-        result, result_broad = Shadow.filled(NEUTRAL, shape), set(range(rank))
+        result, result_broad = TracedActivation.filled(NEUTRAL, shape), set(range(rank))
         for value in values:
-            shadow = self.shadow(value)
-            missing = rank - len(shadow.shape)
-            lengths = (1,) * missing + shadow.shape
+            activation = self.activation(value)
+            missing = rank - len(activation.shape)
+            lengths = (1,) * missing + activation.shape
             broad = {dim for dim in range(rank) if lengths[dim] == 1}
-            atoms = shadow.atoms.reshape((1,) * missing + tuple(shadow.atoms.shape))
-            result = self._meet(result, result_broad, Shadow(atoms, tuple(shape)), broad)
+            ids = activation.ids.reshape((1,) * missing + tuple(activation.ids.shape))
+            result = self._combine(result, result_broad, TracedActivation(ids, tuple(shape)), broad)
             result_broad &= broad
         return result
 
-    def reduced(self, shadow: Shadow, dims: set[int]) -> Shadow:
-        """What is computed of all elements along some dimensions, which keep the length 1: their order is not seen."""
-        inner, outer = shadow.varying & dims, shadow.varying - dims
+    def reduced(self, activation: TracedActivation, dims: set[int]) -> TracedActivation:
+        """The result of a reduction along some dimensions, which keep the length 1; the elements' order is lost."""
+        inner, outer = activation.varying & dims, activation.varying - dims
         if inner and outer:  # a sum of branches: their neurons are one
-            shadow, inner = self.joined(shadow, dims), set()
-        shape = tuple(1 if dim in dims else length for dim, length in enumerate(shadow.shape))
+            activation, inner = self.coupled(activation, dims), set()
+        shape = tuple(1 if dim in dims else length for dim, length in enumerate(activation.shape))
         if not inner:
-            return Shadow(shadow.atoms, shape)
-        self.atoms.mark(shadow.atoms, "within")
-        return Shadow.filled(PINNED, shape)
+            return TracedActivation(activation.ids, shape)
+        self.union_find.constrain(activation.ids, "within")
+        return TracedActivation.filled(PINNED, shape)
 
-    def keep_within(self, shadow: Shadow, dims: set[int]) -> None:
-        """Neurons may change places only with those at the same place along some dimensions."""
-        ordered = [*sorted(dims), *sorted(set(range(shadow.atoms.ndim)) - dims)]
-        count = torch.Size([shadow.atoms.shape[dim] for dim in dims]).numel()
-        if shadow.varying <= dims or count > _MOST_REGIONS:
-            self.pin(shadow)
+    def keep_within(self, activation: TracedActivation, dims: set[int]) -> None:
+        """Constrains neurons to exchanges at the same position along some dimensions."""
+        ordered = [*sorted(dims), *sorted(set(range(activation.ids.ndim)) - dims)]
+        count = torch.Size([activation.ids.shape[dim] for dim in dims]).numel()
+        if activation.varying <= dims or count > _MOST_REGIONS:
+            self.pin(activation)
             return
-        for region in shadow.atoms.permute(ordered).reshape(count, -1):
-            self.atoms.mark(region, "within")
+        for region in activation.ids.permute(ordered).reshape(count, -1):
+            self.union_find.constrain(region, "within")
 
-    def fixed(self, shadow: Shadow) -> bool:
-        """Whether nothing of it moves."""
-        return bool((self.atoms.roots(shadow.atoms) == PINNED).all())
+    def is_pinned(self, activation: TracedActivation) -> bool:
+        """Returns whether all elements are pinned."""
+        return bool((self.union_find.find_all(activation.ids) == PINNED).all())
 
     def unknown_result(self, call: Call) -> Any:
-        """Pins all that an operation touches."""
+        """Pins all inputs of an operation and its result."""
         self.unknown[call.name] += 1
         for value in call.tensors:
             self.pin(value)
-        return call.results(*[None if shape is None else Shadow.filled(PINNED, shape) for shape in call.shapes])
+        return call.results(
+            *[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in call.shapes]
+        )
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _meet(self, first: Shadow, first_broad: set[int], second: Shadow, second_broad: set[int]) -> Shadow:
-        """Two operands of one shape. Along its ``broad`` dimensions an operand is repeated, not only of equal atoms."""
-        for one, other in ((first, second), (second, first)):
-            if bool((one.atoms == NEUTRAL).all()):
-                return other
+    def _combine(
+        self, first: TracedActivation, first_broad: set[int], second: TracedActivation, second_broad: set[int]
+    ) -> TracedActivation:
+        """The result of two operands of one shape, each repeated along its ``broad`` dimensions."""
+        for operand, partner in ((first, second), (second, first)):
+            if bool((operand.ids == NEUTRAL).all()):
+                return partner
         is_outer = first.varying <= second_broad and second.varying <= first_broad  # as in an outer product
         if is_outer and (first.varying or second.varying):
             if first.varying and second.varying:
                 self.pin(second)
             return first if first.varying else second
-        for one, other, broad in ((first, second, second_broad), (second, first, first_broad)):
-            if self.fixed(other) and not self.fixed(one):
-                if one.varying - broad:
-                    self.keep_within(one, one.varying - broad)
-                return one
-        self.atoms.join(first.atoms, second.atoms)
-        return Shadow(torch.where(first.atoms != NEUTRAL, first.atoms, second.atoms), first.shape)
+        for operand, partner, broad in ((first, second, second_broad), (second, first, first_broad)):
+            if self.is_pinned(partner) and not self.is_pinned(operand):
+                if operand.varying - broad:
+                    self.keep_within(operand, operand.varying - broad)
+                return operand
+        self.union_find.unite(first.ids, second.ids)
+        return TracedActivation(torch.where(first.ids != NEUTRAL, first.ids, second.ids), first.shape)
 
-    def _constant(self, value: Tensor) -> Shadow:
+    def _constant(self, value: Tensor) -> TracedActivation:
         is_one = value.numel() > 0 and bool((value == value.reshape(-1)[0]).all())
-        return Shadow.filled(self.constant_atom if is_one else PINNED, value.shape)
+        return TracedActivation.filled(self.constant_id if is_one else PINNED, value.shape)
 
     def _call(self, node: Node, args: Any, kwargs: Any) -> Any:
         if node.target is operator.getitem:
@@ -281,7 +288,9 @@ class Tracer:
         call = Call(name, node.target, args, kwargs, _bound(node.target, args, kwargs), shapes, has_many)
         rule = self._rule(node)
         if rule is None and not call.tensors:
-            return call.results(*[None if shape is None else Shadow.filled(PINNED, shape) for shape in shapes])
+            return call.results(
+                *[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes]
+            )
         if rule is None:
             return self.unknown_result(call)
         try:
@@ -313,4 +322,4 @@ def _bound(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _pinned(value: Any) -> Any:
-    return Shadow.filled(PINNED, value.shape) if isinstance(value, Tensor) else value
+    return TracedActivation.filled(PINNED, value.shape) if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""What the papers measure besides accuracy, as torchmetrics: in any LightningModule, federated or not."""
+"""Measures of the papers besides accuracy, as torchmetrics: in any LightningModule, federated or not."""
 
 from lightning_fed.algorithms.fedmargin.metric import AggregateMeanMargin as AggregateMeanMargin
 from lightning_fed.metrics.discrepancy import MaximumMeanDiscrepancy as MaximumMeanDiscrepancy

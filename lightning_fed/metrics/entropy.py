@@ -24,8 +24,8 @@ class MeanEntropy(Float64States):
     sums and counts up.
 
     Args:
-        level: What :meth:`update` is given: logits, or features.
-        activation: What makes features non-negative.
+        level: Kind of the values: ``"softmax"`` for logits, ``"feature"`` for features.
+        activation: Function that makes features non-negative.
         normalize: Whether to divide by the logarithm of the number of channels, so that the result is in 0 to 1.
         ignore_index: Label of void pixels, which are left out where labels are given; ``None`` for none, ``"auto"`` for
             255 unless the logits have such a class.

@@ -1,4 +1,4 @@
-"""How well the nearest neighbours of an image's embedding are those of its own class."""
+"""Retrieval of images of the same class by the nearest neighbours of their embeddings."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ _BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.Sy
 
 
 def to_group_norm(model: nn.Module, num_groups: int = 32) -> nn.Module:
-    r"""Replace every batch normalisation in a model by group normalisation, in place.
+    r"""Replaces every batch normalisation in a model by group normalisation, in place.
 
     BatchNorm averages over the batch, :math:`y = \gamma (x - \mu_c) / \sqrt{\sigma_c^2 + \epsilon} + \beta` with
     :math:`\mu_c, \sigma_c` of channel c over the batch in training and running averages of it in evaluation. Clients
     with different data have different :math:`\mu_c, \sigma_c`, and their average fits none of them. GroupNorm takes
     the mean and variance over a group of channels of *one* example, so training and evaluation compute the same and
-    nothing but weights is left to average.
+    only weights are averaged.
 
     Kept: :math:`\gamma` and :math:`\beta` (the same `Parameter` objects, so also device, dtype, ``requires_grad``, ties
     and an optimizer that already holds them), :math:`\epsilon`, training mode, the names of the weights, and sharing:
@@ -56,7 +56,7 @@ def to_group_norm(model: nn.Module, num_groups: int = 32) -> nn.Module:
     Raises:
         ValueError: If ``num_groups`` is below 1.
         TypeError: If a layer is not initialised yet (`torch.nn.LazyBatchNorm2d`), or is a subclass of a batch
-            normalisation with a ``forward`` of its own, which nobody can replace without knowing what it does.
+            normalisation with a ``forward`` of its own, which cannot be replaced without knowing it.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 48, 3, bias=False), nn.BatchNorm2d(48), nn.ReLU())
@@ -83,7 +83,7 @@ def to_group_norm(model: nn.Module, num_groups: int = 32) -> nn.Module:
 
 
 def _group_norm(batch_norm: _BatchNorm, num_groups: int, path: str) -> nn.GroupNorm:
-    """Return the group normalisation that takes the place of one batch normalisation."""
+    """Returns the group normalisation that takes the place of one batch normalisation."""
     name = f"'{path}' ({type(batch_norm).__name__})" if path else type(batch_norm).__name__
     if isinstance(batch_norm, _Lazy):
         raise TypeError(f"Expected initialised layers, but {name} is lazy: run one batch through the model first.")
@@ -99,7 +99,7 @@ def _group_norm(batch_norm: _BatchNorm, num_groups: int, path: str) -> nn.GroupN
         from timm.layers.norm_act import GroupNormAct
 
         group_norm = GroupNormAct(channels, num_groups, eps=batch_norm.eps, affine=False, apply_act=False)
-        # a SyncBatchNormAct need not have them
+        # a SyncBatchNormAct may lack them
         for part in ("drop", "act"):
             if hasattr(batch_norm, part):
                 setattr(group_norm, part, getattr(batch_norm, part))
@@ -115,7 +115,7 @@ def _group_norm(batch_norm: _BatchNorm, num_groups: int, path: str) -> nn.GroupN
 
 
 def _is_timm_fused(module: nn.Module) -> bool:
-    """Whether a module is timm's norm and activation in one. A model can hold one only if timm is imported."""
+    """Returns whether a module is timm's norm and activation in one; a model has one only if timm is imported."""
     if "timm" not in sys.modules:
         return False
     from timm.layers.norm_act import BatchNormAct2d, SyncBatchNormAct

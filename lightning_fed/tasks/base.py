@@ -1,4 +1,4 @@
-"""What the ready tasks share: one network, one loss, torchmetrics, and an optimizer and schedule named in a recipe."""
+"""Base of the ready tasks: one network, one loss, torchmetrics, and an optimizer and schedule named in a recipe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Task(L.LightningModule, ABC):
-    """An ordinary LightningModule around ``self.model``; what differs between the ready tasks is abstract.
+    """An ordinary LightningModule around ``self.model``, with abstract methods for the parts in which tasks differ.
 
     It logs ``train_loss`` (mean over an epoch's examples) and, for ``val`` and ``test``, the loss and every metric of
     `configure_metrics` (``val_loss``, ``val_acc``, ...). With several validation loaders each has its own metrics, and
@@ -40,7 +40,7 @@ class Task(L.LightningModule, ABC):
         optimizer_kwargs: Any other arguments of the optimizer.
         scheduler: Name of a class in `torch.optim.lr_scheduler`; None for a constant rate.
         scheduler_kwargs: Arguments of the scheduler.
-        scheduler_interval: Whether the schedule counts ``"epoch"``s (rounds, in federated training) or optimizer
+        scheduler_interval: Unit of the schedule: it counts ``"epoch"``s (rounds, in federated training) or optimizer
             ``"step"``s.
         scheduler_monitor: Logged value that `torch.optim.lr_scheduler.ReduceLROnPlateau` watches.
 
@@ -82,7 +82,7 @@ class Task(L.LightningModule, ABC):
         self._scheduler_kwargs = dict(scheduler_kwargs or {})
         self._scheduler_interval = scheduler_interval
         self._scheduler_monitor = scheduler_monitor
-        try:  # what they refuse, they refuse now and not after the data are loaded
+        try:  # bad arguments are refused now and not after the data are loaded
             self._build_optimizer([nn.Parameter(torch.zeros(1, 1))])
         except (TypeError, ValueError) as error:
             raise ValueError(
@@ -92,22 +92,22 @@ class Task(L.LightningModule, ABC):
 
     @abstractmethod
     def configure_network(self, name: str) -> nn.Module:
-        """Return the network of that name."""
+        """Returns the network of that name."""
 
     @abstractmethod
     def configure_metrics(self) -> MetricCollection:
-        """Return the metrics of validation and test; their keys become ``val_<key>`` and ``test_<key>``.
+        """Returns the metrics of validation and test; their keys become ``val_<key>`` and ``test_<key>``.
 
         They are updated with (logits, target).
         """
 
     @abstractmethod
     def example_input(self) -> Tensor:
-        """Return two inputs as the network takes them, all zeros: what its neurons are followed with."""
+        """Returns two inputs as the network takes them, all zeros, with which its neurons are traced."""
 
     @abstractmethod
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss of a batch, a scalar."""
+        """Returns the mean loss of a batch, a scalar."""
 
     def configure_task(
         self,
@@ -116,7 +116,7 @@ class Task(L.LightningModule, ABC):
         class_weights: list[float] | None,
         num_classes: int,
     ) -> None:
-        """Set up the network, the metrics and the class weights. A task calls it at the end of its ``__init__``."""
+        """Sets up the network, the metrics and the class weights. A task calls it at the end of its ``__init__``."""
         check_option("norm", norm, ("batch", "group"))
         if class_weights is not None and len(class_weights) != num_classes:
             raise ValueError(
@@ -134,7 +134,7 @@ class Task(L.LightningModule, ABC):
         self.test_metrics = nn.ModuleList([metrics.clone(prefix="test_")])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimizer over all parameters, and the scheduler if there is one."""
+        """Returns the optimizer over all parameters, and the scheduler if there is one."""
         optimizer, scheduler = self._build_optimizer(self.parameters())
         if scheduler is None:
             return optimizer
@@ -154,43 +154,43 @@ class Task(L.LightningModule, ABC):
         return optimizer, self._scheduler_class(optimizer, **self._scheduler_kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the network's logits for a batch of inputs, such as images of shape ``(N, C, H, W)``."""
+        """Returns the network's logits for a batch of inputs, such as images of shape ``(N, C, H, W)``."""
         logits: Tensor = self.model(x)
         return logits
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the batch's loss."""
+        """Returns the batch's loss."""
         x, target = self.split_batch(batch)
         loss = self.compute_loss(self(x), target)
         self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(x))
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Start the metrics afresh."""
+        """Starts the metrics afresh."""
         _reset(self.val_metrics)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the batch's loss and update the metrics."""
+        """Logs the batch's loss and update the metrics."""
         self._evaluate("val", self.val_metrics, batch, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the metrics over the whole of each loader."""
+        """Logs the metrics over the whole of each loader."""
         self._log_metrics(self.val_metrics, len(self.trainer.num_val_batches))
 
     def on_test_epoch_start(self) -> None:
-        """Start the metrics afresh."""
+        """Starts the metrics afresh."""
         _reset(self.test_metrics)
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the batch's loss and update the metrics."""
+        """Logs the batch's loss and update the metrics."""
         self._evaluate("test", self.test_metrics, batch, dataloader_idx)
 
     def on_test_epoch_end(self) -> None:
-        """Log the metrics over the whole of each loader."""
+        """Logs the metrics over the whole of each loader."""
         self._log_metrics(self.test_metrics, len(self.trainer.num_test_batches))
 
     def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of a batch: a pair ``(x, y)`` or a dict with the keys of both.
+        """Returns inputs and targets of a batch: a pair ``(x, y)`` or a dict with the keys of both.
 
         Raises:
             TypeError: If the batch is neither.
@@ -199,13 +199,13 @@ class Task(L.LightningModule, ABC):
             return batch[self.input_key], batch[self.target_key]
         if isinstance(batch, list | tuple) and len(batch) == 2:
             return batch[0], batch[1]
-        got = f"a dict with keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else _description(batch)
+        kind = f"a dict with keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else _description(batch)
         raise TypeError(
-            f"Expected a batch (x, y) or a dict with keys '{self.input_key}' and '{self.target_key}', but got {got}."
+            f"Expected a batch (x, y) or a dict with keys '{self.input_key}' and '{self.target_key}', but got {kind}."
         )
 
     def inputs_of(self, batch: Any) -> Tensor:
-        """Return the inputs of a batch that may have no targets: in prediction it can be the inputs alone."""
+        """Returns the inputs of a batch that may have no targets: in prediction it can be the inputs alone."""
         if isinstance(batch, Tensor):
             return batch
         if isinstance(batch, Mapping):

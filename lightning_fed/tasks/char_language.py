@@ -34,7 +34,7 @@ class CharLSTM(nn.Module):
         hidden_size: Neurons of each layer.
         num_layers: Number of layers, at least 1.
         dropout: Share of a layer's outputs that are set to 0 in training, but for the last layer's.
-        every_step: Whether the next character is told at every step, or at the last alone.
+        every_step: Predict the next character at every step, and not only at the last one.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -68,7 +68,7 @@ class CharLSTM(nn.Module):
         self.decoder = nn.Linear(hidden_size, num_classes)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return logits: shape ``(N, num_classes)``, or ``(N, num_classes, T)`` for every step.
+        """Returns logits: shape ``(N, num_classes)``, or ``(N, num_classes, T)`` for every step.
 
         Args:
             text: Codes of characters, shape ``(N, T)``.
@@ -81,7 +81,7 @@ class CharLSTM(nn.Module):
 
 
 class CharLanguageTask(Task):
-    """Tell the next character with cross-entropy; log loss, accuracy and perplexity.
+    """Predicts the next character with cross-entropy; logs loss, accuracy and perplexity.
 
     Batches are ``(x, y)`` or dicts with keys ``text`` and ``target``: codes of shape ``(N, T)``, and those of the next
     characters, of shape ``(N,)``, or ``(N, T)`` with ``every_step``. Logged: ``train_loss``; for ``val`` and ``test``
@@ -99,7 +99,7 @@ class CharLanguageTask(Task):
         hidden_size: Neurons of each LSTM layer.
         num_layers: Number of LSTM layers.
         dropout: Dropout between LSTM layers.
-        every_step: Whether the next character is told at every step of a window, or at the last alone, as in LEAF.
+        every_step: Predict the next character at every step of a window, and not only at the last one as in LEAF.
         optimizer: Name of a class in `torch.optim`.
         lr: Learning rate.
         momentum: Momentum, for an optimizer that has it. None: the optimizer's own default.
@@ -107,7 +107,7 @@ class CharLanguageTask(Task):
         optimizer_kwargs: Any other arguments of the optimizer.
         scheduler: Name of a class in `torch.optim.lr_scheduler`; None for a constant rate.
         scheduler_kwargs: Arguments of the scheduler.
-        scheduler_interval: Whether the schedule counts ``"epoch"``s (rounds, in federated training) or optimizer
+        scheduler_interval: Unit of the schedule: it counts ``"epoch"``s (rounds, in federated training) or optimizer
             ``"step"``s.
         scheduler_monitor: Logged value that a ``ReduceLROnPlateau`` watches.
 
@@ -167,21 +167,21 @@ class CharLanguageTask(Task):
         self.configure_task(model, "batch", None, num_classes)
 
     def configure_network(self, name: str) -> nn.Module:
-        """Return the network of that name."""
+        """Returns the network of that name."""
         check_option("model", name, ("lstm",))
         return CharLSTM(self.num_classes, **self._network_options)  # type: ignore[arg-type]
 
     def configure_metrics(self) -> MetricCollection:
-        """Return ``acc`` and ``perplexity``."""
+        """Returns ``acc`` and ``perplexity``."""
         accuracy = MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)
         return MetricCollection({"acc": accuracy, "perplexity": _Perplexity()}, compute_groups=False)
 
     def example_input(self) -> Tensor:
-        """Return two texts of a few characters."""
+        """Returns two texts of a few characters."""
         return torch.zeros(2, 4, dtype=torch.int64)
 
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the cross-entropy of logits ``(N, num_classes, ...)`` and codes ``(N, ...)``."""
+        """Returns the cross-entropy of logits ``(N, num_classes, ...)`` and codes ``(N, ...)``."""
         shape = (logits.shape[0], *logits.shape[2:])
         if target.shape != shape:
             raise ValueError(
@@ -191,7 +191,7 @@ class CharLanguageTask(Task):
         return F.cross_entropy(logits, target.long())
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Return the probabilities of the next characters."""
+        """Returns the probabilities of the next characters."""
         logits: Tensor = self(self.inputs_of(batch))
         return logits.softmax(dim=1)
 

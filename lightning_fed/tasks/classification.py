@@ -19,7 +19,7 @@ __all__ = ["ClassificationTask"]
 
 
 class ClassificationTask(Task):
-    """Classify images with cross-entropy; log loss and accuracy.
+    """Classifies images with cross-entropy; log loss and accuracy.
 
     Batches are ``(x, y)`` or dicts with keys ``image`` and ``label``: images of shape ``(N, C, H, W)`` and class
     indices of shape ``(N,)``. Logged: ``train_loss``, ``val_loss``, ``val_acc``, ``test_loss``, ``test_acc``.
@@ -47,7 +47,7 @@ class ClassificationTask(Task):
         optimizer_kwargs: Any other arguments of the optimizer.
         scheduler: Name of a class in `torch.optim.lr_scheduler`; None for a constant rate.
         scheduler_kwargs: Arguments of the scheduler.
-        scheduler_interval: Whether the schedule counts ``"epoch"``s (rounds, in federated training) or optimizer
+        scheduler_interval: Unit of the schedule: it counts ``"epoch"``s (rounds, in federated training) or optimizer
             ``"step"``s.
         scheduler_monitor: Logged value that a ``ReduceLROnPlateau`` watches.
 
@@ -122,7 +122,7 @@ class ClassificationTask(Task):
             self.model = to_sampled_softmax(self.model, **(head_kwargs or {}))
 
     def configure_network(self, name: str) -> nn.Module:
-        """Return the network of that name (see `build_network`)."""
+        """Returns the network of that name (see `build_network`)."""
         return build_network(
             name,
             self.num_classes,
@@ -133,19 +133,19 @@ class ClassificationTask(Task):
         )
 
     def configure_metrics(self) -> MetricCollection:
-        """Return ``acc``: the share of examples whose largest logit is their class."""
+        """Returns ``acc``: the share of examples whose largest logit is their class."""
         accuracy = MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)
         return MetricCollection({"acc": accuracy}, compute_groups=False)
 
     def example_input(self) -> Tensor:
-        """Return two images of zeros."""
+        """Returns two images of zeros."""
         return torch.zeros(2, self._in_channels, self._input_size, self._input_size)
 
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the cross-entropy of logits ``(N, num_classes)`` and class indices ``(N,)``."""
+        """Returns the cross-entropy of logits ``(N, num_classes)`` and class indices ``(N,)``."""
         return F.cross_entropy(logits, target.long(), weight=self.class_weights, label_smoothing=self._label_smoothing)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Return class probabilities of shape ``(N, num_classes)``."""
+        """Returns class probabilities of shape ``(N, num_classes)``."""
         logits: Tensor = self(self.inputs_of(batch))
         return logits.softmax(dim=1)

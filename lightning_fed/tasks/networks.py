@@ -32,7 +32,7 @@ def build_network(
     pretrained: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
-    """Build a classification network by name.
+    """Builds a classification network by name.
 
     Args:
         name: One of `NETWORKS` (``mlp``, ``mcmahan_cnn``, ``fedfusion_cifar_cnn``, ``lenet``, ``vgg9``), or any name

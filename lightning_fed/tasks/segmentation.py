@@ -17,7 +17,7 @@ __all__ = ["SegmentationTask"]
 
 
 class SegmentationTask(Task):
-    r"""Segment images with cross-entropy and/or Dice; log loss, mean IoU and pixel accuracy.
+    r"""Segments images with cross-entropy and/or Dice; logs loss, mean IoU and pixel accuracy.
 
     Batches are ``(x, y)`` or dicts with keys ``image`` and ``mask``: images of shape ``(N, C, H, W)`` and class
     indices of shape ``(N, H, W)`` or ``(N, 1, H, W)``. Logged: ``train_loss`` and ``val_loss``, ``val_miou``,
@@ -53,7 +53,7 @@ class SegmentationTask(Task):
         optimizer_kwargs: Any other arguments of the optimizer.
         scheduler: Name of a class in `torch.optim.lr_scheduler`; None for a constant rate.
         scheduler_kwargs: Arguments of the scheduler.
-        scheduler_interval: Whether the schedule counts ``"epoch"``s (rounds, in federated training) or optimizer
+        scheduler_interval: Unit of the schedule: it counts ``"epoch"``s (rounds, in federated training) or optimizer
             ``"step"``s.
         scheduler_monitor: Logged value that a ``ReduceLROnPlateau`` watches.
 
@@ -121,7 +121,7 @@ class SegmentationTask(Task):
         self.configure_task(model, norm, class_weights, num_classes)
 
     def configure_network(self, name: str) -> nn.Module:
-        """Return the `segmentation_models_pytorch` architecture of that name."""
+        """Returns the `segmentation_models_pytorch` architecture of that name."""
         import segmentation_models_pytorch as smp  # slow to import: only for those who use it
 
         if self._model_kwargs.get("aux_params") is not None:
@@ -143,7 +143,7 @@ class SegmentationTask(Task):
         return network
 
     def configure_metrics(self) -> MetricCollection:
-        """Return ``miou`` and ``pixel_acc``, both without the ignored pixels."""
+        """Returns ``miou`` and ``pixel_acc``, both without the ignored pixels."""
         return MetricCollection(
             {
                 # the loss has checked the target's values already
@@ -156,11 +156,11 @@ class SegmentationTask(Task):
         )
 
     def example_input(self) -> Tensor:
-        """Return two images of zeros."""
+        """Returns two images of zeros."""
         return torch.zeros(2, self._in_channels, 64, 64)  # encoders want multiples of 32
 
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of logits ``(N, num_classes, H, W)`` and class indices ``(N, H, W)``."""
+        """Returns the loss of logits ``(N, num_classes, H, W)`` and class indices ``(N, H, W)``."""
         if self._dice is None:
             return self._cross_entropy(logits, target)
         dice: Tensor = self._dice(logits, target)
@@ -174,14 +174,14 @@ class SegmentationTask(Task):
         return torch.where((target != self.ignore_index).any(), loss, loss.new_zeros(()))
 
     def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return images ``(N, C, H, W)`` and masks ``(N, H, W)`` of a batch."""
+        """Returns images ``(N, C, H, W)`` and masks ``(N, H, W)`` of a batch."""
         x, mask = super().split_batch(batch)
         if mask.ndim == 4 and mask.shape[1] == 1:
             mask = mask.squeeze(1)
         return x, mask.long()
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Return class indices of shape ``(N, H, W)``."""
+        """Returns class indices of shape ``(N, H, W)``."""
         logits: Tensor = self(self.inputs_of(batch))
         return logits.argmax(dim=1)
 

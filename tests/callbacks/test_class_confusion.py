@@ -52,7 +52,7 @@ def federate(callbacks, rounds=1, module=None, data=None, logger=False, ckpt_pat
 
 
 def assert_counts(confusion, module, data, state=None):
-    """What the reference counts on the client's data, with the module as it is or in another state."""
+    """Compares with the reference's counts on the client's data, of the module as it is or in another state."""
     if state is not None:
         before = {name: value.clone() for name, value in module.state_dict().items()}
         module.load_state_dict(state)
@@ -90,13 +90,13 @@ def test_every_client_sees_the_rounds_global_model():
     federate([confusion], rounds=3, batch_norm="recalibrate")
     assert list(confusion.latest) == list(CLASSES)
     assert confusion.state_dict() == {"last_epoch": 0}
-    other = OwnClassConfusion(every_n_epochs=1)
-    _, module = federate([other], rounds=3, batch_norm="recalibrate")
+    recalibrated = OwnClassConfusion(every_n_epochs=1)
+    _, module = federate([recalibrated], rounds=3, batch_norm="recalibrate")
     for name, data in clients().items():
-        assert other.latest[name].classes.tolist() == CLASSES[name]
-        assert_counts(other.latest[name], module, data)
-    assert any((matrix.counts - matrix.counts.diag().diag()).any() for matrix in other.latest.values())
-    assert confusion.latest["a"].counts.tolist() != other.latest["a"].counts.tolist()
+        assert recalibrated.latest[name].classes.tolist() == CLASSES[name]
+        assert_counts(recalibrated.latest[name], module, data)
+    assert any((matrix.counts - matrix.counts.diag().diag()).any() for matrix in recalibrated.latest.values())
+    assert confusion.latest["a"].counts.tolist() != recalibrated.latest["a"].counts.tolist()
 
 
 def test_chosen_clients():
@@ -114,8 +114,8 @@ def test_personal_entries_are_the_clients_own():
     trainer = FederatedTrainer(**QUIET, federation=federation, max_rounds=4, callbacks=[confusion])
     module = models.Module(net(), models.momentum)
     trainer.fit(module, datamodule=FederatedDataModule(data, batch_size=8))
-    for name, own in data.items():
-        assert_counts(confusion.latest[name], module, own, federation.client_state(name))
+    for name, dataset in data.items():
+        assert_counts(confusion.latest[name], module, dataset, federation.client_state(name))
     assert torch.equal(module.net[4].weight, net()[4].weight)  # the one that the module came with
     with pytest.raises(AssertionError):
         assert_counts(confusion.latest["a"], module, data["a"])
@@ -150,12 +150,12 @@ def test_batches_of_any_kind():
 
 def test_a_head_of_which_clients_hold_some_classes():
     """In the pass all classes are there again; the callbacks' order does not matter."""
-    for place in (0, 1):
+    for position in (0, 1):
         torch.manual_seed(0)
         module = models.Module(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), SampledSoftmaxHead(8, num_classes=50)))
         confusion = OwnClassConfusion(every_n_epochs=1)
         callbacks = [SampledSoftmax(num_negatives=3)]
-        callbacks.insert(place, confusion)
+        callbacks.insert(position, confusion)
         federate(callbacks, rounds=2, module=module)
         for name, data in clients().items():
             assert_counts(confusion.latest[name], module, data)

@@ -1,4 +1,4 @@
-"""What travels, by part: against the messages themselves, the formula of the spec, and federated averaging."""
+"""Traffic by part, compared with the messages themselves, the formula of the specification, and federated averaging."""
 
 import csv
 
@@ -79,15 +79,15 @@ def test_entries_of_any_type_and_extras():
     assert "| (extras) | 0 | 3 | 5 | 6 | 40 |  |" in report.table()
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize(("num_classes", "bias"), [(30, False), (1000, False), (1000, True)])
-def test_fedss_sends_the_rows_of_its_classes(num_classes, bias, place):
+def test_fedss_sends_the_rows_of_its_classes(num_classes, bias, position):
     """|phi| + d |S_k| numbers in each direction and |S_k| integers up, whatever the number of classes."""
     torch.manual_seed(0)
     head = SampledSoftmaxHead(8, num_classes, bias=bias, normalize=not bias)
     module = models.Module(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), head))
     report, callbacks = CommunicationReport(parts=["net.2"]), [SampledSoftmax(num_negatives=7)]
-    callbacks.insert(place, report)
+    callbacks.insert(position, report)
     trainer = federate(callbacks, module=module)
     labels = {name: len(set(targets.tolist())) for name, (_, targets) in models.vectors(SIZES).items()}
     by_visit = {}
@@ -130,11 +130,11 @@ class Halved(FederatedCallback):
         update.state = {name: value.float() for name, value in update.state.items()}
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_messages_count_as_they_travel(place):
+@pytest.mark.parametrize("position", [0, 1])
+def test_messages_count_as_they_travel(position):
     """Not as another callback has unpacked them, wherever it stands."""
     report, callbacks = CommunicationReport(), [Halved()]
-    callbacks.insert(place, report)
+    callbacks.insert(position, report)
     trainer = federate(callbacks, 1)
     assert {(row.part, row.up_numel, row.up_bytes) for row in report.rows} >= {
         ("net.0", BASE, 2 * BASE),
@@ -247,8 +247,8 @@ def test_a_fit_with_a_report_is_one_without():
     for callbacks in ([], [CommunicationReport()]):
         recorder = Recorder()
         trainer = federate([recorder, *callbacks], module=models.Module(models.norm_mlp()))
-        own = {"comm/up_share", "comm/down_share"}
-        values = {name: value.item() for name, value in trainer.callback_metrics.items() if name not in own}
+        share_names = {"comm/up_share", "comm/down_share"}
+        values = {name: value.item() for name, value in trainer.callback_metrics.items() if name not in share_names}
         ends.append((trainer.lightning_module.state_dict(), values))
     assert all(torch.equal(value, ends[1][0][name]) for name, value in ends[0][0].items())
     assert ends[0][1] == ends[1][1]
@@ -266,11 +266,11 @@ class Present(L.Callback):
 
 def test_other_callbacks_keep_their_hooks():
     """The report moves to the front in a loop over all callbacks."""
-    others = [Present() for _ in range(4)]
-    trainer = federate([*others[:2], CommunicationReport(), *others[2:]], 1)
-    assert [other.fits for other in others] == [1, 1, 1, 1]
+    present = [Present() for _ in range(4)]
+    trainer = federate([*present[:2], CommunicationReport(), *present[2:]], 1)
+    assert [callback.fits for callback in present] == [1, 1, 1, 1]
     assert isinstance(trainer.callbacks[1], CommunicationReport)
-    assert [each for each in trainer.callbacks if isinstance(each, Present)] == others
+    assert [callback for callback in trainer.callbacks if isinstance(callback, Present)] == present
 
 
 def test_a_resumed_run_counts_as_the_uninterrupted_one(tmp_path):
@@ -332,7 +332,7 @@ def test_rounds_that_are_long_over_are_sums(keep, tmp_path):
                 round,
                 "(all)",
                 part,
-                *(sum(row[place] for row in of_round if row.part == part) for place in range(3, 7)),
+                *(sum(row[index] for row in of_round if row.part == part) for index in range(3, 7)),
             )
             for part in ("net.0", "net.2")
         ]

@@ -61,7 +61,7 @@ def test_the_colours_are_those_of_viridis():
     assert (lightness[::17].diff() > 5).all()
     assert (drawn[:, 0, 1:] != drawn[:, 0, :-1]).any(0).all()
     ends = paint_numbers(torch.tensor([[-3.0, 1.0 + 1e-6, math.inf, math.nan]]))
-    assert [pixel(ends, 0, place) for place in range(4)] == [VIRIDIS[0], VIRIDIS[-1], VIRIDIS[-1], GREY]
+    assert [pixel(ends, 0, row) for row in range(4)] == [VIRIDIS[0], VIRIDIS[-1], VIRIDIS[-1], GREY]
 
 
 def test_every_pixel_of_a_grid_with_maps():
@@ -174,10 +174,10 @@ def test_the_event_file_holds_the_entropies(tmp_path, layer, activation):
     soft, features = drawn_again(module, x, layer, activation)
     assert np.ptp(soft) > 0.2
     assert np.ptp(features) > 0.03
-    for place in range(3):
-        top = 2 + 10 * place
-        assert_colors(picture[:, top : top + 8, 32:40], soft[place])
-        assert_colors(picture[:, top : top + 8, 42:50], features[place])
+    for row in range(3):
+        top = 2 + 10 * row
+        assert_colors(picture[:, top : top + 8, 32:40], soft[row])
+        assert_colors(picture[:, top : top + 8, 42:50], features[row])
 
 
 @pytest.mark.parametrize("maps", [("feature_entropy", "softmax_entropy"), ("softmax_entropy",), ("feature_entropy",)])
@@ -189,9 +189,9 @@ def test_columns_come_in_the_order_asked_for(tmp_path, maps):
         callback = SegmentationImages(maps=wanted, layer="body")
         make_trainer(logger, [callback]).validate(module, loader, verbose=False)
         ((_, pictures[wanted]),) = logged(logger, "segmentation/input_truth_prediction_" + "_".join(wanted))
-    places = {"softmax_entropy": 32, "feature_entropy": 42}
+    offsets = {"softmax_entropy": 32, "feature_entropy": 42}
     whole = pictures[MAPS]
-    columns = [whole[:, :, places[name] : places[name] + 10] for name in maps]
+    columns = [whole[:, :, offsets[name] : offsets[name] + 10] for name in maps]
     assert np.array_equal(pictures[maps], np.concatenate([whole[:, :, :32], *columns], 2))
 
 
@@ -310,10 +310,10 @@ def test_features_are_those_of_the_first_pass_as_the_layer_makes_them(tmp_path, 
 
 def test_one_callback_object_finds_the_layer_of_every_module(tmp_path):
     callback = SegmentationImages(maps=["feature_entropy"], num_images=1)
-    other = Known()
-    other.last, other.head = other.head, nn.Identity()
-    nn.Module.__setattr__(other, "forward", lambda x: other.last(other.grow(other.body(x))))
-    for name, module in (("a", Known()), ("b", other)):
+    unnamed = Known()
+    unnamed.last, unnamed.head = unnamed.head, nn.Identity()
+    nn.Module.__setattr__(unnamed, "forward", lambda x: unnamed.last(unnamed.grow(unnamed.body(x))))
+    for name, module in (("a", Known()), ("b", unnamed)):
         logger = TensorBoardLogger(tmp_path, name=name)
         make_trainer(logger, [callback]).validate(module, DataLoader(dataset(), 2), verbose=False)
         assert len(logged(logger, callback.tag)) == 1
@@ -340,6 +340,6 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(tmp_path):
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     _, second = run("second", 5, tmp_path / "last.ckpt")
     assert [step for step, _ in (*first, *second)] == [step for step, _ in whole] == [0, 2, 4]
-    for (_, one), (_, other) in zip(whole, (*first, *second), strict=True):
-        assert np.array_equal(one, other)
+    for (_, expected), (_, grid) in zip(whole, (*first, *second), strict=True):
+        assert np.array_equal(expected, grid)
     assert not np.array_equal(whole[0][1], whole[1][1])

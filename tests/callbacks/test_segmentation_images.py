@@ -268,9 +268,9 @@ def test_a_run_with_the_callback_ends_as_one_without(tmp_path, kind, maps):
         pictures = logged(logger, callback.tag)
         assert len(pictures) == 3 * len(callbacks)  # once an epoch, although it validates three times
         assert not any(layer._forward_hooks for layer in module.modules())  # noqa: SLF001 - no public name
-    (state, loss, modes, draw), (other, other_loss, other_modes, other_draw) = ends
-    assert all(torch.equal(state[name], other[name]) for name in state)
-    assert (loss, modes, draw) == (other_loss, other_modes, other_draw)
+    (state, loss, modes, draw), (plain_state, plain_loss, plain_modes, plain_draw) = ends
+    assert all(torch.equal(state[name], plain_state[name]) for name in state)
+    assert (loss, modes, draw) == (plain_loss, plain_modes, plain_draw)
     assert len(modes) == 9
     assert all({False, True} == set(mode) for mode in modes)
 
@@ -358,7 +358,7 @@ def test_chosen_images(tmp_path, federated, images):
         FederatedTrainer(**options).fit(Segmenter(), clients, val)
     else:
         fit(Segmenter(), logger, [callback], val, max_epochs=2)
-    x, y = (torch.stack(parts) for parts in zip(*(pairs[place] for place in images), strict=True))
+    x, y = (torch.stack(parts) for parts in zip(*(pairs[index] for index in images), strict=True))
     expected = segmentation_grid(x, y, y, COLORS).numpy()
     assert steps(logger) == [0, 1]
     for _, picture in logged(logger):

@@ -53,7 +53,7 @@ TINY = [
 
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    """What is written goes to a temporary folder; LightningCLI warns where the process has arguments of its own."""
+    """Writes to a temporary folder; LightningCLI warns where the process has arguments of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lightning-fed"])
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -42,7 +42,7 @@ def small(tmp_path_factory):
 def test_the_table_holds_the_logged_values(small):
     result, said, _ = small
     lines = said.splitlines()
-    head = next(place for place, line in enumerate(lines) if line.startswith("round"))
+    head = next(index for index, line in enumerate(lines) if line.startswith("round"))
     assert re.split(r"\s{2,}", lines[head]) == [
         *("round", "clients", "loss", "val mIoU", "pixel acc", "MB up", "MB down", "seconds"),
     ]

@@ -139,7 +139,7 @@ def test_fedmas_recipe_evaluates_a_grown_checkpoint(capsys):
     said = capsys.readouterr().out
     again = load_matched(module, "out.ckpt")
     data = Synthetic(num_clients=2)
-    inputs, labels = (torch.cat([data.test[client].tensors[place] for client in range(2)]) for place in (0, 1))
+    inputs, labels = (torch.cat([data.test[client].tensors[index] for client in range(2)]) for index in (0, 1))
     expected = float((again.eval()(inputs).argmax(1) == labels).float().mean())
     assert float(re.search(r"test_acc\W+([\d.]+)", said)[1]) == pytest.approx(expected)
 
@@ -169,13 +169,13 @@ def test_batch_norm_is_measured_with_the_recipes_data(capsys, monkeypatch):
     module = importlib.import_module("normed").Normed(5)
     torch.save(module.state_dict(), "a.pt")
     torch.save(permuted(module, torch.zeros(2, 3, 16, 16), 0), "b.pt")
-    own = ("--model", "normed.Normed", "--model.width", "5", "--data", str(RECIPE["data"]))
-    said = fails(capsys, 1, "a.pt", "b.pt", "-o", "c.pt", *own[:4])
+    model_options = ("--model", "normed.Normed", "--model.width", "5", "--data", str(RECIPE["data"]))
+    said = fails(capsys, 1, "a.pt", "b.pt", "-o", "c.pt", *model_options[:4])
     assert "error: Expected data to measure BatchNorm's running statistics with, but got none: give `-c RECIPE`" in said
     data = Shapes(**RECIPE["data"]["init_args"])
     data.setup("fit")
     recalibrate_batch_norm(module, data.train_dataloader())
-    for number, options in enumerate((("-c", "recipe.yaml"), own, (*own, "--num_batches", "2"))):
+    for number, options in enumerate((("-c", "recipe.yaml"), model_options, (*model_options, "--num_batches", "2"))):
         main(["merge", "a.pt", "b.pt", "-o", "c.pt", *options, "--mode", "permute"])
         merged = torch.load("c.pt", weights_only=True)
         assert merged.keys() == module.state_dict().keys()
@@ -184,7 +184,7 @@ def test_batch_norm_is_measured_with_the_recipes_data(capsys, monkeypatch):
             assert torch.allclose(merged[f"net.1.{name}"], module.net[1].get_buffer(name)) == (number < 2)
     before = torch.load("a.pt", weights_only=True)
     example = ("--data", str(RECIPE["data"]), "--batch_norm", "average")
-    main(["merge", "a.pt", "b.pt", "-o", "d.pt", *own[:4], *example])
+    main(["merge", "a.pt", "b.pt", "-o", "d.pt", *model_options[:4], *example])
     assert torch.equal(torch.load("d.pt", weights_only=True)["net.1.running_mean"], before["net.1.running_mean"])
     monkeypatch.delitem(sys.modules, "normed")
 

@@ -29,12 +29,12 @@ class Normed(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6)
-        self.conv, self.other = nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.conv, self.residual_norm = nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
         self.head = nn.Linear(6, 4)
 
     def forward(self, images):
         features = F.relu(self.norm(self.stem(images)))
-        return self.head(F.relu(self.other(self.conv(features)) + features).mean((2, 3)))
+        return self.head(F.relu(self.residual_norm(self.conv(features)) + features).mean((2, 3)))
 
 
 class Depthwise(nn.Sequential):

@@ -54,10 +54,10 @@ class Residual(nn.Module):
 
 def vgg9():
     layers, channels = [], 3
-    for place, width in enumerate([32, 64, 128, 128, 256, 256]):
+    for index, width in enumerate([32, 64, 128, 128, 256, 256]):
         layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
-        layers += [nn.MaxPool2d(2)] if place % 2 else []
-        layers += [nn.Dropout2d(0.05)] if place == 3 else []
+        layers += [nn.MaxPool2d(2)] if index % 2 else []
+        layers += [nn.Dropout2d(0.05)] if index == 3 else []
         channels = width
     head = [nn.Dropout(0.1), nn.Linear(4096, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     return nn.Sequential(*layers, nn.Flatten(), *head)
@@ -117,12 +117,12 @@ class PaddedShortcut(nn.Module):
 
     def forward(self, inputs):
         features = F.relu(self.stem_norm(self.stem(inputs)))
-        made = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(features)))))
-        return self.fc(F.relu(made + F.pad(features[:, :, ::2, ::2], (0, 0, 0, 0, 8, 8))).mean((2, 3)))
+        hidden = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(features)))))
+        return self.fc(F.relu(hidden + F.pad(features[:, :, ::2, ::2], (0, 0, 0, 0, 8, 8))).mean((2, 3)))
 
 
 class Mixed(nn.Module):
-    """What is rare: transposed and 1d convolutions, instance normalisation, PReLU, two channels made of each."""
+    """Rare layers: transposed and 1d convolutions, instance normalisation, PReLU, two outputs per channel."""
 
     def __init__(self):
         super().__init__()
@@ -169,7 +169,7 @@ def tokens(length=12, count=80):
 
 
 def randomised(module, seed=0):
-    """Other numbers where all are equal, or nearly: they would hide what changes places."""
+    """Draws other numbers where all are equal, or nearly, which would hide permutations."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in module.state_dict().items():

@@ -16,7 +16,9 @@ def orders(size, blocks):
     width = size // blocks
     for pairs in itertools.permutations(range(blocks)):
         for inner in itertools.product(itertools.permutations(range(width)), repeat=blocks):
-            yield [pair * width + place for pair, places in zip(pairs, inner, strict=True) for place in places]
+            yield [
+                pair * width + index for pair, permutation in zip(pairs, inner, strict=True) for index in permutation
+            ]
 
 
 @pytest.mark.parametrize(("size", "blocks"), [(6, 1), (6, 2), (6, 3), (4, 4), (1, 1)])
@@ -33,7 +35,7 @@ def test_no_order_is_nearer(size, blocks):
 @pytest.mark.parametrize("blocks", [1, 4])
 def test_an_order_is_found_again(blocks):
     reference = torch.randn(32, 9)
-    order = torch.cat([place * 8 + torch.randperm(8) for place in torch.randperm(4)])
+    order = torch.cat([block * 8 + torch.randperm(8) for block in torch.randperm(4)])
     noisy = (reference + 0.1 * torch.randn(32, 9))[torch.argsort(order)]
     assert torch.equal(align_neurons(reference, noisy, blocks), order)
     assert torch.equal(align_neurons(reference.half(), noisy.half(), blocks), order)
@@ -64,8 +66,8 @@ def drawn(name, count):
 def distance(states, groups, orders):
     """The sum of squares around the mean."""
     moved = [
-        groups.permute(state, dict(zip(groups.names, own, strict=True)))
-        for state, own in zip(states, orders, strict=True)
+        groups.permute(state, dict(zip(groups.names, network_orders, strict=True)))
+        for state, network_orders in zip(states, orders, strict=True)
     ]
     total = 0.0
     for name, value in moved[0].items():
@@ -84,7 +86,9 @@ def test_sweeps_never_move_networks_apart(name, count, sweeps):
         distances.append(distance(states, groups, orders))
     assert distances[1] < 0.999 * distances[0]
     assert all(after <= before + 1e-9 * before for before, after in itertools.pairwise(distances))
-    assert all(torch.equal(own, torch.arange(len(own))) for network in start for own in network)  # as they were given
+    assert all(
+        torch.equal(order, torch.arange(len(order))) for network in start for order in network
+    )  # as they were given
 
 
 def test_where_sweeps_end_no_exchange_of_two_neurons_helps():
@@ -95,11 +99,11 @@ def test_where_sweeps_end_no_exchange_of_two_neurons_helps():
     least = distance(states, groups, orders)
     for network, number in itertools.product(range(3), range(len(groups))):
         for first, second in itertools.combinations(range(groups.groups[number].size), 2):
-            other = [list(own) for own in orders]
+            exchanged = [list(network_orders) for network_orders in orders]
             swapped = torch.arange(len(orders[network][number]))
             swapped[[first, second]] = swapped[[second, first]]
-            other[network][number] = orders[network][number][swapped]
-            assert distance(states, groups, other) > least - 1e-5
+            exchanged[network][number] = orders[network][number][swapped]
+            assert distance(states, groups, exchanged) > least - 1e-5
 
 
 def test_near_networks_stay_as_they_are():
@@ -107,13 +111,17 @@ def test_near_networks_stay_as_they_are():
     near = [{name: value + 0.01 * torch.randn_like(value) for name, value in state.items()} for _ in range(3)]
     for states in ([state] * 3, near, near[:1]):
         orders = align_networks(states, groups.groups, [order] * len(states), np.random.default_rng(0))
-        assert all(torch.equal(own, place) for found in orders for own, place in zip(found, order, strict=True))
+        assert all(
+            torch.equal(aligned, start)
+            for network_orders in orders
+            for aligned, start in zip(network_orders, order, strict=True)
+        )
 
 
 def test_refusals():
-    for other in (torch.zeros(4, 2), torch.zeros(6, 3), torch.zeros(6)):
+    for neurons in (torch.zeros(4, 2), torch.zeros(6, 3), torch.zeros(6)):
         with pytest.raises(ValueError, match=r"`reference` and `neurons` to have the same shape \(L, D\), but got"):
-            align_neurons(torch.zeros(6, 2), other)
+            align_neurons(torch.zeros(6, 2), neurons)
     with pytest.raises(ValueError, match="`blocks` to divide the 6 neurons, but got 4"):
         align_neurons(torch.zeros(6, 2), torch.zeros(6, 2), 4)
     with pytest.raises(ValueError, match="to be finite, but got NaN"):

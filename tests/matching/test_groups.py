@@ -1,4 +1,4 @@
-"""What belongs to a neuron, against tables written by hand, and what can be done with it."""
+"""Permutation groups, compared with tables written by hand, and operations on them."""
 
 import copy
 
@@ -64,12 +64,12 @@ def test_a_stage_of_residual_blocks_is_one_group():
 
     groups = PermutationGroups.of(*build(lambda: (Stage(), images(4, 1))))
     assert groups.sizes == {"stem": 4, "gate.0": 2}
-    made = {(f"{name}.weight", 0) for name in ("stem", "first", "second", "gate.2")}
-    read = {(f"{name}.weight", 1) for name in ("first", "second", "gate.0", "head")}
+    out_axes = {(f"{name}.weight", 0) for name in ("stem", "first", "second", "gate.2")}
+    in_axes = {(f"{name}.weight", 1) for name in ("first", "second", "gate.0", "head")}
     vectors = {(f"{name}.bias", 0) for name in ("stem", "first", "second", "gate.2")}
     vectors |= {("norm.weight", 0), ("norm.bias", 0)}
     group = groups["stem"]
-    for role, expected in (("out", made), ("in", read), ("vec", vectors)):
+    for role, expected in (("out", out_axes), ("in", in_axes), ("vec", vectors)):
         assert {axis for axis, entry in group.entries.items() if entry.role == role} == expected
     assert (group.blocks, group.is_growable) == (2, False)
 
@@ -92,8 +92,8 @@ def test_depthwise_concatenated_and_batch_normalised():
     for name, start in (("left", 0), ("right", 3)):
         assert set(groups[name].entries) == shared | {(f"{name}.weight", 0), (f"{name}.bias", 0)}
         for axis in shared:
-            own = groups[name].entries[axis].positions[:, 0].tolist()
-            assert own == list(range(start, start + groups.sizes[name]))
+            positions = groups[name].entries[axis].positions[:, 0].tolist()
+            assert positions == list(range(start, start + groups.sizes[name]))
 
 
 def test_tied_entries_go_together():
@@ -219,9 +219,9 @@ def test_a_module_that_depends_on_its_data_has_the_groups_that_it_is_given():
 
     module, example = build(lambda: (Net(), torch.randn(3, 5)))
     axes = {("first.weight", 0): "out", ("first.bias", 0): "vec", ("second.weight", 1): "in"}
-    own = PermutationGroup.over(module.state_dict(), axes, 8)
+    group = PermutationGroup.over(module.state_dict(), axes, 8)
     with pytest.warns(UserWarning, match="operations cannot be read off"):
-        groups = PermutationGroups.of(module, example, extra_groups=[own])
+        groups = PermutationGroups.of(module, example, extra_groups=[group])
     assert groups.sizes == {"first": 8}
     with pytest.warns(UserWarning, match="operations cannot be read off"):
         assert len(PermutationGroups.of(module, example)) == 0
@@ -269,14 +269,14 @@ def test_training_does_not_see_the_order(which):
     orders = {group.name: torch.randperm(group.size) for group in groups}
 
     def trained(state):
-        own = copy.deepcopy(module).double().train()
-        own.load_state_dict(state)
-        optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+        trained = copy.deepcopy(module).double().train()
+        trained.load_state_dict(state)
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
         for _ in range(3):
             optimizer.zero_grad()
-            F.cross_entropy(own(example.double()), target).backward()
+            F.cross_entropy(trained(example.double()), target).backward()
             optimizer.step()
-        return own.state_dict()
+        return trained.state_dict()
 
     state = {
         name: value.double() if value.is_floating_point() else value for name, value in module.state_dict().items()
@@ -303,11 +303,11 @@ def test_the_papers_networks_have_the_papers_sizes():
 def test_slice_grow_and_features_by_name():
     module, example = build(lambda: (LeNet(), images(28, 1)))
     groups, state = PermutationGroups.of(module, example), module.state_dict()
-    places = {"conv1": torch.randperm(25)[:20], "fc1": torch.randperm(510)[:500]}
+    assignments = {"conv1": torch.randperm(25)[:20], "fc1": torch.randperm(510)[:500]}
     sizes = {"conv1": 25, "fc1": 510}
-    wide, resized = groups.grow(state, sizes, places), groups.resized(sizes)
+    wide, resized = groups.grow(state, sizes, assignments), groups.resized(sizes)
     assert resized.sizes == {"conv1": 25, "conv2": 50, "fc1": 510}
-    back = resized.slice(wide, places)
+    back = resized.slice(wide, assignments)
     assert all(torch.equal(back[name], value) for name, value in state.items())
     features = groups.features(state, "conv2")
     assert {axis: value.shape for axis, value in features.items()} == {

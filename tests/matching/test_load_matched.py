@@ -21,7 +21,7 @@ def grown(make, example, seed=0):
     module = make().eval()
     groups = PermutationGroups.of(module, example)
     assert any(group.is_growable for group in groups)
-    sizes = {group.name: group.size + 1 + place for place, group in enumerate(groups) if group.is_growable}
+    sizes = {group.name: group.size + 1 + index for index, group in enumerate(groups) if group.is_growable}
     resize_module(module, {name: torch.rand(value.shape) + 0.1 if value.is_floating_point() else value
                            for name, value in groups.grow(module.state_dict(), sizes).items()})  # fmt: skip
     with torch.no_grad():
@@ -29,7 +29,7 @@ def grown(make, example, seed=0):
 
 
 def test_in_another_process(tmp_path):
-    """What the module computes, what its layers say of themselves, and ties."""
+    """Checks the module's output, its layers' attributes, and ties."""
     expected = {}
     for name, (make, draw) in CASES.items():
         example = draw()
@@ -44,10 +44,10 @@ def test_in_another_process(tmp_path):
         cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=True, timeout=200,
     )  # fmt: skip
     for name, (output, text) in expected.items():
-        found = torch.load(tmp_path / f"{name}.output", weights_only=True)
-        assert torch.equal(found["output"], output), name
-        assert found["text"] == text
-        assert found["is_tied"] == (name == "tied")
+        result = torch.load(tmp_path / f"{name}.output", weights_only=True)
+        assert torch.equal(result["output"], output), name
+        assert result["text"] == text
+        assert result["is_tied"] == (name == "tied")
 
 
 @pytest.mark.parametrize("kind", ["file", "path", "content", "state"])
@@ -62,7 +62,7 @@ def test_every_kind_of_checkpoint(kind, tmp_path):
     module = Letters().eval()
     parameters = list(module.parameters())
     assert load_matched(module, checkpoint) is module
-    assert all(own is other for own, other in zip(module.parameters(), parameters, strict=True))
+    assert all(parameter is before for parameter, before in zip(module.parameters(), parameters, strict=True))
     assert torch.equal(module(example), output)
     module.decoder.weight.data.zero_()
     assert wide.decoder.weight.abs().sum() > 0  # nothing is shared
@@ -70,9 +70,9 @@ def test_every_kind_of_checkpoint(kind, tmp_path):
 
 def test_equal_widths_are_load_state_dict():
     torch.manual_seed(0)
-    one, other = Normed(), Normed()
-    load_matched(one, other.state_dict())
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+    one, donor = Normed(), Normed()
+    load_matched(one, donor.state_dict())
+    assert all(torch.equal(value, donor.state_dict()[name]) for name, value in one.state_dict().items())
 
 
 def test_a_lightning_modules_hook_is_called(tmp_path):
@@ -93,7 +93,7 @@ def test_a_lightning_modules_hook_is_called(tmp_path):
 
 
 class Harmful:
-    """What a file could run when it is unpickled."""
+    """Code that a file could run when it is unpickled."""
 
     def __reduce__(self):
         return (os.mkdir, ("harmed",))

@@ -26,8 +26,8 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, features):
-        made = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(features)))))
-        return F.relu(made + self.shortcut(features))
+        hidden = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(features)))))
+        return F.relu(hidden + self.shortcut(features))
 
 
 def resnet():
@@ -38,20 +38,20 @@ def resnet():
 
 
 def permuted(module, example, seed, groups=None):
-    """The module with the neurons of every group in other places."""
+    """The module with the neurons of every group permuted."""
     groups, generator = groups or PermutationGroups.of(module, example), torch.Generator().manual_seed(seed)
     orders = {group.name: torch.randperm(group.size, generator=generator) for group in groups}
-    other = copy.deepcopy(module)
-    other.load_state_dict(groups.permute(module.state_dict(), orders))
-    return other
+    result = copy.deepcopy(module)
+    result.load_state_dict(groups.permute(module.state_dict(), orders))
+    return result
 
 
 def perturbed(module, seed, size=0.05):
-    generator, other = torch.Generator().manual_seed(seed), copy.deepcopy(module)
+    generator, result = torch.Generator().manual_seed(seed), copy.deepcopy(module)
     with torch.no_grad():
-        for parameter in other.parameters():
+        for parameter in result.parameters():
             parameter.add_(size * parameter.std() * torch.randn(parameter.shape, generator=generator))
-    return other
+    return result
 
 
 def compute(module, example):
@@ -70,7 +70,7 @@ def test_permuted_copies_are_one_network(name, mode, order):
     module, example = randomised(make()).eval(), draw()
     copies = [module, *(permuted(module, example, seed) for seed in (1, 2))]
     pairs = zip(copies[1].parameters(), module.parameters(), strict=True)
-    assert any(not torch.equal(one, other) for one, other in pairs)
+    assert any(not torch.equal(permuted_value, value) for permuted_value, value in pairs)
     merged = MatchedAverage(mode, order, batch_norm="average").merge(copies, example_input=example)
     assert all(group.before == group.width and group.matched == 1 for group in merged.groups)
     torch.testing.assert_close(compute(merged.module, example), compute(module, example), rtol=1e-5, atol=1e-6)
@@ -97,9 +97,9 @@ def test_the_mean_is_that_of_the_networks_before_they_were_permuted():
 
 def test_private_neurons_are_added_and_reported():
     torch.manual_seed(0)
-    shared, own = torch.randn(30, 40), [torch.randn(10, 40) for _ in range(2)]
+    shared, private_sets = torch.randn(30, 40), [torch.randn(10, 40) for _ in range(2)]
     nets = []
-    for private in own:
+    for private in private_sets:
         net = nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 3))
         with torch.no_grad():
             net[0].weight.copy_(torch.cat([shared, private])[torch.randperm(40)])
@@ -110,8 +110,8 @@ def test_private_neurons_are_added_and_reported():
     assert group[:4] == ("0", 40, 50, pytest.approx(60 / 80))
     assert 0 < group.seconds < 10
     assert (merged.module[0].out_features, merged.module[2].in_features) == (50, 50)
-    for net, places in zip(nets, merged.places, strict=True):
-        assert torch.equal(merged.state["0.weight"][places["0"]], net[0].weight)
+    for net, assignment in zip(nets, merged.assignments, strict=True):
+        assert torch.equal(merged.state["0.weight"][assignment["0"]], net[0].weight)
     again = load_matched(nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 3)), merged.state)
     assert torch.equal(compute(again, torch.ones(2, 40)), compute(merged.module, torch.ones(2, 40)))
     for options, width in (({"max_growth": 1.1}, 44), ({"mode": "permute"}, 40), ({"pin": ["0.*"]}, None)):
@@ -136,7 +136,7 @@ def test_data_that_can_be_run_through_once_are_used_whole():
     torch.manual_seed(0)
     nets, data = [Normed(), Normed()], [images() for _ in range(3)]
     for mode in ("grow", "none"):
-        states = [MatchedAverage(mode).merge(nets, data=own).state for own in (data, iter(data), data[1:])]
+        states = [MatchedAverage(mode).merge(nets, data=batches).state for batches in (data, iter(data), data[1:])]
         assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
         assert not torch.allclose(states[0]["norm.running_mean"], states[2]["norm.running_mean"])
 
@@ -179,7 +179,7 @@ def test_the_seed_decides(mode):
         for seed in (0, 0, 1, 2, 3)
     ]
     assert torch.equal(states[0], states[1])
-    assert not all(own.shape == states[0].shape and torch.equal(own, states[0]) for own in states[2:])
+    assert not all(state.shape == states[0].shape and torch.equal(state, states[0]) for state in states[2:])
 
 
 # --- trained networks -------------------------------------------------------------------------------------------------
@@ -221,9 +221,9 @@ def test_clients_of_one_start_whose_neurons_are_in_other_places(make, epochs):
     start = train(make(), images[:1200], labels[:1200], epochs, 0)
     nets, groups = [], PermutationGroups.of(start, images[:2])
     for client in range(8):
-        own = slice(150 * client, 150 * (client + 1))
-        own_net = train(copy.deepcopy(start), images[own], labels[own], 1, client)
-        nets.append(permuted(own_net, images[:2], client, groups))
+        examples = slice(150 * client, 150 * (client + 1))
+        client_net = train(copy.deepcopy(start), images[examples], labels[examples], 1, client)
+        nets.append(permuted(client_net, images[:2], client, groups))
     test, data = (images[1200:], labels[1200:]), images[:600].split(100)
     assert min(accuracy(net, *test) for net in nets) > 0.97
     scores = {mode: accuracy(MatchedAverage(mode).merge(nets, data=data).module, *test)

@@ -32,14 +32,14 @@ def random_clients(sizes, features, seed=0, scale=1.0, dtype=torch.float64):
 def partition(assignments):
     """The sets of (client, neuron) that belong together."""
     sets = {}
-    for client, places in enumerate(assignments):
-        for neuron, place in enumerate(places.tolist()):
-            sets.setdefault(place, set()).add((client, neuron))
+    for client, indices in enumerate(assignments):
+        for neuron, index in enumerate(indices.tolist()):
+            sets.setdefault(index, set()).add((client, neuron))
     return {frozenset(members) for members in sets.values()}
 
 
 def numpy_of(clients):
-    return [own.numpy() for own in clients]
+    return [neurons.numpy() for neurons in clients]
 
 
 def compared(clients, score, gamma, variance, prior_variance, prior_mean, passes=5, max_width=None, seed=3):
@@ -54,15 +54,20 @@ def compared(clients, score, gamma, variance, prior_variance, prior_mean, passes
         for name, shape in (("variance", (count, size)), ("prior_variance", (size,)), ("prior_mean", (size,)))
     ]
     generator = np.random.default_rng(seed)
-    theirs = match_reference(numpy_of(clients), generator, score, gamma, *full, passes, max_width=max_width)
-    assert partition(ours.assignments) == {frozenset(members) for members in theirs}
-    places = [int(ours.assignments[client][neuron]) for (client, neuron), *_ in theirs]  # ours of each of theirs
-    assert sorted(places) == list(range(len(theirs)))
+    expected = match_reference(numpy_of(clients), generator, score, gamma, *full, passes, max_width=max_width)
+    assert partition(ours.assignments) == {frozenset(members) for members in expected}
+    matching = [
+        int(ours.assignments[client][neuron]) for (client, neuron), *_ in expected
+    ]  # our neuron for every expected one
+    assert sorted(matching) == list(range(len(expected)))
     tolerance = 1e-10 if clients[0].dtype == torch.float64 else 1e-5
-    means, estimate = means_reference(theirs, numpy_of(clients)), estimate_reference(theirs, numpy_of(clients), *full)
-    np.testing.assert_allclose(ours.means[places], means, rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(ours.estimate[places], estimate, rtol=tolerance, atol=tolerance)
-    assert ours.owners[places].tolist() == [len(members) for members in theirs]
+    means, estimate = (
+        means_reference(expected, numpy_of(clients)),
+        estimate_reference(expected, numpy_of(clients), *full),
+    )
+    np.testing.assert_allclose(ours.means[matching], means, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(ours.estimate[matching], estimate, rtol=tolerance, atol=tolerance)
+    assert ours.owners[matching].tolist() == [len(members) for members in expected]
     assert ours.passes <= passes
     return ours
 
@@ -116,12 +121,12 @@ def test_float32_is_the_reference():
 
 def test_half_precision_is_computed_in_float32():
     clients = random_clients((7, 9), 6, dtype=torch.float16)
-    ours, theirs = (
-        match_neurons([own.to(kind) for own in clients], np.random.default_rng(0))
+    first, second = (
+        match_neurons([neurons.to(kind) for neurons in clients], np.random.default_rng(0))
         for kind in (clients[0].dtype, torch.float32)
     )
-    assert ours.means.dtype == torch.float32
-    assert torch.equal(ours.means, theirs.means)
+    assert first.means.dtype == torch.float32
+    assert torch.equal(first.means, second.means)
 
 
 def test_stopping_early_changes_nothing():
@@ -135,12 +140,12 @@ def test_stopping_early_changes_nothing():
 def test_estimated_variances_are_the_references(blocks):
     for seed in range(3):
         clients = random_clients((6, 5, 6), 5, seed, scale=0.1)
-        clients = [own * torch.tensor([1, 1, 1, 1, 20.0]) for own in clients]
+        clients = [neurons * torch.tensor([1, 1, 1, 1, 20.0]) for neurons in clients]
         ours = match_neurons(clients, np.random.default_rng(seed), blocks=blocks)
-        theirs, noise, prior = estimated_reference(
+        expected, noise, prior = estimated_reference(
             numpy_of(clients), np.random.default_rng(seed), 1.0, blocks or [5], passes=5
         )
-        assert partition(ours.assignments) == {frozenset(members) for members in theirs}
+        assert partition(ours.assignments) == {frozenset(members) for members in expected}
         np.testing.assert_allclose(ours.variance, [np.repeat(noise, blocks or [5])] * 3, rtol=1e-9)
         np.testing.assert_allclose(ours.prior_variance, np.repeat(prior, blocks or [5]), rtol=1e-9)
 
@@ -170,14 +175,16 @@ def test_the_published_priors_numbers():
 
 
 def planted(num_clients, shared, private, features, noise, seed=0):
-    """Clients with common neurons, neurons of their own and noise, each in its own order; and who belongs where."""
+    """Clients with common neurons, neurons of their own and noise, each in its own order; and their labels."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(shared, features, generator=generator)
     clients, labels = [], []
     for client in range(num_clients):
-        own = torch.randn(private, features, generator=generator)
+        private_neurons = torch.randn(private, features, generator=generator)
         order = torch.randperm(shared + private, generator=generator)
-        neurons = torch.cat([common, own]) + noise * torch.randn(shared + private, features, generator=generator)
+        neurons = torch.cat([common, private_neurons]) + noise * torch.randn(
+            shared + private, features, generator=generator
+        )
         label = torch.cat([torch.arange(shared), shared + client * private + torch.arange(private)])
         clients.append(neurons[order])
         labels.append(label[order])
@@ -199,9 +206,9 @@ def test_planted_neurons_are_recovered(num_clients, shared, private, features, n
 
 
 def test_the_published_score_merges_private_neurons():
-    """What the spec has measured of it: of 16 clients, each with 8 of 64 neurons of its own, 79 neurons are left."""
+    """The measurement of the specification: of 16 clients, each with 8 private of 64 neurons, 79 neurons are left."""
     clients, labels = planted(16, 56, 8, 40, 0.1)
-    clients = [0.05 * own for own in clients]
+    clients = [0.05 * neurons for neurons in clients]
     match = match_neurons(clients, np.random.default_rng(0), "published")
     assert len(match.owners) == 64 + 15
     assert len(set.union(*(set(label.tolist()) for label in labels))) == 184
@@ -225,7 +232,7 @@ def test_the_published_prior_sets_the_width(kind):
 
 
 def test_of_long_neurons_the_weights_decide_too():
-    """Where the prior alone gives 27, and 47."""
+    """The widths where the prior alone gives 27, and 47."""
     widths = [
         len(match_neurons(_of_norm(norm, kind, 16), np.random.default_rng(0), "published").owners)
         for norm in (0.3, 3.0)
@@ -246,7 +253,7 @@ def _of_norm(norm, kind, count):
         "shared": [first[torch.randperm(12, generator=generator)] for _ in range(count)],
         "opposite": [first * (-1) ** client for client in range(count)],
     }[kind]
-    return [norm * own / own.norm(dim=1, keepdim=True) for own in clients]
+    return [norm * neurons / neurons.norm(dim=1, keepdim=True) for neurons in clients]
 
 
 @pytest.mark.parametrize("options", [{"score": "marginal"}, {"score": "published", "gamma": 1e-3}], ids=str)
@@ -255,7 +262,7 @@ def test_identical_clients_are_returned_exactly(options):
         client = torch.randn(20, 11, generator=torch.Generator().manual_seed(seed))
         for count in (1, 2, 3, 7):
             match = match_neurons([client] * count, np.random.default_rng(seed), **options)
-            assert all(torch.equal(match.means[own], client) for own in match.assignments)
+            assert all(torch.equal(match.means[indices], client) for indices in match.assignments)
             assert match.owners.tolist() == [count] * 20
             torch.testing.assert_close(match.means, client[torch.argsort(match.assignments[0])], rtol=0, atol=0)
 
@@ -264,8 +271,8 @@ def test_permuted_clients_are_found_again():
     client = torch.randn(30, 9)
     orders = [torch.randperm(30) for _ in range(4)]
     match = match_neurons([client[order] for order in orders], np.random.default_rng(0))
-    for own, order in zip(match.assignments, orders, strict=True):
-        assert torch.equal(match.means[own], client[order])
+    for indices, order in zip(match.assignments, orders, strict=True):
+        assert torch.equal(match.means[indices], client[order])
     assert len(match.owners) == 30
 
 
@@ -273,24 +280,25 @@ def test_permuted_clients_are_found_again():
 def test_the_order_of_a_clients_neurons_changes_nothing(score):
     clients = random_clients((9, 7, 9), 8)
     before = match_neurons(clients, np.random.default_rng(1), score)
-    orders = [torch.randperm(len(own)) for own in clients]
+    orders = [torch.randperm(len(neurons)) for neurons in clients]
     after = match_neurons(
-        [own[order] for own, order in zip(clients, orders, strict=True)], np.random.default_rng(1), score
+        [neurons[order] for neurons, order in zip(clients, orders, strict=True)], np.random.default_rng(1), score
     )
     back = [
-        torch.empty_like(own).index_copy_(0, order, own) for own, order in zip(after.assignments, orders, strict=True)
+        torch.empty_like(indices).index_copy_(0, order, indices)
+        for indices, order in zip(after.assignments, orders, strict=True)
     ]
     assert partition(back) == partition(before.assignments)
-    for own, other in zip(before.assignments, back, strict=True):
-        torch.testing.assert_close(before.means[own], after.means[other])
-        torch.testing.assert_close(before.estimate[own], after.estimate[other])
+    for old, new in zip(before.assignments, back, strict=True):
+        torch.testing.assert_close(before.means[old], after.means[new])
+        torch.testing.assert_close(before.estimate[old], after.estimate[new])
 
 
 def test_two_neurons_of_a_client_never_become_one():
     clients = [torch.ones(6, 3), torch.ones(4, 3), torch.ones(6, 3)]
     for score in ("published", "marginal"):
         match = match_neurons(clients, np.random.default_rng(0), score, variance=1.0, prior_variance=1.0)
-        assert all(len(own.unique()) == len(own) for own in match.assignments)
+        assert all(len(indices.unique()) == len(indices) for indices in match.assignments)
 
 
 def test_limits_of_gamma_and_of_the_variances():
@@ -312,16 +320,18 @@ def test_limits_of_gamma_and_of_the_variances():
 
 def test_numbers_of_infinite_variance_have_no_say():
     clients = random_clients((7, 7, 6), 6)
-    with_others = [torch.cat([own, 50 * torch.randn(len(own), 3, dtype=own.dtype)], 1) for own in clients]
+    with_others = [
+        torch.cat([neurons, 50 * torch.randn(len(neurons), 3, dtype=neurons.dtype)], 1) for neurons in clients
+    ]
     variance = torch.tensor([0.5] * 6 + [torch.inf] * 3)
     ours = match_neurons(with_others, np.random.default_rng(0), variance=variance, prior_variance=1.0)
-    theirs = match_neurons(clients, np.random.default_rng(0), variance=0.5, prior_variance=1.0)
-    assert partition(ours.assignments) == partition(theirs.assignments)
-    torch.testing.assert_close(ours.means[:, :6], theirs.means)
-    equal = [torch.cat([own, torch.full((len(own), 3), 4.0, dtype=own.dtype)], 1) for own in clients]
+    expected = match_neurons(clients, np.random.default_rng(0), variance=0.5, prior_variance=1.0)
+    assert partition(ours.assignments) == partition(expected.assignments)
+    torch.testing.assert_close(ours.means[:, :6], expected.means)
+    equal = [torch.cat([neurons, torch.full((len(neurons), 3), 4.0, dtype=neurons.dtype)], 1) for neurons in clients]
     ours = match_neurons(equal, np.random.default_rng(0), blocks=[6, 3])
-    theirs = match_neurons(clients, np.random.default_rng(0))
-    assert partition(ours.assignments) == partition(theirs.assignments)
+    expected = match_neurons(clients, np.random.default_rng(0))
+    assert partition(ours.assignments) == partition(expected.assignments)
     assert (ours.means[:, 6:] == 4).all()
     assert ours.variance[0, 6:].isinf().all()
 

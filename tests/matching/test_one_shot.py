@@ -38,8 +38,8 @@ def test_permuted_copies_are_one_network(name, order):
     states = permuted(module, groups, 3)
     merged = match_states(states, groups, np.random.default_rng(0), order)
     assert merged.groups.sizes == groups.sizes
-    for state, places in zip(states, merged.places, strict=True):
-        back = merged.groups.permute(merged.state, places)  # neuron i is at places[i]
+    for state, assignment in zip(states, merged.assignments, strict=True):
+        back = merged.groups.permute(merged.state, assignment)  # neuron i is at assignment[i]
         assert all(torch.equal(back[name], value) for name, value in state.items())
     before = outputs(module, example)
     module.load_state_dict(merged.state)
@@ -60,9 +60,9 @@ def test_permuted_copies_of_residual_networks_are_only_ordered():
 def test_private_neurons_are_kept():
     """Two networks that share some neurons: the merged one has all of them, and computes with weights that sum up."""
     torch.manual_seed(0)
-    shared, own = torch.randn(30, 40), [torch.randn(10, 40) for _ in range(2)]
+    shared, private_sets = torch.randn(30, 40), [torch.randn(10, 40) for _ in range(2)]
     states = []
-    for private in own:
+    for private in private_sets:
         order = torch.randperm(40)
         rows = torch.cat([shared, private])[order]
         states.append({"0.weight": rows, "0.bias": torch.zeros(40), "2.weight": torch.randn(3, 40)[:, order]})
@@ -71,8 +71,8 @@ def test_private_neurons_are_kept():
     merged = match_states(states, groups, np.random.default_rng(0))
     assert merged.groups.sizes == {"0": 50}
     assert merged.state["0.weight"].shape == (50, 40)
-    for state, places in zip(states, merged.places, strict=True):
-        assert torch.equal(merged.state["0.weight"][places["0"]], state["0.weight"])
+    for state, assignment in zip(states, merged.assignments, strict=True):
+        assert torch.equal(merged.state["0.weight"][assignment["0"]], state["0.weight"])
     resize_module(net, merged.state)
     limited = match_states(states, groups, np.random.default_rng(0), max_growth=1.1)
     assert limited.groups.sizes == {"0": 44}
@@ -85,19 +85,19 @@ def test_sweeps_bring_networks_nearer():
     nets = [nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 3))
             for _ in range(3)]  # fmt: skip
     groups = PermutationGroups.of(nets[0], torch.zeros(2, 6))
-    found = {}
+    distances = {}
     for sweeps in (0, 1, 30):
         for chosen in permutations(range(3)):
-            states = [nets[place].state_dict() for place in chosen]
+            states = [nets[index].state_dict() for index in chosen]
             merged = match_states(states, groups, np.random.default_rng(0), mode="permute", sweeps=sweeps)
             squares = 0.0
-            for state, places in zip(states, merged.places, strict=True):
-                moved = groups.permute(state, {name: torch.argsort(place) for name, place in places.items()})
+            for state, assignment in zip(states, merged.assignments, strict=True):
+                moved = groups.permute(state, {name: torch.argsort(indices) for name, indices in assignment.items()})
                 squares += sum(float((moved[name] - mean).square().sum()) for name, mean in merged.state.items())
-            found.setdefault(sweeps, []).append(squares)
-    assert all(after < before for before, after in zip(found[0], found[1], strict=True))
-    assert all(after <= before for before, after in zip(found[1], found[30], strict=True))
-    assert max(found[30]) < 0.97 * min(found[0])
+            distances.setdefault(sweeps, []).append(squares)
+    assert all(after < before for before, after in zip(distances[0], distances[1], strict=True))
+    assert all(after <= before for before, after in zip(distances[1], distances[30], strict=True))
+    assert max(distances[30]) < 0.97 * min(distances[0])
 
 
 @pytest.mark.parametrize("mode", ["permute", "grow"])
@@ -109,12 +109,14 @@ def test_sweeps_order_a_residual_stage_by_all_that_its_neurons_have(mode):
     orders = {group.name: torch.randperm(group.size) for group in groups}
     state = module.state_dict()
     drawn = [name for name in state if name.startswith(("stem", "norm")) or ".3." in name]
-    own = {name: torch.randn_like(state[name].float()).abs() / 5 for name in drawn}
-    other = groups.permute({**state, **own}, orders)
+    own_values = {name: torch.randn_like(state[name].float()).abs() / 5 for name in drawn}
+    permuted_state = groups.permute({**state, **own_values}, orders)
     is_found = []
     for sweeps in (0, 30):
-        merged = match_states([module.state_dict(), other], groups, np.random.default_rng(0), mode=mode, sweeps=sweeps)
-        first, second = merged.places
+        merged = match_states(
+            [module.state_dict(), permuted_state], groups, np.random.default_rng(0), mode=mode, sweeps=sweeps
+        )
+        first, second = merged.assignments
         is_found.append(all(torch.equal(first[name][order], second[name]) for name, order in orders.items()))
     assert is_found == [False, True]
 
@@ -128,10 +130,11 @@ def test_in_a_chain_growth_is_the_same_with_sweeps():
     without, swept = (match_states(states, groups, np.random.default_rng(0), sweeps=sweeps) for sweeps in (0, 30))
     assert without.groups.sizes == swept.groups.sizes
     for name, size in swept.groups.sizes.items():
-        pairs = [[torch.full((size,), -1).index_copy_(0, own[name], torch.arange(len(own[name]))) for own in one.places]
+        pairs = [[torch.full((size,), -1).index_copy_(0, assignment[name], torch.arange(len(assignment[name])))
+                  for assignment in one.assignments]
                  for one in (without, swept)]  # fmt: skip
-        assert {*zip(*(own.tolist() for own in pairs[0]), strict=True)} == {
-            *zip(*(own.tolist() for own in pairs[1]), strict=True)
+        assert {*zip(*(indices.tolist() for indices in pairs[0]), strict=True)} == {
+            *zip(*(indices.tolist() for indices in pairs[1]), strict=True)
         }
 
 
@@ -148,7 +151,10 @@ def test_pfnm_of_one_hidden_layer_by_hand():
     neurons = [torch.cat([state["0.weight"], state["0.bias"][:, None], state["2.weight"].T], 1) for state in states]
     match = match_neurons(neurons, np.random.default_rng(4), "published", gamma=1.0)
     assert len(match.owners) > 9
-    assert all(torch.equal(own["0"], place) for own, place in zip(merged.places, match.assignments, strict=True))
+    assert all(
+        torch.equal(assignment["0"], indices)
+        for assignment, indices in zip(merged.assignments, match.assignments, strict=True)
+    )
     torch.testing.assert_close(merged.state["0.weight"], match.means[:, :5])
     torch.testing.assert_close(merged.state["0.bias"], match.means[:, 5])
     columns = match.means[:, 6:] * match.owners[:, None] / 3  # who does not have a neuron does not read it
@@ -170,13 +176,13 @@ def test_pfnm_goes_from_the_last_layer_to_the_first():
         [torch.cat([state["2.bias"][:, None], state["4.weight"].T], 1) for state in states], generator, **options
     )
     first = []
-    for state, places in zip(states, second.assignments, strict=True):
-        read = torch.zeros(len(second.owners), 6).index_copy_(0, places, state["2.weight"])
+    for state, assignment in zip(states, second.assignments, strict=True):
+        read = torch.zeros(len(second.owners), 6).index_copy_(0, assignment, state["2.weight"])
         first.append(torch.cat([state["0.weight"], state["0.bias"][:, None], read.T], 1))
     first = match_neurons(first, generator, **options)
-    for own, one, two in zip(merged.places, first.assignments, second.assignments, strict=True):
-        assert torch.equal(own["0"], one)
-        assert torch.equal(own["2"], two)
+    for assignment, one, two in zip(merged.assignments, first.assignments, second.assignments, strict=True):
+        assert torch.equal(assignment["0"], one)
+        assert torch.equal(assignment["2"], two)
 
 
 def test_one_network_is_returned():
@@ -201,14 +207,14 @@ def test_refusals():
 
 @pytest.mark.parametrize("mode", ["grow", "permute", "none"])
 def test_who_has_a_neuron_is_counted(mode):
-    """Of three networks, the first two of which are one: by hand, from the places."""
+    """Of three networks, the first two of which are one: by hand, from the assignments."""
     torch.manual_seed(8)
     module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     groups = PermutationGroups.of(module, torch.zeros(2, 4))
     states = [*permuted(module, groups, 2), {n: torch.randn_like(v) for n, v in module.state_dict().items()}]
     merged = match_states(states, groups, np.random.default_rng(0), mode=mode, score="published", max_growth=None)
     width = merged.groups.sizes["0"]
-    counts = [sum(place in own["0"].tolist() for own in merged.places) for place in range(width)]
+    counts = [sum(index in assignment["0"].tolist() for assignment in merged.assignments) for index in range(width)]
     assert merged.owners["0"].tolist() == counts
     assert merged.matched["0"] == sum(count for count in counts if count > 1) / 18
     assert (width > 6) == (mode == "grow")
@@ -216,4 +222,4 @@ def test_who_has_a_neuron_is_counted(mode):
         plain = {name: torch.stack([state[name] for state in states]).double().mean(0) for name in states[0]}
         # Two ways to a mean in float64, which float32 may round to neighbours.
         torch.testing.assert_close(merged.state, {name: plain[name].float() for name in merged.state})
-        assert [own["0"].tolist() for own in merged.places] == [list(range(6))] * 3
+        assert [assignment["0"].tolist() for assignment in merged.assignments] == [list(range(6))] * 3

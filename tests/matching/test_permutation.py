@@ -39,17 +39,17 @@ class Net(nn.Module):
 
 def net(seed=0):
     torch.manual_seed(seed)
-    made = Net().double().eval()
-    made.norm.running_mean.normal_()
-    made.norm.running_var.uniform_(0.5, 2)
-    return made
+    module = Net().double().eval()
+    module.norm.running_mean.normal_()
+    module.norm.running_var.uniform_(0.5, 2)
+    return module
 
 
 def run(state, widths=(3, 4, 5)):
-    other = Net(widths).double().eval()
-    other.load_state_dict(state)
+    module = Net(widths).double().eval()
+    module.load_state_dict(state)
     torch.manual_seed(9)
-    return other(torch.randn(6, 2, 4, 4, dtype=torch.float64)).detach()
+    return module(torch.randn(6, 2, 4, 4, dtype=torch.float64)).detach()
 
 
 def positions(start, size, copies):
@@ -68,9 +68,9 @@ def groups():
     second.entries["lstm.weight_ih_l0", 1] = read._replace(positions=positions(12, 4, 4))
     gates = {("lstm.weight_ih_l0", 0): "out", ("lstm.weight_hh_l0", 0): "out"}
     gates |= {(f"lstm.bias_{kind}_l0", 0): "vec" for kind in ("ih", "hh")}
-    own = PermutationGroup.over(state, gates, 20)
+    lstm = PermutationGroup.over(state, gates, 20)
     rows = torch.arange(20).view(4, 5).T
-    entries = {axis: entry._replace(positions=rows) for axis, entry in own.entries.items()}
+    entries = {axis: entry._replace(positions=rows) for axis, entry in lstm.entries.items()}
     reads = PermutationGroup.over(state, {("lstm.weight_hh_l0", 1): "in", ("head.weight", 1): "in"}, 5)
     return [first, second, PermutationGroup("lstm", 5, entries | dict(reads.entries))]
 
@@ -136,20 +136,20 @@ def test_blocks_stay_together():
 
 def test_new_neurons_change_nothing(groups):
     state = net().state_dict()
-    sizes, places = (
+    sizes, assignments = (
         [5, 4, 9],
         [torch.randperm(size)[: group.size] for group, size in zip(groups, (5, 4, 9), strict=True)],
     )
-    wide = grow_neurons(state, groups, places, sizes)
+    wide = grow_neurons(state, groups, assignments, sizes)
     assert wide["lstm.weight_ih_l0"].shape == (36, 36)
     torch.testing.assert_close(run(wide, sizes), run(state), rtol=1e-12, atol=1e-12)
     # also where they are made of something
-    other = {name: value.clone() for name, value in wide.items()}
-    new = [place for place in range(5) if place not in places[0]]
+    changed = {name: value.clone() for name, value in wide.items()}
+    new = [index for index in range(5) if index not in assignments[0]]
     for name in ("first.weight", "first.bias", "norm.weight", "norm.bias", "norm.running_mean"):
-        assert (other[name][new] == 0).all()
-        other[name][new] = 3.0
-    torch.testing.assert_close(run(other, sizes), run(state), rtol=1e-12, atol=1e-12)
+        assert (changed[name][new] == 0).all()
+        changed[name][new] = 3.0
+    torch.testing.assert_close(run(changed, sizes), run(state), rtol=1e-12, atol=1e-12)
     assert (wide["norm.running_mean"] != 0).sum() == 3
 
 
@@ -158,15 +158,15 @@ def test_slicing_takes_out_what_growing_put_in(groups):
     for seed in range(5):
         torch.manual_seed(seed)
         sizes = [group.size + int(torch.randint(4, ())) for group in groups]
-        places = [torch.randperm(size)[: group.size] for group, size in zip(groups, sizes, strict=True)]
-        wide = grow_neurons(state, groups, places, sizes)
-        back = slice_neurons(wide, resize_groups(groups, sizes), places)
+        assignments = [torch.randperm(size)[: group.size] for group, size in zip(groups, sizes, strict=True)]
+        wide = grow_neurons(state, groups, assignments, sizes)
+        back = slice_neurons(wide, resize_groups(groups, sizes), assignments)
         assert all(torch.equal(back[name], value) for name, value in state.items())
         again = resize_groups(resize_groups(groups, sizes), [group.size for group in groups])
-        for group, other in zip(groups, again, strict=True):
+        for group, resized in zip(groups, again, strict=True):
             for axis, entry in group.entries.items():
-                assert torch.equal(entry.positions, other.entries[axis].positions)
-                assert entry.length == other.entries[axis].length
+                assert torch.equal(entry.positions, resized.entries[axis].positions)
+                assert entry.length == resized.entries[axis].length
 
 
 def test_slicing_is_a_smaller_network(groups):
@@ -212,10 +212,10 @@ def test_features_are_what_neurons_are_made_of(groups):
 
 def test_features_move_with_the_neurons(groups):
     state = net().state_dict()
-    for place, group in enumerate(groups):
+    for index, group in enumerate(groups):
         order = torch.randperm(group.size)
         moved = neuron_features(permute_neurons(state, [group], [order]), group, ("out", "vec", "in"))
-        for axis, value in neuron_features(state, groups[place], ("out", "vec", "in")).items():
+        for axis, value in neuron_features(state, groups[index], ("out", "vec", "in")).items():
             assert torch.equal(moved[axis], value[order])
 
 
@@ -227,35 +227,51 @@ def test_the_mean_is_over_the_owners(groups):
     for rank, state in enumerate(states):
         state["norm.num_batches_tracked"].fill_(10 * rank)
     sizes, weights = [5, 4, 7], [3, 20, 6]
-    places = [[torch.randperm(size)[: group.size] for group, size in zip(groups, sizes, strict=True)] for _ in states]
-    for own in places:  # so that every place has an owner
-        own[0][:2] = torch.tensor([0, 1])
+    assignments = [
+        [torch.randperm(size)[: group.size] for group, size in zip(groups, sizes, strict=True)] for _ in states
+    ]
+    for assignment in assignments:  # so that every index has an owner
+        assignment[0][:2] = torch.tensor([0, 1])
     for client, last in enumerate((2, 3, 4)):
-        places[client][0][2] = last
-    mean = matched_mean(states, groups, places, sizes, weights)
+        assignments[client][0][2] = last
+    mean = matched_mean(states, groups, assignments, sizes, weights)
 
-    lists = [[place.tolist() for place in own] for own in places]
+    lists = [[indices.tolist() for indices in assignment] for assignment in assignments]
     everything = [list(range(2))] * 3
     expected = matched_layer_reference(
-        [state["head.weight"].numpy() for state in states], everything, [own[2] for own in lists], 2, 7, weights
+        [state["head.weight"].numpy() for state in states],
+        everything,
+        [assignment[2] for assignment in lists],
+        2,
+        7,
+        weights,
     )
     np.testing.assert_allclose(mean["head.weight"], expected, rtol=1e-12)
-    rows = [[gate * 7 + place for gate in range(4) for place in own[2]] for own in lists]
+    rows = [[gate * 7 + index for gate in range(4) for index in assignment[2]] for assignment in lists]
     pixels = [
-        [place * 4 + pixel for place in [*own[0], *(5 + other for other in own[1])] for pixel in range(4)]
-        for own in lists
+        [
+            channel * 4 + pixel
+            for channel in [*assignment[0], *(5 + index for index in assignment[1])]
+            for pixel in range(4)
+        ]
+        for assignment in lists
     ]
-    for name, columns in (("lstm.weight_ih_l0", pixels), ("lstm.weight_hh_l0", [own[2] for own in lists])):
+    for name, columns in (
+        ("lstm.weight_ih_l0", pixels),
+        ("lstm.weight_hh_l0", [assignment[2] for assignment in lists]),
+    ):
         layers = [state[name].numpy() for state in states]
         width = 36 if name == "lstm.weight_ih_l0" else 7
         with np.errstate(invalid="ignore"):  # rows that nobody has
             expected = matched_layer_reference(layers, rows, columns, 28, width, weights)
-        missing = [row for row in range(28) if row % 7 not in {place for own in lists for place in own[2]}]
+        missing = [
+            row for row in range(28) if row % 7 not in {index for assignment in lists for index in assignment[2]}
+        ]
         np.testing.assert_allclose(mean[name], np.nan_to_num(expected), rtol=1e-12)
         assert not mean[name][missing].any()
     expected = matched_layer_reference(
-        [state["norm.running_var"].numpy()[:, None] for state in states], [own[0] for own in lists], [[0]] * 3, 5, 1,
-        weights,
+        [state["norm.running_var"].numpy()[:, None] for state in states], [assignment[0] for assignment in lists],
+        [[0]] * 3, 5, 1, weights,
     )  # fmt: skip
     np.testing.assert_allclose(mean["norm.running_var"], expected[:, 0], rtol=1e-12)
     assert int(mean["norm.num_batches_tracked"]) == 10
@@ -265,8 +281,8 @@ def test_the_mean_is_over_the_owners(groups):
 
 def test_the_mean_of_identical_clients_is_that_client(groups):
     state = {name: value.float() if value.is_floating_point() else value for name, value in net().state_dict().items()}
-    places = [torch.arange(group.size) for group in groups]
-    mean = matched_mean([state] * 3, groups, [places] * 3, [group.size for group in groups], [1, 7, 3])
+    assignment = [torch.arange(group.size) for group in groups]
+    mean = matched_mean([state] * 3, groups, [assignment] * 3, [group.size for group in groups], [1, 7, 3])
     assert list(mean) == list(state)
     assert all(torch.equal(mean[name], value) and mean[name].dtype == value.dtype for name, value in state.items())
 

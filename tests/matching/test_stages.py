@@ -28,8 +28,8 @@ def check(net, groups, stages):
         for group in groups:
             read = any(stage_of[name] == number for name, _ in group.entries)
             assert not read or group.name in settled
-            made = any(stage_of[name] == number for (name, _), entry in group.entries.items() if entry.role != "in")
-            assert not made or group.name in stage.groups
+            is_made = any(stage_of[name] == number for (name, _), entry in group.entries.items() if entry.role != "in")
+            assert not is_made or group.name in stage.groups
 
 
 def test_a_chain_has_a_stage_for_each_layer():
@@ -46,7 +46,7 @@ def test_a_residual_network_has_a_stage_for_each_width():
     net = networks.resnet18()
     groups, stages = stages_of(net, networks.images(64))
     check(net, groups, stages)
-    inside = [f"layer{place}.0.conv{conv}" for place in (2, 3, 4) for conv in (1, 2)]
+    inside = [f"layer{number}.0.conv{conv}" for number in (2, 3, 4) for conv in (1, 2)]
     assert first_layers(stages) == ["conv1", *inside, "fc"]
     assert [len(stage.groups) for stage in stages] == [3, 1, 2, 1, 2, 1, 2, 0]
     assert "layer1.1.bn2.running_var" in stages[0].entries

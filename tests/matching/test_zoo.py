@@ -20,8 +20,8 @@ def cycle(count):
     return torch.empty_like(order).index_copy_(0, order, order.roll(1))
 
 
-def assert_same(one, other, relative):
-    assert float((one - other).abs().max()) <= relative * float(other.abs().max())
+def assert_same(output, expected, relative):
+    assert float((output - expected).abs().max()) <= relative * float(expected.abs().max())
 
 
 def check(make, num_groups, num_neurons, num_growable, head):
@@ -61,11 +61,11 @@ def check_alone(module, example, groups):
     """Every group by itself; only what it has is written, and written back."""
     before, state = compute(module, example), module.state_dict()
     for group in groups:
-        own = {name: state[name].clone() for name, _ in group.entries}
-        for name, value in groups.permute(own, {group.name: random_order(group)}).items():
+        entries = {name: state[name].clone() for name, _ in group.entries}
+        for name, value in groups.permute(entries, {group.name: random_order(group)}).items():
             state[name].copy_(value)
         assert_same(compute(module, example), before, 1e-9)
-        for name, value in own.items():
+        for name, value in entries.items():
             state[name].copy_(value)
     assert torch.equal(compute(module, example), before)
 

@@ -35,8 +35,8 @@ def maps(sizes, channels=3, seed=0):
 
 def pairs(sizes, labelled=False, seed=0):
     """Batches of the features of two models, with labels if asked for."""
-    mine, others = vectors(sizes, seed=seed), vectors(sizes, seed=seed + 1)
-    batches = [(x, y, labels) for (x, labels), (y, _) in zip(mine, others, strict=True)]
+    first, second = vectors(sizes, seed=seed), vectors(sizes, seed=seed + 1)
+    batches = [(x, y, labels) for (x, labels), (y, _) in zip(first, second, strict=True)]
     return batches if labelled else [batch[:2] for batch in batches]
 
 

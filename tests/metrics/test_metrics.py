@@ -1,4 +1,4 @@
-"""What holds for every metric: two processes, reset, forward, copies, Lightning."""
+"""Properties of every metric: two processes, reset, forward, copies, Lightning."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ from tests.metrics.cases import CASES, filled, vectors, work
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each of two processes has computed."""
+    """The results of two processes."""
     folder = tmp_path_factory.mktemp("processes")
     spawn(work, (folder,), nprocs=2)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
@@ -86,8 +86,8 @@ def test_copies_go_on_alone(name):
     first, *rest = [batch for part in parts for batch in part]
     metric = filled(make(), [first])
     before = metric.compute()
-    for made in (copy.deepcopy(metric), metric.clone(), pickle.loads(pickle.dumps(metric))):
-        same(filled(made, rest).compute(), filled(make(), [first, *rest]).compute())
+    for duplicate in (copy.deepcopy(metric), metric.clone(), pickle.loads(pickle.dumps(metric))):
+        same(filled(duplicate, rest).compute(), filled(make(), [first, *rest]).compute())
         same(metric.compute(), before)
 
 

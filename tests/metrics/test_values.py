@@ -147,15 +147,15 @@ def test_the_mean_over_classes():
     batches = pairs([30], labelled=True)
     ((x, y, labels),) = batches
     sigma = references.median_distance_reference(y)
-    own = [
+    values = [
         math.sqrt(references.mmd_squared_reference(x[labels == c], y[labels == c], sigma, "biased")) for c in range(4)
     ]
     assert filled(MaximumMeanDiscrepancy(num_classes=4), batches).compute().item() == pytest.approx(
-        np.mean(own), rel=1e-5
+        np.mean(values), rel=1e-5
     )
     # a class that nobody has does not count
     assert filled(MaximumMeanDiscrepancy(num_classes=9), batches).compute().item() == pytest.approx(
-        np.mean(own), rel=1e-5
+        np.mean(values), rel=1e-5
     )
 
 

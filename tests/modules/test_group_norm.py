@@ -87,10 +87,10 @@ def test_state_dict_loses_the_statistics_only_and_round_trips():
     file = io.BytesIO()
     torch.save(after, file)
     file.seek(0)
-    other = to_group_norm(network(nn.BatchNorm2d))
-    other.load_state_dict(torch.load(file, weights_only=True))
+    restored = to_group_norm(network(nn.BatchNorm2d))
+    restored.load_state_dict(torch.load(file, weights_only=True))
     x = torch.randn(2, 3, 12, 12)
-    assert torch.equal(other(x), model(x))
+    assert torch.equal(restored(x), model(x))
 
 
 def test_parameters_stay_the_same_objects():

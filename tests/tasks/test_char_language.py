@@ -116,9 +116,9 @@ def test_a_checkpoint_has_its_options(tmp_path):
     assert_same_weights(again.model, task.model)
     text, _ = windows(2)
     assert torch.equal(again.eval()(text), task.eval()(text))
-    own = CharLanguageTask(nn.Sequential(nn.Embedding(80, 5), nn.Flatten(), nn.Linear(45, 80)))
-    assert "model" not in own.hparams
-    assert own(text).shape == (2, 80)
+    task = CharLanguageTask(nn.Sequential(nn.Embedding(80, 5), nn.Flatten(), nn.Linear(45, 80)))
+    assert "model" not in task.hparams
+    assert task(text).shape == (2, 80)
 
 
 def test_every_layer_can_grow():

@@ -99,8 +99,8 @@ def test_forward_equals_the_one_written_by_hand(name, in_channels, input_size, n
 )
 def test_dropout_is_the_papers(name, dropouts):
     network = build_network(name, 10, 3, 32)
-    found = [(type(m), m.p) for m in network.modules() if isinstance(m, nn.Dropout | nn.Dropout2d)]
-    assert found == dropouts
+    layers = [(type(m), m.p) for m in network.modules() if isinstance(m, nn.Dropout | nn.Dropout2d)]
+    assert layers == dropouts
 
 
 def test_options_of_the_builders():

@@ -185,12 +185,12 @@ def test_a_loss_that_is_nan_is_not_hidden():
 def test_masks_may_have_a_channel_and_any_integer_type():
     task = SegmentationTask(nn.Identity(), num_classes=3)
     x, mask = images(2, 3, 8), masks(2, 8)
-    for other in (mask[:, None], mask.to(torch.uint8), mask.int()[:, None]):
-        for batch in ((x, other), [x, other], {"image": x, "mask": other}):
-            got = task.split_batch(batch)
-            assert got[0] is x
-            assert torch.equal(got[1], mask)
-            assert got[1].dtype == torch.int64
+    for labels in (mask[:, None], mask.to(torch.uint8), mask.int()[:, None]):
+        for batch in ((x, labels), [x, labels], {"image": x, "mask": labels}):
+            result = task.split_batch(batch)
+            assert result[0] is x
+            assert torch.equal(result[1], mask)
+            assert result[1].dtype == torch.int64
     labelled = ClassificationTask(nn.Identity(), num_classes=3)
     assert torch.equal(
         labelled.compute_loss(x[..., 0, 0], torch.tensor([2, 0], dtype=torch.int32)),
@@ -403,7 +403,7 @@ def test_optimizer_options_reach_the_optimizer():
 
 
 def test_the_state_is_the_networks_state():
-    """What a client sends is the network: no metric, no class weights."""
+    """A client sends the network: no metric, no class weights."""
     network = smp.Unet("resnet18", encoder_weights=None, classes=3)
     task = SegmentationTask(network, num_classes=3, class_weights=[1.0, 2.0, 3.0], loss="ce+dice")
     assert list(task.state_dict()) == [f"model.{name}" for name in network.state_dict()]
@@ -589,13 +589,13 @@ def test_a_head_of_very_many_classes():
 
 
 def test_the_heads_own_arguments():
-    made = [
+    tasks = [
         ClassificationTask("mcmahan_cnn", num_classes=50, head="sampled_softmax", head_kwargs=options)
         for options in (None, {"scale": 5.0}, {"normalize": False})
     ]
-    heads = [task.get_submodule(find_sampled_softmax_head(task)) for task in made]
+    heads = [task.get_submodule(find_sampled_softmax_head(task)) for task in tasks]
     assert [(head.scale, head.normalize) for head in heads] == [(20.0, True), (5.0, True), (20.0, False)]
-    assert made[1].hparams["head_kwargs"] == {"scale": 5.0}
+    assert tasks[1].hparams["head_kwargs"] == {"scale": 5.0}
 
 
 @pytest.mark.parametrize(

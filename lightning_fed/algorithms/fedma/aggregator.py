@@ -395,7 +395,7 @@ class FedMA(Aggregator):
         for name in self.outputs:
             layers = [
                 grow_neurons({name: update.state[name]}, groups, list(found.values()), sizes)[name]
-                for update, found in zip(updates, match.places, strict=True)
+                for update, found in zip(updates, match.assignments, strict=True)
             ]
             means[name] = class_mean(layers, counts, weights)
         return means

@@ -78,7 +78,7 @@ class MatchingPass:
             stage=self.stage + 1,
             places={
                 client: {**self.places.get(client, {}), **found}
-                for client, found in zip(clients, match.places, strict=True)
+                for client, found in zip(clients, match.assignments, strict=True)
             },
             sizes={**self.sizes, **match.groups.sizes},
             owners={**self.owners, **match.owners},

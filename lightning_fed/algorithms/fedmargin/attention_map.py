@@ -15,7 +15,13 @@ from lightning_fed.algorithms.fedmargin.aggregator import FedMargin
 from lightning_fed.algorithms.server_optimizer import averaging_rule
 from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.callbacks.pictures import figure_pixels, has_matplotlib, paint_numbers, report_others, tensorboards
+from lightning_fed.callbacks.pictures import (
+    figure_pixels,
+    has_matplotlib,
+    paint_numbers,
+    report_other_loggers,
+    tensorboards,
+)
 from lightning_fed.messages import Client, State
 from lightning_fed.rounds.callback import FederatedCallback
 
@@ -67,7 +73,7 @@ class AttentionMap(FederatedCallback):
             self._last_epoch, self._attention = None, {}
         if not isinstance(averaging_rule(find_federation(trainer).server.aggregator), FedMargin):
             raise MisconfigurationException("AttentionMap needs a federation whose aggregator is FedMargin.")
-        report_others("AttentionMap", trainer)
+        report_other_loggers("AttentionMap", trainer)
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Notes the attention of the round that was just aggregated, and draws the map."""

@@ -23,7 +23,7 @@ from lightning_fed.algorithms.fedmargin.prototypes import Prototypes, aggregate_
 from lightning_fed.algorithms.server_optimizer import averaging_rule
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.callbacks.pictures import Color, figure_pixels, has_matplotlib, report_others, tensorboards
+from lightning_fed.callbacks.pictures import Color, figure_pixels, has_matplotlib, report_other_loggers, tensorboards
 from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors
 from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.rounds.callback import FederatedCallback
@@ -107,7 +107,7 @@ class PrototypePlots(FederatedCallback):
             return
         if trainer.current_epoch == 0:  # else the same Trainer goes on
             self._last_epoch, self._view = None, None
-        report_others("PrototypePlots", trainer)
+        report_other_loggers("PrototypePlots", trainer)
         if tensorboards(trainer) and not has_matplotlib():
             raise ModuleNotFoundError("PrototypePlots needs matplotlib: pip install 'lightning-fed[demo]'")
 

@@ -1,4 +1,4 @@
-"""The data that one half of a federation has."""
+"""Validation data of one half of a federation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_fed.messages import Client
 
 
 class HalfData(EvaluationData):
-    """Validation data, and how batches reach the device; the clients are the half's own to know.
+    """Validation data, and the datamodule's hooks on batches; each half knows its clients by itself.
 
     Args:
         data: Validation data, as :class:`~lightning_fed.data.FederatedDataModule` takes them, or a datamodule that is
@@ -28,9 +28,9 @@ class HalfData(EvaluationData):
                 setattr(self, hook, getattr(self._source, hook))
 
     def train_dataloader(self) -> Any:
-        """Nothing: a federation takes its place."""
+        """An empty loader, which a federation replaces."""
         return []
 
     def val_clients(self) -> dict[Client, Any]:
-        """Every client's validation loader, where they are known here."""
+        """Every client's validation loader, where this half has them."""
         return self._source.val_clients() if isinstance(self._source, EvaluationData) else super().val_clients()

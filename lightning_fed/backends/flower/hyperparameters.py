@@ -1,4 +1,4 @@
-"""What is the same in both halves: the round's hyper-parameters, as numbers, and digests of what never travels."""
+"""Hyper-parameters of a round as numbers for both halves, and digests of entries that never travel."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LARGE = 1e300
 
 
 def pack_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an optimizers' state travels as JSON.
+    """Packs the state of optimizers or schedulers for JSON.
 
     Args:
         state: Primitives, containers of them, and tensors of one number.
 
     Raises:
-        MisconfigurationException: If there is anything else in it.
+        MisconfigurationException: If it holds anything else.
 
     Example:
         >>> pack_numbers({"lr": torch.tensor(0.5), "betas": (0.9, 0.99)})
@@ -35,29 +35,29 @@ def pack_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
     return packed
 
 
-def _pack(value: Any, where: str) -> Any:
+def _pack(value: Any, path: str) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, Mapping):
         # Tables such as the milestones of `MultiStepLR` are constants, which the other half has too.
-        return {name: _pack(each, f"{where}.{name}") for name, each in value.items() if isinstance(name, str)}
+        return {name: _pack(item, f"{path}.{name}") for name, item in value.items() if isinstance(name, str)}
     if isinstance(value, list | tuple):
-        return [_pack(each, where) for each in value]
+        return [_pack(item, path) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise MisconfigurationException(
-        f"Expected optimizers and schedulers with options that can be sent, but {where.lstrip('.')!r} is a"
+        f"Expected optimizers and schedulers with options that can be sent, but {path.lstrip('.')!r} is a"
         f" {type(value).__name__}: numbers, texts and lists of them can."
     )
 
 
-def fit_numbers(numbers: Any, like: Any, where: str = "") -> Any:
-    """Numbers from elsewhere, in the form of others that :func:`pack_numbers` made; what these do not name is left out.
+def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
+    """Fits received numbers to the form of some that :func:`pack_numbers` made; other names are left out.
 
     Args:
-        numbers: What came.
-        like: What they take the place of.
-        where: Its name, for the error.
+        numbers: The received numbers.
+        like: The numbers that they replace.
+        path: Their name, for the error.
 
     Raises:
         ValueError: If they are of another form, or not numbers.
@@ -68,10 +68,10 @@ def fit_numbers(numbers: Any, like: Any, where: str = "") -> Any:
 
     """
     if isinstance(like, Mapping) and isinstance(numbers, Mapping) and like.keys() <= numbers.keys():
-        return {name: fit_numbers(numbers[name], like[name], f"{where}.{name}") for name in like}
+        return {name: fit_numbers(numbers[name], like[name], f"{path}.{name}") for name in like}
     if isinstance(like, list) and isinstance(numbers, list) and len(like) == len(numbers):
         pairs = zip(numbers, like, strict=True)
-        return [fit_numbers(each, other, f"{where}.{place}") for place, (each, other) in enumerate(pairs)]
+        return [fit_numbers(value, model, f"{path}.{index}") for index, (value, model) in enumerate(pairs)]
     if isinstance(like, str) and isinstance(numbers, str):
         return numbers
     if like is None and numbers is None:
@@ -79,11 +79,11 @@ def fit_numbers(numbers: Any, like: Any, where: str = "") -> Any:
     is_number = isinstance(numbers, int | float) and (numbers == like or abs(numbers) < _LARGE)
     if is_number and (like is None or isinstance(like, int | float)):
         return numbers
-    raise ValueError(f"{where.lstrip('.')!r} does not fit the server's")
+    raise ValueError(f"{path.lstrip('.')!r} does not fit the server's")
 
 
 def name_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
-    """What optimizers are.
+    """Names of the optimizers' classes.
 
     Example:
         >>> name_optimizers([torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])])
@@ -94,61 +94,61 @@ def name_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
 
 
 def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Gives optimizers the options that :func:`pack_numbers` made of theirs elsewhere.
+    """Gives optimizers the options that :func:`pack_numbers` made on the other half.
 
     Args:
         optimizers: The optimizers.
         groups: For each the options of its parameter groups.
 
     Raises:
-        ValueError: If these are others than the optimizers have.
+        ValueError: If the optimizers have other parameter groups.
 
     """
     shapes = [len(optimizer.param_groups) for optimizer in optimizers]
-    if shapes != [len(group) for group in groups]:
+    if shapes != [len(options) for options in groups]:
         raise ValueError(
-            f"the server's optimizers have {[len(group) for group in groups]} parameter groups, and the client's"
+            f"the server's optimizers have {[len(options) for options in groups]} parameter groups, and the client's"
             f" {shapes}: both need the same model"
         )
     for optimizer, sent in zip(optimizers, groups, strict=True):
-        for own, values in zip(optimizer.param_groups, sent, strict=True):
+        for group, values in zip(optimizer.param_groups, sent, strict=True):
             for name, value in values.items():
-                before = own.get(name)
+                before = group.get(name)
                 if isinstance(before, Tensor):
                     before.fill_(value)
                 else:
-                    own[name] = tuple(value) if isinstance(before, tuple) else value
+                    group[name] = tuple(value) if isinstance(before, tuple) else value
 
 
 def load_numbers(owner: Any, numbers: Mapping[str, Any]) -> None:
-    """Gives a scheduler or loss scaler the state that :func:`pack_numbers` made of its twin's."""
+    """Gives a scheduler or loss scaler the state that :func:`pack_numbers` made on the other half."""
     owner.load_state_dict({**owner.state_dict(), **numbers})
 
 
 def on_device(state: State, device: torch.device) -> State:
-    """What has come, where the module is."""
+    """A received state on the module's device."""
     return {name: value.to(device) for name, value in state.items()}
 
 
 def digest(state: State) -> str:
-    """A short name of a state's values: the same wherever they are the same.
+    """Digest of a state's names, types, shapes and values.
 
     Example:
         >>> digest({"w": torch.ones(2)}) == digest({"w": torch.ones(2)}), digest({}) == digest({"w": torch.ones(2)})
         (True, False)
 
     """
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name in sorted(state):
         value = state[name].detach().cpu().contiguous().reshape(-1)
-        found.update(json.dumps([name, str(value.dtype), list(state[name].shape)]).encode())
+        hasher.update(json.dumps([name, str(value.dtype), list(state[name].shape)]).encode())
         if value.numel():
-            found.update(value.view(torch.uint8).numpy().data)
-    return found.hexdigest()[:32]
+            hasher.update(value.view(torch.uint8).numpy().data)
+    return hasher.hexdigest()[:32]
 
 
 def digest_request(request: Request) -> str:
-    """A short name of what a client asks for.
+    """Digest of a client's request.
 
     Example:
         >>> len(digest_request(Request("a", {"head.weight": torch.tensor([3])})))

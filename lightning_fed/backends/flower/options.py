@@ -1,4 +1,4 @@
-"""Arguments of a half's Trainer that are the federation's to set."""
+"""Check of the arguments of a half's Trainer, some of which the federation sets."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 
 def check_options(trainer: Mapping[str, Any] | None, ours: Collection[str]) -> dict[str, Any]:
-    """Arguments of ``L.Trainer``, without those that are not the user's here.
+    """Checks arguments of ``L.Trainer`` for names that the federation sets.
 
     Args:
-        trainer: What was passed.
-        ours: Names that must not be there.
+        trainer: The user's arguments.
+        ours: Names that the federation sets.
 
     Raises:
         TypeError: If it is no mapping.
-        ValueError: If there is one of those names.
+        ValueError: If it has one of those names.
 
     Example:
         >>> check_options({"accelerator": "cpu"}, ["callbacks"])

@@ -19,13 +19,13 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, Sta
 from lightning_fed.server.schedule import Visit
 
 VERSION = 1
-"""Of the messages. Halves of different versions do not understand each other, and say so."""
+"""Version of the messages. Halves of different versions do not understand each other, and say so."""
 
 _MANY = 2**53  # whole numbers that a float holds exactly
 
 VISIT, REQUEST, STATISTICS, HELLO, STAY = "train", "query.request", "evaluate", "query", "query.stay"
-"""What a client is asked for, as the types of Flower's messages: an update, the rows it wants, what goes into its
-BatchNorm layers, and, of a node, who its clients are, and to stay awake for the next packet."""
+"""Types of Flower's messages. A client is asked for an update, the rows of its request, or statistics of its BatchNorm
+layers; a node is asked for its clients, and to stay awake for the next packet."""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -41,16 +41,16 @@ NOT_HERE = "its data are not at this node"
 
 
 class PacketError(ValueError):
-    """What came is no message of ours, in words."""
+    """Reason why received data are no message of this package."""
 
 
 @dataclass(frozen=True)
 class Packet:
-    """A message as it travels.
+    """A message in the form in which it travels.
 
     Args:
         text: The header: JSON.
-        data: The tensors' bytes, one after another. Their number is what communication is counted in.
+        data: The tensors' bytes, one after another. Their number counts as communication.
 
     """
 
@@ -60,18 +60,18 @@ class Packet:
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What a client is told beside the broadcast: what to do, and from where it goes on.
+    """Request to train that goes with the broadcast: the visit, and the state from which the client goes on.
 
     Args:
-        run: Name of the fit. What a client kept in another one is not seen.
+        run: Name of the fit. States that a client kept in another one are not used.
         visit: The visit.
-        kept: Index of the round of the client's last good update of which it keeps anything; -1 before.
-        needed: Rounds from which on the server may resume: what a client kept before the newest version of an earlier
-            round is never asked for again.
+        kept: Index of the round of the client's last good update with kept state; -1 before.
+        needed: First round from which the server may resume: of the versions of earlier rounds only the newest is still
+            needed.
         seed: Seed of the federation, with which the model is built.
         frozen: Digest of the entries that never travel, which both halves must have alike.
-        hyperparameters: Those of the round's optimizers, and where per-step schedulers and the loss scale start.
-        asked: Digest of what the client has asked for, if it has.
+        hyperparameters: Those of the round's optimizers, and the start of per-step schedulers and the loss scale.
+        asked: Digest of the client's request, if there was one.
 
     """
 
@@ -87,12 +87,12 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client says beside its update.
+    """Report of a client beside its update.
 
     Args:
         steps: Optimizer steps that it has done.
-        after: Where it left per-step schedulers and the loss scale.
-        keeps: Whether it has kept anything of the visit for its next one.
+        after: State of per-step schedulers and the loss scale after the visit.
+        keeps: The client has kept state of the visit for its next one.
 
     """
 
@@ -103,12 +103,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fault:
-    """Why there is no answer.
+    """Reason why there is no answer.
 
     Args:
         client: The client.
-        reason: In words.
-        is_of_program: Whether the client's program failed, and not its data or numbers.
+        reason: The reason as text.
+        is_of_program: The client's program failed, and not its data or numbers.
 
     """
 
@@ -124,16 +124,16 @@ def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Pack
     """Makes a packet.
 
     Args:
-        kind: What it is.
+        kind: Its kind.
         header: Primitives and plain containers.
         tensors: Groups of tensors by name.
 
     Raises:
-        PacketError: If something cannot travel.
+        PacketError: If an entry cannot travel.
 
     Example:
-        >>> packet = write_letter("hello", {"round": 3}, state={"w": torch.tensor([1.0])})
-        >>> read_letter(packet, "hello")
+        >>> packet = write_packet("hello", {"round": 3}, state={"w": torch.tensor([1.0])})
+        >>> read_packet(packet, "hello")
         ({'round': 3}, {'state': {'w': tensor([1.])}})
 
     """
@@ -202,7 +202,7 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
 
 
 def write_train_request(kind: str, train_request: TrainRequest, broadcast: Broadcast | None = None) -> Packet:
-    """What goes down: a train request, with the broadcast if there is one."""
+    """Makes the packet of a train request, with the broadcast if there is one."""
     header = {item.name: getattr(train_request, item.name) for item in fields(TrainRequest)} | {
         "visit": asdict(train_request.visit)
     }
@@ -212,7 +212,7 @@ def write_train_request(kind: str, train_request: TrainRequest, broadcast: Broad
 
 
 def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadcast]:
-    """What :func:`write_order` wrote; without tensors where there was no broadcast.
+    """Reads the packet of :func:`write_train_request`; the broadcast has no tensors where there was none.
 
     Raises:
         PacketError: If it is no such message.
@@ -222,7 +222,7 @@ def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadca
     try:
         visit = Visit(**header.pop("visit"))
         train_request = TrainRequest(visit=visit, **header)
-        # The run names a folder. What else may be wrong is found where it is used.
+        # The run names a folder. Other fields are checked where they are used.
         if not isinstance(train_request.run, str) or not re.fullmatch("[0-9a-f]{1,64}", train_request.run):
             raise TypeError(f"the run is {train_request.run!r}")
         for name, number in {"kept": train_request.kept, "needed": train_request.needed, "round": visit.round}.items():
@@ -234,14 +234,14 @@ def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadca
 
 
 def write_request(request: Request) -> Packet:
-    """A client's request; rows that are the same for several entries travel once."""
+    """Makes the packet of a client's request; rows that several entries share travel once."""
     lists = distinct(request.rows)
     same = {name: next(key for key in lists if torch.equal(lists[key], rows)) for name, rows in request.rows.items()}
     return write_packet("request", {"client": request.client, "same": same}, rows=lists, extras=request.extras)
 
 
 def write_update(update: ClientUpdate, answer: Answer) -> Packet:
-    """A client's update."""
+    """Makes the packet of a client's update."""
     header = {
         "client": update.client,
         "num_samples": update.num_samples,
@@ -254,17 +254,17 @@ def write_update(update: ClientUpdate, answer: Answer) -> Packet:
 
 
 def write_fault(fault: Fault) -> Packet:
-    """Says why there is no answer."""
+    """Makes the packet of a fault."""
     return write_packet("fault", asdict(fault))
 
 
 def read_reply(packet: Packet, client: Client, round: int) -> Request | tuple[ClientUpdate, Answer] | Fault:
-    """What a client has answered: a request, an update, or why there is none.
+    """Reads a client's answer: a request, an update, or a fault.
 
     Args:
         packet: The packet.
-        client: Who was asked.
-        round: The round that it was asked in.
+        client: The client that was asked.
+        round: The round in which it was asked.
 
     Raises:
         PacketError: If it is none of them, or another client's.
@@ -292,6 +292,6 @@ def read_reply(packet: Packet, client: Client, round: int) -> Request | tuple[Cl
 
 
 def _cut(text: str) -> str:
-    """What somebody else has written, as one line of a log."""
-    line = " ".join("".join(each if each.isprintable() else " " for each in text[:2000]).split())
+    """Received text as one line of a log."""
+    line = " ".join("".join(character if character.isprintable() else " " for character in text[:2000]).split())
     return line if len(line) <= 500 else f"{line[:500]}..."

@@ -1,4 +1,4 @@
-"""What the server remembers of what its clients keep: nothing of it, but since when."""
+"""Store of the rounds since which remote clients keep their states; the states stay with them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning_fed.messages import Client, State
 
 
 class RemoteClientStore(ClientStore):
-    """For every client the round of its last good update. What the client kept then, it goes on from.
+    """For every client the round of its last good update: the client goes on from the state that it kept then.
 
-    A client that has trained for nothing (its answer was lost, late or bad, the server was killed) keeps what it had
-    before, because the next train request says so.
+    A client whose training did not count (its answer was lost, late or bad, the server was killed) goes on from the
+    state before, which the next train request names.
 
     Attributes:
         run: Name of the fit; another one after every ``restore(0, {})``.
-        needed: Rounds from which on the server may resume: those of its checkpoint before the last.
+        needed: First round from which the server may resume: that of its checkpoint before the last.
 
     Example:
         >>> store = RemoteClientStore()
@@ -39,11 +39,11 @@ class RemoteClientStore(ClientStore):
         return self._of_round.get(client, self._rounds.get(client, -1))
 
     def get(self, client: Client) -> State | None:
-        """Nothing: it is the client's."""
+        """Returns None: the client has its state."""
         return None
 
     def put(self, client: Client, round: int, state: State) -> None:
-        """Nothing: what would be kept here is the client's, as :meth:`get` says."""
+        """Does nothing: the client keeps its state itself."""
 
     def note(self, client: Client, round: int) -> None:
         """Notes that the client's update of ``round`` was good."""
@@ -53,14 +53,14 @@ class RemoteClientStore(ClientStore):
         self._of_round[client] = round
 
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """All notes as of the end of round ``round - 1``."""
+        """All rounds as of the end of round ``round - 1``."""
         if round > self._checkpoints[1]:
             self._checkpoints = self._checkpoints[1], round
         rounds = self._rounds | (self._of_round if self._round < round else {})
         return {"run": self.run, "clients": list(rounds), "rounds": list(rounds.values())}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Goes back to a checkpoint's notes.
+        """Goes back to a checkpoint's rounds.
 
         Raises:
             ValueError: If the checkpoint is of a fit in one process, whose clients are not those of this one.
@@ -77,5 +77,5 @@ class RemoteClientStore(ClientStore):
 
     @property
     def needed(self) -> int:
-        """See the class."""
+        """First round from which the server may resume."""
         return self._checkpoints[0]

@@ -1,4 +1,4 @@
-"""The folder of a server's run: who its clients are, its last complete round, and that one server alone is at it."""
+"""The folder of a server's run: the keys of its clients, its last complete round, and a lock for one server."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """While it is open, no other process can be here.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Locks a run's folder against other processes.
 
     Raises:
-        RuntimeError: If another one is.
+        RuntimeError: If another process has locked it.
 
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -39,8 +39,8 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def recall_clients(clients: int | Sequence[Client], folder: Path) -> int | Sequence[Client]:
-    """Who the clients of the run in a folder are, where only their number is said."""
+def read_clients(clients: int | Sequence[Client], folder: Path) -> int | Sequence[Client]:
+    """Returns the clients of the run in a folder, where only their number is given."""
     path = folder / "clients.json"
     if not (folder / "last.ckpt").exists() or not path.exists():
         return clients
@@ -52,6 +52,6 @@ def recall_clients(clients: int | Sequence[Client], folder: Path) -> int | Seque
     return clients
 
 
-def note_clients(clients: Sequence[Client], folder: Path) -> None:
-    """Notes for :func:`recall_clients` whose run it is."""
+def write_clients(clients: Sequence[Client], folder: Path) -> None:
+    """Writes the clients of a run for :func:`read_clients`."""
     write_whole(folder / "clients.json", json.dumps(list(clients)))

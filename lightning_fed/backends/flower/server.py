@@ -21,7 +21,7 @@ from lightning_fed.backends.flower.data import HalfData
 from lightning_fed.backends.flower.options import check_options
 from lightning_fed.backends.flower.remote_client_store import RemoteClientStore
 from lightning_fed.backends.flower.remote_clients import RemoteClientSide, Transport
-from lightning_fed.backends.flower.run_folder import alone, note_clients, recall_clients
+from lightning_fed.backends.flower.run_folder import lock_folder, read_clients, write_clients
 from lightning_fed.backends.flower.transport import FlowerTransport
 from lightning_fed.callbacks.class_confusion import OwnClassConfusion
 from lightning_fed.callbacks.federation import Federation
@@ -106,9 +106,9 @@ def server_app(
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         transport, place = FlowerTransport(grid, time_limit), Path(folder)
-        with alone(place):
-            met = transport.meet(recall_clients(clients, place), patience)
-            note_clients(met, place)
+        with lock_folder(place):
+            met = transport.meet(read_clients(clients, place), patience)
+            write_clients(met, place)
             run_server(federation, model, val_data, options, transport, met, folder, callbacks)
 
     return app

@@ -1,4 +1,4 @@
-"""Flower's grid as a post: which node a client is at, what is sent there, what comes back and when it is too late."""
+"""Transport of packets over Flower's grid: the nodes of clients, messages, their answers and the time limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_fed.messages import Client
 _log = logging.getLogger(__name__)
 
 _STYPE = "lightning-fed"
-_BETWEEN_QUESTIONS = 10.0  # seconds
+_RETRY_SECONDS = 10.0  # seconds
 _COLLECTION = 3600.0  # seconds after the time limit for which answers that came in time are kept until they are read
 _LONGEST_KEY = 1000
 _LONGEST_PAUSE, _MARGIN = 3.0, 0.2  # seconds
@@ -27,8 +27,8 @@ def to_records(packet: Packet) -> RecordDict:
     """A packet as Flower's records.
 
     Example:
-        >>> from_records(to_records(Letter("text", b"1234")))
-        Letter(text='text', data=b'1234')
+        >>> from_records(to_records(Packet("text", b"1234")))
+        Packet(text='text', data=b'1234')
 
     """
     array = Array(dtype="uint8", shape=(len(packet.data),), stype=_STYPE, data=packet.data)
@@ -54,8 +54,8 @@ def from_records(content: RecordDict) -> Packet:
 class FlowerTransport:
     """Carries packets over Flower's grid.
 
-    Clients are at nodes: each says, once, whose data it has. A node that was lost and came back, with a name of its own
-    or another, is asked again.
+    Clients are at nodes, each of which is asked once for its clients. A node that was lost and came back, under the
+    same name or another, is asked again.
 
     Args:
         grid: Flower's grid.
@@ -63,7 +63,8 @@ class FlowerTransport:
         poll: Seconds between looks at whether an answer has come.
 
     Attributes:
-        sent: Bytes of the tensors in all packets sent, and of those that came back (``received``).
+        sent: Bytes of the tensors in all packets that were sent.
+        received: Bytes of the tensors in all packets that came back.
 
     """
 
@@ -71,9 +72,9 @@ class FlowerTransport:
         self._grid, self._limit, self._poll = grid, time_limit, poll
         self._nodes: dict[int, list[Client]] = {}
         self._asked: dict[int, str] = {}
-        self._again: dict[int, float] = {}  # when to ask a node again that did not say who its clients are
-        self._staying: set[int] = set()  # nodes that stay awake when asked to
-        self._stays: list[str] = []
+        self._retry_times: dict[int, float] = {}  # when to ask a node again that did not name its clients
+        self._awake_nodes: set[int] = set()  # nodes that stay awake when asked to
+        self._stay_messages: list[str] = []
         self._pauses: dict[str, float] = {}  # seconds between the last answers of a kind and the next packets
         self._answered: tuple[str, float] | None = None
         self.sent = self.received = 0
@@ -82,7 +83,7 @@ class FlowerTransport:
         """Waits for the federation's clients.
 
         Args:
-            expected: Who they are, or how many.
+            expected: Their keys, or their number.
             patience: Seconds to wait.
 
         Returns:
@@ -95,7 +96,7 @@ class FlowerTransport:
         deadline = time.monotonic() + patience
         wanted = None if isinstance(expected, int) else set(expected)
         while True:
-            self._look_around()
+            self._discover_nodes()
             known = {client for clients in self._nodes.values() for client in clients}
             if (len(known) >= expected) if isinstance(expected, int) else known >= (wanted or set()):
                 break
@@ -111,7 +112,7 @@ class FlowerTransport:
     def ask(
         self, kind: str, packets: Iterable[tuple[Client, Packet]], round: int
     ) -> Iterator[tuple[Client, Packet | str]]:
-        """Sends packets and gives the answers in the same order: a packet, or in words why there is none.
+        """Sends packets and gives the answers in the same order: a packet, or a text that says why there is none.
 
         Answers wait at the SuperLink until it is their turn, so that no more than one is in memory, and sums are added
         up in the same order in every run. Messages therefore live longer than the time limit: an answer that came in
@@ -119,11 +120,11 @@ class FlowerTransport:
 
         Args:
             kind: The type of the messages.
-            packets: Clients and what they are sent; taken one at a time.
+            packets: Clients and their packets; taken one at a time.
             round: The round.
 
         """
-        self._look_around()
+        self._discover_nodes()
         deadline = time.monotonic() + self._limit
         waiting: list[tuple[Client, int | None, str | None]] = []
         for client, packet in packets:
@@ -142,11 +143,11 @@ class FlowerTransport:
         self._answered = kind, time.monotonic()
 
     def forget(self, client: Client) -> None:
-        """Asks the node that said that it has the client once more: it was started again, with other data."""
+        """Asks a client's node for its clients again: it was started again, with other data."""
         node = self._node_of(client)
         if node is not None:
             del self._nodes[node]
-            self._look_around()
+            self._discover_nodes()
 
     def _await(self, node: int, sent: str, deadline: float) -> Packet | str:
         looked = time.monotonic()
@@ -173,21 +174,21 @@ class FlowerTransport:
             time.sleep(self._poll)
 
     def _keep_awake(self, nodes: Sequence[int], kind: str) -> None:
-        """Has nodes look for packets again as soon as these are answered and the next ones are likely to be there.
+        """Makes nodes look for packets again as soon as these are answered and the next ones are likely to be there.
 
         A SuperNode that has just handled a message looks for another at once; one that found none, after three seconds.
         So each gets a second message, which it handles by waiting as long as it took the server the last time. Longer
         pauses, and nodes that start a whole process for it, are not worth it.
         """
-        if self._stays:  # what came of the last ones is not kept
-            list(self._grid.pull_messages(self._stays))
-        self._stays = []
-        awake = [node for node in dict.fromkeys(nodes) if node in self._staying]
+        if self._stay_messages:  # their answers are dropped
+            list(self._grid.pull_messages(self._stay_messages))
+        self._stay_messages = []
+        awake = [node for node in dict.fromkeys(nodes) if node in self._awake_nodes]
         pause = self._pauses.get(kind, _LONGEST_PAUSE)
         if awake and pause < _LONGEST_PAUSE:
             content = RecordDict({"stay": ConfigRecord({"seconds": pause + _MARGIN})})
             messages = [Message(content, node, STAY, ttl=self._limit) for node in awake]
-            self._stays = list(self._grid.push_messages(messages))
+            self._stay_messages = list(self._grid.push_messages(messages))
 
     def _push(self, node: int, kind: str, packet: Packet, group: str, ttl: float) -> str | None:
         message = Message(to_records(packet), node, kind, ttl=ttl, group_id=group)
@@ -196,14 +197,14 @@ class FlowerTransport:
     def _node_of(self, client: Client) -> int | None:
         return next((node for node, clients in self._nodes.items() if client in clients), None)
 
-    def _look_around(self) -> None:
-        """Asks nodes that are new who their clients are, and forgets those that have gone; waits for nobody."""
+    def _discover_nodes(self) -> None:
+        """Asks new nodes for their clients, and forgets nodes that have gone, without waiting."""
         there = set(self._grid.get_node_ids())
         for node in [node for node in self._nodes if node not in there]:
             _log.warning("The node of the clients %s has gone.", self._nodes.pop(node))
         now = time.monotonic()
         for node in there - self._nodes.keys() - self._asked.keys():
-            if self._again.get(node, now) > now:
+            if self._retry_times.get(node, now) > now:
                 continue
             sent = self._push(node, HELLO, write_packet("hello", {}), "hello", self._limit)
             if sent is not None:
@@ -227,7 +228,7 @@ class FlowerTransport:
                 raise PacketError(f"its clients are {clients!r}"[:200])
         except PacketError as error:
             _log.warning("Node %d does not say who its clients are: %s.", node, error)
-            self._again[node] = time.monotonic() + _BETWEEN_QUESTIONS
+            self._retry_times[node] = time.monotonic() + _RETRY_SECONDS
             return
         taken = [client for client in clients if self._node_of(client) is not None]
         if taken:
@@ -237,11 +238,11 @@ class FlowerTransport:
                 taken,
             )
         self._nodes[node] = clients
-        (self._staying.add if header.get("stays") is True else self._staying.discard)(node)
+        (self._awake_nodes.add if header.get("stays") is True else self._awake_nodes.discard)(node)
         _log.info("Node %d has the clients %s.", node, json.dumps(self._nodes[node]))
 
 
 def _is_key(client: object) -> bool:
     if isinstance(client, str):
-        return client.isprintable() and len(client) <= _LONGEST_KEY  # no halves of characters, no new lines in logs
+        return client.isprintable() and len(client) <= _LONGEST_KEY  # no surrogates, no new lines in logs
     return type(client) is int

@@ -1,4 +1,4 @@
-"""A client's long-lived process: it answers what SuperNodes' short-lived ones bring, with everything loaded.
+"""Worker: a client's long-lived process, which answers messages from SuperNodes' short-lived ones.
 
 A SuperNode starts a process for every message. Where that process is only to carry the message here (the ``client.py``
 that ``lightning-fed flower new`` writes imports no torch), a message costs a second, and model and data stay built.
@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 def serve(app: ClientApp, socket: str | os.PathLike[str], count: int | None = None) -> None:
     """Answers messages that come over a Unix socket, one after another.
 
-    Only this user can reach the socket: its folder is closed to others. What comes is text and bytes, which are not
+    Only this user can reach the socket: its folder is closed to others. Messages are text and bytes, which are not
     unpickled.
 
     Args:
-        app: What :func:`~lightning_fed.backends.flower.client_app` made.
-        socket: Where to listen; a file that is left there is replaced.
+        app: App of :func:`~lightning_fed.backends.flower.client_app`.
+        socket: Path of the socket; a socket that is left there is replaced.
         count: Number of messages after which to end; ``None`` for never.
 
     Raises:
@@ -60,7 +60,7 @@ def serve(app: ClientApp, socket: str | os.PathLike[str], count: int | None = No
             try:
                 with listener.accept() as connection:
                     _answer(app.runner, connection)
-            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:  # whoever brought it
+            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:  # the process that brought it failed
                 _log.warning("A message was not answered: %r.", error)
             count = None if count is None else count - 1
     path.unlink(missing_ok=True)
@@ -87,8 +87,8 @@ def _answer(runner: ClientRunner, connection: Connection) -> None:
     except Exception as error:  # one message's, or one node's: the worker answers the others
         if not isinstance(error, PacketError):
             _log.exception("A message of type %r for the node %s could not be answered.", kind, node)
-        said = str(error) if isinstance(error, PacketError) else describe(error)
-        connection.send_bytes(json.dumps({"error": said}).encode())
+        reason = str(error) if isinstance(error, PacketError) else describe(error)
+        connection.send_bytes(json.dumps({"error": reason}).encode())
         return
     connection.send_bytes(b"{}")
     connection.send_bytes(reply.text.encode())

@@ -1,10 +1,10 @@
-"""Maximum mean discrepancy: how far two samples of features are from being drawn from one distribution.
+"""Maximum mean discrepancy: a distance between the distributions of two samples of features.
 
 Gretton et al., "A Kernel Two-Sample Test", JMLR 2012, equations 3 (unbiased) and 5 (biased). Michieli, Toldo and Ozay
 (FedMargin, IEEE Internet of Things Journal 2022) compare the features of a federated model with those of a centrally
 trained one; their kernel is not in the text that could be read, so that the Gaussian one here is a reconstruction.
 
-Nothing that grows with the square of the number of samples is ever held: distances are computed for ``chunk_size`` by
+Memory does not grow with the square of the number of samples: distances are computed for ``chunk_size`` by
 ``chunk_size`` samples at a time, in float64.
 """
 
@@ -82,7 +82,7 @@ def maximum_mean_discrepancy(
     least = 1 if estimator == "biased" else 2
     _check_samples(features, reference, least)
     check_numbers(bandwidth, scales, chunk_size)
-    features, reference = (each.to(float64_device(each.device)) for each in (features, reference))
+    features, reference = (samples.to(float64_device(samples.device)) for samples in (features, reference))
     sigma = _sigma(features, reference, bandwidth, chunk_size)
     factors = [-0.5 / (scale * sigma) ** 2 for scale in scales]
     shift = _mean(reference, chunk_size)
@@ -115,7 +115,7 @@ def classwise_maximum_mean_discrepancy(
 ) -> Tensor:
     r"""Maximum mean discrepancy within every class.
 
-    The bandwidth is that of all samples, the same for every class. What the published text reports is not per class as
+    The bandwidth is that of all samples, the same for every class. The published text reports no values per class as
     far as it can be read: this is a reconstruction, like the kernel.
 
     Args:
@@ -152,17 +152,17 @@ def classwise_maximum_mean_discrepancy(
             )
     device = float64_device(features.device)
     features, reference, labels, reference_labels = (
-        each.to(device) for each in (features, reference, labels, reference_labels)
+        values.to(device) for values in (features, reference, labels, reference_labels)
     )
     sigma = _sigma(features, reference, bandwidth, chunk_size)
     least = 1 if estimator == "biased" else 2
     result = torch.full((num_classes,), torch.nan, dtype=torch.float64, device=device)
     for index in range(num_classes):
-        own, others = features[labels == index], reference[reference_labels == index]
-        if min(len(own), len(others)) >= least:
+        members, reference_members = features[labels == index], reference[reference_labels == index]
+        if min(len(members), len(reference_members)) >= least:
             result[index] = maximum_mean_discrepancy(
-                own,
-                others,
+                members,
+                reference_members,
                 bandwidth=sigma,
                 estimator=estimator,
                 scales=scales,
@@ -206,8 +206,8 @@ def median_distance(samples: Tensor, *, chunk_size: int = 1024) -> float:
     for head in sorted(set(heads)):
         trailing = _bit_counts(samples, shift, chunk_size, head).cumsum(0)
         before = int(leading[head - 1]) if head else 0
-        for rank, its_head in zip(middle, heads, strict=True):
-            if its_head == head:
+        for rank, rank_head in zip(middle, heads, strict=True):
+            if rank_head == head:
                 tail = int(torch.searchsorted(trailing, rank - before, right=True))
                 bits = torch.tensor(head << _BITS | tail, dtype=torch.int32)
                 values.append(math.sqrt(bits.view(torch.float32).item()))
@@ -242,7 +242,7 @@ def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_s
 
 
 def _bit_counts(samples: Tensor, shift: Tensor, chunk_size: int, head: int | None) -> Tensor:
-    """How many pairs have squared distances with which leading bits; or, of those that have ``head``, trailing bits.
+    """Counts of pairs by the leading bits of their squared distances, or by the trailing bits of those with ``head``.
 
     The bits of a float that is not negative, read as an integer, are in the order of the floats.
     """
@@ -263,18 +263,18 @@ def _kernel_sum(distances: Iterator[Tensor], factors: Sequence[float]) -> float:
 def _pair_distances(samples: Tensor, shift: Tensor, chunk_size: int) -> Iterator[Tensor]:
     """Squared distances between two different samples, every pair once, in pieces."""
     chunks = torch.split(samples, chunk_size)
-    for place, chunk in enumerate(chunks):
+    for index, chunk in enumerate(chunks):
         block = squared_distances(chunk, chunk, shift)
         yield block[torch.ones_like(block, dtype=torch.bool).triu(1)]
-        for other in chunks[place + 1 :]:
-            yield squared_distances(chunk, other, shift).flatten()
+        for later_chunk in chunks[index + 1 :]:
+            yield squared_distances(chunk, later_chunk, shift).flatten()
 
 
-def _cross_distances(samples: Tensor, others: Tensor, shift: Tensor, chunk_size: int) -> Iterator[Tensor]:
-    """Squared distances between a sample of one set and one of the other, in pieces."""
+def _cross_distances(samples: Tensor, reference: Tensor, shift: Tensor, chunk_size: int) -> Iterator[Tensor]:
+    """Squared distances between samples of two sets, in pieces."""
     for chunk in torch.split(samples, chunk_size):
-        for other in torch.split(others, chunk_size):
-            yield squared_distances(chunk, other, shift)
+        for reference_chunk in torch.split(reference, chunk_size):
+            yield squared_distances(chunk, reference_chunk, shift)
 
 
 def _mean(samples: Tensor, chunk_size: int) -> Tensor:

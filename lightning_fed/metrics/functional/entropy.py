@@ -1,4 +1,4 @@
-"""Entropy maps: how sure a model is of its classes, and how many patterns its features show, pixel by pixel.
+"""Entropy maps: a model's uncertainty about its classes, and the number of active features, pixel by pixel.
 
 Shannon, "A Mathematical Theory of Communication", 1948, as used by Michieli, Toldo and Ozay, "Federated Learning via
 Attentive Margin of Semantic Feature Representations" (FedMargin), IEEE Internet of Things Journal 2022. All logarithms
@@ -83,7 +83,7 @@ def feature_entropy(
 
     Args:
         features: Features, shape ``(N, d, *size)``; ``size`` may be empty.
-        activation: What makes them non-negative; "relu" leaves those of a layer after a ReLU as they are.
+        activation: Function that makes them non-negative; "relu" leaves those of a layer after a ReLU as they are.
         normalize: Whether to divide by :math:`\ln d`.
         size: Height and width to which maps of shape ``(N, d, H, W)`` are then resized bilinearly (corners not
             aligned): those of the input.
@@ -92,7 +92,8 @@ def feature_entropy(
         Entropies, shape ``(N, *size)``; float32 for smaller types.
 
     Raises:
-        ValueError: If ``activation`` is unknown, there are fewer than two channels, or what is to be resized is no map.
+        ValueError: If ``activation`` is unknown, there are fewer than two channels, or features to be resized are no
+            maps.
 
     Example:
         >>> feature_entropy(torch.tensor([[2.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]), normalize=True)

@@ -1,11 +1,11 @@
-r"""Retrieval: are the nearest neighbours of an image those of its own class?
+r"""Retrieval: precision among the nearest neighbours of an image, where those of its class count as hits.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), equation 9: MAP@R with a fixed R. With
 as large an R as a class has other images it is that of Musgrave, Belongie and Lim, "A Metric Learning Reality Check",
 ECCV 2020, section 3.2.
 
-Neighbours are found for ``chunk_size`` queries among ``chunk_size`` images at a time: nothing that grows with the
-square of the number of images is ever held.
+Neighbours are found for ``chunk_size`` queries among ``chunk_size`` images at a time: memory does not grow with the
+square of the number of images.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def mean_average_precision_at_r(
     gallery_labels: Tensor | None = None,
     chunk_size: int = 1024,
 ) -> Tensor:
-    r"""MAP@R: the mean over all queries of how much of the top R is of the query's class, with the top counting most.
+    r"""MAP@R: the mean over all queries of the share of the top R with the query's class, where the top counts most.
 
     .. math:: \mathrm{MAP@R} = \frac{1}{Q} \sum_q \frac{1}{R} \sum_{i=1}^{R} \mathrm{rel}_i
         \frac{\sum_{j \le i} \mathrm{rel}_j}{i}
@@ -103,7 +103,7 @@ def relevant_neighbors(
     gallery_labels: Tensor | None = None,
     chunk_size: int = 1024,
 ) -> Tensor:
-    """Which of the k nearest neighbours of every query are of its class.
+    """Marks those of the k nearest neighbours of every query that are of its class.
 
     The first column's mean is the precision at 1; the mean of ``any(1)`` is the recall at k.
 
@@ -182,25 +182,25 @@ class _Search:
         self.labels, self.image_labels = (part.to(device, torch.int64) for part in (labels, gallery_labels))
         self.is_finite = all(bool(part.isfinite().all()) for part in (embeddings, gallery))
         self._shift = torch.zeros(gallery.shape[1], dtype=torch.float64, device=device)
-        if metric == "euclidean":  # what the images have in common does not cost precision
+        if metric == "euclidean":  # a common offset of the images does not cost precision
             for chunk in torch.split(gallery, self.chunk_size):
                 self._shift += to_float64(chunk).sum(0) / len(gallery)
 
     def relevant(self) -> Tensor:
         """For every query the number of images of its class that are searched."""
         classes, counts = torch.unique(self.image_labels, return_counts=True)
-        places = torch.searchsorted(classes, self.labels).clamp_max(len(classes) - 1)
-        found: Tensor = counts[places] * (classes[places] == self.labels)
-        return found - int(self.is_among_queries)
+        indices = torch.searchsorted(classes, self.labels).clamp_max(len(classes) - 1)
+        same_class: Tensor = counts[indices] * (classes[indices] == self.labels)
+        return same_class - int(self.is_among_queries)
 
     def hits(self, k: int) -> Iterator[Tensor]:
-        """Which of the k nearest images are of the query's class, for some queries after the other."""
+        """Marks those of the k nearest images that are of the query's class, in chunks of queries."""
         for first in range(0, len(self.queries), self.chunk_size):
-            queries = self._placed(self.queries, first)
+            queries = self._comparable(self.queries, first)
             labels = self.labels[first : first + self.chunk_size, None]
             nearest = labels.new_full((len(queries), k), _LAST, dtype=torch.int32)
             for start in range(0, len(self.images), self.chunk_size):
-                distances = squared_distances(queries, self._placed(self.images, start), self._shift)
+                distances = squared_distances(queries, self._comparable(self.images, start), self._shift)
                 # The bits of a float that is not negative are in the order of the floats. The last one says whether the
                 # image is relevant: of equally near ones the others come first.
                 keys = distances.float().view(torch.int32)
@@ -210,7 +210,7 @@ class _Search:
                 nearest = torch.cat([nearest, keys], 1).topk(k, largest=False).values
             yield (nearest & 1).bool()
 
-    def _placed(self, embeddings: Tensor, start: int) -> Tensor:
+    def _comparable(self, embeddings: Tensor, start: int) -> Tensor:
         """Some of the embeddings, so that Euclidean distances rank them."""
         chunk = to_float64(embeddings[start : start + self.chunk_size])
         return F.normalize(chunk, dim=1) if self.metric == "cosine" else chunk

@@ -68,7 +68,7 @@ def on_flower(
         grids: A list that the grid is put into.
 
     Returns:
-        The server's module, its Trainer, the post and the grid.
+        The server's module, its Trainer, the transport and the grid.
 
     """
     apps = {
@@ -79,7 +79,7 @@ def on_flower(
         for node in (11, 12)
     }  # fmt: skip
     grid = FakeGrid(
-        apps, {node: {"partition-id": place, "num-partitions": 2} for place, node in enumerate(apps)}, change
+        apps, {node: {"partition-id": index, "num-partitions": 2} for index, node in enumerate(apps)}, change
     )
     if grids is not None:
         grids.append(grid)
@@ -120,7 +120,7 @@ def sleeping_module():
 
 
 def few_scenes(sizes):
-    return models.scenes({name: 4 + place for place, name in enumerate(sizes)})
+    return models.scenes({name: 4 + index for index, name in enumerate(sizes)})
 
 
 def norm_module():

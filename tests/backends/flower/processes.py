@@ -11,13 +11,12 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-STARTER = ROOT / "lightning_fed" / "engines" / "flower" / "starter.py"
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 class Deployment:
@@ -67,7 +66,7 @@ class Deployment:
 
     def node(self, name: str, config: str, *options: str) -> None:
         self.start(
-            name, sys.executable, "-P", str(STARTER), *(options or ("--insecure",)), "--superlink", self.address,
+            name, "flower-supernode", *(options or ("--insecure",)), "--superlink", self.address,
             "--port", str(free_port()), "--node-config", config,
         )  # fmt: skip
 
@@ -98,8 +97,8 @@ class Deployment:
     def server_apps(self) -> list[int]:
         """The processes of the server's half, which are in a session of their own: by the SuperLink's address."""
         pattern = f"flwr-serverapp --runtime-api-address {self.address}"
-        found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, check=False)
-        return [int(process) for process in found.stdout.split()]
+        result = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, check=False)
+        return [int(process) for process in result.stdout.split()]
 
     def kill_server_app(self) -> None:
         """Kills the server's half; Flower's SuperLink stays."""

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 def numbers_of(book):
-    """What the last round logged, but for what a clock says."""
+    """Values that the last round logged, except for times."""
     return {name: value for name, value in book.state_dict()["last"].items() if not name.endswith("seconds")}
 
 
@@ -26,7 +26,7 @@ def test_methods(case, federated_trainer, tmp_path):
         tmp_path, case.module, data, case.federation, callbacks=case.callbacks, options=case.options
     )
     assert_same(state_of(there), state_of(here))
-    book, other = (each.callbacks[0].round_log for each in (server, trainer))
-    assert numbers_of(book) == numbers_of(other)
-    assert (book.total_up_bytes, book.total_down_bytes) == (transport.received, transport.sent)
+    server_log, trainer_log = (fitted.callbacks[0].round_log for fitted in (server, trainer))
+    assert numbers_of(server_log) == numbers_of(trainer_log)
+    assert (server_log.total_up_bytes, server_log.total_down_bytes) == (transport.received, transport.sent)
     assert server.global_step == trainer.global_step

@@ -76,7 +76,7 @@ def test_the_app_of_a_recipe_trains_as_the_recipe(tmp_path, monkeypatch, imports
     whole = importlib.import_module("my_hospitals.clients")
     light = importlib.import_module(components["clientapp"].partition(":")[0])
     assert isinstance(light.app, ClientApp)
-    nodes = {node: {"partition-id": place, "num-partitions": 2} for place, node in enumerate((11, 12))}
+    nodes = {node: {"partition-id": index, "num-partitions": 2} for index, node in enumerate((11, 12))}
     server.app(FakeGrid(dict.fromkeys(nodes, light.app), nodes), Context(1, 1, {}, RecordDict(), {}))
     here = FederatedCLI(["-c", str(recipe), "--trainer.logger", "false", "--trainer.callbacks", "null"], run=False)
     here.trainer.fit(here.model, datamodule=here.datamodule)

@@ -1,4 +1,4 @@
-"""What may go wrong between a server and its clients: who is left out, what goes on, what is never lost."""
+"""Faults between a server and its clients: clients that are left out, rounds that go on, state that is not lost."""
 
 import json
 import time
@@ -32,7 +32,7 @@ def make_module():
 
 
 def is_lost(message, content):
-    """Whether this is the answer that something happens to."""
+    """Returns whether this is the answer that is lost."""
     sent = json.loads(from_records(message.content).text)["header"]
     return (sent.get("visit") or {}).get("client") == LOST and sent["visit"]["round"] == ROUND
 
@@ -213,22 +213,22 @@ RESUMED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("place", ["between rounds", "inside a round"])
+@pytest.mark.parametrize("moment", ["between rounds", "inside a round"])
 @pytest.mark.parametrize("case", RESUMED.values(), ids=RESUMED)
-def test_the_server_is_killed_and_started_again(case, place, federated_trainer, tmp_path):
+def test_the_server_is_killed_and_started_again(case, moment, federated_trainer, tmp_path):
     """The run ends as one that nobody killed; what clients kept for a round that never was is not seen."""
     federation, module, callbacks = case
     data = models.vectors(SIZES)
     here, _ = in_process(federated_trainer, module, data, federation(), callbacks=callbacks())
 
     def killed(node, message, content):
-        if place == "inside a round" and message.metadata.group_id == "1" and is_of(message, "cid"):
+        if moment == "inside a round" and message.metadata.group_id == "1" and is_of(message, "cid"):
             raise KilledError
         return [content]
 
     class Kill(L.Callback):
         def on_train_epoch_start(self, trainer, module):
-            if place == "between rounds" and trainer.current_epoch == 1:
+            if moment == "between rounds" and trainer.current_epoch == 1:
                 raise KilledError
 
     with pytest.raises(KilledError):
@@ -300,7 +300,7 @@ def test_halves_that_do_not_fit(federation, reason, tmp_path):
 
 
 def test_frozen_entries_must_be_the_same(tmp_path):
-    def other():
+    def make_other():
         module = make_module()
         with torch.no_grad():
             module.net[0].weight += 1
@@ -308,7 +308,7 @@ def test_frozen_entries_must_be_the_same(tmp_path):
 
     apps = {
         11: client_app(
-            Federation(frozen=["net.0.*"]), other, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "c"
+            Federation(frozen=["net.0.*"]), make_other, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "c"
         )
     }
     transport = FlowerTransport(FakeGrid(apps), 5, 0.01)
@@ -349,7 +349,7 @@ def test_an_answer_in_time_is_read_after_the_time_limit(tmp_path):
         )
         for node in (11, 12)
     }
-    grid = FakeGrid(apps, {node: {"partition-id": place, "num-partitions": 2} for place, node in enumerate(apps)})
+    grid = FakeGrid(apps, {node: {"partition-id": index, "num-partitions": 2} for index, node in enumerate(apps)})
     transport = FlowerTransport(grid, 0.5, 0.01)
     transport.meet(3, 60)
     grid.silent.add(12)

@@ -1,10 +1,8 @@
-"""What one half could do to the other with messages that are well-formed, and what may happen to a run's folder."""
+"""Harm by well-formed messages from one half to the other, and faults in a run's folder."""
 
 import json
 import multiprocessing
 import socket
-import subprocess
-import sys
 import threading
 import warnings
 
@@ -18,10 +16,9 @@ from flwr.app import Context, RecordDict
 
 from lightning_fed import Federation
 from lightning_fed.algorithms import FedPer
-from lightning_fed.backends.flower import starter
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.packets import Packet, PacketError, read_packet, write_packet
-from lightning_fed.backends.flower.run_folder import alone
+from lightning_fed.backends.flower.run_folder import lock_folder
 from lightning_fed.backends.flower.server import run_server, server_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records
 from lightning_fed.backends.flower.worker import serve
@@ -201,7 +198,7 @@ def serve_rounds(tmp_path, apps, rounds, clients=2, patience=1.0):
 
 
 def test_a_run_goes_on_with_its_own_clients(tmp_path, caplog):
-    """Where their number alone is said, another client does not take the place of one that is late."""
+    """Another client does not replace one that is late, where only their number is given."""
     data = models.as_datasets(models.vectors(SIZES))
     apps = {
         node: client_app(Federation(), make_module, {name: data[name]}, OPTIONS, store=tmp_path / name)
@@ -241,7 +238,7 @@ def test_a_checkpoint_is_never_half_written(tmp_path, monkeypatch):
 
 
 def _be_there(folder, is_there, may_go):
-    with alone(folder):
+    with lock_folder(folder):
         is_there.set()
         may_go.wait(30)
 
@@ -251,14 +248,14 @@ def test_one_server_in_a_folder(tmp_path):
     is_there, may_go = context.Event(), context.Event()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of forks where there are threads
-        other = context.Process(target=_be_there, args=(tmp_path, is_there, may_go))
-        other.start()
+        process = context.Process(target=_be_there, args=(tmp_path, is_there, may_go))
+        process.start()
     assert is_there.wait(30)
-    with pytest.raises(RuntimeError, match="Another server trains in"), alone(tmp_path):
+    with pytest.raises(RuntimeError, match="Another server trains in"), lock_folder(tmp_path):
         pass
     may_go.set()
-    other.join(30)
-    with alone(tmp_path):
+    process.join(30)
+    with lock_folder(tmp_path):
         pass
 
 
@@ -272,29 +269,29 @@ def test_a_worker_outlives_what_it_cannot_answer(tmp_path):
         return {node["client"]: models.as_datasets(models.vectors(SIZES))["ann"]}
 
     whole = client_app(Federation(), lambda: None, data, OPTIONS, store=tmp_path)
-    place = tmp_path / "private" / "worker"
-    thread = threading.Thread(target=serve, args=(whole, place, 5), daemon=True)  # a second worker's question is one
+    path = tmp_path / "private" / "worker"
+    thread = threading.Thread(target=serve, args=(whole, path, 5), daemon=True)  # a second worker's question is one
     thread.start()
-    while not place.exists():
+    while not path.exists():
         thread.join(0.01)
     FakeGrid({})
     with socket.socket(socket.AF_UNIX) as nonsense:
-        nonsense.connect(str(place))
+        nonsense.connect(str(path))
         nonsense.sendall(b"\0\0\0\1{")
     app = light_app()
-    grid = FakeGrid({11: app, 12: app}, {11: {"worker": str(place)}, 12: {"worker": str(place), "client": "ann"}})
+    grid = FakeGrid({11: app, 12: app}, {11: {"worker": str(path)}, 12: {"worker": str(path), "client": "ann"}})
     with pytest.raises(ValueError, match="KeyError: 'client'"):
         list(FlowerTransport(grid, 5).ask("query", [], 0))
     del grid.apps[11]
     assert FlowerTransport(grid, 5).meet(1, 5) == ["ann"]
     with pytest.raises(FileExistsError, match="A worker is waiting at"):
-        serve(whole, place, 0)
-    assert place.exists()
-    place.unlink()
-    place.write_text("my notes")
+        serve(whole, path, 0)
+    assert path.exists()
+    path.unlink()
+    path.write_text("my notes")
     with pytest.raises(FileExistsError, match="is a file"):
-        serve(whole, place, 0)
-    assert place.read_text() == "my notes"
+        serve(whole, path, 0)
+    assert path.read_text() == "my notes"
 
 
 @pytest.mark.parametrize("name", ["class", "torch", "Flwr"])
@@ -302,13 +299,3 @@ def test_names_that_are_taken(name, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["flower", "new", str(tmp_path / name), "-c", "nowhere.yaml"])
     assert "Expected a folder with a name of its own" in capsys.readouterr().err
-
-
-def test_messages_whose_starter_is_gone(tmp_path):
-    """Flower's own command takes its place."""
-    command = tmp_path / "flwr-clientapp"
-    text = starter.COMMAND.format(python=sys.executable, place=str(tmp_path / "gone"), own="/bin/echo")
-    command.write_text(text)
-    command.chmod(0o700)
-    ran = subprocess.run([command, "--token", "x"], capture_output=True, text=True, check=True)
-    assert ran.stdout == "--token x\n"

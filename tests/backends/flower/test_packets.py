@@ -114,7 +114,7 @@ def test_nothing_is_unpickled():
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"version": 1}', json.dumps({"version": 1, "kind": [], "header": {}, "tensors": {}})]
 )
-def test_texts_that_are_no_letters(text):
+def test_texts_that_are_no_packets(text):
     with pytest.raises(PacketError, match="it is"):
         read_packet(Packet(text), "update")
 
@@ -123,7 +123,7 @@ def test_hyperparameters_are_the_servers():
     parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
 
     def adam(**options):
-        return torch.optim.Adam([{"params": [each]} for each in parameters], **options)
+        return torch.optim.Adam([{"params": [parameter]} for parameter in parameters], **options)
 
     server, client = adam(lr=0.3, betas=(0.5, 0.9), weight_decay=0.1), adam(lr=torch.tensor(1.0), foreach=False)
     groups = [[{k: v for k, v in group.items() if k != "params"} for group in server.param_groups]]
@@ -139,18 +139,18 @@ def test_hyperparameters_are_the_servers():
 
 def test_a_digest_tells_states_apart():
     state = {"a": torch.ones(2), "b": torch.zeros(1)}
-    found = digest(state)
-    assert found == digest({"b": torch.zeros(1), "a": torch.ones(2)})
-    others = [
+    expected = digest(state)
+    assert expected == digest({"b": torch.zeros(1), "a": torch.ones(2)})
+    changed = [
         {"a": torch.ones(2)},
         {**state, "b": torch.zeros(1, dtype=torch.float64)},
         {**state, "a": torch.ones(2, 1)},
         {**state, "a": torch.tensor([1.0, 1.0 + 2**-23])},
     ]
-    assert len({found, *map(digest, others)}) == 5
+    assert len({expected, *map(digest, changed)}) == 5
 
 
-def test_the_ledger_forgets_what_came_to_nothing():
+def test_the_store_forgets_what_came_to_nothing():
     """It says of every client since when it keeps what it has; a checkpoint in a round does not know of that round."""
     client_store = RemoteClientStore()
     run = client_store.run

@@ -111,7 +111,7 @@ def test_it_grows_with_the_shift():
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
 def test_far_from_zero(offset):
-    """What the samples have in common does not cost precision."""
+    """A common offset of the samples does not cost precision."""
     x, y = samples(40, 40, 8, dtype=torch.float64)
     expected = maximum_mean_discrepancy(x, y, squared=True)
     result = maximum_mean_discrepancy(x + offset, y + offset, squared=True)
@@ -199,9 +199,9 @@ def test_classes_against_the_reference(bandwidth, estimator):
         x, y, x_labels, y_labels, 5, bandwidth=bandwidth, estimator=estimator, squared=True, chunk_size=4
     )
     for c in range(5):
-        own, others = x[x_labels == c], y[y_labels == c]
+        members, reference_members = x[x_labels == c], y[y_labels == c]
         if c < (3 if estimator == "biased" else 2):
-            expected = references.mmd_squared_reference(own, others, sigma, estimator)
+            expected = references.mmd_squared_reference(members, reference_members, sigma, estimator)
             assert result[c].item() == pytest.approx(expected, abs=1e-6)
         else:
             assert result[c].isnan()

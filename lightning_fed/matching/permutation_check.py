@@ -1,4 +1,4 @@
-"""Groups of neurons tried out: a network must compute the same when they change places, and when there are more."""
+"""Check of permutation groups: a network must compute the same when neurons are permuted, and when there are more."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_fed.numerics.precision import float64_device
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the largest output
 
 
-class Trial:
+class PermutationCheck:
     """A module that runs with random numbers in it, in evaluation mode.
 
-    Every number of its state and of its inputs is moved off where it is: zeros and ones that layers start with, or the
-    dead channels of a trained network, would hide what depends on what. It runs in float64, or in float32 where it
-    cannot. To be used within :func:`on_loan`.
+    Every number of its state and of its inputs is perturbed: zeros and ones that layers start with, or the
+    dead channels of a trained network, would hide dependencies. It runs in float64, or in float32 where it
+    cannot. To be used within :func:`restored_afterwards`.
 
     Args:
         module: The module.
@@ -36,10 +36,10 @@ class Trial:
         self._module, self._generator = module, torch.Generator().manual_seed(0)
         self._tensors = named_tensors(module)
         first = {id(tensor): name for name, tensor in reversed(self._tensors.items())}
-        self._values = {name: self._shaken(self._tensors[name], name) for name in first.values()}
-        self._inputs = tree_map(self._shaken, (args, dict(kwargs)))
-        device = next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
-        self._dtype = torch.float64 if float64_device(device) == device else torch.float32
+        self._values = {name: self._perturbed(self._tensors[name], name) for name in first.values()}
+        self._inputs = tree_map(self._perturbed, (args, dict(kwargs)))
+        self._device = next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
+        self._dtype = torch.float64 if float64_device(self._device) == self._device else torch.float32
         try:
             self._outputs = self._compute(self._values)
         except (RuntimeError, TypeError, ValueError):  # a network with float32 written into it
@@ -47,20 +47,20 @@ class Trial:
             self._outputs = self._compute(self._values)
         self._scale = max((float(output.abs().max()) for output in self._outputs if output.numel()), default=0.0)
 
-    def find_movers(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
+    def find_not_invariant(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
         """The groups that change what the module computes when they are permuted; all if it computes nothing finite."""
         if not 0 < self._scale < float("inf"):
             return list(groups)
-        return _find_guilty(list(groups), self._moves)
+        return _find_failing(list(groups), self._is_variant)
 
-    def find_stiff(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
+    def find_fixed_width(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
         """Growable groups that cannot have more neurons: the module fails then, or computes something else."""
         growable = [group for group in groups if group.is_growable]
-        return _find_guilty(growable, lambda some: self._is_stiff(groups, some))
+        return _find_failing(growable, lambda growing: self._has_fixed_width(groups, growing))
 
-    def _moves(self, groups: list[PermutationGroup]) -> bool:
-        """In a cycle of all, and in a random order: from the two all orders can be made, but for a rare draw."""
-        for draw in (self._cycle, self._random_order):
+    def _is_variant(self, groups: list[PermutationGroup]) -> bool:
+        """Permutes by a cycle and by a random order: these two generate all orders, except for a rare draw."""
+        for draw in (self._cyclic_order, self._random_order):
             orders = []
             for group in groups:
                 width = group.size // group.blocks
@@ -70,28 +70,30 @@ class Trial:
                 return True
         return False
 
-    def _is_stiff(self, groups: Sequence[PermutationGroup], growing: list[PermutationGroup]) -> bool:
-        """With new neurons that are made by random numbers and read by nobody."""
-        sizes = [group.size + (1 + place % 3 if group in growing else 0) for place, group in enumerate(groups)]
-        places = [torch.arange(group.size) for group in groups]
-        made, read = ([_only(group, roles) for group in groups] for roles in (("out", "vec"), ("in", "both")))
-        state = grow_neurons(self._values, made, places, sizes)
+    def _has_fixed_width(self, groups: Sequence[PermutationGroup], growing: list[PermutationGroup]) -> bool:
+        """Adds neurons with random incoming weights whose outgoing weights are zeros."""
+        sizes = [group.size + (1 + index % 3 if group in growing else 0) for index, group in enumerate(groups)]
+        assignments = [torch.arange(group.size) for group in groups]
+        out_groups, in_groups = (
+            [_only(group, roles) for group in groups] for roles in (("out", "vec"), ("in", "both"))
+        )
+        state = grow_neurons(self._values, out_groups, assignments, sizes)
         for name, value in state.items():
             if value.is_floating_point() and value.shape != self._values[name].shape:
                 numbers = 0.5 + torch.rand(value.shape, generator=self._generator, dtype=value.dtype)
                 state[name] = torch.where(value == 0, numbers, value)  # zeros are new: all others have noise
-        return not self._is_same(grow_neurons(state, read, places, sizes))
+        return not self._is_same(grow_neurons(state, in_groups, assignments, sizes))
 
     def _is_same(self, state: Mapping[str, Tensor]) -> bool:
         try:
             outputs = self._compute(state)
-        except Exception:  # whatever a module raises that has its widths written into it
+        except Exception:  # modules raise anything whose widths are written into their code
             return False
         if [output.shape for output in outputs] != [output.shape for output in self._outputs]:
             return False
         limit = _TOLERANCES[self._dtype] * self._scale
         pairs = zip(outputs, self._outputs, strict=True)
-        return all(bool(((one - other).abs() <= limit).all()) for one, other in pairs)
+        return all(bool(((output - expected).abs() <= limit).all()) for output, expected in pairs)
 
     def _compute(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         for name, value in state.items():
@@ -100,8 +102,7 @@ class Trial:
         fit_layers(self._module)
         for buffer in self._module.buffers():  # those that are not in the state
             buffer.data = self._cast(buffer.data, buffer.device)
-        device = next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
-        args, kwargs = tree_map(lambda leaf: self._cast(leaf, device), self._inputs)
+        args, kwargs = tree_map(lambda leaf: self._cast(leaf, self._device), self._inputs)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             outputs = self._module(*args, **kwargs)
@@ -112,20 +113,20 @@ class Trial:
             return value
         return value.to(device, self._dtype if value.is_floating_point() else value.dtype)
 
-    def _shaken(self, value: Any, name: str = "") -> Any:
-        """The numbers with noise of their own size, on the CPU."""
+    def _perturbed(self, value: Any, name: str = "") -> Any:
+        """The numbers plus noise of the same standard deviation, on the CPU."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value.detach().cpu() if isinstance(value, Tensor) else value
-        wide = value.detach().to("cpu", torch.float64)
+        numbers = value.detach().to("cpu", torch.float64)
         if name.endswith("running_var"):
-            return 0.5 + torch.rand(wide.shape, generator=self._generator, dtype=torch.float64)
-        spread = wide.std(correction=0)
-        noise = torch.randn(wide.shape, generator=self._generator, dtype=torch.float64)
-        return wide + noise * (spread if spread > 1e-3 else 0.1)
+            return 0.5 + torch.rand(numbers.shape, generator=self._generator, dtype=torch.float64)
+        spread = numbers.std(correction=0)
+        noise = torch.randn(numbers.shape, generator=self._generator, dtype=torch.float64)
+        return numbers + noise * (spread if spread > 1e-3 else 0.1)
 
-    def _cycle(self, count: int) -> Tensor:
-        arranged = self._random_order(count)
-        return torch.empty_like(arranged).index_copy_(0, arranged, arranged.roll(1))
+    def _cyclic_order(self, count: int) -> Tensor:
+        order = self._random_order(count)
+        return torch.empty_like(order).index_copy_(0, order, order.roll(1))
 
     def _random_order(self, count: int) -> Tensor:
         return torch.randperm(count, generator=self._generator)
@@ -139,8 +140,8 @@ def split_inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @contextmanager
-def on_loan(module: nn.Module) -> Iterator[None]:
-    """A module to try things on, in evaluation mode without gradients; it has everything back afterwards."""
+def restored_afterwards(module: nn.Module) -> Iterator[None]:
+    """Opens a module for changes, in evaluation mode without gradients, and restores all of it afterwards."""
     tensors = [*module.parameters(), *module.buffers()]
     values = [tensor.data for tensor in tensors]
     layers = [(layer, layer.training, dict(vars(layer))) for layer in module.modules()]
@@ -156,19 +157,19 @@ def on_loan(module: nn.Module) -> Iterator[None]:
             vars(layer).update(attributes)
 
 
-def _find_guilty(
+def _find_failing(
     groups: list[PermutationGroup], fails: Callable[[list[PermutationGroup]], bool]
 ) -> list[PermutationGroup]:
-    """Groups without which nothing fails, found by halves; where only several together fail, all of them."""
+    """Groups without which the rest passes, by bisection; where only several together fail, all of them."""
     if not groups or not fails(groups):
         return []
     if len(groups) == 1:
         return groups
     half = len(groups) // 2
-    found = _find_guilty(groups[:half], fails) + _find_guilty(groups[half:], fails)
-    if not found:
+    failing = _find_failing(groups[:half], fails) + _find_failing(groups[half:], fails)
+    if not failing:
         return groups
-    return found + _find_guilty([group for group in groups if group not in found], fails)
+    return failing + _find_failing([group for group in groups if group not in failing], fails)
 
 
 def _only(group: PermutationGroup, roles: Sequence[str]) -> PermutationGroup:

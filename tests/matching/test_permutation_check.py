@@ -179,12 +179,12 @@ def test_a_lightning_module_within_a_fit(plain_trainer):
             self.groups = PermutationGroups.of(pl_module, batch[0][:2])
             assert pl_module.training
 
-    found = Finds()
+    finder = Finds()
     data = torch.utils.data.TensorDataset(*models.vectors({"ann": 32})["ann"])
-    trainer = plain_trainer(max_epochs=1, callbacks=[found])
+    trainer = plain_trainer(max_epochs=1, callbacks=[finder])
     loader = torch.utils.data.DataLoader(data, 16)
     trainer.fit(models.Module(models.norm_mlp()), loader, loader)
-    assert found.groups.sizes == {"net.0": 8, "net.4": 8}
+    assert finder.groups.sizes == {"net.0": 8, "net.4": 8}
 
 
 @pytest.mark.parametrize(
