@@ -24,7 +24,6 @@ from lightning_fed.algorithms.fedmargin.prototypes import aggregate_prototypes a
 from lightning_fed.algorithms.fedmargin.prototypes import class_prototypes as class_prototypes
 from lightning_fed.algorithms.fedmargin.prototypes import class_sums as class_sums
 from lightning_fed.algorithms.fedmargin.prototypes import reference_prototypes as reference_prototypes
-from lightning_fed.algorithms.fedmargin.prototypes import resize_labels as resize_labels
 from lightning_fed.algorithms.fedmargin.prototypes import update_prototypes as update_prototypes
 
 __all__ = [
@@ -51,7 +50,6 @@ __all__ = [
     "pack_prototypes",
     "principal_axes",
     "reference_prototypes",
-    "resize_labels",
     "unpack_prototypes",
     "update_prototypes",
 ]

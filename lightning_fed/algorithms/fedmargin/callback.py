@@ -23,7 +23,7 @@ from lightning_fed.algorithms.fedmargin.margins import (
     local_prototype_margin,
 )
 from lightning_fed.algorithms.fedmargin.prototype_messages import lpm_name, pack_prototypes, unpack_prototypes
-from lightning_fed.algorithms.fedmargin.prototypes import Prototypes, VoidLabel
+from lightning_fed.algorithms.fedmargin.prototypes import Prototypes
 from lightning_fed.algorithms.server_optimizer import averaging_rule
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.federation import Federation, find_federation
@@ -33,6 +33,7 @@ from lightning_fed.data.round_loader import describe
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.model.features import FeatureLayer, count_classes, find_feature_layer, tap_features
+from lightning_fed.model.labels import VoidLabel
 from lightning_fed.rounds.callback import FederatedCallback
 from lightning_fed.rounds.isolated_pass import forward_step, one_pass, until_fault
 

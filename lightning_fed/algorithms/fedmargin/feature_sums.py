@@ -12,13 +12,12 @@ from torch import Tensor
 
 from lightning_fed.algorithms.fedmargin.prototypes import (
     Prototypes,
-    VoidLabel,
-    class_places,
     class_prototypes,
     class_sums,
 )
 from lightning_fed.model.batches import Place, as_classes, find_target
 from lightning_fed.model.features import FeatureLayer, tap_features, without_compiled_code
+from lightning_fed.model.labels import VoidLabel, class_indices
 from lightning_fed.rounds.isolated_pass import forward_step, isolated_pass, prepare_batch, run_prepared
 
 
@@ -48,7 +47,7 @@ class FeatureRules:
 
     def __post_init__(self) -> None:
         nothing = torch.zeros(0, dtype=torch.int64)
-        class_places(nothing, self.num_classes, self.ignore_index, self.exclude_classes)
+        class_indices(nothing, self.num_classes, self.ignore_index, self.exclude_classes)
 
 
 class FeatureSums:

@@ -10,13 +10,11 @@ from torch import Tensor
 
 from lightning_fed.algorithms.fedmargin.margins import MeanMarginKind, aggregate_mean_margin
 from lightning_fed.algorithms.fedmargin.prototypes import (
-    VoidLabel,
-    class_places,
     class_prototypes,
     class_sums,
-    void_label,
 )
 from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.model.labels import VoidLabel, class_indices, void_label
 from lightning_fed.numerics.float64_states import Float64States
 
 
@@ -80,7 +78,7 @@ class AggregateMeanMargin(Float64States):
         check_option("kind", kind, get_args(MeanMarginKind))
         for name, value in (("num_features", num_features), ("min_count", min_count)):
             check_count(name, value)
-        class_places(torch.zeros(0, dtype=torch.int64), num_classes, ignore_index, exclude_classes)
+        class_indices(torch.zeros(0, dtype=torch.int64), num_classes, ignore_index, exclude_classes)
         self.num_classes = num_classes
         self.num_features = num_features
         self.kind: MeanMarginKind = kind
