@@ -1,4 +1,4 @@
-"""Margin among the class prototypes of one model."""
+"""AMM as a torchmetrics metric: the margin among the class prototypes of one model (FedMargin, a reconstruction)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ class AggregateMeanMargin(Float64States):
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert p[c] - p[c'] \rVert
 
     over the :math:`C'` classes seen, see :func:`~lightning_fed.algorithms.fedmargin.aggregate_mean_margin`. The
-    equation is a
-    reconstruction: the published text describes it in words alone. Sums are kept in float64, :math:`C \times d` of
-    them, however much data there is; processes add theirs up.
+    equation is a reconstruction: the published text describes it in words alone. Sums are kept in float64,
+    :math:`C \times d` of them, however much data there is; those of several processes are added up.
 
     Args:
         num_classes: Number of classes :math:`C`.

@@ -1,4 +1,4 @@
-"""Class prototypes: means of the features of every class, on one client, over clients, and over rounds.
+"""Class prototypes: means of features by class, on a client, over clients, over rounds (FedMargin, a reconstruction).
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations" (FedMargin),
 IEEE Internet of Things Journal 2022. The published text that could be read gives no equation: what is called a
@@ -46,7 +46,7 @@ class Prototypes(NamedTuple):
 
     @property
     def present(self) -> Tensor:
-        """Which classes there are, shape ``(C,)``, booleans."""
+        """Mask of the classes there are, shape ``(C,)``, booleans."""
         return self.counts > 0
 
 
@@ -245,14 +245,17 @@ def update_prototypes(
     else:
         share = previous.counts / counts.clamp(min=1).to(torch.float64)
     share = torch.where(previous.present, share.where(current.present, 1.0), 0.0).unsqueeze(1)
-    old, new = (one.means.to(torch.float64).where(one.present.unsqueeze(1), 0) for one in (previous, current))
+    old, new = (
+        prototypes.means.to(torch.float64).where(prototypes.present.unsqueeze(1), 0)
+        for prototypes in (previous, current)
+    )
     return Prototypes((share * old + (1 - share) * new).to(current.means.dtype), counts)
 
 
 def reference_prototypes(
     previous: Prototypes | None, current: Prototypes, aggregate: Prototypes, reference: PrototypeReference = "previous"
 ) -> Prototypes:
-    r"""What the clients' prototypes are compared with in the aggregate prototype margin.
+    r"""Prototypes that the clients' are compared with in the aggregate prototype margin.
 
     The choice is a reconstruction: the published text says "the aggregate set of prototypes" and no more.
 
@@ -298,11 +301,11 @@ def check_same_shape(*prototypes: Prototypes) -> None:
 
     """
     shape = prototypes[0].means.shape
-    for other in prototypes:
-        if other.means.shape != shape or other.counts.shape != shape[:1]:
+    for means, counts in prototypes:
+        if means.shape != shape or counts.shape != shape[:1]:
             raise ValueError(
-                f"Expected prototypes of one shape, but got means of shape {tuple(other.means.shape)} with"
-                f" {tuple(other.counts.shape)} counts beside means of shape {tuple(shape)}."
+                f"Expected prototypes of one shape, but got means of shape {tuple(means.shape)} with"
+                f" {tuple(counts.shape)} counts beside means of shape {tuple(shape)}."
             )
 
 

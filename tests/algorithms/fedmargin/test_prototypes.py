@@ -290,15 +290,15 @@ def test_a_round_like_the_last_changes_nothing():
 
 
 def test_what_cannot_be_remembered():
-    client, other = prototypes({0: (1, 2)}), prototypes({0: (1,)})
+    client, narrower = prototypes({0: (1, 2)}), prototypes({0: (1,)})
     with pytest.raises(ValueError, match=r"`memory` to be one of \['ema', 'cumulative'\], but got 'mean'"):
         update_prototypes(client, client, memory="mean")
     for decay in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="`decay` to be in 0 to 1"):
             update_prototypes(None, client, decay=decay)
     with pytest.raises(ValueError, match="prototypes of one shape"):
-        update_prototypes(client, other)
+        update_prototypes(client, narrower)
     with pytest.raises(ValueError, match="prototypes of one shape"):
-        reference_prototypes(client, other, other)
+        reference_prototypes(client, narrower, narrower)
     with pytest.raises(ValueError, match=r"`reference` to be one of \['previous', 'current'\], but got 'last'"):
         reference_prototypes(client, client, client, "last")
