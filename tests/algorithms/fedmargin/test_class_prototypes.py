@@ -280,12 +280,12 @@ def test_the_training_is_the_same(source, passes, door, federated_trainer, plain
     (plain, plain_state), (with_prototypes, state) = runs
     assert_same(plain_state, state)
     assert len(plain.visits) == len(with_prototypes.visits) > 2
-    for plain_value, value in zip(plain.visits, with_prototypes.visits, strict=True):
-        assert_same(plain_value.update, value.update)
-    for plain_value, value in zip(plain.logged, with_prototypes.logged, strict=True):
-        assert value.pop("fed/lpm") > 0
-        assert {name: value for name, value in plain_value.items() if not name.startswith("comm/")} == {
-            name: value for name, value in value.items() if not name.startswith("comm/")
+    for plain_visit, visit in zip(plain.visits, with_prototypes.visits, strict=True):
+        assert_same(plain_visit.update, visit.update)
+    for plain_logged, logged in zip(plain.logged, with_prototypes.logged, strict=True):
+        assert logged.pop("fed/lpm") > 0
+        assert {name: value for name, value in plain_logged.items() if not name.startswith("comm/")} == {
+            name: value for name, value in logged.items() if not name.startswith("comm/")
         }
 
 
