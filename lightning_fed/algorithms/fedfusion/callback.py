@@ -56,7 +56,7 @@ class FeatureFusion(FederatedCallback):
         at: Layer whose output is the features: its name, or ``"auto"``, see
             :func:`~lightning_fed.modules.find_extractor`.
         operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"``, which is federated averaging.
-        levels: Several features (an encoder's maps) that are fused, each with its own operator: their
+        levels: Features that are fused, of several (an encoder's maps), each with its own operator: their
             positions, from the end where negative, or keys; ``"all"`` but the data itself.
         channels: Number of channels of the features, or of each of several levels; ``"infer"`` finds out.
         network: Name of the module that is called with the data and runs the layer; ``"auto"`` finds it, see

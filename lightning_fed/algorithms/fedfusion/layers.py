@@ -37,8 +37,8 @@ class FusionLayer(nn.Module):
             :func:`~lightning_fed.modules.build_operator`.
         channels: Number of channels of the features, or of each of several that are fused; ``"infer"`` finds out by
             running the network up to the layer.
-        levels: Several features (an encoder's maps) that are fused: their positions, from the end where negative, or
-            keys; ``"all"`` but the data itself, which some encoders return too.
+        levels: Features that are fused, of several (an encoder's maps): their positions, from the end where negative,
+            or keys; ``"all"`` but the data itself, which some encoders return too.
         conv_init: Start of "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Whether "conv" has a bias.
         clamp: Range of the weights of "multi" and "single".

@@ -43,7 +43,7 @@ def fuse(
         at: Layer whose output is the features, see :func:`~lightning_fed.modules.find_extractor`.
         channels: Number of channels of the features, or of each of several; ``"infer"`` finds out by running the
             network on the module's ``example_input_array``, or else on a guess.
-        levels: Several features that are fused, see :class:`~lightning_fed.modules.FusionLayer`.
+        levels: Features that are fused, of several, see :class:`~lightning_fed.modules.FusionLayer`.
         network: Name of the module that is called with the data, see :func:`~lightning_fed.modules.find_extractor`.
         options: Further arguments of :class:`~lightning_fed.modules.FusionLayer`.
 
