@@ -1,7 +1,7 @@
 """The methods, each in one place, by their papers' names."""
 
 from lightning_fed.algorithms.fairavg import FairAvg as FairAvg
-from lightning_fed.algorithms.fedatt.aggregator import FedAtt as FedAtt
+from lightning_fed.algorithms.fedatt import FedAtt as FedAtt
 from lightning_fed.algorithms.fedavg import FedAvg as FedAvg
 from lightning_fed.algorithms.fedavgm import FedAvgM as FedAvgM
 from lightning_fed.algorithms.feddane.aggregator import FedDANE as FedDANE

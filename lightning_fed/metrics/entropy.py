@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fed.algorithms.fedmargin.prototypes import VoidLabel, resize_labels, void_label
 from lightning_fed.argument_checks import check_option
 from lightning_fed.metrics.functional.entropy import Activation, feature_entropy, softmax_entropy
+from lightning_fed.model.labels import VoidLabel, resize_labels, void_label
 from lightning_fed.numerics.float64_states import Float64States
 from lightning_fed.numerics.precision import to_float64
 

@@ -18,7 +18,7 @@ from lightning_fed.algorithms.fedfusion.operators import build_operator as build
 from lightning_fed.algorithms.fedss.head import SampledSoftmaxHead as SampledSoftmaxHead
 from lightning_fed.algorithms.fedss.head import find_sampled_softmax_head as find_sampled_softmax_head
 from lightning_fed.algorithms.fedss.head_conversion import to_sampled_softmax as to_sampled_softmax
-from lightning_fed.algorithms.fedss.held_classes import HeldClasses as HeldClasses
+from lightning_fed.algorithms.fedss.sampled_classes import SampledClasses as SampledClasses
 from lightning_fed.model.batch_norm import recalibrate_batch_norm as recalibrate_batch_norm
 from lightning_fed.model.feature_extraction import extract_features as extract_features
 from lightning_fed.model.features import FeatureLayer as FeatureLayer
@@ -36,9 +36,9 @@ __all__ = [
     "FusedExtractor",
     "FusionLayer",
     "FusionOperator",
-    "HeldClasses",
     "MultiFusion",
     "NoFusion",
+    "SampledClasses",
     "SampledSoftmaxHead",
     "SingleFusion",
     "build_operator",

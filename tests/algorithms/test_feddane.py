@@ -110,7 +110,7 @@ def test_clients_that_are_alike_need_no_correction(count, federated_trainer):
 
 def test_the_samples_are_drawn_apart():
     """By seed and round alone; as large; without clients that drop out of the round."""
-    clients = [f"client-{place}" for place in range(30)]
+    clients = [f"client-{index}" for index in range(30)]
     schedule = Schedule(7, clients_per_round=10)
     draws = [schedule.second_draw(number, clients) for number in range(20)]
     cohorts = [[visit.client for visit in schedule.cohort(number, clients).visits] for number in range(20)]
@@ -159,26 +159,26 @@ def test_gradients_are_of_each_clients_own_model(federated_trainer):
     class Product(models.Quadratic):
         def __init__(self):
             super().__init__(size=1, lr=0.1)
-            self.own = torch.nn.Parameter(torch.ones(1))
+            self.scale = torch.nn.Parameter(torch.ones(1))
 
         def training_step(self, batch, batch_idx):
-            return 0.5 * (self.w * self.own - batch[0]).square().mean()
+            return 0.5 * (self.w * self.scale - batch[0]).square().mean()
 
     module, keep, recorder = Product(), Keep(), Recorder()
     module.w.data.fill_(1.0)
     trainer = federated_trainer(
-        max_rounds=2, local_steps=1, aggregator="feddane", personal=["own"], callbacks=[keep, recorder]
+        max_rounds=2, local_steps=1, aggregator="feddane", personal=["scale"], callbacks=[keep, recorder]
     )
     data = {"a": 0.0, "b": 3.0}
     trainer.fit(module, {name: TensorDataset(torch.full((1, 1), value)) for name, value in data.items()})
     for number in (0, 1):
         expected = []
         for visit in recorder.round(number):
-            w, own = visit.broadcast["w"].item(), visit.start["own"].item()
-            expected.append(own * (w * own - data[visit.client]))
+            w, scale = visit.broadcast["w"].item(), visit.start["scale"].item()
+            expected.append(scale * (w * scale - data[visit.client]))
         extras = keep.extras[2 * number :][:2]
-        assert [each["gradient:w"].item() for each in extras] == pytest.approx([sum(expected) / 2] * 2)
-    assert recorder.round(1)[0].start["own"].item() != recorder.round(1)[1].start["own"].item()
+        assert [gradient["gradient:w"].item() for gradient in extras] == pytest.approx([sum(expected) / 2] * 2)
+    assert recorder.round(1)[0].start["scale"].item() != recorder.round(1)[1].start["scale"].item()
 
 
 # --- what is left untouched -------------------------------------------------------------------------------------------
@@ -216,10 +216,10 @@ def test_training_draws_the_same_random_numbers(kind, federated_trainer):
     for aggregator in ("fedavg", "feddane"):
         clients = {name: Noisy(tensors) for name, tensors in models.vectors().items()}
         if kind.startswith("loaders"):
-            made = {name: torch.Generator().manual_seed(3) if "gen" in kind else None for name in clients}
+            generators = {name: torch.Generator().manual_seed(3) if "gen" in kind else None for name in clients}
             loaders = {
-                name: DataLoader(each, 16, shuffle=True, drop_last=len(each) > 16, generator=made[name])
-                for name, each in clients.items()
+                name: DataLoader(dataset, 16, shuffle=True, drop_last=len(dataset) > 16, generator=generators[name])
+                for name, dataset in clients.items()
             }
             data = FederatedDataModule(loaders)
         else:
@@ -235,12 +235,12 @@ def test_training_draws_the_same_random_numbers(kind, federated_trainer):
         runs.append((state_of(module), recorder))
     assert counts == [10] * 6
     assert_same(runs[0][0], runs[1][0])
-    for ours, theirs in zip(runs[1][1].visits, runs[0][1].visits, strict=True):
-        assert_same(theirs.start, ours.start)
-        assert_same(theirs.end, ours.end)
-    for ours, theirs in zip(runs[1][1].logged, runs[0][1].logged, strict=True):
+    for ours, expected in zip(runs[1][1].visits, runs[0][1].visits, strict=True):
+        assert_same(expected.start, ours.start)
+        assert_same(expected.end, ours.end)
+    for ours, expected in zip(runs[1][1].logged, runs[0][1].logged, strict=True):
         assert {n: v for n, v in ours.items() if "comm" not in n} == {
-            n: v for n, v in theirs.items() if "comm" not in n
+            n: v for n, v in expected.items() if "comm" not in n
         }
 
 
@@ -379,14 +379,14 @@ def test_nothing_comes_of_a_round_without_any_gradient(federated_trainer):
     module, failed = models.Module(models.mlp()), []
     states = [state_of(module)]
     trainer = federated_trainer(max_rounds=2, aggregator="feddane", callbacks=[Reasons()])
-    trainer.fit(module, {name: Late(each) for name, each in models.vectors({"a": 20, "b": 12}).items()})
+    trainer.fit(module, {name: Late(tensors) for name, tensors in models.vectors({"a": 20, "b": 12}).items()})
     assert failed == [dict.fromkeys("ab", "no client of the sample could send its gradient"), {}]
     assert_same(states[0], states[1])
     assert not torch.equal(states[1]["net.0.weight"], states[2]["net.0.weight"])
 
 
-@pytest.mark.parametrize("place", ["in the gradient of", "in the visit of"])
-def test_what_fails_in_the_module_ends_the_fit(place, federated_trainer):
+@pytest.mark.parametrize("index", ["in the gradient of", "in the visit of"])
+def test_what_fails_in_the_module_ends_the_fit(index, federated_trainer):
     """In the sample's pass, and in the cohort's."""
 
     class Unready(models.Module):
@@ -395,7 +395,7 @@ def test_what_fails_in_the_module_ends_the_fit(place, federated_trainer):
         def training_step(self, batch, batch_idx):
             if not self.training:
                 self.passes += 1  # taken back after every pass
-                if place == "in the gradient of" or len(keep.asked) == 2:
+                if index == "in the gradient of" or len(keep.asked) == 2:
                     raise ZeroDivisionError
             return super().training_step(batch, batch_idx)
 
@@ -411,8 +411,8 @@ def test_what_fails_in_the_module_ends_the_fit(place, federated_trainer):
         federated_trainer(max_rounds=1, aggregator="feddane", callbacks=[keep]).fit(
             module, models.as_datasets(models.vectors({"a": 20, "b": 12}))
         )
-    client = "a" if place == "in the gradient of" else "b"
-    assert caught.value.__notes__ == [f"In round 0, {place} client {client!r}."]
+    client = "a" if index == "in the gradient of" else "b"
+    assert caught.value.__notes__ == [f"In round 0, {index} client {client!r}."]
     assert module.training
 
 

@@ -1,8 +1,8 @@
 """Recipes for the tests of `compare`, and a callback in them that notes what trains; run as a process, it waits to be
 killed.
 
-As a process, `python -m tests.compare.compare_script PLACE COMMAND...`, it runs a command of `lightning-fed`; when a run
-reaches the place (as JSON), the process writes the file `reached` and waits.
+As a process, `python -m tests.compare.compare_script PLACE COMMAND...`, it runs a command of
+`lightning-fed`; when a run reaches the place (as JSON), the process writes the file `reached` and waits.
 """
 
 import json

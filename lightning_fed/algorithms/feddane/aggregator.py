@@ -1,4 +1,4 @@
-"""Federated averaging of clients whose gradients are corrected towards that of all clients.
+"""FedDANE's server side: federated averaging of clients whose gradients are corrected towards that of all clients.
 
 Li, Sahu, Zaheer, Sanjabi, Talwalkar & Smith, "FedDANE: A Federated Newton-Type Method", Asilomar 2019.
 https://arxiv.org/abs/2001.01920

@@ -1,4 +1,4 @@
-"""FedDANE's correction: local gradients are shifted by how far the client's gradient is from that of all clients.
+"""FedDANE's client side: local gradients are shifted by the difference of the gradient of all clients and the client's.
 
 Li et al., "FedDANE: A Federated Newton-Type Method", Asilomar 2019.
 """
@@ -127,7 +127,7 @@ class GradientCorrection(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Compares it with the client's own."""
+        """Computes the client's gradient and its difference to the mean."""
         self._corrections = {}
         mean = {name: value for name, value in broadcast.extras.items() if name.startswith(_PREFIX)}
         visit = find_federation(trainer).current_visit
@@ -136,12 +136,14 @@ class GradientCorrection(FederatedCallback):
             visit.fault = visit.fault or "no client of the sample could send its gradient"
             return
         try:
-            own = self._measure(trainer, module, client, broadcast.state).extras
+            gradients = self._measure(trainer, module, client, broadcast.state).extras
         except _NoAnswerError as fault:
             visit.fault = visit.fault or str(fault)
             return
         parameters = dict(module.named_parameters())
-        self._corrections = {parameters[name.removeprefix(_PREFIX)]: mean[name] - own[name] for name in own}
+        self._corrections = {
+            parameters[name.removeprefix(_PREFIX)]: mean[name] - gradient for name, gradient in gradients.items()
+        }
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
@@ -157,15 +159,15 @@ class GradientCorrection(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Forgets it."""
+        """Forgets the correction."""
         self._corrections = {}
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Forgets it, where the fit broke off inside a visit."""
+        """Forgets the corrections, where the fit broke off inside a visit."""
         self._mean, self._corrections = {}, {}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets it, where the fit ended inside a visit."""
+        """Forgets the corrections, where the fit ended inside a visit."""
         self._mean, self._corrections = {}, {}
 
     def _measure(
@@ -202,7 +204,7 @@ class GradientCorrection(FederatedCallback):
             raise _NoAnswerError(f"its data raised {describe(faults[0])}")
         if not gradients:
             raise _NoAnswerError("its data gave no batch with a loss")
-        return ClientUpdate(client, num_samples, {}, {f"{_PREFIX}{name}": each for name, each in gradients.items()})
+        return ClientUpdate(client, num_samples, {}, {f"{_PREFIX}{name}": value for name, value in gradients.items()})
 
 
 def full_gradient(
@@ -238,10 +240,10 @@ def full_gradient(
             loss = output["loss"] if isinstance(output, Mapping) else output
             if loss is None:
                 continue
-            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            values = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
             gradients = {
                 name: torch.zeros_like(parameter) if value is None else value.to_dense()
-                for (name, parameter), value in zip(parameters.items(), found, strict=True)
+                for (name, parameter), value in zip(parameters.items(), values, strict=True)
             }
             size = batch_length(batch)
             mean.add(gradients, size, size)
@@ -249,4 +251,4 @@ def full_gradient(
 
 
 class _NoAnswerError(Exception):
-    """A client's data give no gradient: why, in words."""
+    """A client's data give no gradient; the message says why."""

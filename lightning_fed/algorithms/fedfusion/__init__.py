@@ -1,4 +1,13 @@
-"""FedFusion: the client's features fused with those of the global model."""
+"""FedFusion: a client's features are fused with those of the global model that it was sent.
+
+Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019. The
+server averages as in FedAvg. The files, in reading order:
+
+- equations: ``equations`` (1 to 3, and the moving average of the weights), ``operators`` (F as layers);
+- in a network: ``extractors`` (the layer at which the extractor ends), ``frozen_extractor`` (E_g), ``layers`` (F with
+  E_l and E_g), ``model_surgery`` (F put into a model and taken out);
+- in a federation: ``callback`` (``FeatureFusion``, Algorithm 1), ``feature_cache`` (features of E_g that are kept).
+"""
 
 from lightning_fed.algorithms.fedfusion.callback import FeatureFusion as FeatureFusion
 from lightning_fed.algorithms.fedfusion.equations import fuse_conv as fuse_conv

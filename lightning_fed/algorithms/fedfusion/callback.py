@@ -1,8 +1,9 @@
-r"""FedFusion: during its visit a client's features are fused with those of the global model that it was sent.
+r"""FedFusion's client side: in its visit a client's features are fused with those of the global model that it was sent.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
 Algorithm 1. The equations are in :mod:`lightning_fed.algorithms.fedfusion.equations`, the layers in
-:mod:`lightning_fed.modules`.
+:mod:`lightning_fed.algorithms.fedfusion.layers`. The server averages as any rule does; it also smooths the weights of
+"multi" and "single", and keeps the extractor that the global model is evaluated with.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lightning_fed.rounds.callback import FederatedCallback
 from lightning_fed.server.schedule import default_seed, derive_seed
 from lightning_fed.server.server import Aggregator
 
-_OPERATOR = 1001  # a purpose of random numbers, apart from those of the schedule
+_OPERATOR_STREAM = 1001  # of random numbers, apart from those of the schedule
 
 
 class FeatureFusion(FederatedCallback):
@@ -43,8 +44,8 @@ class FeatureFusion(FederatedCallback):
     In ``setup`` the module gets one submodule more, ``feature_fusion``, with the parameters of the operator :math:`F`,
     drawn with the federation's seed; see :func:`~lightning_fed.modules.fuse`. Nothing else of it moves or changes its
     name. At the start of a visit a frozen copy :math:`E_g` is made of the extractor as the client received it; it is in
-    evaluation mode, has no gradients, is in no optimizer and never travels. :math:`E_l`, :math:`F` and :math:`C`
-    train and are averaged like all else, whatever the aggregator. What travels beyond federated averaging is
+    evaluation mode, has no gradients, is in no optimizer and never travels. :math:`E_l`, :math:`F` and :math:`C` train
+    and are averaged like all else, whatever the aggregator. Beyond federated averaging, clients send and receive
     :math:`F`: 1 number with ``"single"``, :math:`C` with ``"multi"``, :math:`2C^2 + C` with ``"conv"``, for every
     level. To keep it with the clients, say ``personal=["feature_fusion.*"]``.
 
@@ -52,23 +53,24 @@ class FeatureFusion(FederatedCallback):
     :func:`~lightning_fed.modules.unwrap` takes it out.
 
     Args:
-        at: Where the features are: name of a layer, whose output is meant, or ``"auto"``, see
+        at: Layer whose output is the features: its name, or ``"auto"``, see
             :func:`~lightning_fed.modules.find_extractor`.
         operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"``, which is federated averaging.
-        levels: Which of several features (an encoder's maps) are fused, each with an operator of its own: their
-            places, from the end where negative, or keys; ``"all"`` but the data itself.
+        levels: Features that are fused, of several (an encoder's maps), each with its own operator: their
+            positions, from the end where negative, or keys; ``"all"`` but the data itself.
         channels: Number of channels of the features, or of each of several levels; ``"infer"`` finds out.
         network: Name of the module that is called with the data and runs the layer; ``"auto"`` finds it, see
             :func:`~lightning_fed.modules.find_extractor`.
         ema: Share :math:`\mu` of the former weights in the new ones of "multi" and "single", see
             :func:`~lightning_fed.algorithms.fedfusion.smooth_weight`.
-        eval_reference: What stands for :math:`E_g` where the global model is evaluated: the extractor of the global
+        eval_reference: Extractor :math:`E_g` that the global model is evaluated with: the extractor of the global
             model before it (``"previous"``, as in the authors' program), or its own (``"current"``, for deployment),
             with which the weights of "multi" and "single" do not matter.
-        cache_global_features: Whether what :math:`E_g` makes of a client's examples is kept during a visit of several
-            epochs. Examples are told by their content, so that augmentation cannot lead to wrong features; where a
-            second pass over the data finds nothing, no more is kept. Takes the memory of all features of a client.
-        conv_init: How "conv" starts, see :class:`~lightning_fed.modules.ConvFusion`.
+        cache_global_features: Whether the features that :math:`E_g` makes of a client's examples are kept during a
+            visit of several epochs. Examples are told by their content, so that augmentation cannot lead to wrong
+            features; where a second pass over the data finds nothing, no more is kept. Takes the memory of all features
+            of a client.
+        conv_init: Start of "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Whether "conv" has a bias.
         clamp: Range in which the weights of "multi" and "single" stay; ``None``, as in the paper, for none.
         channel_axis: The axis of the features' channels; ``None`` finds out.
@@ -126,10 +128,10 @@ class FeatureFusion(FederatedCallback):
         self.channel_axis = channel_axis
         self._fusion: FusionLayer | None = None
         self._reference: State = {}  # of the global model before the current one
-        self._before: State = {}  # of the one that the open round has found
+        self._round_reference: State = {}  # of the global model that the open round started from
         self._stage: Literal["rest", "training", "aggregated"] = "rest"
-        self._is_blank = False
-        self._weights: State = {}  # of "multi" and "single", as the open round has found them
+        self._is_untrained = False
+        self._weights: State = {}  # of "multi" and "single", at the start of the open round
         self._reset_cache()
 
     @property
@@ -156,55 +158,55 @@ class FeatureFusion(FederatedCallback):
                 )
             _move_to_front(self, trainer)
         is_fused = find_fusion(pl_module) is not None
-        with seeded_generators(derive_seed(_federation_seed(trainer), _OPERATOR)):
+        with seeded_generators(derive_seed(_federation_seed(trainer), _OPERATOR_STREAM)):
             self._fusion = self._fuse(pl_module)
-        self._is_blank = stage != "fit" and not is_fused and (self.operator, self.conv_init) == ("conv", "default")
+        self._is_untrained = stage != "fit" and not is_fused and (self.operator, self.conv_init) == ("conv", "default")
         goes_on = stage != "fit" or trainer.current_epoch > 0
         self._reference = self._fusion.frozen.state() if goes_on and self._fusion.is_referring else {}
-        self._stage, self._before, self._weights = "rest", {}, {}
+        self._stage, self._round_reference, self._weights = "rest", {}, {}
         self._fusion.has_run = False
         self._reset_cache()
-        self._rest()
+        self._use_global_reference()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Makes sure that the operator trains."""
         _add_parameters(list(self.fusion.parameters()), trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Says that a convolution which nobody has trained makes nothing of a model that was trained without."""
-        if self._is_blank:
+        """Warns that an untrained convolution spoils a model that was trained without it."""
+        if self._is_untrained:
             rank_zero_warn(
                 "The module had no fusion: the convolution that it got has random weights, and what follows it makes"
                 " nothing of them. Evaluate the module without `FeatureFusion`, or a checkpoint of a fit with it."
             )
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Likewise."""
+        """Warns as before a validation."""
         self.on_validation_start(trainer, pl_module)
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Likewise."""
+        """Warns as before a validation."""
         self.on_validation_start(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Brings the weights back into their range; sees what the cache was good for."""
+        """Brings the weights back into their range; counts the hits of the cache."""
         for operator in self.fusion.mixing_operators().values():
             operator.project()
         if self.fusion.cache is not None and self._batch > self._per_epoch:
-            self._found += self.fusion.cache.hits - self._hits
+            self._late_hits += self.fusion.cache.hits - self._hits
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Goes back to the extractor that belongs to the last complete global model."""
         if self._fusion is not None:
-            self._rest()
+            self._use_global_reference()
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuses to resume a fit without fusion, whose optimizers do not know the operator."""
         names = [f"{_name_of(self.fusion, pl_module)}.{name}" for name in self.fusion.state_dict()]
         has_fusion = any(name in checkpoint["state_dict"] for name in names)
-        self._is_blank = self._is_blank and not has_fusion
+        self._is_untrained = self._is_untrained and not has_fusion
         if trainer.state.fn == TrainerFn.FITTING and names and not has_fusion:
             raise MisconfigurationException(
                 "Expected a checkpoint of a fit with fusion, but got one without, whose optimizers do not know the"
@@ -219,22 +221,24 @@ class FeatureFusion(FederatedCallback):
         """Takes back the extractor that the checkpoint's model is evaluated with."""
         self._reference = dict(state_dict["reference"]) if self.eval_reference == "previous" else {}
         if self._fusion is not None:
-            self._rest()
+            self._use_global_reference()
 
     # A round
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Notes what the global model had."""
+        """Notes the global model's extractor and weights."""
         self._stage = "training"
-        self._before = self.fusion.frozen.state(self.fusion.network) if self._follows(trainer) else {}
-        self._weights = {name: each.weight.detach().clone() for name, each in self._mixing_operators(module).items()}
+        self._round_reference = self.fusion.frozen.state(self.fusion.network) if self._uses_previous(trainer) else {}
+        self._weights = {
+            name: operator.weight.detach().clone() for name, operator in self._mixing_operators(module).items()
+        }
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
         """Freezes a copy of the extractor that the client received."""
         self.fusion.refer()
-        self._batch = self._found = 0
+        self._batch = self._late_hits = 0
         federation = find_federation(trainer)
         assert federation.current_visit is not None
         self._per_epoch = federation.population.batches_per_epoch(client) or federation.current_visit.num_batches
@@ -259,7 +263,7 @@ class FeatureFusion(FederatedCallback):
                 f" {self.fusion.layer}, where features are fused, but no batch did: name another layer in `at`."
             )
         cache = self.fusion.cache
-        if cache is not None and self._batch >= 2 * self._per_epoch and not self._found:
+        if cache is not None and self._batch >= 2 * self._per_epoch and not self._late_hits:
             self._caches = False
             network = type(self.fusion.network).__name__
             rank_zero_warn(
@@ -270,51 +274,52 @@ class FeatureFusion(FederatedCallback):
             )
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Lets go of the client's copy."""
+        """Drops the client's copy."""
         self.fusion.cache = None
-        self._rest()
+        self._use_global_reference()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Smooths the weights of "multi" and "single"; what follows is done with the extractor that is replaced."""
+        """Smooths the weights of "multi" and "single"; from now on the replaced model's extractor is E_g."""
         for name, operator in self._mixing_operators(module).items():
             if name in state:
                 state[name] = operator.projected(smooth_weight(state[name], self._weights[name], self.ema))
         self._stage = "aggregated"
-        self._rest()
+        self._use_global_reference()
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
         """Keeps the extractor of the model that was replaced, if it was."""
         if is_new:
-            self._reference = self._before
-        self._stage, self._before = "rest", {}
-        self._rest()
+            self._reference = self._round_reference
+        self._stage, self._round_reference = "rest", {}
+        self._use_global_reference()
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
         """Gives a client's model an extractor of the global model that has the client's personal entries."""
         if client is not None and self._stage == "training":
             self.fusion.refer()
             return
-        self._rest()
+        self._use_global_reference()
         if client is not None and self.fusion.is_referring:
             policies, network = find_federation(trainer).policies, _name_of(self.fusion.network, module)
-            own = self.fusion.frozen.state(self.fusion.network)
-            names = {name: ".".join(filter(None, (network, name))) for name in own}
-            self.fusion.refer({name: own[name] for name in own if policies.get(names[name]) == "personal"})
+            entries = self.fusion.frozen.state(self.fusion.network)
+            names = {name: ".".join(filter(None, (network, name))) for name in entries}
+            personal = {name: value for name, value in entries.items() if policies.get(names[name]) == "personal"}
+            self.fusion.refer(personal)
 
     def _fuse(self, module: L.LightningModule) -> FusionLayer:
         fusion = find_fusion(module)
         if fusion is not None:
-            place = Extractor(_name_of(fusion.network, module), fusion.layer)
-            if fusion.operator != self.operator or self.at not in ("auto", place.path):
+            extractor = Extractor(_name_of(fusion.network, module), fusion.layer)
+            if fusion.operator != self.operator or self.at not in ("auto", extractor.path):
                 raise MisconfigurationException(
                     f"Expected a module without fusion, or with {self.operator!r} at {self.at!r}, but it has"
-                    f" {fusion.operator!r} at {place}: take it out with `lightning_fed.modules.unwrap`."
+                    f" {fusion.operator!r} at {extractor}: take it out with `lightning_fed.modules.unwrap`."
                 )
             for name, value in fusion.arguments.items():
-                said = getattr(self, name)
-                if said != inspect.signature(FeatureFusion).parameters[name].default and said != value:
+                expected = getattr(self, name)
+                if expected != inspect.signature(FeatureFusion).parameters[name].default and expected != value:
                     raise MisconfigurationException(
-                        f"Expected a module without fusion, or with {name}={said!r}, but its fusion has"
+                        f"Expected a module without fusion, or with {name}={expected!r}, but its fusion has"
                         f" {name}={value!r}: take it out with `lightning_fed.modules.unwrap`."
                     )
             return fusion
@@ -332,34 +337,34 @@ class FeatureFusion(FederatedCallback):
                 channel_axis=self.channel_axis,
             )
         except ValueError as error:
-            late = "" if any(True for _ in module.parameters()) else " (What is built in its `setup` comes too late.)"
-            raise OptionError(f"{error}{late}") from error
+            hint = "" if any(True for _ in module.parameters()) else " (What is built in its `setup` comes too late.)"
+            raise OptionError(f"{error}{hint}") from error
         count = sum(parameter.numel() for parameter in fusion.parameters())
-        place = Extractor(_name_of(fusion.network, module), fusion.layer)
-        rank_zero_info(f"FeatureFusion: {self.operator!r} with {count} parameters fuses {place}.")
+        extractor = Extractor(_name_of(fusion.network, module), fusion.layer)
+        rank_zero_info(f"FeatureFusion: {self.operator!r} with {count} parameters fuses {extractor}.")
         return fusion
 
-    def _rest(self) -> None:
-        """What the module is like between visits, and after the fit."""
-        reference = self._before if self._stage == "aggregated" else self._reference
+    def _use_global_reference(self) -> None:
+        """Brings the module into its state between visits, and after the fit."""
+        reference = self._round_reference if self._stage == "aggregated" else self._reference
         if reference:
             self.fusion.refer(reference)
         else:
             self.fusion.release()
 
-    def _follows(self, trainer: L.Trainer) -> bool:
-        """Whether the global model is evaluated with the extractor of the one before it; of several none is that."""
+    def _uses_previous(self, trainer: L.Trainer) -> bool:
+        """True if the global model is evaluated with the extractor of the one before it; never with several models."""
         rule = type(find_federation(trainer).server.aggregator)
         return self.eval_reference == "previous" and rule.model_of is Aggregator.model_of
 
     def _mixing_operators(self, module: nn.Module) -> dict[str, MixingOperator]:
         prefix = f"{_name_of(self.fusion, module)}.operators"
-        return {f"{prefix}.{name}.weight": each for name, each in self.fusion.mixing_operators().items()}
+        return {f"{prefix}.{name}.weight": value for name, value in self.fusion.mixing_operators().items()}
 
     def _reset_cache(self) -> None:
         self._caches = self.cache_global_features and self.operator != "none"
         self._batch = self._per_epoch = 0  # of the visit's batches
-        self._hits = self._found = 0  # samples of the cache before the batch, and in passes but the first
+        self._hits = self._late_hits = 0  # samples of the cache before the batch, and in passes but the first
 
 
 def _federation_seed(trainer: L.Trainer) -> int:
@@ -370,25 +375,28 @@ def _federation_seed(trainer: L.Trainer) -> int:
 
 
 def _name_of(layer: nn.Module, module: nn.Module) -> str:
-    names: list[str] = [name for name, each in module.named_modules() if each is layer]
+    names: list[str] = [name for name, submodule in module.named_modules() if submodule is layer]
     return names[0]
 
 
 def _move_to_front(callback: L.Callback, trainer: L.Trainer) -> None:
-    """Right behind the federation, so that for all others a visit has the extractor that it is about."""
+    """Moves a callback right behind the federation, so that all others see a visit with its extractor."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    federation = next(place for place, one in enumerate(callbacks) if isinstance(one, Federation))
-    if callbacks.index(callback) > federation:  # (`setup` runs in a loop over them.)
+    position = next(index for index, known in enumerate(callbacks) if isinstance(known, Federation))
+    if callbacks.index(callback) > position:  # (`setup` runs in a loop over them.)
         callbacks.remove(callback)
-        callbacks.insert(federation + 1, callback)
+        callbacks.insert(position + 1, callback)
 
 
 def _add_parameters(parameters: list[nn.Parameter], trainer: L.Trainer) -> None:
     """Has the first optimizer train parameters that no optimizer does, where a module names those that it trains."""
     trained = {
-        id(one) for optimizer in trainer.optimizers for group in optimizer.param_groups for one in group["params"]
+        id(parameter)
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     }
-    missing = [one for one in parameters if one.requires_grad and id(one) not in trained]
+    missing = [parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in trained]
     if not missing:
         return
     if not trainer.optimizers or trainer.optimizers[0].state:

@@ -4,8 +4,8 @@ Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A 
 equations 1 to 3. https://arxiv.org/abs/1908.05891 is the longer version, https://github.com/thu-media/FedFusion the
 authors' program. :math:`E_l(x)` are the client's features, :math:`E_g(x)` those of the global model as it was sent.
 
-Features are maps ``(N, C, *size)``, vectors ``(N, C)`` or sequences of tokens ``(N, T, C)``. Which axis has the
-channels follows from the number of axes, and can be said: ``channel_axis=-1`` for maps ``(N, H, W, C)``.
+Features are maps ``(N, C, *size)``, vectors ``(N, C)`` or sequences of tokens ``(N, T, C)``. The axis of the channels
+follows from the number of axes, unless it is given: ``channel_axis=-1`` for maps ``(N, H, W, C)``.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def fuse_multi(local: Tensor, reference: Tensor, weight: Tensor, channel_axis: i
         tensor([[1.5000, 0.5000]])
 
     """
-    axis = _check(local, reference, channel_axis)
+    axis = _check_shapes(local, reference, channel_axis)
     if weight.shape != local.shape[axis : axis + 1]:
         raise ValueError(
             f"Expected `weight` to have a number for each of {local.shape[axis]} channels, but got shape"
             f" {tuple(weight.shape)}."
         )
-    return _between(local, reference, weight.reshape(-1, *[1] * (local.ndim - 1 - axis)))
+    return _interpolate(local, reference, weight.reshape(-1, *[1] * (local.ndim - 1 - axis)))
 
 
 def fuse_single(local: Tensor, reference: Tensor, weight: Tensor) -> Tensor:
@@ -74,10 +74,10 @@ def fuse_single(local: Tensor, reference: Tensor, weight: Tensor) -> Tensor:
         tensor([[1.5000, 1.2500]])
 
     """
-    _check(local, reference, None)
+    _check_shapes(local, reference, None)
     if weight.ndim:
         raise ValueError(f"Expected `weight` to be one number, but got shape {tuple(weight.shape)}.")
-    return _between(local, reference, weight)
+    return _interpolate(local, reference, weight)
 
 
 def fuse_conv(
@@ -113,7 +113,7 @@ def fuse_conv(
         tensor([[ 3.5000, -4.0000]])
 
     """
-    axis = _check(local, reference, channel_axis)
+    axis = _check_shapes(local, reference, channel_axis)
     channels = local.shape[axis]
     if weight.shape != (channels, 2 * channels):
         raise ValueError(
@@ -157,7 +157,7 @@ def channel_axis_of(features: Tensor, channel_axis: int | None = None) -> int:
 
     Args:
         features: Features, at least two axes.
-        channel_axis: What was said; ``None`` for the second axis, or of three the last.
+        channel_axis: The axis if it is known; ``None`` for the second axis, or of three the last.
 
     Raises:
         ValueError: If there is no such axis, or it is that of the examples.
@@ -177,7 +177,7 @@ def channel_axis_of(features: Tensor, channel_axis: int | None = None) -> int:
     return channel_axis % features.ndim
 
 
-def _check(local: Tensor, reference: Tensor, channel_axis: int | None) -> int:
+def _check_shapes(local: Tensor, reference: Tensor, channel_axis: int | None) -> int:
     if local.shape != reference.shape:
         raise ValueError(
             f"Expected `reference` to have the shape of `local`, {tuple(local.shape)}, but got"
@@ -186,6 +186,6 @@ def _check(local: Tensor, reference: Tensor, channel_axis: int | None) -> int:
     return channel_axis_of(local, channel_axis)
 
 
-def _between(local: Tensor, reference: Tensor, weight: Tensor) -> Tensor:
-    wide = at_least_float32(local)
-    return torch.lerp(wide, reference.to(wide.dtype), weight.to(wide.dtype)).to(local.dtype)
+def _interpolate(local: Tensor, reference: Tensor, weight: Tensor) -> Tensor:
+    start = at_least_float32(local)
+    return torch.lerp(start, reference.to(start.dtype), weight.to(start.dtype)).to(local.dtype)

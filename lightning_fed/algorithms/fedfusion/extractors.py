@@ -1,4 +1,4 @@
-"""Where a network's feature extractor ends, and what its features look like."""
+"""The layer at which a network's feature extractor ends, and the features that it gives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fed.model.features import FeatureLayer, encoder_of, named_layers, require_classifier
 
-_NAMES = ("features", "encoder", "backbone", "feature_extractor", "extractor", "body", "base")
+_EXTRACTOR_NAMES = ("features", "encoder", "backbone", "feature_extractor", "extractor", "body", "base")
 _POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d)
 _TIMM_POOLS = ("SelectAdaptivePool2d", "FastAdaptiveAvgPool")
 _SIDES = (64, 32, 28, 96, 128, 224, 256, 384, 512)  # pixels
@@ -40,7 +40,7 @@ class Extractor(NamedTuple):
 
 
 def find_extractor(module: nn.Module, at: str | FeatureLayer = "auto", network: str = "auto") -> Extractor:
-    """Where the feature extractor of a model ends.
+    """Finds the layer at which the feature extractor of a model ends.
 
     ``"auto"`` looks for, in this order:
 
@@ -75,16 +75,17 @@ def find_extractor(module: nn.Module, at: str | FeatureLayer = "auto", network: 
     """
     layers = dict(module.named_modules())
     if at == "auto":
-        own = dict(named_layers(module))
-        layer = _find_extractor(own) or _find_features(module, own)
+        candidates = dict(named_layers(module))
+        layer = _find_extractor_module(candidates) or _find_classifier_input(module, candidates)
     else:
         layer = at if isinstance(at, FeatureLayer) else FeatureLayer(at)
     for name in (layer.path, *([] if network == "auto" else [network])):
         if name not in layers:
             raise ValueError(
-                f"Expected the name of a layer of {type(module).__name__}, but got {name!r}: {_nearest(layers, name)}."
+                f"Expected the name of a layer of {type(module).__name__}, but got {name!r}:"
+                f" {_children_of_nearest(layers, name)}."
             )
-    root = _find_network(module, layer) if network == "auto" else network
+    root = _find_called_module(module, layer) if network == "auto" else network
     if layer.path != root and root and not layer.path.startswith(f"{root}."):
         raise ValueError(f"Expected `network` to hold the layer {layer.path!r}, but got {root!r}.")
     if layer == FeatureLayer(root, "input"):
@@ -93,7 +94,7 @@ def find_extractor(module: nn.Module, at: str | FeatureLayer = "auto", network: 
 
 
 def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in what a layer returns, with a name for each that is fit for a module.
+    """The tensors in the output of a layer, each with a name that is fit for a module.
 
     Example:
         >>> [name for name, _ in named_features([torch.zeros(1), (torch.zeros(1), torch.zeros(1))])]
@@ -109,11 +110,11 @@ def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]
             yield from named_features(value, f"{name}_{key}".lstrip("_"))
 
 
-def with_features(features: Any, new: Mapping[str, Tensor], name: str = "") -> Any:
-    """What a layer returns, with other tensors in the place of those named.
+def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -> Any:
+    """Replaces the named tensors in the output of a layer.
 
     Example:
-        >>> with_features([1, torch.zeros(1)], {"1": torch.ones(1)})
+        >>> replace_features([1, torch.zeros(1)], {"1": torch.ones(1)})
         [1, tensor([1.])]
 
     """
@@ -122,16 +123,16 @@ def with_features(features: Any, new: Mapping[str, Tensor], name: str = "") -> A
     if isinstance(features, MutableMapping):
         changed = copy.copy(features)
         for key, value in features.items():
-            changed[key] = with_features(value, new, f"{name}_{key}".lstrip("_"))
+            changed[key] = replace_features(value, new, f"{name}_{key}".lstrip("_"))
         return changed
     if isinstance(features, list | tuple):
-        values = [with_features(value, new, f"{name}_{key}".lstrip("_")) for key, value in enumerate(features)]
+        values = [replace_features(value, new, f"{name}_{key}".lstrip("_")) for key, value in enumerate(features)]
         return type(features)(*values) if hasattr(features, "_fields") else type(features)(values)
     return features
 
 
 def example_inputs(network: nn.Module) -> Iterator[Tensor]:
-    """Inputs that a network may take, told by its first layer with parameters; on its device, in its type.
+    """Guesses inputs of a network from its first layer with parameters, on its device and in its type.
 
     Example:
         >>> next(example_inputs(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)))).shape
@@ -156,19 +157,19 @@ def example_inputs(network: nn.Module) -> Iterator[Tensor]:
             return
 
 
-def _find_extractor(layers: Mapping[str, nn.Module]) -> FeatureLayer | None:
+def _find_extractor_module(layers: Mapping[str, nn.Module]) -> FeatureLayer | None:
     """An extractor that is a module of its own."""
     for name, layer in layers.items():
         trained = [part for part, child in layer.named_children() if any(True for _ in child.parameters())]
-        first = trained[0] if len(trained) > 1 and trained[0] in _NAMES else None
+        first = trained[0] if len(trained) > 1 and trained[0] in _EXTRACTOR_NAMES else None
         extractor = encoder_of(layer) or first
         if extractor is not None:
             return FeatureLayer(f"{name}.{extractor}".lstrip("."))
     return None
 
 
-def _find_features(module: nn.Module, layers: Mapping[str, nn.Module]) -> FeatureLayer:
-    """A layer inside a classifier behind which there are features."""
+def _find_classifier_input(module: nn.Module, layers: Mapping[str, nn.Module]) -> FeatureLayer:
+    """The layer of a classifier whose input is the features."""
     head = require_classifier(module)
     for layer in layers.values():
         get_classifier: Any = getattr(layer, "get_classifier", None)
@@ -189,11 +190,11 @@ def _find_features(module: nn.Module, layers: Mapping[str, nn.Module]) -> Featur
     return FeatureLayer([head, *flattens[-1:], *pools[-1:]][-1], "input")
 
 
-def _find_network(module: nn.Module, layer: FeatureLayer) -> str:
+def _find_called_module(module: nn.Module, layer: FeatureLayer) -> str:
     """The module that is called with the data, as far as names tell."""
     if not isinstance(module, L.LightningModule):
-        return "" if layer.side == "input" or layer.path.rpartition(".")[2] not in _NAMES else layer.path
-    if layer.side == "output" and ("." not in layer.path or layer.path.rpartition(".")[2] in _NAMES):
+        return "" if layer.side == "input" or layer.path.rpartition(".")[2] not in _EXTRACTOR_NAMES else layer.path
+    if layer.side == "output" and ("." not in layer.path or layer.path.rpartition(".")[2] in _EXTRACTOR_NAMES):
         return layer.path
     first, _, rest = layer.path.partition(".")
     if not rest:
@@ -201,7 +202,7 @@ def _find_network(module: nn.Module, layer: FeatureLayer) -> str:
     return f"{first}._orig_mod" if rest.startswith("_orig_mod.") else first  # what `torch.compile` has wrapped
 
 
-def _nearest(layers: Mapping[str, nn.Module], name: str) -> str:
+def _children_of_nearest(layers: Mapping[str, nn.Module], name: str) -> str:
     while name and name not in layers:
         name = name.rpartition(".")[0]
     children = [f"{name}.{child}".lstrip(".") for child, _ in layers[name].named_children()]

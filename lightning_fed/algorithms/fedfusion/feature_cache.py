@@ -1,4 +1,4 @@
-"""Features of samples that were seen before."""
+"""Features of E_g for samples that a client has seen before in its visit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_fed.data.sample_hashes import sample_hashes
 
 
 class FeatureCache:
-    """Keeps what a fixed network makes of samples, under a hash of their content.
+    """Keeps the features that a fixed network makes of samples, under a hash of the samples' content.
 
-    Whether a sample was seen before is looked at, not assumed: one that differs in a single bit, by an augmentation
+    A sample is known by its content: one that differs in a single bit, by an augmentation
     say, is computed. Samples must not depend on each other (BatchNorm in evaluation mode).
 
     Attributes:
-        is_filling: Whether what is computed is kept.
+        is_filling: True if computed features are kept.
         hits: Samples that were known, so far.
         misses: Samples that were not.
 
@@ -44,18 +44,18 @@ class FeatureCache:
 
         """
         keys = sample_hashes(samples).tolist()
-        missing = [place for place, key in enumerate(keys) if key not in self._features]
+        missing = [index for index, key in enumerate(keys) if key not in self._features]
         self.hits += len(keys) - len(missing)
         self.misses += len(missing)
-        fresh: dict[int, dict[str, Tensor]] = {}
+        new: dict[int, dict[str, Tensor]] = {}
         if missing:
-            is_new = len(missing) == len(keys)
-            computed = compute(samples if is_new else samples[torch.tensor(missing, device=samples.device)])
-            for row, place in enumerate(missing):
-                fresh[keys[place]] = {name: value[row] for name, value in computed.items()}
+            has_no_hit = len(missing) == len(keys)
+            computed = compute(samples if has_no_hit else samples[torch.tensor(missing, device=samples.device)])
+            for row, index in enumerate(missing):
+                new[keys[index]] = {name: value[row] for name, value in computed.items()}
             if self.is_filling:
-                self._features |= fresh
-            if is_new:
+                self._features |= new
+            if has_no_hit:
                 return dict(computed)
-        known = [fresh[key] if key in fresh else self._features[key] for key in keys]
+        known = [new[key] if key in new else self._features[key] for key in keys]
         return {name: torch.stack([features[name] for features in known]) for name in known[0]}

@@ -1,4 +1,7 @@
-"""A frozen copy of a network's feature extractor."""
+"""FedFusion's E_g: a frozen copy of a network's feature extractor.
+
+Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _INTERNAL = frozenset(vars(nn.Module()))
 class FrozenExtractor:
     """A copy of a network up to one of its layers: in evaluation mode, without gradients.
 
-    It is no module, so that it is nobody's submodule: it is in no ``parameters()`` and no ``state_dict()``.
+    It is no module, so that no module has it as a submodule: it is in no ``parameters()`` and no ``state_dict()``.
 
     Args:
         network: The network, which is copied.
@@ -28,7 +31,7 @@ class FrozenExtractor:
     Attributes:
         network: The copy.
         entries: Names of the parameters and buffers that it has, of those of the network.
-        is_plain: Whether the layer is called with one argument, and the features are one tensor; ``None`` before a run.
+        is_plain: True if the layer is called with one argument and the features are one tensor; ``None`` before a run.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -39,7 +42,7 @@ class FrozenExtractor:
     """
 
     def __init__(self, network: nn.Module, layer: FeatureLayer) -> None:
-        self.network = _copied(network).eval().requires_grad_(False)
+        self.network = _copy_network(network).eval().requires_grad_(False)
         self.layer = layer
         self.entries = set(_entries(self.network))
         self.is_plain: bool | None = None
@@ -54,8 +57,8 @@ class FrozenExtractor:
         """The features of the data that the network is called with."""
         try:
             features = self.network(*args, **kwargs)
-        except _Reached as reached:
-            return reached.features
+        except _FeaturesReached as error:
+            return error.features
         if self.layer != FeatureLayer(""):
             raise RuntimeError(f"Expected {type(self.network).__name__} to run {self.layer}, but it did not.")
         self.is_plain = is_plain(args, kwargs, features)
@@ -98,16 +101,16 @@ class FrozenExtractor:
 
     def follow(self, network: nn.Module) -> None:
         """Moves to the device of the network, and changes to its types."""
-        leader, own = (next(each.parameters(), None) for each in (network, self.network))
-        if leader is None or own is None or (leader.device, leader.dtype) == (own.device, own.dtype):
+        source, copied = (next(module.parameters(), None) for module in (network, self.network))
+        if source is None or copied is None or (source.device, source.dtype) == (copied.device, copied.dtype):
             return
-        self.network.to(leader.device)
+        self.network.to(source.device)
         originals = _entries(network)
         for name, entry in _entries(self.network).items():
             entry.data = entry.data.to(originals[name].dtype)
 
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
-        """Lets go of what the layers behind the features have, as far as it can be told.
+        """Frees the memory of the layers behind the features, as far as these can be told.
 
         Args:
             args: Inputs that the network can be run with.
@@ -117,13 +120,17 @@ class FrozenExtractor:
             The features of these inputs, and the last layer with parameters that was run for them.
 
         """
-        begun, done = set[nn.Module](), dict[nn.Module, None]()
+        started, finished = set[nn.Module](), dict[nn.Module, None]()
+
+        def note_finished(module: nn.Module, args: Any, output: Any) -> None:
+            finished[module] = None
+
         handles = [
             handle
             for module in self.network.modules()
             for handle in (
-                module.register_forward_pre_hook(lambda module, args: begun.add(module)),
-                module.register_forward_hook(lambda module, args, output: done.update({module: None}), prepend=True),
+                module.register_forward_pre_hook(lambda module, args: started.add(module)),
+                module.register_forward_hook(note_finished, prepend=True),
             )
         ]
         try:
@@ -131,32 +138,32 @@ class FrozenExtractor:
         finally:
             for handle in handles:
                 handle.remove()
-        needed = set(_needed(self.network, begun, set(done)))
-        let_go = {name: entry for name, entry in _entries(self.network).items() if name not in needed}
-        values = {name: entry.data for name, entry in let_go.items()}
-        for entry in let_go.values():
+        needed = set(_needed(self.network, started, set(finished)))
+        unneeded = {name: entry for name, entry in _entries(self.network).items() if name not in needed}
+        values = {name: entry.data for name, entry in unneeded.items()}
+        for entry in unneeded.values():
             entry.data = entry.data.new_empty(0)
         try:
             self(*args, **kwargs)
             self.entries &= needed
         except Exception:  # a layer that is not called and whose weights are used all the same
-            for name, entry in let_go.items():
+            for name, entry in unneeded.items():
                 entry.data = values[name]
-        with_parameters = (module for module in reversed(done) if any(True for _ in module.parameters(recurse=False)))
-        return features, next(with_parameters, None)
+        trained = (module for module in reversed(finished) if any(True for _ in module.parameters(recurse=False)))
+        return features, next(trained, None)
 
     def _stop(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
         features = args[0] if self.layer.side == "input" else output
         self.is_plain = is_plain(args, kwargs, features)
-        raise _Reached(features)
+        raise _FeaturesReached(features)
 
 
 def is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any], features: Any) -> bool:
-    """Whether a layer is called with one argument, and its features are one tensor: so can be what another returns."""
+    """True if a layer is called with one argument and its features are one tensor."""
     return len(args) == 1 and not kwargs and isinstance(features, Tensor)
 
 
-class _Reached(BaseException):
+class _FeaturesReached(BaseException):
     """Ends a forward pass where the features are; no `except Exception` of a network is meant."""
 
     def __init__(self, features: Any) -> None:
@@ -164,12 +171,12 @@ class _Reached(BaseException):
         self.features = features
 
 
-def _copied(network: nn.Module) -> nn.Module:
+def _copy_network(network: nn.Module) -> nn.Module:
     """A copy; of a LightningModule without what it has beside its layers, such as its Trainer."""
     shared = {}
     if isinstance(network, L.LightningModule):
         shared = {id(value): value for name, value in vars(network).items() if name not in _INTERNAL}
-    with torch.inference_mode(False):  # what is made in that mode cannot meet gradients
+    with torch.inference_mode(False):  # tensors of that mode cannot meet gradients
         return copy.deepcopy(network, shared)
 
 
@@ -178,21 +185,21 @@ def _entries(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _needed(module: nn.Module, begun: set[nn.Module], done: set[nn.Module], prefix: str = "") -> Iterator[str]:
-    """The entries of what was run: all that a module has which came to its end, and its own of one which did not.
+def _needed(module: nn.Module, started: set[nn.Module], finished: set[nn.Module], prefix: str = "") -> Iterator[str]:
+    """Names of the entries that a pass used: all of a finished module, the direct ones of one that only started.
 
     Lists of layers are not called, nor are modules of which a method is called or single layers are (activation
     checkpointing): something in them is.
     """
-    if module in done:
+    if module in finished:
         yield from (f"{prefix}{name}" for name in _entries(module))
-    elif module in begun or any(layer in begun for layer in module.modules()) or not _is_callable(module):
-        own = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-        yield from (f"{prefix}{name}" for pairs in own for name, _ in pairs)
+    elif module in started or any(layer in started for layer in module.modules()) or not _is_callable(module):
+        direct = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        yield from (f"{prefix}{name}" for pairs in direct for name, _ in pairs)
         for name, child in module.named_children():
-            yield from _needed(child, begun, done, f"{prefix}{name}.")
+            yield from _needed(child, started, finished, f"{prefix}{name}.")
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Whether a module has a forward pass; lists of layers or parameters have none."""
+    """True if a module has a forward pass; lists of layers or parameters have none."""
     return type(module).forward is not nn.Module.forward

@@ -1,8 +1,7 @@
-"""FedFusion in a network: a layer whose features are fused with those of the global model.
+"""FedFusion in a network: L = C . F . (E_l, E_g) with an operator F at one of its layers.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
-section 3: a model L = C . F . (E_l, E_g) of an extractor E_l, a frozen copy E_g of the global model's, an operator
-F and a classifier C.
+section 3: a model L of an extractor E_l, a frozen copy E_g of the global model's, an operator F and a classifier C.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fed.algorithms.fedfusion.equations import channel_axis_of
-from lightning_fed.algorithms.fedfusion.extractors import example_inputs, named_features, with_features
+from lightning_fed.algorithms.fedfusion.extractors import example_inputs, named_features, replace_features
 from lightning_fed.algorithms.fedfusion.feature_cache import FeatureCache
 from lightning_fed.algorithms.fedfusion.frozen_extractor import FrozenExtractor, is_plain
 from lightning_fed.algorithms.fedfusion.operators import ConvInit, MixingOperator, OperatorName, Range, build_operator
@@ -38,22 +37,22 @@ class FusionLayer(nn.Module):
             :func:`~lightning_fed.modules.build_operator`.
         channels: Number of channels of the features, or of each of several that are fused; ``"infer"`` finds out by
             running the network up to the layer.
-        levels: Which of several features (an encoder's maps) are fused: their places, from the end where negative, or
-            keys; ``"all"`` but the data itself, which some encoders return too.
-        conv_init: How "conv" starts, see :class:`~lightning_fed.modules.ConvFusion`.
+        levels: Features that are fused, of several (an encoder's maps): their positions, from the end where negative,
+            or keys; ``"all"`` but the data itself, which some encoders return too.
+        conv_init: Start of "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Whether "conv" has a bias.
         clamp: Range of the weights of "multi" and "single".
         channel_axis: The axis of the channels; ``None`` finds out.
         example: Arguments to run the network with, those with names apart; ``None`` for a guess from its first layer.
 
     Attributes:
-        arguments: What it was built with that lasts, by name.
+        arguments: Arguments that another use of the layer has to agree with, by name.
         operators: The operators, by the name of their level.
         frozen: The frozen extractor, a :class:`~lightning_fed.modules.FrozenExtractor`; of nothing with "none".
         cache: Keeps features of the frozen extractor; ``None`` for none.
         ndims: Number of axes of the features, by level, as soon as they have been seen.
-        is_plain: Whether the layer is called with one argument, and its features are one tensor, likewise.
-        has_run: Whether features have been fused; may be set.
+        is_plain: True if the layer is called with one argument and its features are one tensor, likewise.
+        has_run: True once features have been fused; may be set.
 
     Raises:
         ValueError: If an option is unknown or out of its range, the network cannot be run to find out the channels, or
@@ -84,25 +83,27 @@ class FusionLayer(nn.Module):
         self.cache: FeatureCache | None = None
         self.has_run = False
         self._network = (network,)  # not a submodule of this one
-        has_any = operator != "none"
-        self.frozen = FrozenExtractor(network, layer) if has_any else FrozenExtractor(nn.Identity(), FeatureLayer(""))
+        has_fusion = operator != "none"
+        self.frozen = (
+            FrozenExtractor(network, layer) if has_fusion else FrozenExtractor(nn.Identity(), FeatureLayer(""))
+        )
         self._is_referring = False
         self._reference: dict[str, Tensor] | None = None
         self.ndims: dict[str, int] = {}
         self.is_plain: bool | None = None
         options = {"conv_init": conv_init, "conv_bias": conv_bias, "clamp": clamp}
-        found = self._find_channels(channels, levels, channel_axis, example) if has_any else {}
+        sizes = self._find_channels(channels, levels, channel_axis, example) if has_fusion else {}
         self.operators = nn.ModuleDict(
             {
                 name: build_operator(operator, count, channel_axis=axis, **options)  # type: ignore[arg-type]
-                for name, (count, axis) in found.items()
+                for name, (count, axis) in sizes.items()
             }
         )
         weight = next(network.parameters(), None)
         if weight is not None and weight.is_floating_point():
             self.operators.to(weight.device, weight.dtype)
         self._handles: list[RemovableHandle] = []
-        if not has_any:
+        if not has_fusion:
             return
         tapped = network.get_submodule(layer.path)
         self._handles.append(network.register_forward_pre_hook(self._before_network, with_kwargs=True))
@@ -118,12 +119,12 @@ class FusionLayer(nn.Module):
 
     @property
     def is_referring(self) -> bool:
-        """Whether features are fused with those of the frozen extractor, or with themselves."""
+        """True if features are fused with those of the frozen extractor, False if with themselves."""
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:
         """The operators of "multi" and "single", by level."""
-        return {name: each for name, each in self.operators.items() if isinstance(each, MixingOperator)}
+        return {name: operator for name, operator in self.operators.items() if isinstance(operator, MixingOperator)}
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
         """Takes over the global model's extractor: from now on features are fused with what it makes.
@@ -143,7 +144,7 @@ class FusionLayer(nn.Module):
 
     def watch_loading(self, owner: nn.Module) -> None:
         """Has the module that this one is a part of load states that know nothing of fusion."""
-        self._handles.append(owner.register_load_state_dict_post_hook(self._forgive))  # type: ignore[no-untyped-call]
+        self._handles.append(owner.register_load_state_dict_post_hook(self._keep_operators))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
         """Takes the hooks off the network."""
@@ -163,23 +164,23 @@ class FusionLayer(nn.Module):
             )
         self.frozen.follow(network)
         if self.cache is None or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-            self._reference = self._features(*args, **kwargs)
+            self._reference = self._reference_features(*args, **kwargs)
         else:
-            self._reference = self.cache.get(args[0], self._features)
+            self._reference = self.cache.get(args[0], self._reference_features)
 
     def _before_layer(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (self._fused(args[0], args, kwargs), *args[1:]), kwargs
+        return (self._fuse_features(args[0], args, kwargs), *args[1:]), kwargs
 
     def _after_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return self._fused(output, args, kwargs)
+        return self._fuse_features(output, args, kwargs)
 
-    def _features(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def _reference_features(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         features = dict(named_features(self.frozen(*args, **kwargs)))
         return {name: features[name] for name in self.operators}
 
-    def _fused(self, features: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _fuse_features(self, features: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local = dict(named_features(features))
         if not self.has_run:
             self.has_run, self.is_plain = True, is_plain(args, kwargs, features)
@@ -193,15 +194,15 @@ class FusionLayer(nn.Module):
                 )
         else:
             reference = {name: local[name].detach() for name in self.operators}
-        return with_features(
-            features, {name: each(local[name], reference[name]) for name, each in self.operators.items()}
+        return replace_features(
+            features, {name: operator(local[name], reference[name]) for name, operator in self.operators.items()}
         )
 
-    def _forgive(self, owner: nn.Module, incompatible: Any) -> None:
+    def _keep_operators(self, owner: nn.Module, incompatible: Any) -> None:
         """Leaves the operators as they are where a state has none of them."""
-        own = tuple(f".{name}" for name in self.state_dict())
-        missing = [name for name in incompatible.missing_keys if name.endswith(own)]
-        if len(missing) == len(own):
+        operator_names = tuple(f".{name}" for name in self.state_dict())
+        missing = [name for name in incompatible.missing_keys if name.endswith(operator_names)]
+        if len(missing) == len(operator_names):
             incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in missing]
 
     # Channels
@@ -216,20 +217,20 @@ class FusionLayer(nn.Module):
         """Channels and their axis, by level."""
         if channels != "infer":
             counts = [channels] if isinstance(channels, int) else list(channels)
-            names = [str(place) for place in (range(len(counts)) if levels == "all" else levels)]
+            names = [str(level) for level in (range(len(counts)) if levels == "all" else levels)]
             if len(names) != len(counts):
                 raise ValueError(f"Expected `channels` of {len(names)} levels, but got {counts}.")
             with suppress(ValueError):  # then the copy is of the whole network
                 self._run(example)
             return {name: (count, channel_axis) for name, count in zip(names, counts, strict=True)}
         inputs, features, last = self._run(example)
-        found = {}
-        for name, value in _chosen(dict(named_features(features)), levels, inputs).items():
+        sizes: dict[str, tuple[int, int | None]] = {}
+        for name, value in _select_levels(dict(named_features(features)), levels, inputs).items():
             axis = _last_axis(value, last) if channel_axis is None else channel_axis
-            found[name] = (value.shape[channel_axis_of(value, axis)], axis)
+            sizes[name] = (value.shape[channel_axis_of(value, axis)], axis)
             self.ndims[name] = value.ndim
         self.is_plain = self.frozen.is_plain
-        return found
+        return sizes
 
     def _run(self, example: Example | None) -> tuple[Any, Any, nn.Module | None]:
         """Inputs that the network can be run with, its features of them, and the last layer that made them."""
@@ -255,35 +256,36 @@ def _last_axis(features: Tensor, last: nn.Module | None) -> int | None:
     return -1 if features.shape[1] != width == features.shape[-1] else None
 
 
-def _chosen(
+def _select_levels(
     features: dict[str, Tensor], levels: Sequence[int | str] | Literal["all"], inputs: Any
 ) -> dict[str, Tensor]:
     """The features that are fused, by name."""
     data = [value for _, value in named_features(inputs)]
     if levels == "all":
-        made = {
+        computed = {
             name: value
             for name, value in features.items()
-            if value.numel() and not any(value.shape == one.shape and torch.equal(value, one) for one in data)
+            if value.numel() and not any(value.shape == item.shape and torch.equal(value, item) for item in data)
         }
-        if made:
-            return made
-    names, chosen = list(features), {}
+        if computed:
+            return computed
+    names, selected = list(features), {}
     for level in () if levels == "all" else levels:
         name = names[level] if isinstance(level, int) and -len(names) <= level < len(names) else str(level)
         if name in features:
-            chosen[name] = features[name]
-    if not chosen or len(chosen) != len(levels):
+            selected[name] = features[name]
+    if not selected or len(selected) != len(levels):
         shapes = {name: tuple(value.shape) for name, value in features.items()}
         raise ValueError(f"Expected `levels` to be some of the extractor's features, {shapes}, but got {levels!r}.")
-    return chosen
+    return selected
 
 
 class FusedExtractor(nn.Module):
     """A feature extractor E_l, an operator F, and a frozen copy E_g of the global model's extractor: F(E_l, E_g).
 
-    For a network of one's own. :class:`~lightning_fed.callbacks.FeatureFusion` looks after one that it finds, and puts
-    fusion into any other network without changing it. Until :meth:`refer` features are fused with themselves.
+    For a network that is written with it. :class:`~lightning_fed.callbacks.FeatureFusion` looks after one that it
+    finds, and puts fusion into any other network without changing it. Until :meth:`refer` features are fused with
+    themselves.
 
     Args:
         local: The extractor E_l.

@@ -1,4 +1,4 @@
-"""Putting FedFusion into a model, and taking it out again."""
+"""FedFusion put into a model in place, and taken out again."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def fuse(
     Args:
         module: The model.
         operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
-        at: Where the features are, see :func:`~lightning_fed.modules.find_extractor`.
+        at: Layer whose output is the features, see :func:`~lightning_fed.modules.find_extractor`.
         channels: Number of channels of the features, or of each of several; ``"infer"`` finds out by running the
             network on the module's ``example_input_array``, or else on a guess.
-        levels: Which of several features are fused, see :class:`~lightning_fed.modules.FusionLayer`.
+        levels: Features that are fused, of several, see :class:`~lightning_fed.modules.FusionLayer`.
         network: Name of the module that is called with the data, see :func:`~lightning_fed.modules.find_extractor`.
         options: Further arguments of :class:`~lightning_fed.modules.FusionLayer`.
 
@@ -89,29 +89,29 @@ def find_fusion(module: nn.Module) -> FusionLayer | None:
         True
 
     """
-    found = [layer for layer in module.modules() if isinstance(layer, FusionLayer)]
-    if len(found) > 1:
-        raise ValueError(f"Expected {type(module).__name__} to have one fusion, but got {len(found)}.")
-    return found[0] if found else None
+    fusions = [layer for layer in module.modules() if isinstance(layer, FusionLayer)]
+    if len(fusions) > 1:
+        raise ValueError(f"Expected {type(module).__name__} to have one fusion, but got {len(fusions)}.")
+    return fusions[0] if fusions else None
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Takes the fusion out of a model, in place: what is left needs nothing of this package.
+    """Takes the fusion out of a model, in place: the model then needs nothing of this package.
 
     The model predicts as with ``eval_reference="current"``: features are fused with themselves. For "multi", "single"
     and "none" that changes nothing, F(E, E) = E. Of "conv" a 1x1 convolution (for vectors and tokens a linear layer)
-    with the sum of both halves of the weights stays beside the layer: ``nn.Sequential(layer, convolution)`` is in the
-    layer's place, so that its entries' names get a ``.0``, or a ``.1`` where the fusion is at its input.
+    with the sum of both halves of the weights stays beside the layer: ``nn.Sequential(layer, convolution)`` replaces
+    the layer, so that its entries' names get a ``.0``, or a ``.1`` where the fusion is at its input.
 
     Args:
         module: The model.
 
     Returns:
-        The model, or what has taken its place if ``module`` is a :class:`~lightning_fed.modules.FusedExtractor`.
+        The model, or the module that replaces it if ``module`` is a :class:`~lightning_fed.modules.FusedExtractor`.
 
     Raises:
         ValueError: If there is no fusion, or one by "conv" of an encoder's maps or of a layer with several inputs, or
-            whose features nobody has seen.
+            whose features have not been seen.
 
     Example:
         >>> from lightning_fed.tasks import ClassificationTask
@@ -128,29 +128,30 @@ def unwrap(module: nn.Module) -> nn.Module:
     names = {id(layer): name for name, layer in module.named_modules(remove_duplicate=False)}
     owner_name = names[id(fusion)].rpartition(".")[0]
     owner = module.get_submodule(owner_name)
-    place = Extractor(names[id(fusion.network)], fusion.layer)
-    point = _pointwise(fusion, place) if fusion.operator == "conv" else None
+    extractor = Extractor(names[id(fusion.network)], fusion.layer)
+    convolution = _pointwise(fusion, extractor) if fusion.operator == "conv" else None
     fusion.detach()
     _forget_compiled_code(module)
     if isinstance(owner, FusedExtractor):
-        return _put(module, owner_name, owner.local if point is None else nn.Sequential(owner.local, point))
+        local = owner.local if convolution is None else nn.Sequential(owner.local, convolution)
+        return _replace_layer(module, owner_name, local)
     delattr(owner, FUSION)
-    if point is not None:
-        layer = module.get_submodule(place.path)
-        both = (point, layer) if place.layer.side == "input" else (layer, point)
-        module = _put(module, place.path, nn.Sequential(*both))
+    if convolution is not None:
+        layer = module.get_submodule(extractor.path)
+        both = (convolution, layer) if extractor.layer.side == "input" else (layer, convolution)
+        module = _replace_layer(module, extractor.path, nn.Sequential(*both))
     return module
 
 
 def plain_state(state: Mapping[str, Tensor]) -> State:
-    """The state of a model without its fusion, for a model without: what a checkpoint's ``state_dict`` holds.
+    """The state of a model without its fusion, as for a model that never had one.
 
     Args:
         state: The state of a model that :func:`fuse` changed, with "multi", "single" or "none".
 
     Raises:
-        ValueError: If the fusion is a convolution: what follows was trained on its output. Load the state into a model
-            with fusion, and see :func:`unwrap`.
+        ValueError: If the fusion is a convolution: the layers behind it were trained on its output. Load the state into
+            a model with fusion, and see :func:`unwrap`.
 
     Example:
         >>> list(plain_state({"net.weight": torch.zeros(1), "feature_fusion.operators.0.weight": torch.zeros(())}))
@@ -168,13 +169,13 @@ def plain_state(state: Mapping[str, Tensor]) -> State:
 
 
 def _example(module: nn.Module, network: nn.Module) -> Example | None:
-    """What the network is called with when the module is called with its example, as Lightning calls it."""
+    """Arguments of the network when the module is called with its example, as Lightning calls it."""
     example = getattr(module, "example_input_array", None) if isinstance(module, L.LightningModule) else None
     if example is None:
         return None
-    seen: list[Example] = []
+    calls: list[Example] = []
     handle = network.register_forward_pre_hook(
-        lambda network, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
+        lambda network, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
     )
     weight = next(network.parameters(), None)
     if weight is not None:
@@ -187,7 +188,7 @@ def _example(module: nn.Module, network: nn.Module) -> Example | None:
                 module(*(example if isinstance(example, list | tuple) else (example,)))
     finally:
         handle.remove()
-    return seen[0] if seen else None
+    return calls[0] if calls else None
 
 
 def _forget_compiled_code(module: nn.Module) -> None:
@@ -197,16 +198,16 @@ def _forget_compiled_code(module: nn.Module) -> None:
         torch.compiler.reset()
 
 
-def _pointwise(fusion: FusionLayer, place: Extractor) -> nn.Module:
-    """The layer that F(E, E) is."""
-    operators = [each for each in fusion.operators.values() if isinstance(each, ConvFusion)]
+def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:
+    """The layer that computes F(E, E), for "conv"."""
+    operators = [operator for operator in fusion.operators.values() if isinstance(operator, ConvFusion)]
     ndims = list(fusion.ndims.values())
     if not ndims:
-        raise ValueError(f"Expected features that have been seen, but nobody has run {place}: run the model.")
+        raise ValueError(f"Expected features that have been seen, but nobody has run {extractor}: run the model.")
     if not fusion.is_plain:
         raise ValueError(
             f"Expected one layer with one input and one tensor of features, which a convolution can follow, but"
-            f" {place} has several: keep the fusion, or train with 'multi'."
+            f" {extractor} has several: keep the fusion, or train with 'multi'."
         )
     ndim, (operator,) = ndims[0], operators
     channels = len(operator.weight)
@@ -214,21 +215,21 @@ def _pointwise(fusion: FusionLayer, place: Extractor) -> nn.Module:
     is_last = ndim == 2 or axis in (-1, ndim - 1)
     has_bias = operator.bias is not None
     kinds = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
-    point: Any = (  # without values: those of a new layer would be drawn
+    convolution: Any = (  # without values: those of a new layer would be drawn
         nn.Linear(channels, channels, has_bias, device="meta")
         if is_last
         else kinds[ndim](channels, channels, 1, bias=has_bias, device="meta")
     )
     with torch.no_grad():
         summed = operator.weight[:, :channels] + operator.weight[:, channels:]
-        point.to(summed.dtype).to_empty(device=summed.device)
-        point.weight.copy_(summed.reshape(point.weight.shape))
+        convolution.to(summed.dtype).to_empty(device=summed.device)
+        convolution.weight.copy_(summed.reshape(convolution.weight.shape))
         if has_bias:
-            point.bias.copy_(operator.bias)
-    return point.train(fusion.training)  # type: ignore[no-any-return]
+            convolution.bias.copy_(operator.bias)
+    return convolution.train(fusion.training)  # type: ignore[no-any-return]
 
 
-def _put(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+def _replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
     """Puts a layer in the place of another; returns the module, or the layer if it was the module itself."""
     if not name:
         return layer

@@ -1,4 +1,4 @@
-"""FedFusion's operators as layers: what fuses a client's features with those of the global model.
+"""FedFusion's operators F as layers, which fuse a client's features with those of the global model.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019. The
 equations are in :mod:`lightning_fed.algorithms.fedfusion.equations`.
@@ -21,7 +21,7 @@ Range: TypeAlias = tuple[float, float]
 
 
 class FusionOperator(nn.Module, ABC):
-    """What makes features of two: those of the client, and those of the global model."""
+    """Operator that fuses the features of the client with those of the global model (abstract)."""
 
     @abstractmethod
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class FusionOperator(nn.Module, ABC):
 
 
 class MixingOperator(FusionOperator):
-    r"""An operator whose weights say how much of the global features is taken (abstract).
+    r"""Operator whose weights are the shares of the global features (abstract).
 
     Attributes:
         weight: The weights :math:`\lambda`.
@@ -50,7 +50,7 @@ class MixingOperator(FusionOperator):
             self.weight.clamp_(*self.clamp)
 
     def extra_repr(self) -> str:
-        """What is shown of it."""
+        """Text in the printed module."""
         return f"weights={self.weight.numel()}"
 
 
@@ -118,7 +118,7 @@ class ConvFusion(FusionOperator):
 
     Args:
         channels: Number of channels :math:`C`.
-        init: How the weights start: ``"default"`` as those of any convolution of PyTorch, which is what the authors do;
+        init: Start of the weights: ``"default"`` as those of any convolution of PyTorch, which is what the authors do;
             ``"local"`` as the identity of the client's features; ``"average"`` as the mean of both. In the latter two
             the bias is 0.
         bias: Whether it has a bias, as in the authors' program; the paper shows none.
@@ -160,7 +160,7 @@ class ConvFusion(FusionOperator):
         return fuse_conv(local, reference, self.weight, self.bias, self.channel_axis)
 
     def extra_repr(self) -> str:
-        """What is shown of it."""
+        """Text in the printed module."""
         return f"channels={len(self.weight)}, init={self.init!r}, bias={self.bias is not None}"
 
 

@@ -1,4 +1,4 @@
-r"""Federated matched averaging: layer after layer, neurons are matched before they are averaged.
+r"""FedMA's server side: layer after layer, neurons are matched before they are averaged.
 
 Wang, Yurochkin, Sun, Papailiopoulos & Khazaeni, "Federated Learning with Matched Averaging" (FedMA), ICLR 2020,
 Algorithm 1.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.fedma.class_mean import class_mean
-from lightning_fed.algorithms.fedma.matching_pass import COUNTS, NEEDS, STEP, MatchingPass, digest
+from lightning_fed.algorithms.fedma.matching_pass import COUNTS, REQUIRED_STEP, STEP, MatchingPass, tensor_hash
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.matching.groups import PermutationGroups
@@ -38,19 +38,19 @@ class FedMA(Aggregator):
     A pass through a network of :math:`N` stages has :math:`N` rounds, all with the same clients. In the first they
     train the whole model, and send the first stage only (in a chain: its first layer). The server finds out which of
     the clients' neurons are one neuron, and averages these. In the next round every client receives that stage and the
-    places of its own neurons in it, gives the inputs of the following layers that order, keeps what is settled as it is
+    positions of its neurons in it, gives the inputs of the following layers that order, keeps the matched layers frozen
     and trains the rest; and so on. The output layer is averaged by the clients' shares of every class. After the last
     round there is a new global model: until then the Trainer validates the one before. It is a wider one if clients had
-    neurons that others had not. In the next pass clients start from their own neurons of the global model, at the
+    neurons that others had not. In the next pass clients start from their neurons of the global model, at the
     widths that they had.
 
-    What belongs to a neuron is found in any network (:class:`~lightning_fed.matching.PermutationGroups`), and so are
+    The entries of a neuron are found in any network (:class:`~lightning_fed.matching.PermutationGroups`), and so are
     the stages (:func:`~lightning_fed.matching.find_stages`): all blocks whose sums tie their channels are one. The
     module's layers get other widths in place; :func:`~lightning_fed.matching.load_matched` loads a checkpoint of a
     wider model. A client that fails or drops out is left out for the rest of the pass. If too few answer, a new pass
     begins.
 
-    BatchNorm's statistics of a settled stage are measured by the clients (``batch_norm="recalibrate"``), and used as
+    BatchNorm's statistics of a matched stage are measured by the clients (``batch_norm="recalibrate"``), and used as
     they are while later layers train; those of the complete model are measured once more.
 
     The client's side is a callback, which is added to the Trainer if it has none:
@@ -71,7 +71,7 @@ class FedMA(Aggregator):
             classes of one example (multi-hot) go with ``"size"``.
         start: Whether all clients start from the same model (``"shared"``: the module as it is), or each from random
             numbers of its own (``"independent"``), as the authors do, for which nothing is sent.
-        order: In what order the groups of one stage are matched, and by what: as in FedMA, or as in PFNM.
+        order: Order in which the groups of one stage are matched, and their weights: as in FedMA, or as in PFNM.
         score: Score of a match, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: :math:`\gamma`; the larger, the more neurons are added.
         passes: Most passes over the clients in the matching of a group.
@@ -87,7 +87,7 @@ class FedMA(Aggregator):
         ValueError: If an option is unknown or out of its range.
 
     Note:
-        Logged are ``fedma/stage`` (the stage that the round has settled, from 0 on) and, of each of its groups,
+        Logged are ``fedma/stage`` (the stage that the round has matched, from 0 on) and, of each of its groups,
         ``fedma/<group>/width``, ``fedma/<group>/matched`` (the share of the clients' neurons that others have too) and
         ``fedma/<group>/seconds``; at the end of a pass also ``fedma/growth``, the global model's numbers over a
         client's.
@@ -144,60 +144,61 @@ class FedMA(Aggregator):
         self.client_widths: dict[str, int] = {}
         self._groups = PermutationGroups(())
         self._stages: list[Stage] = []
-        self._form: State = {}
-        self._new = frozenset[str]()  # what is sent to clients that have their model of the last pass
-        self._current: MatchingPass | None = None  # the one under way
-        self._last: MatchingPass | None = None  # the last complete one
+        self._client_entries: State = {}
+        self._changed = frozenset[str]()  # entries sent to clients that have their model of the last pass
+        self._open_pass: MatchingPass | None = None  # the one under way
+        self._last_pass: MatchingPass | None = None  # the last complete one
         self._round = -1
         self._state: State = {}
         self.received: dict[Client, ClientUpdate] = {}
         self.outputs: list[str] = []
         self._metrics: dict[str, float] = {}
 
-    def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], form: Mapping[str, Tensor]) -> None:
+    def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], entries: Mapping[str, Tensor]) -> None:
         """Makes the network known, before the first round of a fit.
 
         Args:
             groups: Its groups, of a client's widths.
             stages: Its stages.
-            form: Its entries of a client's widths; values do not matter.
+            entries: Its entries of a client's widths; values do not matter.
 
         Raises:
             ValueError: If a pass that goes on has other stages.
 
         """
-        current = self._current
+        current = self._open_pass
         if current is not None:
-            begun = {name for stage in stages[: current.stage] for name in stage.entries}
-            if current.settled.keys() != begun or current.stage >= len(stages):
+            matched = {name for stage in stages[: current.stage] for name in stage.entries}
+            if current.matched_state.keys() != matched or current.stage >= len(stages):
                 raise OptionError(
-                    f"Expected the `stages` of the pass that is to go on, of which {current.stage} are settled, but"
+                    f"Expected the `stages` of the pass that is to go on, of which {current.stage} are matched, but"
                     f" got {len(stages)} others: `stages` and what is frozen, personal or pinned can change after a"
                     " pass only."
                 )
         self._groups, self._stages, self.client_widths = groups, list(stages), groups.sizes
-        self._form = {name: torch.empty_like(value, device="meta") for name, value in form.items()}
-        self.outputs = find_outputs(groups, stages[-1].entries, form)
+        self._client_entries = {name: torch.empty_like(value, device="meta") for name, value in entries.items()}
+        self.outputs = find_outputs(groups, stages[-1].entries, entries)
 
     @property
     def widths(self) -> dict[str, int]:
         """Numbers of neurons of the global model's groups; empty before there is one."""
-        return {} if self._last is None else dict(self._last.sizes)
+        return {} if self._last_pass is None else dict(self._last_pass.sizes)
 
     @property
     def num_classes(self) -> int:
         """Rows of the output layers; 0 where none was found."""
-        return len(self._form[self.outputs[0]]) if self.outputs else 0
+        return len(self._client_entries[self.outputs[0]]) if self.outputs else 0
 
     @property
-    def holders(self) -> frozenset[Client]:
+    def clients_with_models(self) -> frozenset[Client]:
         """Clients whose own models later rounds may build on: those of the last passes."""
-        return frozenset().union(*(own.places for own in (self._last, self._current) if own is not None))
+        passes = (self._last_pass, self._open_pass)
+        return frozenset().union(*(known.assignments for known in passes if known is not None))
 
     @property
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:
-        """The stage that the round has settled, and the pass, if that goes on."""
-        current = self._current
+        """The stage that the round has matched, and the pass, if that goes on."""
+        current = self._open_pass
         if current is None or current.round != self._round:
             return None
         return self._stages[current.stage - 1], current
@@ -210,7 +211,7 @@ class FedMA(Aggregator):
         epochs = self.retrain_epochs
         if current.stage == len(self._stages) - 1 and self.last_epochs is not None:
             epochs = self.last_epochs
-        return RoundPlan(current.origin, epochs, frozenset(current.places))
+        return RoundPlan(current.origin, epochs, frozenset(current.assignments))
 
     def start_round(self, round: int, state: State) -> None:
         """Goes on with the pass that is under way, or begins one from ``state``.
@@ -220,57 +221,59 @@ class FedMA(Aggregator):
 
         """
         if not self._stages:
-            raise RuntimeError("The network is not known: `LayerwiseTraining` says it in a fit, or else `prepare`.")
-        if self._current is not None and not self._pass(round).stage:
+            raise RuntimeError(
+                "The network is not known: `LayerwiseTraining` makes it known in a fit, or else `prepare`."
+            )
+        if self._open_pass is not None and not self._pass(round).stage:
             _log.warning("Round %d: nothing came of the round before, so that a new pass begins.", round)
         self._round, self._state, self.received, self._metrics = round, state, {}, {}
-        self._new = frozenset[str]()
-        if self._last is not None and not self._pass(round).stage:
+        self._changed = frozenset[str]()
+        if self._last_pass is not None and not self._pass(round).stage:
             known = {name for stage in self._stages[:-1] for name in stage.entries}
-            digests = {name: digest(value) for name, value in state.items() if name in known}
-            self._new = frozenset(name for name in state if digests.get(name) != self._last.digests[name])
+            hashes = {name: tensor_hash(value) for name, value in state.items() if name in known}
+            self._changed = frozenset(name for name in state if hashes.get(name) != self._last_pass.hashes[name])
 
     def broadcast(self, client: Client) -> Broadcast:
-        """The stage that was settled last, or all of the model to start a pass from.
+        """The stage that was matched last, or all of the model to start a pass from.
 
-        Of a wider global model that is the client's own neurons, or those that most clients have, if it was not in the
+        Of a wider global model these are the client's neurons, or those that most clients have, if it was not in the
         last pass.
         """
-        current, last = self._pass(self._round), self._last
+        current, last = self._pass(self._round), self._last_pass
         if current.stage:
             stage = self._stages[current.stage - 1]
-            state = {name: current.settled[name] for name in stage.entries}
+            state = {name: current.matched_state[name] for name in stage.entries}
             return Broadcast(self._round, state, current.extras(client, stage))
         if last is None:
             state = {} if self.start == "independent" else dict(self._state)
         else:
-            own = last.places.get(client) or {
+            assignment = last.assignments.get(client) or {
                 group.name: torch.argsort(last.owners[group.name], descending=True, stable=True)[: group.size].sort()[0]
                 for group in self._groups
             }
-            state = self._groups.resized(last.sizes).slice(self._state, own)
+            state = self._groups.resized(last.sizes).slice(self._state, assignment)
         return Broadcast(self._round, state, {STEP: current.step})
 
     def respond(self, request: Request) -> Broadcast:
-        """What the client does not have yet.
+        """Entries that the client does not have yet.
 
-        Where it has its model of the last pass, that is what came after its last exchange (the last stage), and what
-        differs from what it was sent (BatchNorm's statistics of the complete model).
+        If it has its model of the last pass, these are the entries of the last stage, and those that differ from the
+        ones that it was sent (BatchNorm's statistics of the complete model).
         """
-        last, has = self._last, request.extras.get(STEP)
+        last, step = self._last_pass, request.extras.get(STEP)
         message = self.broadcast(request.client)
-        if self._pass(self._round).stage or last is None or request.client not in last.places or has is None:
+        if self._pass(self._round).stage or last is None or request.client not in last.assignments or step is None:
             return message
-        if not torch.equal(has.cpu(), last.step_before):
+        if not torch.equal(step.cpu(), last.step_before):
             return message
-        state = {name: value for name, value in message.state.items() if name in self._new}
-        return Broadcast(self._round, state, {**message.extras, NEEDS: last.step_before})
+        state = {name: value for name, value in message.state.items() if name in self._changed}
+        return Broadcast(self._round, state, {**message.extras, REQUIRED_STEP: last.step_before})
 
     def expected(self, broadcast: Broadcast) -> State:
-        """The entries of the stage that is to be settled, with the client's neurons and the settled inputs."""
+        """The entries of the stage that is matched next, with the client's neurons and the matched inputs."""
         current = self._pass(self._round)
-        form = self._grown(current)
-        return {name: form[name] for name in self._stages[current.stage].entries}
+        entries = self._resized_entries(current)
+        return {name: entries[name] for name in self._stages[current.stage].entries}
 
     def receive(self, update: ClientUpdate) -> None:
         """Keeps the client's stage.
@@ -281,8 +284,8 @@ class FedMA(Aggregator):
         """
         counts = update.extras.get(COUNTS)
         if counts is not None:
-            is_right = counts.dtype == torch.int64 and counts.shape == (self.num_classes,)
-            if not is_right or bool((counts < 0).any()):
+            is_row = counts.dtype == torch.int64 and counts.shape == (self.num_classes,)
+            if not is_row or bool((counts < 0).any()):
                 raise BadUpdate(
                     f"its class counts are not one whole number of at least 0 for each of {self.num_classes} classes"
                 )
@@ -300,16 +303,16 @@ class FedMA(Aggregator):
         self.received |= other.received
 
     def aggregate(self) -> State:
-        """Settles a stage; the new model if it was the last one."""
+        """Matches and averages a stage; returns the new model if it was the last one."""
         current = self._pass(self._round)
         stage = self._stages[current.stage]
         clients = sorted(self.received, key=client_key)
         updates = [self.received[client] for client in clients]
         groups = self._groups.resized(current.sizes)
-        own = tuple(group for group in groups if group.name in stage.groups)
+        stage_groups = tuple(group for group in groups if group.name in stage.groups)
         match = match_states(
             [update.state for update in updates],
-            replace(groups, groups=own),
+            replace(groups, groups=stage_groups),
             np.random.default_rng([self.seed, self._round]),
             self.order,
             mode=self.mode,
@@ -320,30 +323,30 @@ class FedMA(Aggregator):
             passes=self.passes,
         )
         if current.stage == len(self._stages) - 1:
-            match.state.update(self._output_means(updates, own, match))
+            match.state.update(self._output_means(updates, stage_groups, match))
         fault = find_non_finite(match.state)
         if fault is not None:
             _log.error("Round %d: the stage is not used: %s.", self._round, fault)
             return self._state
-        lost = sorted(map(str, current.places.keys() - self.received.keys()))
-        if lost:
-            _log.warning("Round %d: left out for the rest of the pass: %s.", self._round, ", ".join(lost))
-        done = current.settling(self._round, clients, match)
+        dropped = sorted(map(str, current.assignments.keys() - self.received.keys()))
+        if dropped:
+            _log.warning("Round %d: left out for the rest of the pass: %s.", self._round, ", ".join(dropped))
+        current = current.with_stage(self._round, clients, match)
         for kind, values in (("width", match.groups.sizes), ("matched", match.matched), ("seconds", match.seconds)):
             self._metrics |= {f"fedma/{name}/{kind}": value for name, value in values.items()}
-        self._metrics["fedma/stage"] = current.stage
-        if done.stage < len(self._stages):
-            self._current = done
+        self._metrics["fedma/stage"] = current.stage - 1
+        if current.stage < len(self._stages):
+            self._open_pass = current
             return self._state
-        self._current, self._last = None, done.complete()
-        of_client = sum(value.numel() for value in self._form.values())
-        self._metrics["fedma/growth"] = sum(value.numel() for value in done.settled.values()) / of_client
-        return {name: done.settled[name] for name in self._state}
+        self._open_pass, self._last_pass = None, current.complete()
+        client_numel = sum(value.numel() for value in self._client_entries.values())
+        self._metrics["fedma/growth"] = sum(value.numel() for value in current.matched_state.values()) / client_numel
+        return {name: current.matched_state[name] for name in self._state}
 
     def put_statistics(self, statistics: Mapping[str, Tensor]) -> None:
-        """Replaces running statistics of settled entries by measured ones."""
-        if self._current is not None:
-            self._current = replace(self._current, settled={**self._current.settled, **statistics})
+        """Replaces running statistics of matched entries by measured ones."""
+        if self._open_pass is not None:
+            self._open_pass = replace(self._open_pass, matched_state={**self._open_pass.matched_state, **statistics})
 
     def metrics(self) -> dict[str, float]:
         """The stage, and for each of its groups its width, the share of neurons that others have too, and the time.
@@ -360,28 +363,32 @@ class FedMA(Aggregator):
 
     def state_dict(self) -> dict[str, Any]:
         """The pass that is under way, and the last complete one."""
-        passes = {name: dict(vars(own)) for name, own in (("current", self._current), ("last", self._last)) if own}
+        passes = {
+            name: dict(vars(known))
+            for name, known in (("current", self._open_pass), ("last", self._last_pass))
+            if known
+        }
         return {**passes, "client_widths": dict(self.client_widths)} if passes else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores both."""
-        self._current = MatchingPass(**state["current"]) if "current" in state else None
-        self._last = MatchingPass(**state["last"]) if "last" in state else None
+        self._open_pass = MatchingPass(**state["current"]) if "current" in state else None
+        self._last_pass = MatchingPass(**state["last"]) if "last" in state else None
         self.client_widths = state.get("client_widths", {})
 
     def _pass(self, round: int) -> MatchingPass:
         """The pass that a round belongs to; a new one where nothing came of the round before."""
-        current = self._current
+        current = self._open_pass
         return current if current is not None and round <= current.round + 1 else MatchingPass(round, round)
 
-    def _grown(self, current: MatchingPass) -> State:
+    def _resized_entries(self, current: MatchingPass) -> State:
         """A client's entries in the pass; values do not matter."""
-        shapes = {name: list(value.shape) for name, value in self._form.items()}
+        shapes = {name: list(value.shape) for name, value in self._client_entries.items()}
         for group in self._groups.resized(current.sizes):
             for (name, axis), entry in group.entries.items():
                 if name in shapes:
                     shapes[name][axis] = entry.length
-        return {name: self._form[name].new_empty(shape) for name, shape in shapes.items()}
+        return {name: self._client_entries[name].new_empty(shape) for name, shape in shapes.items()}
 
     def _output_means(
         self, updates: Sequence[ClientUpdate], groups: Sequence[PermutationGroup], match: StateMatch
@@ -394,8 +401,8 @@ class FedMA(Aggregator):
         sizes, means = list(match.groups.sizes.values()), {}
         for name in self.outputs:
             layers = [
-                grow_neurons({name: update.state[name]}, groups, list(found.values()), sizes)[name]
-                for update, found in zip(updates, match.assignments, strict=True)
+                grow_neurons({name: update.state[name]}, groups, list(assignment.values()), sizes)[name]
+                for update, assignment in zip(updates, match.assignments, strict=True)
             ]
             means[name] = class_mean(layers, counts, weights)
         return means

@@ -1,4 +1,4 @@
-"""FedMA on the client's side: what is settled stays, the rest takes its order and trains on.
+"""FedMA's client side: matched layers stay frozen, the rest takes their order and trains on.
 
 Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1.
 """
@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_map
 from lightning_fed.algorithms.fedma.aggregator import FedMA
 from lightning_fed.algorithms.fedma.checks import check_growth, check_optimizers, check_options, warn_of_rounds
 from lightning_fed.algorithms.fedma.matching_pass import (
+    ASSIGNMENT,
     COUNTS,
     MEMORY,
-    NEEDS,
-    PLACES,
+    REQUIRED_STEP,
     STEP,
     WIDTH,
-    places_in,
-    widths_in,
+    read_assignment,
+    read_widths,
 )
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.client.local_model import forget_memory
@@ -52,7 +52,7 @@ class LayerwiseTraining(FederatedCallback):
 
     Before the first round it finds the module's groups of neurons and the stages, and names them in the log. A client
     keeps its own model between the rounds of a pass, and until the end of the next: with large models, give the
-    federation a folder as ``store``. What is settled does not train (``requires_grad`` is off, BatchNorm in evaluation
+    federation a folder as ``store``. Matched layers do not train (``requires_grad`` is off, BatchNorm in evaluation
     mode).
 
     Checkpoints of models that have grown load into modules of the first widths, in all that the Trainer does. Other
@@ -60,13 +60,13 @@ class LayerwiseTraining(FederatedCallback):
     checkpoints, names the groups' axes, a few numbers for each entry.
 
     Args:
-        example_input: What the module's ``forward`` is called with to follow its neurons, see
+        example_input: Arguments of the module's ``forward`` for following its neurons, see
             :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default the module's
             ``example_input_array``, or else the inputs of two of a client's examples.
-        pin: Patterns of entry names whose neurons stay where they are. Those of entries that do not travel do anyway.
+        pin: Patterns of entry names whose neurons keep their order. Those of entries that do not travel do anyway.
         extra_groups: Groups of neurons that are not found by themselves, of a client's widths.
-        target: Where a batch has its labels: index, key or function; ``None`` for the usual places.
-        inputs: Where a batch has its inputs, likewise.
+        target: Labels of a batch: index, key or function; ``None`` for the usual places.
+        inputs: Inputs of a batch, likewise.
 
     Raises:
         MisconfigurationException: In ``fit``, if the federation's rule is not FedMA, clients keep their optimizer state
@@ -101,9 +101,9 @@ class LayerwiseTraining(FederatedCallback):
         self.groups = PermutationGroups(())
         self._hook: OverriddenMethod | None = None
         self._stages: list[frozenset[str]] = []  # entries
-        self._settled_parameters: list[nn.Parameter] = []
-        self._settled_layers: list[nn.Module] = []
-        self._holders = frozenset[Client]()
+        self._frozen_parameters: list[nn.Parameter] = []
+        self._frozen_layers: list[nn.Module] = []
+        self._clients_with_models = frozenset[Client]()
         self._counts: Tensor | None = None
         self._batches_left = 0
         self._has_warned = False
@@ -112,15 +112,15 @@ class LayerwiseTraining(FederatedCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Lets a checkpoint of a wider model load."""
-        self._give_back()
+        self._restore_hook()
         self._resized = {}
         if stage == "fit":
             self._growable = {}
 
         def resize(checkpoint: dict[str, Any]) -> None:
             state, known = checkpoint["state_dict"], checkpoint.get("callbacks", {}).get(self.state_key)
-            own = {name: value.shape for name, value in named_tensors(pl_module).items() if name in state}
-            self._resized = {name: (shape, state[name].shape) for name, shape in own.items()}
+            shapes = {name: value.shape for name, value in named_tensors(pl_module).items() if name in state}
+            self._resized = {name: (shape, state[name].shape) for name, shape in shapes.items()}
             if known is not None:
                 check_growth(self._resized, known["growable"])
             fit_widths(pl_module, state)
@@ -134,13 +134,13 @@ class LayerwiseTraining(FederatedCallback):
         return {"growable": self._growable}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Gives back what ``setup`` took."""
-        self._give_back()
+        """Restores the module's hook that ``setup`` replaced."""
+        self._restore_hook()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Gives back what ``setup`` took."""
-        self._release()
-        self._give_back()
+        """Restores the module's hook that ``setup`` replaced."""
+        self._unfreeze()
+        self._restore_hook()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the groups of neurons and the stages."""
@@ -149,46 +149,52 @@ class LayerwiseTraining(FederatedCallback):
         local = federation.local_model(pl_module)
         check_options(federation, rule, local)
         pin = [*self.pin, *local.home]
-        extra = resize_groups(self.extra_groups, [rule.widths.get(own.name, own.size) for own in self.extra_groups])
-        found = PermutationGroups.of(pl_module, self._example(federation, pl_module), pin=pin, extra_groups=extra)
+        extra = resize_groups(
+            self.extra_groups, [rule.widths.get(group.name, group.size) for group in self.extra_groups]
+        )
+        groups = PermutationGroups.of(pl_module, self._example(federation, pl_module), pin=pin, extra_groups=extra)
         shared = {name: local.entries[name] for name in local.shared}
-        self._growable = _growable_axes(found)
+        self._growable = _growable_axes(groups)
         check_growth(self._resized, self._growable)
         if rule.widths:  # the fit was resumed: groups and entries of a client's widths
-            if found.sizes != rule.widths:
+            if groups.sizes != rule.widths:
                 raise MisconfigurationException(
-                    f"FedMA goes on from a model with {rule.widths} neurons, but the module has {found.sizes}. If this"
+                    f"FedMA goes on from a model with {rule.widths} neurons, but the module has {groups.sizes}. If this"
                     " is to be another fit, give it a rule of its own, which was in none."
                 )
-            wide = found
-            found = wide.resized(rule.client_widths)
-            shared = wide.slice(shared, {name: torch.arange(size) for name, size in rule.client_widths.items()})
-        self.groups = found
-        stages = find_stages(found, local.shared, rule.stages)
-        while len(stages) > 1 and not trainable_entries(pl_module).difference(*(own.entries for own in stages[:-1])):
+            grown = groups
+            groups = grown.resized(rule.client_widths)
+            shared = grown.slice(shared, {name: torch.arange(size) for name, size in rule.client_widths.items()})
+        self.groups = groups
+        stages = find_stages(groups, local.shared, rule.stages)
+        while len(stages) > 1 and not trainable_entries(pl_module).difference(
+            *(stage.entries for stage in stages[:-1])
+        ):
             stages[-2:] = [stages[-2].joined(stages[-1])]  # nothing would be left to train
-        check_optimizers(trainer, rule.mode == "grow" and len(stages) > 1 and any(group.is_growable for group in found))
+        check_optimizers(
+            trainer, rule.mode == "grow" and len(stages) > 1 and any(group.is_growable for group in groups)
+        )
         self._stages = [frozenset(stage.entries) for stage in stages]
-        rule.prepare(found, stages, shared)
+        rule.prepare(groups, stages, shared)
         if rule.start == "independent":
-            initial_state(pl_module, 0)  # says whether it can
-        if not len(found) and rule.mode != "none":
+            initial_state(pl_module, 0)  # refuses layers that cannot draw their own
+        if not len(groups) and rule.mode != "none":
             rank_zero_warn("FedMA has found no neurons that can change places: layers are averaged as they are.")
         rank_zero_info(
-            f"FedMA: {len(found)} groups with {sum(found.sizes.values())} neurons in {len(stages)} stages, one round"
+            f"FedMA: {len(groups)} groups with {sum(groups.sizes.values())} neurons in {len(stages)} stages, one round"
             f" each: {'; '.join(', '.join(stage.groups) or stage.entries[0].rpartition('.')[0] for stage in stages)}."
         )
         if trainer.is_global_zero:
             warn_of_rounds(trainer, len(stages))
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Notes who has a model of its own."""
-        self._holders = _rule(find_federation(trainer)).holders
+        """Notes the clients that have a model of their own."""
+        self._clients_with_models = _rule(find_federation(trainer)).clients_with_models
 
     def on_client_request(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
     ) -> None:
-        """Says how far the client's own model has come."""
+        """Names the step that the client's own model has reached."""
         memory = find_federation(trainer).client_memory
         if STEP in memory:
             request.extras[STEP] = memory[STEP]
@@ -196,18 +202,18 @@ class LayerwiseTraining(FederatedCallback):
     def on_client_receive(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Makes the client's model of what it has and what it is sent."""
+        """Makes the client's model of the entries that it has and those that it is sent."""
         federation = find_federation(trainer)
         memory = federation.client_memory
-        broadcast.state = self._assemble(federation, module, client, broadcast, memory)
+        broadcast.state = self._client_model(federation, module, client, broadcast, memory)
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Keeps what is settled from training."""
+        """Freezes the matched stages."""
         federation = find_federation(trainer)
         stage = int(broadcast.extras[STEP][1])
-        self._hold(module, stage)
+        self._freeze(module, stage)
         rule = _rule(federation)
         self._counts, self._batches_left = None, 0
         if rule.last_layer == "class" and stage == len(self._stages) - 1 and rule.num_classes > 1:
@@ -241,7 +247,7 @@ class LayerwiseTraining(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Keeps the client's model, and sends the stage that is to be settled."""
+        """Keeps the client's model, and sends the stage that is matched next."""
         memory = find_federation(trainer).client_memory
         stage = int(memory[STEP][1])
         memory |= {_MODEL + name: value for name, value in update.state.items()}
@@ -251,7 +257,7 @@ class LayerwiseTraining(FederatedCallback):
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Lets everything train again."""
-        self._release()
+        self._unfreeze()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Has BatchNorm's statistics of the stage measured, if the pass goes on."""
@@ -274,10 +280,10 @@ class LayerwiseTraining(FederatedCallback):
             message = rule.broadcast(visit.client)
             server.count_down(message)
             local.recall(visit.client)
-            whole = self._assemble(federation, module, visit.client, message, dict(local.memory))
-            local.load_client(visit.client, whole)
+            state = self._client_model(federation, module, visit.client, message, dict(local.memory))
+            local.load_client(visit.client, state)
 
-        visits = [visit for visit in federation.cohort.visits if visit.client in current.places]
+        visits = [visit for visit in federation.cohort.visits if visit.client in current.assignments]
         reports = measure_statistics(trainer, module, server, federation.population, visits, layers, load)
         measured: State = {}
         for name in layers:
@@ -285,19 +291,19 @@ class LayerwiseTraining(FederatedCallback):
             if pooled is not None:
                 for kind, value in zip(("running_mean", "running_var"), pooled, strict=True):
                     entry = f"{name}.{kind}"
-                    measured[entry] = value.to(current.settled[entry])
+                    measured[entry] = value.to(current.matched_state[entry])
         rule.put_statistics(measured)
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Has clients forget models that nothing will build on any more."""
+        """Has clients forget models that no later round builds on."""
         federation = find_federation(trainer)
         visited = {visit.client for visit in federation.cohort.visits}
-        for client in (self._holders | visited) - _rule(federation).holders:
+        for client in (self._clients_with_models | visited) - _rule(federation).clients_with_models:
             forget_memory(federation.store, client, trainer.current_epoch, MEMORY)
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _assemble(
+    def _client_model(
         self,
         federation: Federation,
         module: L.LightningModule,
@@ -305,20 +311,21 @@ class LayerwiseTraining(FederatedCallback):
         broadcast: Broadcast,
         memory: State,
     ) -> State:
-        """The client's model at the start of a visit; what it has to remember is put into its memory."""
+        """The client's model at the start of a visit; the step, widths and assignment are put into its memory."""
         sent, stage = broadcast.extras, int(broadcast.extras[STEP][1])
-        if not _has_what_it_needs(memory, broadcast):
+        if not _has_required_step(memory, broadcast):
             raise ClientFault("it does not have its model of the stage before any more")
-        own = {name[len(_MODEL) :]: value for name, value in memory.items() if name.startswith(_MODEL)}
-        widths, places = widths_in(memory), places_in(memory)
+        model = {name[len(_MODEL) :]: value for name, value in memory.items() if name.startswith(_MODEL)}
+        widths, assignment = read_widths(memory), read_assignment(memory)
         memory[STEP] = sent[STEP]
         if stage:
-            memory |= {name: value for name, value in sent.items() if name.startswith((PLACES, WIDTH))}
-            return self.groups.resized(widths).grow(own, widths_in(sent), places_in(sent)) | broadcast.state
-        for name in (*map(WIDTH.__add__, widths), *map(PLACES.__add__, places)):
+            memory |= {name: value for name, value in sent.items() if name.startswith((ASSIGNMENT, WIDTH))}
+            grown = self.groups.resized(widths).grow(model, read_widths(sent), read_assignment(sent))
+            return grown | broadcast.state
+        for name in (*map(WIDTH.__add__, widths), *map(ASSIGNMENT.__add__, assignment)):
             del memory[name]
-        if NEEDS in sent:  # a new pass, from the client's own neurons of the global model
-            return self.groups.resized(widths).slice(own, places) | broadcast.state
+        if REQUIRED_STEP in sent:  # a new pass, from the client's neurons of the global model
+            return self.groups.resized(widths).slice(model, assignment) | broadcast.state
         if not broadcast.state:
             seed = derive_seed(federation.schedule.seed, client_key(client))
             return {name: value for name, value in initial_state(module, seed).items() if name in self._all_entries}
@@ -328,27 +335,27 @@ class LayerwiseTraining(FederatedCallback):
     def _all_entries(self) -> frozenset[str]:
         return frozenset[str]().union(*self._stages)
 
-    def _hold(self, module: nn.Module, stage: int) -> None:
-        """Keeps the parameters and statistics of settled stages as they are."""
-        settled = frozenset[str]().union(*self._stages[:stage])
+    def _freeze(self, module: nn.Module, stage: int) -> None:
+        """Keeps the parameters and statistics of matched stages as they are."""
+        matched = frozenset[str]().union(*self._stages[:stage])
         for name, parameter in module.named_parameters():
-            if name in settled and parameter.requires_grad:
+            if name in matched and parameter.requires_grad:
                 parameter.requires_grad_(False)
-                self._settled_parameters.append(parameter)
+                self._frozen_parameters.append(parameter)
         for name, layer in module.named_modules():
-            if layer.training and f"{name}.running_mean" in settled:  # BatchNorm, and InstanceNorm that keeps them
+            if layer.training and f"{name}.running_mean" in matched:  # BatchNorm, and InstanceNorm that keeps them
                 layer.eval()
-                self._settled_layers.append(layer)
+                self._frozen_layers.append(layer)
 
-    def _release(self) -> None:
-        for parameter in self._settled_parameters:
+    def _unfreeze(self) -> None:
+        for parameter in self._frozen_parameters:
             parameter.requires_grad_(True)
-        for layer in self._settled_layers:
+        for layer in self._frozen_layers:
             layer.train()
-        self._settled_parameters, self._settled_layers = [], []
+        self._frozen_parameters, self._frozen_layers = [], []
 
     def _example(self, federation: Federation, module: L.LightningModule) -> Any:
-        """What the module is called with."""
+        """Arguments that the module is called with."""
         example = self.example_input if self.example_input is not None else module.example_input_array
         if example is None:
             population = federation.find_population()
@@ -368,7 +375,7 @@ class LayerwiseTraining(FederatedCallback):
                 ) from error
         return tree_map(lambda value: value.to(module.device) if isinstance(value, Tensor) else value, example)
 
-    def _give_back(self) -> None:
+    def _restore_hook(self) -> None:
         if self._hook is not None:
             self._hook.give_back()
             self._hook = None
@@ -386,13 +393,13 @@ def _rule(federation: Federation) -> FedMA:
 def _growable_axes(groups: PermutationGroups) -> dict[str, list[int]]:
     """The axes of entries that groups can make longer, tied ones under all names."""
     axes: dict[str, set[int]] = {}
-    for name, axis in (own for group in groups if group.is_growable for own in group.entries):
-        for other in (name, *(other for other, first in groups.tied.items() if first == name)):
-            axes.setdefault(other, set()).add(axis)
-    return {name: sorted(own) for name, own in axes.items()}
+    for name, axis in (entry for group in groups if group.is_growable for entry in group.entries):
+        for tied_name in (name, *(alias for alias, first in groups.tied.items() if first == name)):
+            axes.setdefault(tied_name, set()).add(axis)
+    return {name: sorted(positions) for name, positions in axes.items()}
 
 
-def _has_what_it_needs(memory: State, broadcast: Broadcast) -> bool:
-    """Whether a client has the model that a message builds on."""
-    needed, own = broadcast.extras.get(NEEDS), memory.get(STEP)
-    return needed is None or (own is not None and torch.equal(own.cpu(), needed.cpu()))
+def _has_required_step(memory: State, broadcast: Broadcast) -> bool:
+    """True if a client has the model that a message builds on."""
+    required, reached = broadcast.extras.get(REQUIRED_STEP), memory.get(STEP)
+    return required is None or (reached is not None and torch.equal(reached.cpu(), required.cpu()))

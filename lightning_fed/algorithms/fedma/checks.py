@@ -1,4 +1,4 @@
-"""What a pass through the layers cannot go with, and what a fit should know of its rounds."""
+"""FedMA's client side: checks of the options and optimizers that a pass through the layers cannot go with."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def check_options(federation: Federation, rule: FedMA, local: LocalModel) -> Non
         raise MisconfigurationException(f"FedMA needs whole entries, but clients hold rows of {list(local.sliced)}.")
     if not local.shared:
         raise MisconfigurationException("Expected entries that clients send, but got none: all are personal or frozen.")
-    own = {name: getattr(rule, name) for name in ("retrain_epochs", "last_epochs")}
-    given = ", ".join(f"{name}={epochs}" for name, epochs in own.items() if epochs is not None)
+    epochs_of_rule = {name: getattr(rule, name) for name in ("retrain_epochs", "last_epochs")}
+    given = ", ".join(f"{name}={epochs}" for name, epochs in epochs_of_rule.items() if epochs is not None)
     if given and federation.schedule.local_steps is not None:
         raise MisconfigurationException(
             f"Expected no `local_steps` where FedMA has epochs of its own, but got {federation.schedule.local_steps}"
@@ -74,7 +74,7 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
 def check_growth(
     shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], growable: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuses widths of a checkpoint that no group of neurons can have got.
+    """Refuses widths of a checkpoint that no group of neurons can have grown to.
 
     Args:
         shapes: Shapes of entries in the module and in the checkpoint.
@@ -84,17 +84,17 @@ def check_growth(
         OptionError: If an entry has another length on another axis.
 
     """
-    for name, (own, other) in shapes.items():
-        axes = [axis for axis, (a, b) in enumerate(zip(own, other, strict=False)) if a != b]
+    for name, (shape, loaded) in shapes.items():
+        axes = [axis for axis, (a, b) in enumerate(zip(shape, loaded, strict=False)) if a != b]
         if not set(axes) <= set(growable.get(name, ())):
             raise OptionError(
                 f"Expected a checkpoint in which only neurons that FedMA can add make a difference, but got {name!r} of"
-                f" shape {tuple(other)} for the module's {tuple(own)}."
+                f" shape {tuple(loaded)} for the module's {tuple(shape)}."
             )
 
 
 def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
-    """Says where the fit ends, or may, before there is a new model.
+    """Warns of a fit that ends, or may end, before there is a new model.
 
     Args:
         trainer: The Trainer.

@@ -1,4 +1,4 @@
-"""The mean of output layers by the classes that clients have.
+"""FedMA's mean of output layers, by the clients' shares of every class.
 
 Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Section 2.
 """
@@ -24,7 +24,7 @@ def class_mean(layers: Sequence[Tensor], counts: Sequence[Tensor], weights: Sequ
     Args:
         layers: The clients' weights or biases, shape ``(classes, ...)``, floating point.
         counts: Number of examples (or pixels) of each class that each client has, shape ``(classes,)``.
-        weights: Weight of each client, greater than 0, for classes that nobody has.
+        weights: Weight of each client, greater than 0, for classes that no client has.
 
     Returns:
         The mean, shape ``(classes, ...)``.
@@ -49,9 +49,9 @@ def class_mean(layers: Sequence[Tensor], counts: Sequence[Tensor], weights: Sequ
                 f"Expected layers of shape {tuple(layers[0].shape)} and a count for each class, but got the shapes"
                 f" {tuple(layer.shape)} and {tuple(count.shape)}."
             )
-    of_class = torch.stack([to_float64(count.to(layers[0].device)) for count in counts])
-    of_client = to_float64(torch.tensor(list(weights), device=layers[0].device))[:, None].expand_as(of_class)
-    shares = torch.where(of_class.sum(0) > 0, of_class, of_client)
+    class_counts = torch.stack([to_float64(count.to(layers[0].device)) for count in counts])
+    client_weights = to_float64(torch.tensor(list(weights), device=layers[0].device))[:, None].expand_as(class_counts)
+    shares = torch.where(class_counts.sum(0) > 0, class_counts, client_weights)
     shares = shares / shares.sum(0)
     total = to_float64(torch.zeros_like(layers[0]))
     for layer, share in zip(layers, shares, strict=True):

@@ -1,4 +1,4 @@
-"""A pass of FedMA through the layers: how far it has come, and what its messages say.
+"""Progress of a pass of FedMA through the layers, and the extras of its messages.
 
 Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1.
 """
@@ -17,54 +17,54 @@ from lightning_fed.matching.stages import Stage
 from lightning_fed.messages import Client, State
 
 MEMORY = "fedma:"
-"""What everything that clients keep begins with."""
+"""Prefix of all entries in a client's memory."""
 STEP = "fedma:step"
-"""The pass (its first round) and the number of its stages that are settled."""
-NEEDS = "fedma:needs"
+"""The pass (its first round) and the number of its stages that are matched."""
+REQUIRED_STEP = "fedma:required_step"
 """The step that the client's own model must have reached."""
 COUNTS = "fedma:counts"
 """Examples, or pixels, of every class."""
-PLACES, WIDTH = "fedma:places:", "fedma:width:"
-"""Before a group's name: the places of the client's neurons in it, and how many neurons it has."""
+ASSIGNMENT, WIDTH = "fedma:assignment:", "fedma:width:"
+"""Before a group's name: the positions of the client's neurons in it, and its number of neurons."""
 
 
 @dataclass(frozen=True)
 class MatchingPass:
-    """How far a pass through the layers has come.
+    """Progress of a pass through the layers.
 
     Attributes:
         origin: Index of the round in which it began.
-        round: Index of the round in which it came that far.
-        stage: Number of stages that are settled.
-        places: For every client that is still in it, the places of its neurons in the settled groups.
-        sizes: Numbers of neurons of the settled groups.
+        round: Index of its last round.
+        stage: Number of stages that are matched.
+        assignments: For every client that is still in it, the positions of its neurons in the matched groups.
+        sizes: Numbers of neurons of the matched groups.
         owners: Number of clients that have each of these neurons.
-        settled: Values of the settled entries; empty when it is complete.
-        digests: Hashes of these values, when it is complete.
+        matched_state: Values of the matched entries; empty when it is complete.
+        hashes: Hashes of these values, when it is complete.
 
     """
 
     origin: int
     round: int
     stage: int = 0
-    places: dict[Client, dict[str, Tensor]] = field(default_factory=dict)
+    assignments: dict[Client, dict[str, Tensor]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     owners: dict[str, Tensor] = field(default_factory=dict)
-    settled: State = field(default_factory=dict)
-    digests: dict[str, int] = field(default_factory=dict)
+    matched_state: State = field(default_factory=dict)
+    hashes: dict[str, int] = field(default_factory=dict)
 
     @property
     def step(self) -> Tensor:
-        """What clients are told of it, int64, shape ``(2,)``."""
+        """Its first round and its number of matched stages, int64, shape ``(2,)``."""
         return torch.tensor([self.origin, self.stage])
 
     @property
     def step_before(self) -> Tensor:
-        """The step before the last one: as far as clients' models come, which train no more after it."""
+        """The step before the last one, which clients' models reach: they train no more after it."""
         return torch.tensor([self.origin, self.stage - 1])
 
-    def settling(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:
-        """The pass after a round, with another stage settled.
+    def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:
+        """The pass after a round, with another stage matched.
 
         Args:
             round: Index of the round.
@@ -76,41 +76,41 @@ class MatchingPass:
             self,
             round=round,
             stage=self.stage + 1,
-            places={
-                client: {**self.places.get(client, {}), **found}
-                for client, found in zip(clients, match.assignments, strict=True)
+            assignments={
+                client: {**self.assignments.get(client, {}), **assignment}
+                for client, assignment in zip(clients, match.assignments, strict=True)
             },
             sizes={**self.sizes, **match.groups.sizes},
             owners={**self.owners, **match.owners},
-            settled={**self.settled, **match.state},
+            matched_state={**self.matched_state, **match.state},
         )
 
     def complete(self) -> MatchingPass:
         """The pass after its last round: the values are the global model's, and are not kept a second time."""
-        digests = {name: digest(value) for name, value in self.settled.items()}
-        return replace(self, settled={}, digests=digests)
+        hashes = {name: tensor_hash(value) for name, value in self.matched_state.items()}
+        return replace(self, matched_state={}, hashes=hashes)
 
     def extras(self, client: Client, stage: Stage) -> State:
-        """What a client is told of the stage that was settled last, beside its values."""
-        places = {PLACES + name: self.places[client][name] for name in stage.groups}
+        """Extras of the message with the stage that was matched last."""
+        assignment = {ASSIGNMENT + name: self.assignments[client][name] for name in stage.groups}
         widths = {WIDTH + name: torch.tensor(self.sizes[name]) for name in stage.groups}
-        return {STEP: self.step, NEEDS: self.step_before, **places, **widths}
+        return {STEP: self.step, REQUIRED_STEP: self.step_before, **assignment, **widths}
 
 
-def digest(value: Tensor) -> int:
+def tensor_hash(value: Tensor) -> int:
     """A number that depends on every bit of a tensor's values."""
     return int(sample_hashes(value.reshape(1, -1)))
 
 
-def widths_in(values: Mapping[str, Tensor]) -> dict[str, int]:
-    """The widths that a message, or a client's memory, has."""
-    return {name: int(width) for name, width in _named(values, WIDTH).items()}
+def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
+    """Numbers of neurons by group, from the extras of a message or a client's memory."""
+    return {name: int(width) for name, width in _with_prefix(values, WIDTH).items()}
 
 
-def places_in(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The places of neurons that a message, or a client's memory, has."""
-    return _named(values, PLACES)
+def read_assignment(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Positions of the client's neurons by group, from the extras of a message or a client's memory."""
+    return _with_prefix(values, ASSIGNMENT)
 
 
-def _named(values: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _with_prefix(values: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name[len(prefix) :]: value for name, value in values.items() if name.startswith(prefix)}

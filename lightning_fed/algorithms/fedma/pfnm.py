@@ -14,13 +14,13 @@ from lightning_fed.matching.neuron_matching import MatchScore
 class PFNM(FedMA):
     """Probabilistic federated neural matching: all layers are matched at once, without training in between.
 
-    From the last layer to the first, with the published score; see :class:`FedMA` for what happens around it. The
+    From the last layer to the first, with the published score; see :class:`FedMA` for the rest of the round. The
     published algorithm is for fully connected networks and has one round. The authors' program has besides a prior mean
     of 0.1 for biases, and for the last hidden layer's outgoing weights variances by the clients' shares of the classes:
     both are left out here, where prior means are 0 and variances the same for all clients.
 
     Args:
-        last_layer: How output layers are averaged.
+        last_layer: Weights in the average of output layers.
         start: Whether clients start from the same model or from random numbers of their own, as the authors' do.
         score: Score of a match.
         gamma: The larger, the more neurons are added.

@@ -1,21 +1,35 @@
-"""FedMargin: class prototypes, their margins, and an attention over clients."""
+"""FedMargin: clients count by how far their class prototypes move (Michieli, Toldo and Ozay, IEEE IoT Journal 2022).
+
+The published text that could be read gives no equation: the method here is a reconstruction from its words, and every
+reading of them is an option. The files, in reading order:
+
+- equations: ``prototypes`` (means of features by class, over clients and rounds), ``margins`` (LPM, APM, AMM),
+  ``attention`` (weights of the clients);
+- client side: ``callback`` (``ClassPrototypes``, which also works on a plain Trainer), ``feature_sums`` (its passes
+  over the data), ``prototype_messages`` (the extras of a client's update);
+- server side: ``aggregator`` (``FedMargin``);
+- metric and pictures: ``metric`` (``AggregateMeanMargin``), ``prototype_plots`` with ``principal_axes``, and
+  ``attention_map``.
+"""
 
 from lightning_fed.algorithms.fedmargin.aggregator import FedMargin as FedMargin
 from lightning_fed.algorithms.fedmargin.aggregator import MarginReport as MarginReport
+from lightning_fed.algorithms.fedmargin.attention import combine_attention as combine_attention
+from lightning_fed.algorithms.fedmargin.attention import margin_attention as margin_attention
 from lightning_fed.algorithms.fedmargin.attention_map import AttentionMap as AttentionMap
 from lightning_fed.algorithms.fedmargin.callback import ClassPrototypes as ClassPrototypes
 from lightning_fed.algorithms.fedmargin.margins import aggregate_mean_margin as aggregate_mean_margin
 from lightning_fed.algorithms.fedmargin.margins import aggregate_prototype_margin as aggregate_prototype_margin
 from lightning_fed.algorithms.fedmargin.margins import class_margins as class_margins
-from lightning_fed.algorithms.fedmargin.margins import combine_attention as combine_attention
 from lightning_fed.algorithms.fedmargin.margins import local_prototype_margin as local_prototype_margin
-from lightning_fed.algorithms.fedmargin.margins import margin_attention as margin_attention
 from lightning_fed.algorithms.fedmargin.metric import AggregateMeanMargin as AggregateMeanMargin
 from lightning_fed.algorithms.fedmargin.principal_axes import PrincipalAxes as PrincipalAxes
 from lightning_fed.algorithms.fedmargin.principal_axes import principal_axes as principal_axes
-from lightning_fed.algorithms.fedmargin.prototype_messages import find_bad_prototypes as find_bad_prototypes
-from lightning_fed.algorithms.fedmargin.prototype_messages import find_odd_prototypes as find_odd_prototypes
-from lightning_fed.algorithms.fedmargin.prototype_messages import lpm_name as lpm_name
+from lightning_fed.algorithms.fedmargin.prototype_messages import find_invalid_prototypes as find_invalid_prototypes
+from lightning_fed.algorithms.fedmargin.prototype_messages import (
+    find_mismatched_prototypes as find_mismatched_prototypes,
+)
+from lightning_fed.algorithms.fedmargin.prototype_messages import lpm_key as lpm_key
 from lightning_fed.algorithms.fedmargin.prototype_messages import pack_prototypes as pack_prototypes
 from lightning_fed.algorithms.fedmargin.prototype_messages import unpack_prototypes as unpack_prototypes
 from lightning_fed.algorithms.fedmargin.prototype_plots import PrototypePlots as PrototypePlots
@@ -24,7 +38,6 @@ from lightning_fed.algorithms.fedmargin.prototypes import aggregate_prototypes a
 from lightning_fed.algorithms.fedmargin.prototypes import class_prototypes as class_prototypes
 from lightning_fed.algorithms.fedmargin.prototypes import class_sums as class_sums
 from lightning_fed.algorithms.fedmargin.prototypes import reference_prototypes as reference_prototypes
-from lightning_fed.algorithms.fedmargin.prototypes import resize_labels as resize_labels
 from lightning_fed.algorithms.fedmargin.prototypes import update_prototypes as update_prototypes
 
 __all__ = [
@@ -43,15 +56,14 @@ __all__ = [
     "class_prototypes",
     "class_sums",
     "combine_attention",
-    "find_bad_prototypes",
-    "find_odd_prototypes",
+    "find_invalid_prototypes",
+    "find_mismatched_prototypes",
     "local_prototype_margin",
-    "lpm_name",
+    "lpm_key",
     "margin_attention",
     "pack_prototypes",
     "principal_axes",
     "reference_prototypes",
-    "resize_labels",
     "unpack_prototypes",
     "update_prototypes",
 ]

@@ -1,8 +1,9 @@
-"""FedMargin: clients count by how far their class prototypes have moved.
+"""FedMargin's server side: a mean of the clients' models with attention as weights (a reconstruction).
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
 of Things Journal 2022. The published text that could be read gives no equation: those here are reconstructions from its
-words (see :mod:`lightning_fed.algorithms.fedmargin.margins`), and every alternative is an option.
+words (see :mod:`lightning_fed.algorithms.fedmargin.margins` and :mod:`lightning_fed.algorithms.fedmargin.attention`),
+and every alternative is an option.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from lightning_fed.algorithms.fedmargin.margins import (
+from lightning_fed.algorithms.fedmargin.attention import (
     AttentionKind,
-    ClassReduction,
     Combination,
+    combine_attention,
+    margin_attention,
+)
+from lightning_fed.algorithms.fedmargin.margins import (
+    ClassReduction,
     MarginKind,
     MeanMarginKind,
     aggregate_mean_margin,
     aggregate_prototype_margin,
-    combine_attention,
-    margin_attention,
 )
 from lightning_fed.algorithms.fedmargin.prototype_messages import (
-    find_bad_prototypes,
-    find_odd_prototypes,
-    lpm_name,
+    find_invalid_prototypes,
+    find_mismatched_prototypes,
+    lpm_key,
     pack_prototypes,
     unpack_prototypes,
 )
@@ -88,8 +91,8 @@ class FedMargin(Aggregator):
     These equations and their alternatives are reconstructions from the paper's words, not its own. Clients that move
     alike get equal weights: FairAvg, exactly. A client that sends no prototypes gets the mean of the others' margins.
     Integer entries come from the client with the most examples; BatchNorm's running statistics are the weighted mean,
-    whatever the step. The attention is known only when all updates are
-    there: memory grows with the cohort, one model per client.
+    whatever the step. The attention is known only when all updates are there: memory grows with the cohort, one model
+    per client.
 
     The prototypes come from :class:`~lightning_fed.callbacks.ClassPrototypes`, which is added to the Trainer if it has
     none; give it your own to choose the layer, the classes or how they are measured (with the same ``margin`` and
@@ -97,13 +100,13 @@ class FedMargin(Aggregator):
 
     Args:
         margin: Margin of a class, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
-        class_reduction: How a client's classes make one number.
+        class_reduction: Reduction of the margins of a client's classes to one.
         attention: ``"sum"``, or ``"softmax"`` as in FedAtt.
         temperature: Of the softmax.
         standardize: Whether the softmax divides the margins by their mean first.
-        combine: How the attention by LPM and by APM make one.
+        combine: Combination of the attention by LPM and by APM.
         proto_weighting: Weights of the clients in the round's prototypes.
-        proto_memory: How the aggregate prototypes remember earlier rounds.
+        proto_memory: Memory of earlier rounds in the aggregate prototypes.
         proto_ema: Weight of the old value, for ``proto_memory="ema"``.
         apm_reference: Aggregate prototypes before the round, or after it.
         size_weighting: Whether the attention is multiplied by the clients' numbers of examples.
@@ -116,8 +119,8 @@ class FedMargin(Aggregator):
         prototypes: Aggregate prototypes over clients and rounds; ``None`` before the first.
         last: Margins and weights of the last round.
         num_classes: Number of classes, which :class:`~lightning_fed.callbacks.ClassPrototypes` finds in a fit; ``None``
-            where nobody has said so.
-        updates: What has been received in this round.
+            where it is not known.
+        updates: Updates received in this round.
 
     Raises:
         ValueError: If an option is unknown or out of its range; in a round, if LPM was measured in another way.
@@ -215,14 +218,14 @@ class FedMargin(Aggregator):
         return Broadcast(self._round, dict(self._state), extras)
 
     def receive(self, update: ClientUpdate) -> None:
-        """Keeps the update: what it weighs is known when all have come.
+        """Keeps the update: its weight is known when all have come.
 
         Raises:
             OptionError: If its margin was measured in another way.
             BadUpdate: If its prototypes are malformed.
 
         """
-        fault = find_bad_prototypes(update.extras, self.num_classes)
+        fault = find_invalid_prototypes(update.extras, self.num_classes)
         if fault is not None:
             raise BadUpdate(fault)
         self._local_margin(update)
@@ -240,15 +243,15 @@ class FedMargin(Aggregator):
         self.updates += other.updates
 
     def leave_out(self) -> dict[Client, str]:
-        """Whose prototypes have more or fewer features than those of most of the round's clients."""
+        """Clients whose prototypes have more or fewer features than those of most of the round's clients."""
         known = None if self.prototypes is None else self.prototypes.means.shape[1]
-        odd = find_odd_prototypes({update.client: update.extras for update in self.updates}, known)
-        self.updates = [update for update in self.updates if update.client not in odd]
-        return odd
+        faults = find_mismatched_prototypes({update.client: update.extras for update in self.updates}, known)
+        self.updates = [update for update in self.updates if update.client not in faults]
+        return faults
 
     def aggregate(self) -> State:
         """The weighted mean, after the step of ``server_lr``."""
-        weights = self._attend()
+        weights = self._measure_weights()
         largest = weights.max()
         mean = WeightedMean()
         for update, weight in zip(self.updates, weights, strict=True):
@@ -280,18 +283,19 @@ class FedMargin(Aggregator):
         """Restores the aggregate prototypes."""
         self.prototypes = Prototypes(state["means"], state["counts"]) if state else None
 
-    def _attend(self) -> Tensor:
-        """The clients' weights; measures and remembers the margins on the way."""
+    def _measure_weights(self) -> Tensor:
+        """Measures and remembers the margins, and gives the clients' weights."""
         updates = self.updates
         lpm = [self._local_margin(update) for update in updates]
         apm = [math.nan] * len(updates)
-        owners, sets = self._unpack()
+        positions, sets = self._unpack()
         if sets:
-            current = aggregate_prototypes(sets, self.proto_weighting, [updates[owner].num_samples for owner in owners])
+            num_samples = [updates[position].num_samples for position in positions]
+            current = aggregate_prototypes(sets, self.proto_weighting, num_samples)
             aggregate = update_prototypes(self.prototypes, current, decay=self.proto_ema, memory=self.proto_memory)
             reference = reference_prototypes(self.prototypes, current, aggregate, self.apm_reference)
-            for owner, prototypes in zip(owners, sets, strict=True):
-                apm[owner] = float(
+            for position, prototypes in zip(positions, sets, strict=True):
+                apm[position] = float(
                     aggregate_prototype_margin(
                         prototypes, reference, margin=self.margin, class_reduction=self.class_reduction
                     )
@@ -319,38 +323,38 @@ class FedMargin(Aggregator):
         )
 
     def _local_margin(self, update: ClientUpdate) -> float:
-        name = lpm_name(self.margin, self.class_reduction)
+        name = lpm_key(self.margin, self.class_reduction)
         if name in update.extras:
             return float(update.extras[name])
-        others = [key for key in update.extras if key.startswith("prototypes:lpm:")]
-        if others:
+        unexpected = [key for key in update.extras if key.startswith("prototypes:lpm:")]
+        if unexpected:
             raise OptionError(
-                f"Expected the client's margin {name!r}, but it sent {others[0]!r}: give `ClassPrototypes` and"
+                f"Expected the client's margin {name!r}, but it sent {unexpected[0]!r}: give `ClassPrototypes` and"
                 " `FedMargin` the same `margin` and `class_reduction`."
             )
         return math.nan
 
     def _unpack(self) -> tuple[list[int], list[Prototypes]]:
-        """Places of the updates with prototypes, and these over all classes seen so far."""
-        self._forget_others()
+        """Positions of the updates with prototypes, and these over all classes seen so far."""
+        self._forget_other_features()
         known = 0 if self.prototypes is None else len(self.prototypes.counts)
-        owners, classes = [], [known - 1]
-        for place, update in enumerate(self.updates):
-            theirs = update.extras.get("prototypes:classes")
-            if theirs is not None and len(theirs):
-                owners.append(place)
-                classes.append(int(theirs.max()))
-        count = max(classes) + 1
+        positions, highest = [], [known - 1]
+        for position, update in enumerate(self.updates):
+            classes = update.extras.get("prototypes:classes")
+            if classes is not None and len(classes):
+                positions.append(position)
+                highest.append(int(classes.max()))
+        count = max(highest) + 1
         if self.prototypes is not None and count > known:
             more = count - known
             means, counts = self.prototypes
             self.prototypes = Prototypes(
                 torch.cat([means, means.new_zeros(more, means.shape[1])]), torch.cat([counts, counts.new_zeros(more)])
             )
-        sets = [unpack_prototypes(self.updates[owner].extras, count) for owner in owners]
-        return owners, [prototypes for prototypes in sets if prototypes is not None]
+        sets = [unpack_prototypes(self.updates[position].extras, count) for position in positions]
+        return positions, [prototypes for prototypes in sets if prototypes is not None]
 
-    def _forget_others(self) -> None:
+    def _forget_other_features(self) -> None:
         """Forgets aggregate prototypes of other features than the round's: who sent them was alone, or wrong."""
         packed = (update.extras for update in self.updates if len(update.extras.get("prototypes:classes", ())))
         width = next((extras["prototypes:means"].shape[1] for extras in packed), None)

@@ -1,4 +1,4 @@
-"""How much each client counted in every round, as a heat map."""
+"""Pictures of FedMargin's attention to every client in every round, as a heat map."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class AttentionMap(FederatedCallback):
     """Draws FedMargin's attention to every client in every round as a heat map, and logs it to TensorBoard.
 
     Rows are the clients that have taken part so far, numbers before names; columns are the rounds. The colours are
-    those of viridis, from 0 (dark blue) to the largest attention so far (yellow); grey is who was not in the round.
-    With matplotlib (the extra ``demo``) the axes are labelled, without it the picture is the bare map.
+    those of viridis, from 0 (dark blue) to the largest attention so far (yellow); grey is a client
+    that was not in the round. With matplotlib (the extra ``demo``) the axes are labelled, without it the picture is the
+    bare map.
 
     A picture, of all rounds so far, is drawn in the first round, and then whenever ``every_n_epochs`` rounds have
     passed since the last one; the step on TensorBoard's axis is the round. Other loggers are passed over.
@@ -120,7 +121,7 @@ def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[li
 
 
 def attention_picture(clients: Sequence[Client], values: Tensor) -> Tensor:
-    """What :func:`attention_table` gives as a picture, shape ``(3, H, W)``, uint8; with axes if matplotlib is there."""
+    """Picture of :func:`attention_table`'s result, shape ``(3, H, W)``, uint8; with axes if matplotlib is there."""
     rows, columns = values.shape
     largest = float(values[~values.isnan()].max())
     painted = paint_numbers(values / largest)

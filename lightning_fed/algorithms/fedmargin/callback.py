@@ -1,4 +1,8 @@
-"""Class prototypes of a client's features, before and after its visit; of each epoch on a plain Trainer."""
+"""FedMargin's client side: class prototypes before and after a visit; those of an epoch on a plain Trainer.
+
+Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
+of Things Journal 2022; a reconstruction, see :mod:`lightning_fed.algorithms.fedmargin.margins`.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_fed.algorithms.fedmargin.aggregator import FedMargin
-from lightning_fed.algorithms.fedmargin.feature_sums import FeatureRules, WatchedSums, exact_sums
+from lightning_fed.algorithms.fedmargin.feature_sums import FeatureSumOptions, TrainingFeatureSums, measure_feature_sums
 from lightning_fed.algorithms.fedmargin.margins import (
     ClassReduction,
     MarginKind,
     aggregate_mean_margin,
     local_prototype_margin,
 )
-from lightning_fed.algorithms.fedmargin.prototype_messages import lpm_name, pack_prototypes, unpack_prototypes
-from lightning_fed.algorithms.fedmargin.prototypes import Prototypes, VoidLabel
+from lightning_fed.algorithms.fedmargin.prototype_messages import lpm_key, pack_prototypes, unpack_prototypes
+from lightning_fed.algorithms.fedmargin.prototypes import Prototypes
 from lightning_fed.algorithms.server_optimizer import averaging_rule
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.federation import Federation, find_federation
@@ -33,6 +37,7 @@ from lightning_fed.data.round_loader import describe
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.model.features import FeatureLayer, count_classes, find_feature_layer, tap_features
+from lightning_fed.model.labels import VoidLabel
 from lightning_fed.rounds.callback import FederatedCallback
 from lightning_fed.rounds.isolated_pass import forward_step, one_pass, until_fault
 
@@ -71,7 +76,7 @@ class ClassPrototypes(FederatedCallback):
             channels of the logits.
         ignore_index: Label of void pixels; ``None`` for none, ``"auto"`` for 255 unless that is a class.
         exclude_classes: Classes that are left out, such as a background.
-        target: Where a batch has its labels: an index or key, or a function of the batch; by default the second
+        target: Labels of a batch: an index or key, or a function of the batch; by default the second
             element, or ``batch["target"]``, ``["label"]``, ``["mask"]``, ``["y"]`` or their plurals. Integers of shape
             ``(N,)`` or ``(N, [1,] *size)``; maps are brought to the features' size by nearest neighbour.
         passes: ``"exact"`` or ``"online"``.
@@ -79,8 +84,8 @@ class ClassPrototypes(FederatedCallback):
         normalize_features: Whether feature vectors are divided by their length.
         min_count: Fewest feature vectors of a class that is not taken to be absent.
         margin: Margin of a class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
-        class_reduction: How LPM makes one number of the classes'.
-        lpm_before: What LPM compares with: the prototypes under the weights that were downloaded, or those that the
+        class_reduction: Reduction of the margins of the classes to one number, LPM.
+        lpm_before: Prototypes that LPM compares with: those under the weights that were downloaded, or those that the
             client kept after its last visit.
 
     State: ``layer``, whose features are measured, in words (a str, or None).
@@ -143,59 +148,60 @@ class ClassPrototypes(FederatedCallback):
         self.prototypes: Prototypes | None = None
         self.classes_found: int | None = None
         self._layer: FeatureLayer
-        self._measured: str | None = None  # that layer in words
-        self._former: str | None = None  # that of the fit that is resumed
-        self._rules: FeatureRules
-        self._tap = ExitStack()
-        self._watched: WatchedSums | None = None
+        self._layer_name: str | None = None  # that layer in words
+        self._checkpoint_layer: str | None = None  # that of the fit that is resumed
+        self._options: FeatureSumOptions
+        self._hooks = ExitStack()
+        self._training_sums: TrainingFeatureSums | None = None
         self._has_warned = False
-        self._before: Prototypes | None = None
-        self._others: Prototypes | None = None  # of all clients, where one client's margins need other classes
+        self._prototypes_before: Prototypes | None = None
+        self._aggregate: Prototypes | None = None  # as sent, where a client's margin needs other classes
 
-    # What both doors share
+    # In a federation and on a plain Trainer
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forgets an earlier fit."""
         if stage == "fit":
-            self._measured = self._former = None
+            self._layer_name = self._checkpoint_layer = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Whose features are measured."""
-        return {"layer": self._measured}
+        """The layer whose features are measured, in words."""
+        return {"layer": self._layer_name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Notes whose features were measured."""
-        self._former = state_dict["layer"]
+        """Notes the layer whose features were measured."""
+        self._checkpoint_layer = state_dict["layer"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the layer and the number of classes."""
         self.prototypes = None
         self._layer = find_feature_layer(pl_module) if self.layer == "auto" else FeatureLayer(self.layer)
-        self._measured = str(self._layer)
-        if self._former not in (None, self._measured) and self._compares_rounds(trainer):
+        self._layer_name = str(self._layer)
+        if self._checkpoint_layer not in (None, self._layer_name) and self._compares_rounds(trainer):
             raise OptionError(
                 f"Expected `layer` of `ClassPrototypes` to be that of the checkpoint, with whose prototypes the new"
-                f" ones are compared: {self._former}, but got {self._measured}."
+                f" ones are compared: {self._checkpoint_layer}, but got {self._layer_name}."
             )
-        classes = count_of_classes(pl_module) if self.num_classes == "auto" else self.num_classes
+        classes = find_num_classes(pl_module) if self.num_classes == "auto" else self.num_classes
         if classes is None:
             raise ValueError("The number of classes cannot be found: pass `num_classes` to `ClassPrototypes`.")
-        self._rules = FeatureRules(
+        self._options = FeatureSumOptions(
             classes, self.ignore_index, self.exclude_classes, self.target, self.normalize_features, self.min_count
         )
         self.classes_found = classes
         rule = averaging_rule(find_federation(trainer).server.aggregator) if is_federated(trainer) else None
         if isinstance(rule, FedMargin):
             rule.num_classes = classes
-        self._before, self._watched, self._has_warned = None, None, False  # nothing is left of another fit
+        self._prototypes_before, self._training_sums = None, None  # those of another fit
+        self._has_warned = False
         if self.layer == "auto":
             rank_zero_info(f"ClassPrototypes: the features of {classes} classes are {self._layer}.")
-        self._tap.close()
-        tap = self._tap.enter_context(tap_features(pl_module, self._layer))
+        self._hooks.close()
+        tap = self._hooks.enter_context(tap_features(pl_module, self._layer))
         if self.passes == "online":
-            tap.on_features = self._watch  # all the fit long, so that a model that is compiled knows it
+            tap.on_features = self._add_features  # all the fit long, so that a model that is compiled knows it
         else:
-            self._tap.close()  # the layer is there
+            self._hooks.close()  # the layer is there
         if forward_step(pl_module) is None and self.passes == "exact":
             raise ValueError(
                 "A module with manual optimization needs a `validation_step` for exact passes: add one, or use"
@@ -206,23 +212,23 @@ class ClassPrototypes(FederatedCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Keeps the batch, whose features its training pass is about to make."""
-        if self._watched is not None and batch is not None:
-            self._watched.start_batch(batch)
+        if self._training_sums is not None and batch is not None:
+            self._training_sums.start_batch(batch)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Lets go of the batch."""
-        if self._watched is not None:
-            self._watched.end_batch(is_trained=bool(outputs))
+        """Ends the batch."""
+        if self._training_sums is not None:
+            self._training_sums.end_batch(is_trained=bool(outputs))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Takes the hook off the model."""
-        self._tap.close()
+        self._hooks.close()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Takes the hook off the model."""
-        self._tap.close()
+        self._hooks.close()
 
     # A federation
 
@@ -230,15 +236,15 @@ class ClassPrototypes(FederatedCallback):
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
         """Measures the prototypes of the downloaded weights."""
-        self._before, self._others = None, unpack_prototypes(broadcast.extras, self._rules.num_classes)
+        self._prototypes_before, self._aggregate = None, unpack_prototypes(broadcast.extras, self._options.num_classes)
         planned = find_federation(trainer).current_visit
         assert planned is not None
         if self.passes == "online":
             self._warn_of_short_visits(planned)
             per_epoch = find_federation(trainer).population.batches_per_epoch(client)
-            self._watched = WatchedSums(self._rules, planned.num_batches, per_epoch)
+            self._training_sums = TrainingFeatureSums(self._options, planned.num_batches, per_epoch)
         elif self.lpm_before == "download":
-            self._before = self._measure_client(trainer, module, planned)
+            self._prototypes_before = self._measure_client(trainer, module, planned)
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
@@ -246,34 +252,34 @@ class ClassPrototypes(FederatedCallback):
         """Measures the prototypes of the trained weights, and puts them into the update."""
         federation = find_federation(trainer)
         if self.passes == "online":
-            self._before, after = self._stop_watching(trainer, module)
+            self._prototypes_before, after = self._end_training_sums(trainer, module)
         else:
             assert federation.current_visit is not None
             after = self._measure_client(trainer, module, federation.current_visit)
         if after is None:
             return
         if self.lpm_before == "last_local":
-            self._before = unpack_prototypes(federation.client_memory, self._rules.num_classes)
+            self._prototypes_before = unpack_prototypes(federation.client_memory, self._options.num_classes)
             federation.client_memory.update(pack_prototypes(after))
         update.extras |= pack_prototypes(after)
-        if self._before is None:
+        if self._prototypes_before is None:
             return
-        others = self._others
-        if others is not None and others.means.shape != after.means.shape:
-            others = None  # of other features: the next aggregate starts anew
+        fallback = self._aggregate
+        if fallback is not None and fallback.means.shape != after.means.shape:
+            fallback = None  # of other features: the next aggregate starts anew
         margin = local_prototype_margin(
-            after, self._before, margin=self.margin, class_reduction=self.class_reduction, fallback=others
+            after, self._prototypes_before, margin=self.margin, class_reduction=self.class_reduction, fallback=fallback
         )
         if not margin.isnan():
-            update.extras[lpm_name(self.margin, self.class_reduction)] = margin
+            update.extras[lpm_key(self.margin, self.class_reduction)] = margin
             update.metrics["lpm"] = float(margin)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Forgets the client, also where nothing came of its visit."""
-        self._before, self._others, self._watched = None, None, None
+        self._prototypes_before, self._aggregate, self._training_sums = None, None, None
 
     def _compares_rounds(self, trainer: L.Trainer) -> bool:
-        """Whether prototypes are compared with those of earlier rounds."""
+        """True if prototypes are compared with those of earlier rounds."""
         if not is_federated(trainer):
             return False
         rule = averaging_rule(find_federation(trainer).server.aggregator)
@@ -315,24 +321,24 @@ class ClassPrototypes(FederatedCallback):
                     "Online passes need to know how many batches an epoch has: set `limit_train_batches`, or use"
                     " passes='exact'."
                 )
-            self._watched = WatchedSums(self._rules, int(trainer.num_training_batches))
+            self._training_sums = TrainingFeatureSums(self._options, int(trainer.num_training_batches))
         else:
-            self._before = self._measure_epoch(trainer, pl_module)
+            self._prototypes_before = self._measure_epoch(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measures the prototypes at the end of the epoch, and logs the margins."""
         if is_federated(trainer):
             return
         if self.passes == "online":
-            self._before, after = self._stop_watching(trainer, pl_module)
+            self._prototypes_before, after = self._end_training_sums(trainer, pl_module)
         else:
             after = self._measure_epoch(trainer, pl_module)
         self.prototypes = after
-        if after is None or self._before is None or trainer.barebones:
+        if after is None or self._prototypes_before is None or trainer.barebones:
             return
         values = {
             "prototypes/lpm": local_prototype_margin(
-                after, self._before, margin=self.margin, class_reduction=self.class_reduction
+                after, self._prototypes_before, margin=self.margin, class_reduction=self.class_reduction
             ),
             "prototypes/amm": aggregate_mean_margin(after),
         }
@@ -357,33 +363,34 @@ class ClassPrototypes(FederatedCallback):
 
     def _measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any]) -> Prototypes | None:
         """The prototypes of the module as it is; ``None`` if there is no batch."""
-        sums = exact_sums(trainer, module, self._layer, itertools.islice(batches, self.max_batches), self._rules)
+        batches = itertools.islice(batches, self.max_batches)
+        sums = measure_feature_sums(trainer, module, self._layer, batches, self._options)
         sums.gather(trainer)
         return sums.prototypes()
 
-    def _watch(self, features: Tensor) -> None:
-        if self._watched is not None:
-            self._watched.take(features)
+    def _add_features(self, features: Tensor) -> None:
+        if self._training_sums is not None:
+            self._training_sums.take(features)
 
-    def _stop_watching(
+    def _end_training_sums(
         self, trainer: L.Trainer, module: L.LightningModule
     ) -> tuple[Prototypes | None, Prototypes | None]:
-        """The prototypes before and after; none where the start was not seen."""
-        watched, self._watched = self._watched, None
-        if watched is None:
+        """The prototypes before and after; ``None`` where the training was not seen from its start."""
+        training_sums, self._training_sums = self._training_sums, None
+        if training_sums is None:
             return None, None
-        watched.check(self._layer, is_manual=not module.automatic_optimization)
-        for sums in (watched.first, watched.last):
+        training_sums.check(self._layer, is_manual=not module.automatic_optimization)
+        for sums in (training_sums.first, training_sums.last):
             sums.gather(trainer)
-        return watched.first.prototypes(), watched.last.prototypes()
+        return training_sums.first.prototypes(), training_sums.last.prototypes()
 
 
 def is_federated(trainer: L.Trainer) -> bool:
-    """Whether the Trainer has a federation."""
+    """True if the Trainer has a federation."""
     return any(isinstance(callback, Federation) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
-def count_of_classes(module: L.LightningModule) -> int | None:
+def find_num_classes(module: L.LightningModule) -> int | None:
     """The module's hyper-parameter ``num_classes`` (or ``classes``), or else the channels of its logits."""
     for name in ("num_classes", "classes"):
         value = module.hparams.get(name)

@@ -1,4 +1,4 @@
-"""Sums of features by class: of passes beside the training, and of the batches that training runs anyway."""
+"""Sums of features by class: of passes beside the training ("exact"), and of the training's own batches ("online")."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from torch import Tensor
 
 from lightning_fed.algorithms.fedmargin.prototypes import (
     Prototypes,
-    VoidLabel,
-    class_places,
     class_prototypes,
     class_sums,
 )
 from lightning_fed.model.batches import Place, as_classes, find_target
 from lightning_fed.model.features import FeatureLayer, tap_features, without_compiled_code
+from lightning_fed.model.labels import VoidLabel, class_indices
 from lightning_fed.rounds.isolated_pass import forward_step, isolated_pass, prepare_batch, run_prepared
 
 
 @dataclass(frozen=True)
-class FeatureRules:
-    """What counts as a feature vector of a class.
+class FeatureSumOptions:
+    """Options of sums of features by class.
 
     Args:
         num_classes: Number of classes.
         ignore_index: Label of void pixels.
         exclude_classes: Classes that are left out.
-        target: Where a batch has its labels.
+        target: Index, key or function that finds a batch's labels.
         normalize_features: Whether feature vectors are divided by their length.
         min_count: Fewest feature vectors of a class that is not taken to be absent.
 
@@ -47,51 +46,51 @@ class FeatureRules:
     min_count: int
 
     def __post_init__(self) -> None:
-        nothing = torch.zeros(0, dtype=torch.int64)
-        class_places(nothing, self.num_classes, self.ignore_index, self.exclude_classes)
+        no_labels = torch.zeros(0, dtype=torch.int64)
+        class_indices(no_labels, self.num_classes, self.ignore_index, self.exclude_classes)
 
 
 class FeatureSums:
     """Sums of feature vectors and their numbers, by class.
 
     Args:
-        rules: What counts.
+        options: Classes and labels that count.
 
     """
 
-    def __init__(self, rules: FeatureRules) -> None:
-        self._rules = rules
+    def __init__(self, options: FeatureSumOptions) -> None:
+        self._options = options
         self._sums: Tensor | None = None
         self._counts: Tensor | None = None
 
     def add(self, features: Tensor, batch: Any) -> None:
         """Adds the features of a batch."""
-        rules = self._rules
-        labels = as_classes(find_target(batch, rules.target), features.ndim)
+        options = self._options
+        labels = as_classes(find_target(batch, options.target), features.ndim)
         if features.ndim > 2 and labels.ndim == 1:
             features = features.flatten(2).mean(2)  # one label for a whole map
         sums, counts = class_sums(
             features,
             labels,
-            rules.num_classes,
-            ignore_index=rules.ignore_index,
-            exclude_classes=rules.exclude_classes,
-            normalize_features=rules.normalize_features,
+            options.num_classes,
+            ignore_index=options.ignore_index,
+            exclude_classes=options.exclude_classes,
+            normalize_features=options.normalize_features,
         )
         self._sums = sums if self._sums is None else self._sums + sums
         self._counts = counts if self._counts is None else self._counts + counts
 
     def gather(self, trainer: L.Trainer) -> None:
-        """Adds up what the Trainer's processes have seen of their parts of the data, in all of them."""
+        """Adds up the sums of all processes of the Trainer, in all of them."""
         if trainer.world_size == 1:
             return
-        strategy, rules = trainer.strategy, self._rules
+        strategy, options = trainer.strategy, self._options
         device = strategy.root_device
         width = torch.tensor(0 if self._sums is None else self._sums.shape[1], device=device)
         width = strategy.reduce(width, reduce_op="max")
         if self._sums is None or self._counts is None:  # this process had no batch
-            self._sums = torch.zeros(rules.num_classes, int(width), dtype=torch.float64, device=device)
-            self._counts = torch.zeros(rules.num_classes, dtype=torch.int64, device=device)
+            self._sums = torch.zeros(options.num_classes, int(width), dtype=torch.float64, device=device)
+            self._counts = torch.zeros(options.num_classes, dtype=torch.int64, device=device)
         self._sums = strategy.reduce(self._sums, reduce_op="sum")
         self._counts = strategy.reduce(self._counts, reduce_op="sum")
 
@@ -99,11 +98,15 @@ class FeatureSums:
         """The means; ``None`` if there was no batch."""
         if self._sums is None or self._counts is None:
             return None
-        return class_prototypes(self._sums.cpu(), self._counts.cpu(), min_count=self._rules.min_count)
+        return class_prototypes(self._sums.cpu(), self._counts.cpu(), min_count=self._options.min_count)
 
 
-def exact_sums(
-    trainer: L.Trainer, module: L.LightningModule, layer: FeatureLayer, batches: Iterable[Any], rules: FeatureRules
+def measure_feature_sums(
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    layer: FeatureLayer,
+    batches: Iterable[Any],
+    options: FeatureSumOptions,
 ) -> FeatureSums:
     """Sums of the features that the module makes of data as it is, in a pass that leaves no trace.
 
@@ -113,15 +116,15 @@ def exact_sums(
     Args:
         trainer: The Trainer.
         module: The module.
-        layer: Where the features are.
+        layer: Layer that has the features.
         batches: The data.
-        rules: What counts.
+        options: Classes and labels that count.
 
     Raises:
         ValueError: If no step runs the layer.
 
     """
-    step, sums = forward_step(module), FeatureSums(rules)
+    step, sums = forward_step(module), FeatureSums(options)
     assert step is not None
     with tap_features(module, layer) as tap, isolated_pass(module), without_compiled_code():
         has_run = has_missed = False
@@ -130,12 +133,12 @@ def exact_sums(
 
             def take(features: Tensor, prepared: Any = prepared) -> None:
                 sums.add(features, prepared)
-                raise _FeaturesSeen
+                raise _FeaturesReached
 
             tap.on_features = take
             try:
                 output = run_prepared(trainer, module, step, prepared, number)
-            except _FeaturesSeen:
+            except _FeaturesReached:
                 has_run = True
             else:
                 has_missed |= output is not None or step != "training_step"
@@ -146,16 +149,16 @@ def exact_sums(
     return sums
 
 
-class _FeaturesSeen(BaseException):
-    """What comes after the features in a step is not needed; no ``Exception``, which a step may catch."""
+class _FeaturesReached(BaseException):
+    """Ends a step as soon as it has made the features; no ``Exception``, which a step may catch."""
 
 
-class WatchedSums:
-    """Sums of the features of the first and of the last batches of training, as training makes them.
+class TrainingFeatureSums:
+    """Sums of the features that training itself makes, of its first and of its last batches.
 
     Args:
-        rules: What counts.
-        num_batches: Batches of all the training that is watched.
+        options: Classes and labels that count.
+        num_batches: Number of batches of the training.
         per_epoch: Batches of one pass over the data, where there are several.
 
     Attributes:
@@ -164,11 +167,11 @@ class WatchedSums:
 
     """
 
-    def __init__(self, rules: FeatureRules, num_batches: int, per_epoch: int | None = None) -> None:
-        self.first, self.last = FeatureSums(rules), FeatureSums(rules)
+    def __init__(self, options: FeatureSumOptions, num_batches: int, per_epoch: int | None = None) -> None:
+        self.first, self.last = FeatureSums(options), FeatureSums(options)
         self._length = min(per_epoch or num_batches, num_batches // 2)
         self._num_batches = num_batches
-        self._batch: Any = None  # whose features are awaited
+        self._batch: Any = None  # the one whose features come next
         self._started = self._seen = self._left_out = 0
 
     def start_batch(self, batch: Any) -> None:
@@ -182,14 +185,14 @@ class WatchedSums:
         if batch is None:
             return
         self._seen += 1
-        place = self._started - 1
-        if place < self._length:
+        position = self._started - 1
+        if position < self._length:
             self.first.add(features, batch)
-        elif place >= self._num_batches - max(1, self._length):
+        elif position >= self._num_batches - max(1, self._length):
             self.last.add(features, batch)
 
     def end_batch(self, is_trained: bool) -> None:
-        """Lets go of the batch: what runs from now on is validation, say.
+        """Ends the batch, so that features of validation, say, are not added.
 
         Args:
             is_trained: Whether the step returned something, as far as is known.
@@ -203,7 +206,7 @@ class WatchedSums:
         """Makes sure that the features were seen.
 
         Args:
-            layer: Where they are.
+            layer: Layer that has them.
             is_manual: Whether optimization is manual: then it is not known whether a step returned something.
 
         Raises:

@@ -1,26 +1,18 @@
-"""FedMargin: attention to clients by how far their class prototypes have moved.
+"""Margins between class prototypes: LPM and APM of a client, AMM of the aggregate (FedMargin, a reconstruction).
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
 of Things Journal 2022. The published text that could be read gives no equation. All equations of this file are a
 reconstruction from its description in words; every alternative that fits the words is an option.
 
-With the prototypes of :mod:`lightning_fed.algorithms.fedmargin.prototypes`, a round is: LPM of every client (before and
-after its
-training), APM of every client (against the aggregate), attention from each of the two, both combined, and the weighted
-mean of the models with the result as weights.
-
 References:
     - Crammer, Gilad-Bachrach, Navot and Tishby, "Margin Analysis of the LVQ Algorithm", NIPS 2002 (the hypothesis
       margin).
     - Nova and Estevez, "A review of learning vector quantization classifiers", 2014 (the relative distance).
-    - Ji et al., "Learning Private Neural Language Modeling with Attentive Aggregation" (FedAtt), IJCNN 2019 (attention
-      by softmax).
 
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -31,8 +23,6 @@ from lightning_fed.argument_checks import check_option
 
 MarginKind = Literal["semantic", "hypothesis", "relative", "gain"]
 ClassReduction = Literal["mean", "sum", "count", "max"]
-AttentionKind = Literal["sum", "softmax"]
-Combination = Literal["mean", "product", "lpm", "apm"]
 MeanMarginKind = Literal["pairs", "nearest"]
 
 
@@ -63,7 +53,7 @@ def class_margins(
         query: Prototypes Q.
         reference: Prototypes R.
         margin: Kind of margin.
-        fallback: For "hypothesis" and "relative", where the other classes come from if the reference has only the class
+        fallback: For "hypothesis" and "relative", prototypes of other classes if the reference has only the class
             itself: the aggregate prototypes.
 
     Returns:
@@ -85,17 +75,18 @@ def class_margins(
     shared = query.present & reference.present
     missing = torch.tensor(torch.nan, dtype=torch.float64, device=shared.device)
     if margin == "gain":
-        return torch.where(shared, (_nearest_other(query, query) - _nearest_other(reference, reference)) / 2, missing)
-    own = torch.linalg.vector_norm(query.means.double() - reference.means.double(), dim=1)
+        gain = _distance_to_other_classes(query, query) - _distance_to_other_classes(reference, reference)
+        return torch.where(shared, gain / 2, missing)
+    same_class = torch.linalg.vector_norm(query.means.double() - reference.means.double(), dim=1)
     if margin == "semantic":
-        return torch.where(shared, own / 2, missing)
-    other = _nearest_other(query, reference)
+        return torch.where(shared, same_class / 2, missing)
+    nearest = _distance_to_other_classes(query, reference)
     if fallback is not None:
-        other = torch.where(other.isnan(), _nearest_other(query, fallback), other)
-    difference = other - own
+        nearest = torch.where(nearest.isnan(), _distance_to_other_classes(query, fallback), nearest)
+    difference = nearest - same_class
     if margin == "hypothesis":
         return torch.where(shared, difference / 2, missing)
-    total = other + own
+    total = nearest + same_class
     return torch.where(shared, difference / total.where(total != 0, 1.0), missing)
 
 
@@ -120,7 +111,7 @@ def local_prototype_margin(
         margin: Margin of a class, see :func:`class_margins`.
         class_reduction: Mean over the classes there are, their sum, the mean weighted by the numbers of feature vectors
             in ``after``, or the largest.
-        fallback: Where other classes come from if the client has only one, see :func:`class_margins`.
+        fallback: Prototypes of other classes if the client has only one, see :func:`class_margins`.
 
     Returns:
         The margin, a float64 scalar; NaN if it is defined for no class.
@@ -135,7 +126,7 @@ def local_prototype_margin(
         1.5
 
     """
-    return _reduced(class_margins(after, before, margin, fallback=fallback), after.counts, class_reduction)
+    return _over_classes(class_margins(after, before, margin, fallback=fallback), after.counts, class_reduction)
 
 
 def aggregate_prototype_margin(
@@ -173,7 +164,7 @@ def aggregate_prototype_margin(
 
     """
     margins = class_margins(after, reference, "hypothesis" if margin == "gain" else margin)
-    return _reduced(margins, after.counts, class_reduction)
+    return _over_classes(margins, after.counts, class_reduction)
 
 
 @torch.no_grad()
@@ -215,138 +206,8 @@ def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs"
     return margin / torch.linalg.vector_norm(means, dim=1).mean() if normalize else margin
 
 
-@torch.no_grad()
-def margin_attention(
-    margins: Tensor, kind: AttentionKind = "sum", *, temperature: float = 1.0, standardize: bool = True
-) -> Tensor:
-    r"""Attention to the clients of a round from their margins: the larger, the more.
-
-    The equation is a reconstruction of "as prototypes deviate from reference prototypes in terms of margin, higher
-    attention is applied".
-
-    .. math:: \text{sum: } a_k = \frac{v_k}{\sum_j v_j} \qquad
-        \text{softmax: } a_k = \frac{e^{v_k / T}}{\sum_j e^{v_j / T}}
-
-    For "sum" negative margins count as 0 (only "semantic" ones are never negative), and the scale of the features does
-    not matter. A margin that is missing is replaced by the mean of the others, after negative ones became 0. Equal
-    margins, all of them 0 or all missing give every client exactly one over their number.
-
-    Args:
-        margins: One margin per client, shape ``(K,)``; NaN for one that is missing.
-        kind: Ratio, or softmax as in FedAtt.
-        temperature: :math:`T`, greater than 0, for "softmax".
-        standardize: Whether "softmax" divides the margins by the mean of their absolute values first. Without it the
-            result depends on the scale of the features and is close to one client alone for large ones.
-
-    Returns:
-        Attention, shape ``(K,)``, float64, not negative, with sum 1.
-
-    Raises:
-        ValueError: If there is no client, a margin is infinite, ``kind`` is unknown or ``temperature`` is out of its
-            range.
-
-    Example:
-        >>> margin_attention(torch.tensor([3.0, 1.0, torch.nan]))
-        tensor([0.5000, 0.1667, 0.3333], dtype=torch.float64)
-
-    """
-    check_option("kind", kind, get_args(AttentionKind))
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"Expected `temperature` to be greater than 0 and finite, but got {temperature}.")
-    if margins.ndim != 1 or not len(margins):
-        raise ValueError(f"Expected `margins` to be one number per client, but got the shape {tuple(margins.shape)}.")
-    values = margins.double()
-    if values.isinf().any():
-        raise ValueError(f"Expected `margins` to be finite or missing (NaN), but got {margins.tolist()}.")
-    if kind == "sum":
-        values = values.clamp(min=0)
-    # The mean of equal values need not be exactly that value: it is taken of what they are above the smallest.
-    known = values[~values.isnan()]
-    least = known.min() if len(known) else values.new_zeros(())
-    mean = least + (known - least).mean() if len(known) else least
-    values = values.where(~values.isnan(), mean)
-    if kind == "sum":
-        return _normalized(_relative(values))
-    if standardize:
-        scale = values.abs().mean()
-        values = values / scale.where(scale > 0, 1.0)
-    return torch.softmax(values / temperature, dim=0)
-
-
-@torch.no_grad()
-def combine_attention(
-    local: Tensor, aggregate: Tensor, combine: Combination = "mean", *, num_samples: Sequence[int] | None = None
-) -> Tensor:
-    r"""The weights of the clients' models, from the attention by LPM and by APM.
-
-    How the two are combined is a reconstruction: the published text uses both jointly.
-
-    .. math:: \text{mean: } a_k = \tfrac12 (a^L_k + a^A_k) \qquad
-        \text{product: } a_k = \frac{a^L_k a^A_k}{\sum_j a^L_j a^A_j}
-
-    .. math:: w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)
-
-    Equal attention gives equal weights, exactly: FairAvg; with ``num_samples``, exactly the shares of the examples:
-    FedAvg.
-
-    Args:
-        local: Attention by LPM :math:`a^L`, shape ``(K,)``, see :func:`margin_attention`.
-        aggregate: Attention by APM :math:`a^A`, shape ``(K,)``.
-        combine: Mean of both, product, or one of them alone. A product that is 0 for every client gives equal weights.
-        num_samples: Number of examples of every client, by which the weights are multiplied before they are made to sum
-            to 1 again; ``None`` for weights by attention alone.
-
-    Returns:
-        Weights, shape ``(K,)``, float64, not negative, with sum 1.
-
-    Raises:
-        ValueError: If ``combine`` is unknown or the numbers of clients differ.
-
-    Example:
-        >>> local, aggregate = torch.tensor([0.75, 0.25]), torch.tensor([0.25, 0.75])
-        >>> combine_attention(local, aggregate).tolist()
-        [0.5, 0.5]
-        >>> combine_attention(local, aggregate, num_samples=[30, 10]).tolist()
-        [0.75, 0.25]
-
-    """
-    check_option("combine", combine, get_args(Combination))
-    if local.ndim != 1 or not len(local) or local.shape != aggregate.shape:
-        raise ValueError(
-            "Expected `local` and `aggregate` to be one number per client each, but got the shapes"
-            f" {tuple(local.shape)} and {tuple(aggregate.shape)}."
-        )
-    local, aggregate = local.double(), aggregate.double()
-    if combine == "mean":
-        weights = (local + aggregate) / 2
-    elif combine == "product":
-        weights = _normalized(_relative(local) * _relative(aggregate))
-    else:
-        weights = local if combine == "lpm" else aggregate
-    if num_samples is None:
-        return weights
-    if len(num_samples) != len(weights) or min(num_samples) < 0:
-        raise ValueError(
-            f"Expected `num_samples` to be {len(weights)} numbers of examples, one per client and none negative, but"
-            f" got {num_samples}."
-        )
-    return _normalized(_relative(weights) * weights.new_tensor(list(num_samples)))
-
-
-def _relative(values: Tensor) -> Tensor:
-    """Values over the largest: equal ones become exactly 1, also where all are 0."""
-    largest = values.max()
-    return values / largest if largest > 0 else torch.ones_like(values)
-
-
-def _normalized(values: Tensor) -> Tensor:
-    """Values over their sum; uniform if all are 0."""
-    total = values.sum()
-    return values / total if total > 0 else torch.full_like(values, 1 / len(values))
-
-
-def _reduced(margins: Tensor, counts: Tensor, reduction: ClassReduction) -> Tensor:
-    """One number of the margins of the classes that have one."""
+def _over_classes(margins: Tensor, counts: Tensor, reduction: ClassReduction) -> Tensor:
+    """One number for the margins of all classes that have one."""
     check_option("class_reduction", reduction, get_args(ClassReduction))
     defined = ~margins.isnan()
     margins, counts = margins[defined], counts[defined]
@@ -361,7 +222,7 @@ def _reduced(margins: Tensor, counts: Tensor, reduction: ClassReduction) -> Tens
     return margins.max()
 
 
-def _nearest_other(query: Prototypes, reference: Prototypes) -> Tensor:
+def _distance_to_other_classes(query: Prototypes, reference: Prototypes) -> Tensor:
     """Distance to the nearest prototype of another class in the reference; NaN where there is none."""
     distances = _distances(query.means.double(), reference.means.double())
     distances = distances.where(reference.present, torch.inf).fill_diagonal_(torch.inf)

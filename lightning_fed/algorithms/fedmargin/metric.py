@@ -1,4 +1,4 @@
-"""Margin among the class prototypes of one model."""
+"""AMM as a torchmetrics metric: the margin among the class prototypes of one model (FedMargin, a reconstruction)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from torch import Tensor
 
 from lightning_fed.algorithms.fedmargin.margins import MeanMarginKind, aggregate_mean_margin
 from lightning_fed.algorithms.fedmargin.prototypes import (
-    VoidLabel,
-    class_places,
     class_prototypes,
     class_sums,
-    void_label,
 )
 from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.model.labels import VoidLabel, class_indices, void_label
 from lightning_fed.numerics.float64_states import Float64States
 
 
@@ -26,9 +24,8 @@ class AggregateMeanMargin(Float64States):
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert p[c] - p[c'] \rVert
 
     over the :math:`C'` classes seen, see :func:`~lightning_fed.algorithms.fedmargin.aggregate_mean_margin`. The
-    equation is a
-    reconstruction: the published text describes it in words alone. Sums are kept in float64, :math:`C \times d` of
-    them, however much data there is; processes add theirs up.
+    equation is a reconstruction: the published text describes it in words alone. Sums are kept in float64,
+    :math:`C \times d` of them, however much data there is; those of several processes are added up.
 
     Args:
         num_classes: Number of classes :math:`C`.
@@ -80,7 +77,7 @@ class AggregateMeanMargin(Float64States):
         check_option("kind", kind, get_args(MeanMarginKind))
         for name, value in (("num_features", num_features), ("min_count", min_count)):
             check_count(name, value)
-        class_places(torch.zeros(0, dtype=torch.int64), num_classes, ignore_index, exclude_classes)
+        class_indices(torch.zeros(0, dtype=torch.int64), num_classes, ignore_index, exclude_classes)
         self.num_classes = num_classes
         self.num_features = num_features
         self.kind: MeanMarginKind = kind

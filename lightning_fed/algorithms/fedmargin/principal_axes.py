@@ -14,7 +14,7 @@ from lightning_fed.argument_checks import check_count
 
 
 class PrincipalAxes(NamedTuple):
-    """Where points are seen from.
+    """A centre and axes that points are projected on.
 
     Attributes:
         center: The origin, shape ``(d,)``, float64.
@@ -29,13 +29,13 @@ class PrincipalAxes(NamedTuple):
         """Coordinates of points of shape ``(n, d)``: shape ``(n, k)``, float64."""
         return (points.double() - self.center) @ self.axes.T
 
-    def turned_to(self, other: PrincipalAxes) -> PrincipalAxes:
-        """The same plane and centre, with axes turned (and mirrored) in it so as to be nearest to ``other``'s.
+    def turned_to(self, reference: PrincipalAxes) -> PrincipalAxes:
+        """The same plane and centre, with axes turned (and mirrored) in it to be nearest to those of ``reference``.
 
         The orthogonal Procrustes problem (Schoenemann, "A generalized solution of the orthogonal Procrustes problem",
         1966).
         """
-        left, _, right = torch.linalg.svd(other.axes @ self.axes.T)
+        left, _, right = torch.linalg.svd(reference.axes @ self.axes.T)
         return PrincipalAxes(self.center, left @ right @ self.axes)
 
 

@@ -1,7 +1,7 @@
-"""Class prototypes in messages: of the classes that a client has, and nothing of the others.
+"""Class prototypes in the extras of a client's update: those of the classes that it has.
 
-What travels up is ``prototypes:classes``, ``prototypes:means`` and ``prototypes:counts``, and the client's margin under
-the name that :func:`lpm_name` gives it.
+A client sends ``prototypes:classes``, ``prototypes:means`` and ``prototypes:counts``, and its margin (LPM) under the
+key that :func:`lpm_key` gives. The server checks them before it uses them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from lightning_fed.algorithms.fedmargin.prototypes import Prototypes
 
 _Client = TypeVar("_Client")
 
-_NAMES = ("prototypes:classes", "prototypes:means", "prototypes:counts")
-_MOST = 2**48  # feature vectors: what thousands of clients add up to fits an integer
+PROTOTYPE_KEYS = ("prototypes:classes", "prototypes:means", "prototypes:counts")
+"""Keys of the prototypes in a message's extras."""
+
+_MAX_COUNT = 2**48  # feature vectors of a client: the sum over thousands of clients fits an integer
 
 
 def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
-    """The prototypes of the classes there are, as they travel.
+    """Extras of a message with the prototypes of the classes there are.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
@@ -39,7 +41,7 @@ def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
 
 
 def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototypes | None:
-    """What :func:`pack_prototypes` packed, over ``num_classes`` classes; ``None`` where there is nothing.
+    """Prototypes over ``num_classes`` classes in a message's extras; ``None`` where there are none.
 
     Raises:
         ValueError: If the shapes do not fit each other, or a class is out of its range.
@@ -66,43 +68,46 @@ def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototy
     return full
 
 
-def lpm_name(margin: str, class_reduction: str) -> str:
-    """Under what name a local prototype margin travels: it says how it was measured.
+def lpm_key(margin: str, class_reduction: str) -> str:
+    """Key of a local prototype margin in a message's extras, which names its kind and reduction.
 
     Example:
-        >>> lpm_name("semantic", "mean")
+        >>> lpm_key("semantic", "mean")
         'prototypes:lpm:semantic:mean'
 
     """
     return f"prototypes:lpm:{margin}:{class_reduction}"
 
 
-def find_bad_prototypes(packed: Mapping[str, Tensor], num_classes: int | None = None) -> str | None:
-    """What is wrong with prototypes that somebody else packed, in words, or ``None``; nothing if there are none.
+def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | None = None) -> str | None:
+    """Finds malformed prototypes in the extras of a client's update.
 
     Args:
-        packed: What travelled: prototypes, margins and whatever else.
+        packed: The extras: prototypes, margins and whatever else.
         num_classes: Number of classes; ``None`` where it is not known.
+
+    Returns:
+        The fault in words; ``None`` if there is none, or there are no prototypes.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
-        >>> find_bad_prototypes(packed), find_bad_prototypes(packed, num_classes=1)
+        >>> find_invalid_prototypes(packed), find_invalid_prototypes(packed, num_classes=1)
         (None, 'its prototypes are of class 1 instead of 0 to 0')
 
     """
     margins = [value for name, value in packed.items() if name.startswith("prototypes:lpm:")]
     if any(value.numel() != 1 or not value.is_floating_point() for value in margins):
         return "its prototype margin is not a number"
-    missing = [name for name in _NAMES if name not in packed]
+    missing = [name for name in PROTOTYPE_KEYS if name not in packed]
     if missing:
-        return None if len(missing) == len(_NAMES) else f"its prototypes come without {missing[0]!r}"
-    classes, means, counts = (packed[name] for name in _NAMES)
+        return None if len(missing) == len(PROTOTYPE_KEYS) else f"its prototypes come without {missing[0]!r}"
+    classes, means, counts = (packed[name] for name in PROTOTYPE_KEYS)
     if means.ndim != 2 or classes.shape != means.shape[:1] or counts.shape != means.shape[:1]:
-        shapes = ", ".join(str(tuple(packed[name].shape)) for name in _NAMES)
+        shapes = ", ".join(str(tuple(packed[name].shape)) for name in PROTOTYPE_KEYS)
         return f"its prototypes have classes, means and counts of the shapes {shapes}"
     if classes.dtype != torch.int64 or counts.dtype != torch.int64 or not means.is_floating_point():
-        kinds = ", ".join(str(packed[name].dtype) for name in _NAMES)
-        return f"its prototypes have classes, means and counts of the types {kinds}"
+        types = ", ".join(str(packed[name].dtype) for name in PROTOTYPE_KEYS)
+        return f"its prototypes have classes, means and counts of the types {types}"
     if not len(classes):
         return None
     if int(classes.min()) < 0:
@@ -112,32 +117,42 @@ def find_bad_prototypes(packed: Mapping[str, Tensor], num_classes: int | None = 
     if len(set(classes.tolist())) < len(classes):
         return "its prototypes have a class twice"
     for count in (int(counts.min()), int(counts.max())):
-        if not 1 <= count <= _MOST:
+        if not 1 <= count <= _MAX_COUNT:
             return f"one of its prototypes is the mean of {count} feature vectors"
     return None
 
 
-def find_odd_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]], known: int | None = None) -> dict[_Client, str]:
-    """Whose prototypes have other numbers of features than most clients', and what is wrong with them, in words.
+def find_mismatched_prototypes(
+    packed: Mapping[_Client, Mapping[str, Tensor]], known: int | None = None
+) -> dict[_Client, str]:
+    """Finds clients whose prototypes have another number of features than those of most.
 
     No single client says how many features there are, also not the first one. Of equally frequent numbers the known one
     counts, or else the larger.
 
     Args:
-        packed: What each client sent, in which :func:`find_bad_prototypes` has found nothing.
+        packed: Extras of every client, in which :func:`find_invalid_prototypes` has found nothing.
         known: Number of features of earlier prototypes, if there are any.
+
+    Returns:
+        For every such client its fault in words.
 
     Example:
         >>> means = {"a": torch.ones(2, 3), "b": torch.ones(2, 8), "c": torch.ones(1, 8)}
-        >>> find_odd_prototypes({k: pack_prototypes(Prototypes(v, torch.ones(len(v)).int())) for k, v in means.items()})
+        >>> prototypes = {client: Prototypes(mean, torch.ones(len(mean)).int()) for client, mean in means.items()}
+        >>> find_mismatched_prototypes({client: pack_prototypes(value) for client, value in prototypes.items()})
         {'a': 'its prototypes have 3 features instead of 8'}
 
     """
-    widths = {client: one["prototypes:means"].shape[1] for client, one in packed.items() if len(one.get(_NAMES[0], ()))}
+    widths = {
+        client: extras["prototypes:means"].shape[1]
+        for client, extras in packed.items()
+        if len(extras.get("prototypes:classes", ()))
+    }
     votes = Counter(widths.values())
-    most = max(votes, key=lambda width: (votes[width], width == known, width), default=None)
+    majority = max(votes, key=lambda width: (votes[width], width == known, width), default=None)
     return {
-        client: f"its prototypes have {width} features instead of {most}"
+        client: f"its prototypes have {width} features instead of {majority}"
         for client, width in widths.items()
-        if width != most
+        if width != majority
     }

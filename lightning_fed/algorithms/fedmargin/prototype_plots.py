@@ -1,4 +1,4 @@
-"""Class prototypes as points in a plane, every few rounds."""
+"""Pictures of class prototypes as points in a plane, every few rounds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from lightning_fed.algorithms.fedmargin.aggregator import FedMargin
 from lightning_fed.algorithms.fedmargin.callback import ClassPrototypes, is_federated
 from lightning_fed.algorithms.fedmargin.principal_axes import PrincipalAxes, principal_axes
 from lightning_fed.algorithms.fedmargin.prototype_messages import (
-    find_bad_prototypes,
-    find_odd_prototypes,
+    PROTOTYPE_KEYS,
+    find_invalid_prototypes,
+    find_mismatched_prototypes,
     unpack_prototypes,
 )
 from lightning_fed.algorithms.fedmargin.prototypes import Prototypes, aggregate_prototypes
@@ -46,12 +47,11 @@ class PrototypePlots(FederatedCallback):
 
     The plane is that in which the prototypes are most spread out
     (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`; every class counts the same). With ``basis="each"``
-    every picture
-    has its own, turned in itself so that its axes are nearest to those of the picture before: how far apart the classes
-    are is seen best. With ``basis="first"`` the plane of the first picture stays, until a class appears that was not
-    there when it was chosen: what moves are the prototypes alone, but as the features change, that plane shows less and
-    less of them. Both axes have the same scale. The title says how much of the spread of the prototypes around their
-    mean (sum of squared distances) lies in the plane.
+    every picture has its own, turned in itself so that its axes are nearest to those of the picture before: how far
+    apart the classes are is seen best. With ``basis="first"`` the plane of the first picture stays, until a class
+    appears that was not there when it was chosen: the prototypes alone move, but as the features change, that plane
+    shows less and less of them. Both axes have the same scale. The title says how much of the spread of the prototypes
+    around their mean (sum of squared distances) lies in the plane.
 
     A picture is drawn in the first epoch (round) in which there are two classes, and then whenever ``every_n_epochs``
     have passed since the last one; the step on TensorBoard's axis is the epoch. Other loggers are passed over.
@@ -63,7 +63,7 @@ class PrototypePlots(FederatedCallback):
         every_n_epochs: Epochs (rounds) from one picture to the next.
         class_names: Names of the classes, from class 0 on; the others are shown by their index.
         class_colors: Colours (red, green, blue; 0 to 255), likewise; the others have those of a palette.
-        basis: Whether the plane is chosen for every picture, or stays.
+        basis: ``"each"`` to choose the plane for every picture, ``"first"`` to keep the first one.
         projector: Whether the prototypes also go, in all their dimensions, to TensorBoard's projector.
 
     Raises:
@@ -98,7 +98,7 @@ class PrototypePlots(FederatedCallback):
         self.projector = projector
         self._last_epoch: int | None = None
         self._view: PrincipalAxes | None = None
-        self._known: Tensor = torch.zeros(0, dtype=torch.int64)
+        self._view_classes: Tensor = torch.zeros(0, dtype=torch.int64)
         self._sent: dict[Client, State] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -114,10 +114,10 @@ class PrototypePlots(FederatedCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Makes sure that something measures prototypes; by now all callbacks are there."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        places = [place for place, callback in enumerate(callbacks) if isinstance(callback, ClassPrototypes)]
-        if not places:
+        positions = [index for index, callback in enumerate(callbacks) if isinstance(callback, ClassPrototypes)]
+        if not positions:
             raise MisconfigurationException("PrototypePlots needs a `ClassPrototypes` among the Trainer's callbacks.")
-        if not is_federated(trainer) and places[0] > callbacks.index(self):
+        if not is_federated(trainer) and positions[0] > callbacks.index(self):
             raise MisconfigurationException(
                 "Expected `ClassPrototypes` before `PrototypePlots` in the Trainer's callbacks, but got it after: the"
                 " prototypes of an epoch are measured at its end."
@@ -126,19 +126,19 @@ class PrototypePlots(FederatedCallback):
     # A federation
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Forgets what was sent in a round that came to nothing."""
+        """Forgets the prototypes of a round that came to nothing."""
         self._sent = {}
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
         """Keeps the client's prototypes."""
-        self._sent[update.client] = {name: value for name, value in update.extras.items() if name in _TRAVELLING}
+        self._sent[update.client] = {name: value for name, value in update.extras.items() if name in PROTOTYPE_KEYS}
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
         """The prototypes of this process's clients."""
         return self._sent
 
     def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
-        """Those of all clients."""
+        """Joins the prototypes of all processes' clients."""
         self._sent = {client: packed for share in shares for client, packed in share.items()}
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
@@ -157,7 +157,7 @@ class PrototypePlots(FederatedCallback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draws the prototypes at the end of the epoch."""
         if not is_federated(trainer):
-            self._draw(trainer, _measuring(trainer).prototypes, f"Epoch {trainer.current_epoch}")
+            self._draw(trainer, _find_class_prototypes(trainer).prototypes, f"Epoch {trainer.current_epoch}")
 
     # Both
 
@@ -165,22 +165,22 @@ class PrototypePlots(FederatedCallback):
         """See the class's note."""
         if self._view is None:
             return {"last_epoch": self._last_epoch, "view": None}
-        return {"last_epoch": self._last_epoch, "view": {**self._view._asdict(), "classes": self._known}}
+        return {"last_epoch": self._last_epoch, "view": {**self._view._asdict(), "classes": self._view_classes}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on counting from the last picture, in its plane."""
         self._last_epoch, view = state_dict["last_epoch"], state_dict["view"]
         self._view = None if view is None else PrincipalAxes(view["center"], view["axes"])
-        self._known = self._known if view is None else view["classes"]
+        self._view_classes = self._view_classes if view is None else view["classes"]
 
     def _over_clients(self, trainer: L.Trainer, clients: Iterable[Client]) -> Prototypes | None:
-        """Prototypes over the clients that have sent some; none of those whose cannot be drawn, by name."""
-        num_classes = _measuring(trainer).classes_found
+        """Prototypes over the clients that have sent some; malformed ones are left out, and their clients named."""
+        num_classes = _find_class_prototypes(trainer).classes_found
         assert num_classes is not None
         sent = {client: self._sent[client] for client in clients}
-        faults = {client: find_bad_prototypes(packed, num_classes) for client, packed in sent.items()}
-        good = {client: packed for client, packed in sent.items() if faults[client] is None}
-        faults |= find_odd_prototypes(good)
+        faults = {client: find_invalid_prototypes(packed, num_classes) for client, packed in sent.items()}
+        well_formed = {client: packed for client, packed in sent.items() if faults[client] is None}
+        faults |= find_mismatched_prototypes(well_formed)
         for client, fault in faults.items():
             if fault is not None:
                 _log.warning("The prototypes of client %r are not drawn: %s.", client, fault)
@@ -200,9 +200,9 @@ class PrototypePlots(FederatedCallback):
         if self._view is not None and self._view.center.shape != means.shape[1:]:
             self._view = None  # of other features
         self._last_epoch = epoch
-        if self._view is None or self.basis == "each" or not torch.isin(classes, self._known).all():
-            fresh = principal_axes(means)
-            self._view, self._known = fresh if self._view is None else fresh.turned_to(self._view), classes
+        if self._view is None or self.basis == "each" or not torch.isin(classes, self._view_classes).all():
+            view = principal_axes(means)
+            self._view, self._view_classes = view if self._view is None else view.turned_to(self._view), classes
         if not trainer.is_global_zero:
             return
         count = len(prototypes.counts)
@@ -217,10 +217,7 @@ class PrototypePlots(FederatedCallback):
                 logger.experiment.add_embedding(means, metadata=labels, tag="prototypes", global_step=epoch)
 
 
-_TRAVELLING = ("prototypes:classes", "prototypes:means", "prototypes:counts")
-
-
-def _measuring(trainer: L.Trainer) -> ClassPrototypes:
+def _find_class_prototypes(trainer: L.Trainer) -> ClassPrototypes:
     """The callback that measures prototypes."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return next(callback for callback in callbacks if isinstance(callback, ClassPrototypes))

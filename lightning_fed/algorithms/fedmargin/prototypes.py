@@ -1,4 +1,4 @@
-"""Class prototypes: means of the features of every class, on one client, over clients, and over rounds.
+"""Class prototypes: means of features by class, on a client, over clients, over rounds (FedMargin, a reconstruction).
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations" (FedMargin),
 IEEE Internet of Things Journal 2022. The published text that could be read gives no equation: what is called a
@@ -12,22 +12,20 @@ via Repulsion-Attraction of Sparse and Disentangled Latent Representations" (SDR
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.model.labels import VoidLabel, class_indices, resize_labels
 from lightning_fed.numerics.chunks import chunk_steps
 from lightning_fed.numerics.precision import float64_device
 
 PrototypeWeighting = Literal["class_count", "num_samples", "uniform"]
 PrototypeMemory = Literal["ema", "cumulative"]
 PrototypeReference = Literal["previous", "current"]
-VoidLabel: TypeAlias = int | Literal["auto"] | None
-
-_VOID = 255
 
 
 class Prototypes(NamedTuple):
@@ -48,7 +46,7 @@ class Prototypes(NamedTuple):
 
     @property
     def present(self) -> Tensor:
-        """Which classes there are, shape ``(C,)``, booleans."""
+        """Mask of the classes there are, shape ``(C,)``, booleans."""
         return self.counts > 0
 
 
@@ -70,7 +68,7 @@ def class_sums(
     Args:
         features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``; any floating-point type.
         labels: Classes, integers, shape ``(N,)`` or ``(N, *label_size)``. Of label maps the nearest label is taken for
-            every position of the feature map, see :func:`resize_labels`.
+            every position of the feature map, see :func:`~lightning_fed.model.labels.resize_labels`.
         num_classes: Number of classes :math:`C`.
         ignore_index: Label of void pixels, outside of :math:`0 \dots C - 1`; ``None`` for none, ``"auto"`` for 255
             unless that is a class.
@@ -96,107 +94,27 @@ def class_sums(
         )
     if labels.is_floating_point() or labels.is_complex():
         raise ValueError(f"Expected `labels` to be integers, but got {labels.dtype}.")
-    places = class_places(resize_labels(labels, features.shape[2:]), num_classes, ignore_index, exclude_classes)
-    places = places.flatten(1) if places.ndim > 1 else places[:, None]
+    indices = class_indices(resize_labels(labels, features.shape[2:]), num_classes, ignore_index, exclude_classes)
+    indices = indices.flatten(1) if indices.ndim > 1 else indices[:, None]
     features = features.flatten(2) if features.ndim > 2 else features[..., None]
     count, width, positions = features.shape
     # One row more, for what is left out: a feature that is not finite there stays there.
     device = float64_device(features.device)
     sums = torch.zeros(num_classes + 1, width, dtype=torch.float64, device=device)
     images, pixels = chunk_steps(count, width, positions)
-    for some_features, some_places in zip(torch.split(features, images), torch.split(places, images), strict=True):
-        for part, place in zip(torch.split(some_features, pixels, 2), torch.split(some_places, pixels, 1), strict=True):
+    for image_features, image_indices in zip(torch.split(features, images), torch.split(indices, images), strict=True):
+        for pixel_features, pixel_indices in zip(
+            torch.split(image_features, pixels, 2), torch.split(image_indices, pixels, 1), strict=True
+        ):
             rows = (
-                part.to(device)
+                pixel_features.to(device)
                 .transpose(1, 2)
                 .to(torch.float64, memory_format=torch.contiguous_format)
                 .reshape(-1, width)
             )
-            sums.index_add_(0, place.flatten().to(device), F.normalize(rows, dim=1) if normalize_features else rows)
-    return sums[:-1], torch.bincount(places.flatten(), minlength=num_classes + 1)[:-1].to(device)
-
-
-def class_places(
-    labels: Tensor, num_classes: int, ignore_index: VoidLabel = "auto", exclude_classes: Sequence[int] = ()
-) -> Tensor:
-    r"""The labels with :math:`C`, one more than the last class, in the place of all that is left out.
-
-    Args:
-        labels: Classes, integers of any shape.
-        num_classes: Number of classes :math:`C`.
-        ignore_index: Label of void pixels, as in :func:`class_sums`.
-        exclude_classes: Classes that are left out.
-
-    Returns:
-        Integers from 0 to :math:`C`, int64, of the labels' shape.
-
-    Raises:
-        ValueError: If a label or an option is out of its range.
-
-    Example:
-        >>> class_places(torch.tensor([0, 1, 2, 255]), num_classes=3, exclude_classes=[0]).tolist()
-        [3, 1, 2, 3]
-
-    """
-    check_count("num_classes", num_classes)
-    ignore_index = void_label(ignore_index, num_classes)
-    if ignore_index is not None and 0 <= ignore_index < num_classes:
-        raise ValueError(
-            f"Expected `ignore_index` to be no class (0 to {num_classes - 1}), but got {ignore_index}. Pass"
-            " `ignore_index=None`; a class is left out with `exclude_classes`."
-        )
-    for excluded in exclude_classes:
-        if not 0 <= excluded < num_classes:
-            raise ValueError(f"Expected `exclude_classes` to be in 0 to {num_classes - 1}, but got {excluded}.")
-    labels = labels.long()
-    kept = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
-    outside = kept & ((labels < 0) | (labels >= num_classes))
-    if outside.any():
-        raise ValueError(
-            f"Expected `labels` to be in 0 to {num_classes - 1} or `ignore_index` ({ignore_index}), but got"
-            f" {int(labels[outside][0])}."
-        )
-    for excluded in exclude_classes:
-        kept &= labels != excluded
-    return torch.where(kept, labels, num_classes)
-
-
-def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
-    """The label of void pixels; ``"auto"`` is 255, as masks of 8 bits have it, where that is no class.
-
-    Example:
-        >>> void_label("auto", 21), void_label("auto", 300), void_label(-1, 300)
-        (255, None, -1)
-
-    """
-    if ignore_index != "auto":
-        return ignore_index
-    return _VOID if num_classes <= _VOID else None
-
-
-def resize_labels(labels: Tensor, size: Sequence[int]) -> Tensor:
-    r"""Nearest-neighbour resize: position i of n takes the label at :math:`\lfloor i m / n \rfloor` of m.
-
-    As ``torch.nn.functional.interpolate(mode="nearest")``, but in integers, so that no large label and no position is
-    rounded.
-
-    Args:
-        labels: Label maps, shape ``(N, *label_size)``.
-        size: New size, as many numbers as ``label_size`` has.
-
-    Returns:
-        Labels, shape ``(N, *size)``.
-
-    Example:
-        >>> resize_labels(torch.tensor([[[0, 0, 1, 1], [255, 255, 1, 0]]]), (1, 2)).tolist()
-        [[[0, 1]]]
-
-    """
-    for dim, length in enumerate(size, start=1):
-        if labels.shape[dim] != length:
-            index = torch.arange(length, device=labels.device) * labels.shape[dim] // length
-            labels = labels.index_select(dim, index)
-    return labels
+            vectors = F.normalize(rows, dim=1) if normalize_features else rows
+            sums.index_add_(0, pixel_indices.flatten().to(device), vectors)
+    return sums[:-1], torch.bincount(indices.flatten(), minlength=num_classes + 1)[:-1].to(device)
 
 
 def class_prototypes(
@@ -327,14 +245,17 @@ def update_prototypes(
     else:
         share = previous.counts / counts.clamp(min=1).to(torch.float64)
     share = torch.where(previous.present, share.where(current.present, 1.0), 0.0).unsqueeze(1)
-    old, new = (one.means.to(torch.float64).where(one.present.unsqueeze(1), 0) for one in (previous, current))
+    old, new = (
+        prototypes.means.to(torch.float64).where(prototypes.present.unsqueeze(1), 0)
+        for prototypes in (previous, current)
+    )
     return Prototypes((share * old + (1 - share) * new).to(current.means.dtype), counts)
 
 
 def reference_prototypes(
     previous: Prototypes | None, current: Prototypes, aggregate: Prototypes, reference: PrototypeReference = "previous"
 ) -> Prototypes:
-    r"""What the clients' prototypes are compared with in the aggregate prototype margin.
+    r"""Prototypes that the clients' are compared with in the aggregate prototype margin.
 
     The choice is a reconstruction: the published text says "the aggregate set of prototypes" and no more.
 
@@ -380,11 +301,11 @@ def check_same_shape(*prototypes: Prototypes) -> None:
 
     """
     shape = prototypes[0].means.shape
-    for other in prototypes:
-        if other.means.shape != shape or other.counts.shape != shape[:1]:
+    for means, counts in prototypes:
+        if means.shape != shape or counts.shape != shape[:1]:
             raise ValueError(
-                f"Expected prototypes of one shape, but got means of shape {tuple(other.means.shape)} with"
-                f" {tuple(other.counts.shape)} counts beside means of shape {tuple(shape)}."
+                f"Expected prototypes of one shape, but got means of shape {tuple(means.shape)} with"
+                f" {tuple(counts.shape)} counts beside means of shape {tuple(shape)}."
             )
 
 

@@ -1,18 +1,27 @@
-"""FedSS: a sampled softmax over the classes that a client holds."""
+"""FedSS: clients hold, train and send a few classes of very many, with a sampled softmax.
+
+"Efficient image representation learning with federated sampled softmax", submission to ICLR 2022. The server averages
+rows as in FedAvg. The files, in reading order:
+
+- equations: ``losses`` (1 to 8; ``gradient_noise`` is the metric of figure 9);
+- in a network: ``sampled_classes`` (the classes that a client holds), ``head`` (the last layer), ``head_conversion``
+  (the head put into any classifier);
+- in a federation: ``callback`` (``SampledSoftmax``, Algorithm 1).
+"""
 
 from lightning_fed.algorithms.fedss.callback import SampledSoftmax as SampledSoftmax
 from lightning_fed.algorithms.fedss.head import SampledSoftmaxHead as SampledSoftmaxHead
 from lightning_fed.algorithms.fedss.head import find_sampled_softmax_head as find_sampled_softmax_head
 from lightning_fed.algorithms.fedss.head_conversion import to_sampled_softmax as to_sampled_softmax
-from lightning_fed.algorithms.fedss.held_classes import HeldClasses as HeldClasses
 from lightning_fed.algorithms.fedss.losses import gradient_noise as gradient_noise
 from lightning_fed.algorithms.fedss.losses import log_correction as log_correction
 from lightning_fed.algorithms.fedss.losses import sample_negatives as sample_negatives
 from lightning_fed.algorithms.fedss.losses import sampled_logits as sampled_logits
 from lightning_fed.algorithms.fedss.losses import sampled_softmax_loss as sampled_softmax_loss
+from lightning_fed.algorithms.fedss.sampled_classes import SampledClasses as SampledClasses
 
 __all__ = [
-    "HeldClasses",
+    "SampledClasses",
     "SampledSoftmax",
     "SampledSoftmaxHead",
     "find_sampled_softmax_head",

@@ -1,4 +1,4 @@
-"""FedSS: clients hold, train and send a few classes of very many.
+"""FedSS's client side: clients hold, train and send a few classes of very many.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, Algorithm 1.
 The losses are in :mod:`lightning_fed.algorithms.fedss.losses`, the layer is
@@ -18,8 +18,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_fed.algorithms.fedss.head import SampledSoftmaxHead, find_sampled_softmax_head
-from lightning_fed.algorithms.fedss.held_classes import ForeignLabelError, HeldClasses
 from lightning_fed.algorithms.fedss.losses import LogQ, Objective, QSupport, sample_negatives
+from lightning_fed.algorithms.fedss.sampled_classes import ForeignLabelError, SampledClasses
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data.population import seeded_generators
@@ -32,7 +32,7 @@ from lightning_fed.rounds.isolated_pass import one_pass
 
 ClientClasses: TypeAlias = Mapping[Client, Sequence[int]] | Callable[[Client], Sequence[int]]
 
-_NEGATIVES = 2  # the visit's stream of random numbers that the negatives are drawn from
+_NEGATIVES_STREAM = 2  # the visit's random numbers that the negatives are drawn from
 
 
 class SampledSoftmax(FederatedCallback):
@@ -53,20 +53,20 @@ class SampledSoftmax(FederatedCallback):
 
     Args:
         num_negatives: Classes :math:`m` that a client draws beside its own, uniformly without replacement, from a
-            generator of its own.
+            generator of the visit.
         objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`: ``"fedss"``;
             ``"negonly"``, against the drawn classes alone; ``"posonly"``, among its own classes, which draws none;
             ``"full"``, the softmax over all classes, which is sent as a whole.
         resample: Whether classes are drawn once for a ``"round"``, or for every ``"batch"`` of it. The client then asks
             for all that it is going to need.
         head: Name of the head; ``"auto"`` finds the only one.
-        target: Where a batch has its labels: an index or key, or a function that returns one of the batch's tensors; by
+        target: Labels of a batch: an index or key, or a function that returns one of the batch's tensors; by
             default the second element, or ``batch["target"]``, ``["label"]``, ``["y"]`` or their plurals. Whole
             numbers; negative ones are none, as in cross-entropy's ``ignore_index=-100``.
-        classes: The clients' own classes, a mapping or a function of the client; ``None`` looks for the labels in a
+        classes: The clients' classes, a mapping or a function of the client; ``None`` looks for the labels in a
             pass over a client's data, when it first takes part.
-        log_q: Which logits are corrected, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`.
-        q_support: What the drawn classes count as drawn from, see there.
+        log_q: Logits that are corrected, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`.
+        q_support: Classes that the drawn ones count as drawn from, see there.
 
     Raises:
         ValueError: If an option is unknown or out of its range; in ``fit``, if the head or the labels are not found,
@@ -77,7 +77,7 @@ class SampledSoftmax(FederatedCallback):
             head is in evaluation mode in training.
 
     Note:
-        Logged is ``fed/held_classes``, the mean of :math:`|S_k|`.
+        Logged is ``fed/sampled_classes``, the mean of :math:`|S_k|`.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -104,7 +104,7 @@ class SampledSoftmax(FederatedCallback):
         self.num_negatives = check_count("num_negatives", num_negatives, lowest=0)
         check_option("resample", resample, ("round", "batch"))
         one = torch.zeros(1, dtype=torch.int64)
-        HeldClasses(one, torch.ones(1, dtype=torch.bool), objective, log_q, q_support)  # checks the options
+        SampledClasses(one, torch.ones(1, dtype=torch.bool), objective, log_q, q_support)  # checks the options
         self.objective: Objective = objective
         self.resample = resample
         self.head = head
@@ -112,9 +112,9 @@ class SampledSoftmax(FederatedCallback):
         self.classes = classes
         self.log_q: LogQ = log_q
         self.q_support: QSupport = q_support
-        self._own: dict[Client, Tensor] = {}
-        self._name: str | None = None
-        self._held: HeldClasses | None = None
+        self._client_classes: dict[Client, Tensor] = {}
+        self._head_name: str | None = None
+        self._held: SampledClasses | None = None
         self._columns: list[Tensor] = []  # of the visit's batches, where each has negatives of its own
         self._batch = 0
 
@@ -125,7 +125,7 @@ class SampledSoftmax(FederatedCallback):
             callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
             if sum(isinstance(callback, SampledSoftmax) for callback in callbacks) > 1:
                 raise MisconfigurationException("Expected one `SampledSoftmax` callback, but the Trainer has more.")
-            self._own, self._name, self._held = {}, None, None
+            self._client_classes, self._head_name, self._held = {}, None, None
 
     def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
         """The head's parameters, unless all classes are sent."""
@@ -141,25 +141,27 @@ class SampledSoftmax(FederatedCallback):
         planned = find_federation(trainer).current_visit
         assert planned is not None
         try:
-            own = self._own_classes(trainer, client)
+            positives = self._positives(trainer, client)
         except ClientFault as error:
             planned.fault = str(error)  # it is left out by name
             return
-        generator = np.random.default_rng([planned.visit.seed, _NEGATIVES])
+        generator = np.random.default_rng([planned.visit.seed, _NEGATIVES_STREAM])
         draws = planned.num_batches if self.resample == "batch" else 1
         count = 0 if self.objective == "posonly" else self.num_negatives
         num_classes = self._head(module).num_classes
-        drawn = [sample_negatives(own, num_classes, count, generator) for _ in range(draws)]
-        rows = torch.unique(torch.cat([own, *drawn]))
-        self._held = HeldClasses(rows, torch.isin(rows, own), self.objective, self.log_q, self.q_support)
+        drawn = [sample_negatives(positives, num_classes, count, generator) for _ in range(draws)]
+        rows = torch.unique(torch.cat([positives, *drawn]))
+        self._held = SampledClasses(rows, torch.isin(rows, positives), self.objective, self.log_q, self.q_support)
         if self.resample == "batch":
-            self._columns = [torch.searchsorted(rows, torch.cat([own, some]).sort().values) for some in drawn]
+            self._columns = [
+                torch.searchsorted(rows, torch.cat([positives, negatives]).sort().values) for negatives in drawn
+            ]
         request.rows |= dict.fromkeys(self._entries(module), rows)
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Tells the head which classes it has the rows of."""
+        """Tells the head the classes that it has the rows of."""
         self._hold(module)
 
     def on_train_batch_start(
@@ -190,14 +192,14 @@ class SampledSoftmax(FederatedCallback):
             ) from error
         if target.is_floating_point():
             local = local.to(target.dtype)
-        return _exchange(batch, target, local)
+        return _replace_tensor(batch, target, local)
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Notes how many classes the client held."""
+        """Notes the number of classes that the client held."""
         if self._held is not None:
-            update.metrics["held_classes"] = float(len(self._held.classes))
+            update.metrics["sampled_classes"] = float(len(self._held.classes))
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Tells the head that it has all classes again."""
@@ -205,9 +207,9 @@ class SampledSoftmax(FederatedCallback):
         self._head(module).release()
 
     def _head(self, module: L.LightningModule) -> SampledSoftmaxHead:
-        if self._name is None:
-            self._name = find_sampled_softmax_head(module) if self.head == "auto" else self.head
-        head = module.get_submodule(self._name)
+        if self._head_name is None:
+            self._head_name = find_sampled_softmax_head(module) if self.head == "auto" else self.head
+        head = module.get_submodule(self._head_name)
         if not isinstance(head, SampledSoftmaxHead):
             raise ValueError(
                 f"Expected `head` to name a SampledSoftmaxHead, but {self.head!r} is a {type(head).__name__}."
@@ -217,35 +219,36 @@ class SampledSoftmax(FederatedCallback):
     def _entries(self, module: L.LightningModule) -> list[str]:
         """Names of the head's parameters among the module's."""
         head = self._head(module)
-        own = {id(parameter) for parameter in head.parameters()}
+        parameters = {id(parameter) for parameter in head.parameters()}
         for name, layer in module.named_modules():
-            if layer is not head and any(id(each) in own for each in layer.parameters(recurse=False)):
+            if layer is not head and any(id(weight) in parameters for weight in layer.parameters(recurse=False)):
                 raise MisconfigurationException(
                     f"The head shares its weight with {name!r}, which would look up other rows than those it means:"
                     " clients can hold a few classes only if the weight is the head's own."
                 )
-        return [name for name, parameter in module.named_parameters() if id(parameter) in own]
+        return [name for name, parameter in module.named_parameters() if id(parameter) in parameters]
 
     def _hold(self, module: L.LightningModule) -> None:
         head = self._head(module)
         if self._held is not None and head.held is not self._held:
             head.hold(self._held)
 
-    def _own_classes(self, trainer: L.Trainer, client: Client) -> Tensor:
-        """The labels in a client's data, in increasing order; they are looked for once."""
-        if client not in self._own:
+    def _positives(self, trainer: L.Trainer, client: Client) -> Tensor:
+        """The classes :math:`P_k` in a client's data, in increasing order; they are looked for once."""
+        if client not in self._client_classes:
             if self.classes is None:
                 labels = self._labels(trainer, client)
             else:
-                given = self.classes(client) if callable(self.classes) else self.classes[client]
-                labels = torch.as_tensor(given, dtype=torch.int64)
-            self._own[client] = torch.unique(labels)
-        own, count = self._own[client], self._head(trainer.lightning_module).num_classes
-        if not len(own):
+                classes = self.classes(client) if callable(self.classes) else self.classes[client]
+                labels = torch.as_tensor(classes, dtype=torch.int64)
+            self._client_classes[client] = torch.unique(labels)
+        positives, count = self._client_classes[client], self._head(trainer.lightning_module).num_classes
+        if not len(positives):
             raise ClientFault("it has no labels")
-        if not 0 <= int(own[0]) <= int(own[-1]) < count:
-            raise ClientFault(f"it has labels from {int(own[0])} to {int(own[-1])}, and the head has {count} classes")
-        return own
+        lowest, highest = int(positives[0]), int(positives[-1])
+        if not 0 <= lowest <= highest < count:
+            raise ClientFault(f"it has labels from {lowest} to {highest}, and the head has {count} classes")
+        return positives
 
     def _labels(self, trainer: L.Trainer, client: Client) -> Tensor:
         federation = find_federation(trainer)
@@ -256,7 +259,7 @@ class SampledSoftmax(FederatedCallback):
                 f"The loader of client {client!r} may leave examples out of a pass (`drop_last`, or sampling with"
                 " replacement), so that its classes cannot be looked for: give `SampledSoftmax` the clients' `classes`."
             )
-        found = []
+        labels_of_batches = []
         with seeded_generators():
             batches = one_pass(population, planned.visit, aside=True)
             while True:
@@ -267,8 +270,8 @@ class SampledSoftmax(FederatedCallback):
                 except Exception as error:
                     raise ClientFault(f"its data raised {describe(error)}") from error
                 labels = torch.unique(self._classes_of(find_target(batch, self.target))).cpu()
-                found.append(labels[labels >= 0])
-        return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+                labels_of_batches.append(labels[labels >= 0])
+        return torch.cat(labels_of_batches) if labels_of_batches else torch.zeros(0, dtype=torch.int64)
 
     def _classes_of(self, target: Tensor) -> Tensor:
         """Labels as whole numbers."""
@@ -282,25 +285,25 @@ class SampledSoftmax(FederatedCallback):
         return target.long()
 
 
-def _exchange(batch: Any, old: Tensor, new: Tensor) -> Any:
-    """The batch with one tensor for another.
+def _replace_tensor(batch: Any, old: Tensor, new: Tensor) -> Any:
+    """Replaces a tensor of the batch by another.
 
     Raises:
         OptionError: If it is not in the batch.
 
     """
-    places = 0
+    count = 0
 
-    def exchange(value: Tensor) -> Tensor:
-        nonlocal places
-        places += value is old
+    def replace(value: Tensor) -> Tensor:
+        nonlocal count
+        count += value is old
         return new if value is old else value
 
-    exchanged = apply_to_collection(batch, Tensor, exchange)
-    if not places:
+    replaced = apply_to_collection(batch, Tensor, replace)
+    if not count:
         raise OptionError(
             "Expected `target` to give a tensor that is in the batch, in a list, dictionary or dataclass, so that its"
             f" labels can be made columns of the logits, but in a {type(batch).__name__} it is not found: let it return"
             " the tensor itself, and leave its shape to the `training_step`."
         )
-    return exchanged
+    return replaced

@@ -3,9 +3,9 @@
 "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022; the losses
 are in :mod:`lightning_fed.algorithms.fedss.losses`.
 
-In a visit the client's label space is what it holds: the layer has the rows of these classes only, labels are their
-columns, and in training the layer gives the logits whose cross-entropy is the client's loss. So a ``training_step``
-with ``F.cross_entropy(self(x), y)`` stays as it is.
+In a visit the client's label space is that of its classes: the layer has the rows of these classes only, labels are
+their columns, and in training the layer gives the logits whose cross-entropy is the client's loss. So a
+``training_step`` with ``F.cross_entropy(self(x), y)`` stays as it is.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fed.algorithms.fedss.held_classes import HeldClasses
 from lightning_fed.algorithms.fedss.losses import Reduction, sampled_logits
+from lightning_fed.algorithms.fedss.sampled_classes import SampledClasses
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.model.features import LogitsLayer
 from lightning_fed.numerics.chunks import CHUNK_ELEMENTS
@@ -28,10 +28,10 @@ _SCALE = 20.0  # the paper's, A.2
 
 
 class _Batch(NamedTuple):
-    """What the logits are over in training."""
+    """Classes and labels of the logits in training."""
 
-    held: HeldClasses
-    columns: Tensor | None = None  # those of the held classes that these are; None for all
+    held: SampledClasses
+    columns: Tensor | None = None  # positions among the client's classes; None for all
     target: Tensor | None = None
 
 
@@ -41,8 +41,8 @@ class SampledSoftmaxHead(LogitsLayer):
     .. math:: o_j = s \left\langle \frac{f}{\lVert f \rVert}, \frac{w_j}{\lVert w_j \rVert} \right\rangle + b_j
         \text{ (cosine)} \qquad o_j = \langle f, w_j \rangle + b_j \text{ (linear)}
 
-    On its own it is a layer like any other. In a client's visit it may hold the rows of a few classes. Which ones
-    (:meth:`hold`, :meth:`begin_batch`) is no part of its state, and matters in training only.
+    Outside of a visit it is a layer like any other. In a client's visit it may hold the rows of a few classes. Their
+    choice (:meth:`hold`, :meth:`begin_batch`) is no part of its state, and matters in training only.
 
     The logits are float32 at least, so that the loss is computed in float32 in half precision too, and cosines of half
     weights are. Features of zeros have no direction, and their gradients are huge: do not let a ReLU be the layer
@@ -66,7 +66,7 @@ class SampledSoftmaxHead(LogitsLayer):
         >>> head = SampledSoftmaxHead(in_features=2, num_classes=1000)
         >>> head(torch.ones(4, 2)).shape
         torch.Size([4, 1000])
-        >>> held = HeldClasses(torch.tensor([7, 8, 500]), torch.tensor([True, True, False]))
+        >>> held = SampledClasses(torch.tensor([7, 8, 500]), torch.tensor([True, True, False]))
         >>> head.weight.data = head.weight.data[held.classes]  # what the client is sent
         >>> head.hold(held)
         >>> target = head.begin_batch(torch.tensor([7, 8, 8, 7]))
@@ -90,7 +90,7 @@ class SampledSoftmaxHead(LogitsLayer):
         self.normalize = normalize
         self.weight = nn.Parameter(torch.empty(num_classes, in_features))
         self.bias = nn.Parameter(torch.empty(num_classes)) if bias else None
-        self._held: HeldClasses | None = None
+        self._held: SampledClasses | None = None
         self._batch: _Batch | None = None
         self.reset_parameters()
 
@@ -102,21 +102,21 @@ class SampledSoftmaxHead(LogitsLayer):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def extra_repr(self) -> str:
-        """What distinguishes this layer from others of its type."""
+        """Text in the printed module."""
         kind = f"scale={self.scale}" if self.normalize else "normalize=False"
         return f"in_features={self.in_features}, num_classes={self.num_classes}, {kind}, bias={self.bias is not None}"
 
-    # --- what a client holds ------------------------------------------------------------------------------------------
+    # --- the client's classes -----------------------------------------------------------------------------------------
 
     @property
-    def held(self) -> HeldClasses | None:
+    def held(self) -> SampledClasses | None:
         """The classes that the layer holds; ``None`` for all, as a layer like any other."""
         return self._held
 
-    def hold(self, held: HeldClasses) -> None:
-        """From now on the parameters' rows are those of some classes.
+    def hold(self, held: SampledClasses) -> None:
+        """Takes the parameters' rows for those of some classes.
 
-        Whoever says so puts these rows in place, and all rows with :meth:`release`.
+        The caller puts these rows in place, and all rows with :meth:`release`.
 
         Args:
             held: The classes.
@@ -129,16 +129,16 @@ class SampledSoftmaxHead(LogitsLayer):
         self._held, self._batch = held, _Batch(held)
 
     def release(self) -> None:
-        """From now on the parameters' rows are those of all classes."""
+        """Takes the parameters' rows for those of all classes."""
         self._held = self._batch = None
 
     def begin_batch(self, target: Tensor, columns: Tensor | None = None) -> Tensor:
-        """Says which batch the next forward passes in training are of.
+        """Starts a batch, which the next forward passes in training are of.
 
         Args:
             target: The batch's labels among all classes, whole numbers, any shape; negative where there is none.
-            columns: Which of the held classes the batch's softmax is over, int64 positions, strictly increasing, with
-                all positives; ``None`` for all.
+            columns: Positions of the batch's classes among the held ones, int64, strictly increasing, with all
+                positives; ``None`` for all.
 
         Returns:
             The labels as columns of the logits, int64; negative ones as they are.
@@ -150,7 +150,7 @@ class SampledSoftmaxHead(LogitsLayer):
         """
         if self._held is None:
             raise RuntimeError("The head holds all classes: call `hold` before `begin_batch`.")
-        held = self._held if columns is None else self._held.narrow(columns)
+        held = self._held if columns is None else self._held.subset(columns)
         held.check_among(self.num_classes)
         local = held.relabel(target)
         self._batch = _Batch(held, columns, local)
@@ -170,7 +170,7 @@ class SampledSoftmaxHead(LogitsLayer):
 
         Example:
             >>> head = SampledSoftmaxHead(2, 1000)
-            >>> head.hold(HeldClasses(torch.tensor([7, 8, 500]), torch.tensor([True, False, True])))
+            >>> head.hold(SampledClasses(torch.tensor([7, 8, 500]), torch.tensor([True, False, True])))
             >>> head.relabel(torch.tensor([500, -100, 7]))
             tensor([   2, -100,    0])
 
@@ -228,11 +228,11 @@ class SampledSoftmaxHead(LogitsLayer):
 
     @torch.no_grad()
     def topk(self, features: Tensor, k: int, chunk_size: int | None = None) -> tuple[Tensor, Tensor]:
-        """The largest logits, without ever holding all of them: neither corrected nor masked, also in training.
+        """The largest logits, computed piece by piece: neither corrected nor masked, also in training.
 
         Args:
             features: Features, shape ``(*, in_features)``.
-            k: How many.
+            k: Number of logits.
             chunk_size: Number of classes whose logits are computed at a time; by default as many as make 16 MiB.
 
         Returns:
@@ -261,9 +261,9 @@ class SampledSoftmaxHead(LogitsLayer):
         for start in range(0, count, step):
             rows = slice(start, start + step)
             logits = self._logits(features, self.weight[rows], None if self.bias is None else self.bias[rows])
-            some, places = logits.topk(min(k, logits.shape[-1]))
-            values, order = torch.cat([values, some], -1).topk(min(k, values.shape[-1] + some.shape[-1]))
-            classes = torch.cat([classes, places + start], -1).gather(-1, order)
+            largest, positions = logits.topk(min(k, logits.shape[-1]))
+            values, order = torch.cat([values, largest], -1).topk(min(k, values.shape[-1] + largest.shape[-1]))
+            classes = torch.cat([classes, positions + start], -1).gather(-1, order)
         if self._held is not None:
             classes = self._held.classes.to(classes.device)[classes]
         return values, classes

@@ -1,4 +1,4 @@
-"""From the last layer of any classifier to one of which a client can hold a few classes."""
+"""FedSS's head in place of the last linear layer of any classifier."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool =
     path = find_classifier(module)
     linear = None if path is None else module.get_submodule(path)
     if path is None or not isinstance(linear, nn.Linear):
-        found = "none" if linear is None else f"{path!r} ({type(linear).__name__})"
-        raise TypeError(f"Expected the layer that makes the logits to be a linear one, but got {found}.")
+        actual = "none" if linear is None else f"{path!r} ({type(linear).__name__})"
+        raise TypeError(f"Expected the layer that makes the logits to be a linear one, but got {actual}.")
     has_bias = linear.bias is not None and not normalize
     with torch.device("meta"):  # its parameters are there already
         head = SampledSoftmaxHead(linear.in_features, linear.out_features, scale, normalize, has_bias)

@@ -44,8 +44,8 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
         positives: The client's own classes :math:`P`, whole numbers, shape ``(classes,)``, in any order; repeated ones
             count once.
         num_classes: Number of all classes :math:`n`.
-        num_negatives: How many to draw, :math:`m`; all others if there are not so many.
-        generator: Where the random numbers come from.
+        num_negatives: Number of classes to draw, :math:`m`; all others if there are not so many.
+        generator: Source of the random numbers.
 
     Returns:
         The drawn classes in ascending order, int64, shape ``(min(m, n - |P|),)``, on the CPU.
@@ -62,22 +62,23 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
     """
     num_classes = check_count("num_classes", num_classes)
     num_negatives = check_count("num_negatives", num_negatives, lowest=0)
-    own = torch.unique(_whole_numbers("positives", positives).cpu())
-    if len(own) and (own[0] < 0 or own[-1] >= num_classes):
+    known = torch.unique(_whole_numbers("positives", positives).cpu())
+    if len(known) and (known[0] < 0 or known[-1] >= num_classes):
         raise ValueError(
-            f"Expected `positives` to be classes from 0 to {num_classes - 1}, but got {int(own[0])} to {int(own[-1])}."
+            f"Expected `positives` to be classes from 0 to {num_classes - 1}, but got {int(known[0])} to"
+            f" {int(known[-1])}."
         )
-    others = num_classes - len(own)
-    ranks = generator.choice(others, min(num_negatives, others), replace=False, shuffle=False)
-    places = torch.from_numpy(np.sort(ranks)).to(torch.int64)
+    num_unknown = num_classes - len(known)
+    draw = generator.choice(num_unknown, min(num_negatives, num_unknown), replace=False, shuffle=False)
+    ranks = torch.from_numpy(np.sort(draw)).to(torch.int64)
     # The negative of rank r comes behind as many positives as have no more than r negatives before them.
-    return places + torch.searchsorted(own - torch.arange(len(own)), places, right=True)
+    return ranks + torch.searchsorted(known - torch.arange(len(known)), ranks, right=True)
 
 
 def log_correction(
     num_positives: int, num_negatives: int, num_classes: int, q_support: QSupport = "complement"
 ) -> float:
-    r"""What is added to the logit of a sampled class (eq. 3).
+    r"""The number added to the logit of a sampled class (eq. 3).
 
     .. math:: -\ln(m q), \qquad q = \frac{1}{n - |P|} \text{ (complement) or } \frac{1}{n} \text{ (all)}
 
@@ -126,8 +127,8 @@ def sampled_logits(
 
     Args:
         logits: Logits :math:`o` of the held classes, shape ``(N, S)``.
-        is_positive: Which of them are the client's own, bool, shape ``(S,)``.
-        correction: What :func:`log_correction` says.
+        is_positive: Mask of the client's own classes, bool, shape ``(S,)``.
+        correction: Result of :func:`log_correction`.
         target: Columns of the examples' classes, shape ``(N,)``; negative where an example has none. Only "negonly" and
             "all_but_target" need it.
         objective: See :func:`sampled_softmax_loss`.
@@ -160,11 +161,11 @@ def sampled_logits(
     if target is None:
         raise ValueError(f"Expected `target` with objective={objective!r} and log_q={log_q!r}, but got None.")
     _check_rows(logits, target)
-    others = torch.arange(len(is_positive), device=target.device) != target.unsqueeze(1)
+    is_other = torch.arange(len(is_positive), device=target.device) != target.unsqueeze(1)
     if log_q != "none":  # "negonly" masks the positives among them
-        logits = logits + others.to(logits.dtype) * correction
+        logits = logits + is_other.to(logits.dtype) * correction
     if objective == "negonly":  # a row without a target keeps its numbers: masked all over, its gradient would be NaN
-        logits = logits.masked_fill(is_positive & others & (target >= 0).unsqueeze(1), -torch.inf)
+        logits = logits.masked_fill(is_positive & is_other & (target >= 0).unsqueeze(1), -torch.inf)
     return logits
 
 
@@ -196,10 +197,10 @@ def sampled_softmax_loss(
             of a smaller type.
         target: Columns of the examples' classes :math:`t`, which are positives; shape ``(N,)``, whole numbers. Examples
             with -100 are left out.
-        is_positive: Which columns are the client's own classes, bool, shape ``(S,)``.
+        is_positive: Mask of the columns of the client's own classes, bool, shape ``(S,)``.
         num_classes: Number of all classes :math:`n`.
         objective: The loss; "full" needs the logits of all classes.
-        log_q: Which logits are corrected by :math:`-\ln(m q)`: those of the negatives; all but the target's, as a
+        log_q: Logits that are corrected by :math:`-\ln(m q)`: those of the negatives; all but the target's, as a
             library's sampled softmax would that knows nothing of positives; or none, which is the same as all.
         q_support: See :func:`log_correction`.
         reduction: Mean over the examples that have a class, their sum, or a value for each.
@@ -238,7 +239,7 @@ def sampled_softmax_loss(
 
 @torch.no_grad()
 def gradient_noise(change: Iterable[Tensor], reference: Iterable[Tensor], norm: Norm = "l2") -> Tensor:
-    r"""How far a round's change of the parameters is from that of the full softmax.
+    r"""Distance of a round's change of the parameters from that of the full softmax.
 
     .. math:: \lVert \bar g - \bar g_{\mathrm{full}} \rVert_2 \quad \text{or} \quad
         \frac{1}{D} \sum_{i=1}^D |\bar g_i - \bar g_{\mathrm{full}, i}|

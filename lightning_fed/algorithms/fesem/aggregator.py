@@ -1,4 +1,4 @@
-"""Several global models, one per cluster of clients: k-means on the clients' weights.
+"""FeSEM's server side: several global models, one for every cluster of clients.
 
 Xie, Long, Shen, Zhou, Wang, Jiang & Zhang, "Multi-Center Federated Learning", 2020. https://arxiv.org/abs/2005.01026
 """
@@ -39,9 +39,8 @@ class FeSEM(Aggregator):
 
     The first round is one of federated averaging, and its clients' models give the first centres: ``"k-means++"``
     keeps them all until the round's end and groups them (:func:`~lightning_fed.algorithms.fesem.k_means`); ``"random"``
-    takes
-    those of some clients as they are, drawn by the seed, which needs no memory and may well put two centres into one
-    group. A client starts from the global model as long as it has no centre.
+    takes those of some clients as they are, drawn by the seed, which needs no memory and may well put two centres into
+    one group. A client starts from the global model as long as it has no centre.
 
     The module's global model is the mean of the centres, weighted by the examples of all clients assigned to them: it
     belongs to no client. Evaluation client by client uses each client's centre, and
@@ -53,7 +52,7 @@ class FeSEM(Aggregator):
         num_centers: Number of centres. 1 is FedAvg, exactly.
         assign_on: Pattern of the entries that are compared, such as ``"*head.*"`` for the last layer; ``"*"`` takes all
             floating-point entries but for BatchNorm's running statistics.
-        init: How the first centres are found.
+        init: Choice of the first centres.
         seed: Seed of the first centres.
 
     Attributes:
@@ -66,9 +65,8 @@ class FeSEM(Aggregator):
 
     Note:
         The state holds ``centers`` (list of states), ``clients`` (all that have taken part), their ``assignments``
-        (index or ``None``) and their ``num_samples``. Logged
-        are ``fesem/clients/<index>``, the clients assigned to each centre, and ``fesem/moved``, the clients of the
-        round that changed their centre.
+        (index or ``None``) and their ``num_samples``. Logged are ``fesem/clients/<index>``, the clients assigned to
+        each centre, and ``fesem/moved``, the clients of the round that changed their centre.
 
     Example:
         >>> fesem = FeSEM(num_centers=2)
@@ -116,9 +114,9 @@ class FeSEM(Aggregator):
         self.centers = [  # a checkpoint's are on the CPU
             {name: value.to(state[name].device) for name, value in center.items()} for center in self.centers
         ]
-        self._names = self._compared(state)
+        self._names = self._compared_names(state)
         self.means = [WeightedMean() for _ in self.centers] or [WeightedMean()]
-        self.received: dict[Client, tuple[int, int]] = {}  # place of its mean, and number of examples
+        self.received: dict[Client, tuple[int, int]] = {}  # index of its mean, and number of examples
         self.candidates: dict[tuple[int, int], ClientUpdate] = {}
 
     def broadcast(self, client: Client) -> Broadcast:
@@ -128,12 +126,12 @@ class FeSEM(Aggregator):
 
     def receive(self, update: ClientUpdate) -> None:
         """Adds the update to the mean of its cluster."""
-        place = self._nearest(update.state) if self.centers else 0
-        self.means[place].add(update.state, update.num_samples, update.num_samples)
-        self.received[update.client] = place, update.num_samples
+        index = self._nearest(update.state) if self.centers else 0
+        self.means[index].add(update.state, update.num_samples, update.num_samples)
+        self.received[update.client] = index, update.num_samples
         if not self.centers:
             key = client_key(update.client)
-            self._offer((derive_seed(self.seed, key), key), update)
+            self._keep_candidate((derive_seed(self.seed, key), key), update)
 
     def merge(self, other: Aggregator) -> None:
         """Joins what another FeSEM with the same centres has received.
@@ -144,44 +142,44 @@ class FeSEM(Aggregator):
         """
         if not isinstance(other, FeSEM):
             raise TypeError(f"Expected `other` to be a FeSEM, but got {type(other).__name__}.")
-        for ours, theirs in zip(self.means, other.means, strict=True):
-            ours.merge(theirs)
+        for mean, joined in zip(self.means, other.means, strict=True):
+            mean.merge(joined)
         self.received |= other.received
         for key, update in other.candidates.items():
-            self._offer(key, update)
+            self._keep_candidate(key, update)
 
     def aggregate(self) -> State:
         """Moves the centres; returns their mean, weighted by the examples of all clients assigned to them."""
         self._num_samples = self._num_samples | {client: size for client, (_, size) in self.received.items()}
         if not self.centers:
             return self._first_centers()
-        places = {client: place for client, (place, _) in self.received.items()}
-        self._moved = sum(self.assignments.get(client, place) != place for client, place in places.items())
-        self.assignments = self.assignments | places
+        assignments = {client: index for client, (index, _) in self.received.items()}
+        self._moved = sum(self.assignments.get(client, index) != index for client, index in assignments.items())
+        self.assignments = self.assignments | assignments
         self.centers = _means_or(self.means, self.centers)
         total = WeightedMean()
-        for place, size in self.sizes().items():
-            if place is not None:
-                total.add(self.centers[place], size, size)
+        for index, size in self.sizes().items():
+            if index is not None:
+                total.add(self.centers[index], size, size)
         return total.mean()
 
     def sizes(self) -> dict[int | None, int]:
         """Examples of all clients seen so far, by the centre they are assigned to; ``None`` for those without one."""
         sizes: dict[int | None, int] = {}
         for client, size in self._num_samples.items():
-            place = self.assignments.get(client)
-            sizes[place] = sizes.get(place, 0) + size
+            index = self.assignments.get(client)
+            sizes[index] = sizes.get(index, 0) + size
         return sizes
 
     def model_of(self, client: Client) -> State | None:
         """The client's centre; ``None`` if it has none."""
-        place = self.assignments.get(client)
-        return None if place is None else self.centers[place]
+        index = self.assignments.get(client)
+        return None if index is None else self.centers[index]
 
     def metrics(self) -> dict[str, float]:
-        """Clients per centre, and how many changed theirs."""
+        """Clients per centre, and clients that changed theirs."""
         counts = Counter(self.assignments.values())
-        values = {f"fesem/clients/{place}": float(counts[place]) for place in range(len(self.centers))}
+        values = {f"fesem/clients/{index}": float(counts[index]) for index in range(len(self.centers))}
         return values | {"fesem/moved": float(self._moved)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,7 +193,7 @@ class FeSEM(Aggregator):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores it.
+        """Restores the centres and assignments.
 
         Raises:
             ValueError: If it holds another number of centres.
@@ -206,8 +204,8 @@ class FeSEM(Aggregator):
             raise ValueError(f"Expected a state of `num_centers`={self.num_centers}, but it holds {len(centers)}.")
         clients = state.get("clients", [])
         self.centers = list(centers)
-        places = zip(clients, state.get("assignments", []), strict=True)
-        self.assignments = {client: place for client, place in places if place is not None}
+        assignments = zip(clients, state.get("assignments", []), strict=True)
+        self.assignments = {client: index for client, index in assignments if index is not None}
         self._num_samples = dict(zip(clients, state.get("num_samples", []), strict=True))
 
     def _first_centers(self) -> State:
@@ -227,21 +225,21 @@ class FeSEM(Aggregator):
             )
         elif self.init == "random":
             self.centers = [update.state for update in updates]
-            self.assignments = {update.client: place for place, update in enumerate(updates)}
+            self.assignments = {update.client: index for index, update in enumerate(updates)}
         else:
             points = embed([update.state for update in updates], self._names)
             sizes = torch.tensor([update.num_samples for update in updates])
             generator = np.random.default_rng(np.random.SeedSequence([self.seed, self._round]))
-            places, first = k_means(points, self.num_centers, sizes, generator)
+            assignments, first = k_means(points, self.num_centers, sizes, generator)
             means = [WeightedMean() for _ in first]
-            for update, place in zip(updates, places.tolist(), strict=True):
-                means[place].add(update.state, update.num_samples, update.num_samples)
-                self.assignments = self.assignments | {update.client: place}
-            self.centers = _means_or(means, [updates[place].state for place in first.tolist()])
+            for update, index in zip(updates, assignments.tolist(), strict=True):
+                means[index].add(update.state, update.num_samples, update.num_samples)
+                self.assignments = self.assignments | {update.client: index}
+            self.centers = _means_or(means, [updates[index].state for index in first.tolist()])
         self.candidates = {}
         return mean
 
-    def _offer(self, key: tuple[int, int], update: ClientUpdate) -> None:
+    def _keep_candidate(self, key: tuple[int, int], update: ClientUpdate) -> None:
         """Keeps the update; of random ones those with the smallest keys, a draw that does not depend on the order."""
         if self.num_centers > 1:
             self.candidates[key] = update
@@ -256,7 +254,7 @@ class FeSEM(Aggregator):
         ]
         return int(torch.stack([torch.as_tensor(distance) for distance in distances]).argmin())
 
-    def _compared(self, state: State) -> list[str]:
+    def _compared_names(self, state: State) -> list[str]:
         names = [
             name
             for name, value in state.items()

@@ -1,4 +1,4 @@
-"""Evaluation of a federation that keeps several global models."""
+"""FeSEM's metrics: the centres evaluated on the validation and test data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 class CenterEvaluation(L.Callback):
     """Runs the module's validation step over the validation data with every centre of :class:`FeSEM`.
 
-    Whatever ``validation_step`` logs is logged once more as ``fesem/<name>``: the mean over the centres, weighted by
+    All that ``validation_step`` logs is logged once more as ``fesem/<name>``: the mean over the centres, weighted by
     the examples of the clients that are assigned to them; clients without a centre count with the global model, from
     which they would start. It comes with Lightning's own validation, in ``fit`` before any callback looks at what it
     monitors, and in ``validate``; and so does ``test_step`` with the test data. Without data, or before the
@@ -32,7 +32,7 @@ class CenterEvaluation(L.Callback):
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Goes to its place: behind the federation, before callbacks that monitor."""
+        """Moves behind the federation, before callbacks that monitor."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         federation = find_federation(trainer)
         callbacks.remove(self)
@@ -57,9 +57,9 @@ class CenterEvaluation(L.Callback):
         before = copy_state({name: entries[name] for center in aggregator.centers for name in center})
         models: dict[Client, State] = {}
         weights: dict[Client, int] = {}
-        for place, size in aggregator.sizes().items():
-            key = "global" if place is None else place
-            models[key] = before if place is None else aggregator.centers[place]
+        for index, size in aggregator.sizes().items():
+            key = "global" if index is None else index
+            models[key] = before if index is None else aggregator.centers[index]
             weights[key] = size
 
         def load(key: Client) -> None:

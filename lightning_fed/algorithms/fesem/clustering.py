@@ -1,4 +1,4 @@
-"""k-means with the k-means++ start, on tensors; and points that are as far from one another as states are.
+"""FeSEM's clustering: k-means with the k-means++ start, and points that are as far from one another as states are.
 
 Arthur & Vassilvitskii, "k-means++: The Advantages of Careful Seeding", SODA 2007; Lloyd, "Least Squares Quantization in
 PCM", IEEE Transactions on Information Theory 1982.
@@ -61,7 +61,7 @@ def k_means(
     best: tuple[float, Tensor, Tensor] | None = None
     for _ in range(num_starts):
         first = _far_points(points, num_centers, generator)
-        spread, assignments = _settle(points, points[first], weights, max_steps)
+        spread, assignments = _lloyd(points, points[first], weights, max_steps)
         if best is None or spread < best[0] * (1 - 1e-9):  # of equal ones the first
             best = spread, assignments, torch.tensor(first)
     assert best is not None
@@ -111,14 +111,14 @@ def _far_points(points: Tensor, count: int, generator: np.random.Generator) -> l
     return first
 
 
-def _settle(points: Tensor, centers: Tensor, weights: Tensor, max_steps: int) -> tuple[float, Tensor]:
+def _lloyd(points: Tensor, centers: Tensor, weights: Tensor, max_steps: int) -> tuple[float, Tensor]:
     """Lloyd's steps: weighted sum of squared distances, and every point's centre."""
     squares = _squares(points, centers)
     assignments = squares.argmin(1)
     for _ in range(max_steps):
-        for place in sorted(set(assignments.tolist())):
-            share = weights * (assignments == place)
-            centers[place] = (share[:, None] * points).sum(0) / share.sum()
+        for index in sorted(set(assignments.tolist())):
+            share = weights * (assignments == index)
+            centers[index] = (share[:, None] * points).sum(0) / share.sum()
         squares = _squares(points, centers)
         before, assignments = assignments, squares.argmin(1)
         if torch.equal(before, assignments):

@@ -1,4 +1,4 @@
-"""Where the feature extractors of real models end."""
+"""Ends of the feature extractors of real models."""
 
 import lightning as L
 import pytest
@@ -9,7 +9,7 @@ import torchmetrics
 import torchvision
 from torch import nn
 
-from lightning_fed.algorithms.fedfusion.extractors import example_inputs, named_features, with_features
+from lightning_fed.algorithms.fedfusion.extractors import example_inputs, named_features, replace_features
 from lightning_fed.algorithms.fedfusion.frozen_extractor import FrozenExtractor
 from lightning_fed.modules import FeatureLayer, find_extractor
 from lightning_fed.tasks.networks import build_network
@@ -89,10 +89,10 @@ FOUND = {  # a model: its network and layer, the shapes of the features of 64 x 
 @pytest.mark.parametrize(("make", "network", "path", "side", "channels"), FOUND.values(), ids=FOUND)
 def test_extractors_are_found_and_run(make, network, path, side, channels):
     task = Task(make())
-    found = find_extractor(task)
-    assert found == (network, FeatureLayer(path, side))
+    extractor_end = find_extractor(task)
+    assert extractor_end == (network, FeatureLayer(path, side))
     root = task.get_submodule(network)
-    extractor = FrozenExtractor(root, found.layer)
+    extractor = FrozenExtractor(root, extractor_end.layer)
     features = None
     for inputs in example_inputs(root):
         try:
@@ -180,7 +180,7 @@ def test_features_are_named_and_replaced():
     features = {"out": torch.zeros(1), "aux": [torch.ones(1), (torch.arange(2), torch.ones(1))], "size": 3}
     named = dict(named_features(features))
     assert list(named) == ["out", "aux_0", "aux_1_1"]  # whole numbers are no features
-    changed = with_features(features, {"aux_1_1": torch.full((1,), 7.0)})
+    changed = replace_features(features, {"aux_1_1": torch.full((1,), 7.0)})
     assert changed["aux"][1][1].item() == 7
     assert isinstance(changed["aux"][1], tuple)
     assert changed["out"] is features["out"]

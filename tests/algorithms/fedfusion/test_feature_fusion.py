@@ -96,8 +96,8 @@ def test_a_fit_against_a_plain_loop(operator, eval_reference, federated_trainer)
         for name, value in state.items():
             ours = name.replace("operator.", prefix) if name.startswith("operator.") else f"net.{name}"
             torch.testing.assert_close(aggregate[ours], value, rtol=1e-9, atol=1e-11)
-        for ours, theirs in zip(references.after[3 * round : 3 * round + 3], frozen, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+        for ours, reference_value in zip(references.after[3 * round : 3 * round + 3], frozen, strict=True):
+            torch.testing.assert_close(ours, reference_value, rtol=1e-9, atol=1e-11)
         expected = previous if eval_reference == "previous" else current
         torch.testing.assert_close(references.outputs[round], expected, rtol=1e-9, atol=1e-11)
     assert operator == "conv" or aggregate[WEIGHT].abs().max() > 0
@@ -123,21 +123,21 @@ def test_what_travels_grows_by_the_operator_alone(operator, numbers, federated_t
     for callback in (None, make(operator)):
         recorders.append(Recorder())
         fit(federated_trainer, callback, callbacks=[recorders[-1]], batch_norm="recalibrate")
-    for ours, plain in zip(recorders[1].visits, recorders[0].visits, strict=True):
+    for fused_round, plain in zip(recorders[1].visits, recorders[0].visits, strict=True):
         for message in ("broadcast", "update"):
-            extra = getattr(ours, message).keys() - getattr(plain, message).keys()
-            assert sum(getattr(ours, message)[name].numel() for name in extra) == numbers
+            extra = getattr(fused_round, message).keys() - getattr(plain, message).keys()
+            assert sum(getattr(fused_round, message)[name].numel() for name in extra) == numbers
             assert all(name.startswith("feature_fusion.") for name in extra)
-        assert ours.extras == plain.extras
+        assert fused_round.extras == plain.extras
     (with_fusion, plain) = (recorder.logged for recorder in (recorders[1], recorders[0]))
-    for ours, theirs in zip(with_fusion, plain, strict=True):
+    for fused_round, plain_round in zip(with_fusion, plain, strict=True):
         # Three clients; recalibration sends the model down once more.
-        assert ours["comm/up_bytes"] - theirs["comm/up_bytes"] == 3 * 4 * numbers
-        assert ours["comm/down_bytes"] - theirs["comm/down_bytes"] == 2 * 3 * 4 * numbers
+        assert fused_round["comm/up_bytes"] - plain_round["comm/up_bytes"] == 3 * 4 * numbers
+        assert fused_round["comm/down_bytes"] - plain_round["comm/down_bytes"] == 2 * 3 * 4 * numbers
 
 
 class Looks(FederatedCallback):
-    """What is true of the frozen extractor in every batch."""
+    """Checks of the frozen extractor in every batch."""
 
     def __init__(self):
         self.seen = 0
@@ -149,9 +149,11 @@ class Looks(FederatedCallback):
         frozen = find_fusion(module).frozen
         for name, value in frozen.state().items():
             assert torch.equal(value, self.sent[f"net.features.{name}"])
-        own = set(map(id, frozen.network.parameters()))
-        assert not own & set(map(id, module.parameters()))
-        assert not own & {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
+        frozen_parameters = set(map(id, frozen.network.parameters()))
+        assert not frozen_parameters & set(map(id, module.parameters()))
+        assert not frozen_parameters & {
+            id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]
+        }
         assert not any(p.requires_grad or p.grad is not None for p in frozen.network.parameters())
         assert not any(layer.training for layer in frozen.network.modules())
         assert module.net.training
@@ -189,8 +191,8 @@ def test_convolutions_are_not_smoothed(federated_trainer):
         torch.manual_seed(0)
         fit(federated_trainer, make("conv", ema=ema), callbacks=[recorder])
         aggregates.append(recorder.aggregates)
-    for ours, theirs in zip(*aggregates, strict=True):
-        assert_same(ours, theirs)
+    for ours, expected in zip(*aggregates, strict=True):
+        assert_same(ours, expected)
 
 
 def test_weights_stay_in_their_range(federated_trainer):
@@ -346,8 +348,8 @@ def test_an_aggregate_that_is_not_used_keeps_the_reference(federated_trainer):
         torch.manual_seed(0)
         module = fit(federated_trainer, make("conv"), rounds=rounds, callbacks=callbacks)
         results.append((state_of(module), find_fusion(module).frozen.state(), probe_of(module)))
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs) if torch.is_tensor(ours) else assert_same(ours, theirs) is None
+    for ours, expected in zip(*results, strict=True):
+        assert torch.equal(ours, expected) if torch.is_tensor(ours) else assert_same(ours, expected) is None
 
 
 def test_a_fit_without_fusion_is_not_resumed_with_it(federated_trainer, tmp_path):
@@ -372,7 +374,7 @@ def test_a_fit_without_fusion_is_not_resumed_with_it(federated_trainer, tmp_path
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_convolution_that_nobody_has_trained_is_told_of(federated_trainer, plain_trainer, tmp_path):
-    """Where a module without fusion is evaluated; not where it makes no difference, nor in a fit."""
+    """A module without fusion is evaluated; no warning if it makes no difference, nor in a fit."""
     plain, fused = federated_trainer(max_rounds=1), federated_trainer(max_rounds=1, callbacks=[make("conv")])
     for name, trainer in (("plain", plain), ("fused", fused)):
         trainer.fit(models.Module(Net(), models.momentum), datamodule=data())
@@ -390,8 +392,8 @@ def test_a_convolution_that_nobody_has_trained_is_told_of(federated_trainer, pla
         module = models.Module(Net(), models.momentum)
         fused.fit(module, datamodule=data())
         fused.validate(module, datamodule=data(), verbose=False)
-        for other in (make("multi"), make("conv", conv_init="local")):
-            trainer = plain_trainer(callbacks=[other])
+        for second in (make("multi"), make("conv", conv_init="local")):
+            trainer = plain_trainer(callbacks=[second])
             trainer.predict(models.Module(Net()), images, ckpt_path=tmp_path / "plain")
 
 
@@ -509,8 +511,8 @@ def test_the_presets_arguments_are_the_callbacks():
         "operator": "multi", "at": "net.features.0", "levels": [0], "ema": 0.5, "eval_reference": "current",
         "cache_global_features": True, "conv_init": "local", "conv_bias": False, "clamp": (0, 1),
     }  # fmt: skip
-    own = [name for name in inspect.signature(FedFusion).parameters if name != "options"]
-    assert sorted(own) == sorted(given)
+    parameters = [name for name in inspect.signature(FedFusion).parameters if name != "options"]
+    assert sorted(parameters) == sorted(given)
     (callback,) = FedFusion(**given, clients_per_round=2).client_callbacks
     assert {name: getattr(callback, name) for name in given} == given
     (callback,) = FedFusion().client_callbacks
@@ -570,7 +572,7 @@ class Evaluated(models.Module):
 
 
 class Noted:
-    """What a pass beside the fit does not take back."""
+    """State that a pass beside the fit does not take back."""
 
     def __init__(self):
         self.seen = []
@@ -579,7 +581,7 @@ class Noted:
 @pytest.mark.parametrize("kind", ["personal BatchNorm", "a personal layer"])
 def test_clients_are_evaluated_with_their_own_entries_in_both_extractors(kind, federated_trainer):
     """The shared ones are those of the model before; the global model, afterwards, has none of theirs."""
-    options, own = {
+    options, personal = {
         "personal BatchNorm": ({"batch_norm": "personal"}, "1."),
         "a personal layer": ({"personal": ["net.features.0.*"], "batch_norm": "average"}, "0."),
     }[kind]
@@ -597,15 +599,17 @@ def test_clients_are_evaluated_with_their_own_entries_in_both_extractors(kind, f
         assert [size for size, _, _ in of_clients] == [5, 6]
         for (_, now, reference), visit in zip(of_clients, visits, strict=True):
             for name, value in reference.items():
-                if name.startswith(own):  # the client's, as it left them
+                if name.startswith(personal):  # the client's, as it left them
                     assert torch.equal(value, now[name])
                     assert torch.equal(value, visit.end[f"net.features.{name}"])
                 else:
                     assert torch.equal(value, visit.broadcast[f"net.features.{name}"])
         for _, now, reference in seen[:-2]:
-            assert all(torch.equal(value, now[name]) for name, value in reference.items() if name.startswith(own))
+            assert all(torch.equal(value, now[name]) for name, value in reference.items() if name.startswith(personal))
     final = find_fusion(module).frozen.state()
-    assert all(torch.equal(value, Net().features.state_dict()[name]) for name, value in final.items() if own in name)
+    assert all(
+        torch.equal(value, Net().features.state_dict()[name]) for name, value in final.items() if personal in name
+    )
 
 
 @pytest.mark.parametrize("eval_reference", ["previous", "current"])
@@ -904,8 +908,8 @@ class Flipped(Dataset):
     def __len__(self):
         return len(self.images)
 
-    def __getitem__(self, place):
-        return self.images[place] + 0.01 * torch.randn(()), self.labels[place]
+    def __getitem__(self, index):
+        return self.images[index] + 0.01 * torch.randn(()), self.labels[index]
 
 
 class Passes(FederatedCallback):
@@ -942,7 +946,7 @@ def test_cached_features_give_the_same_fit(operator, federated_trainer):
 
 
 def test_augmented_images_are_never_taken_for_others(federated_trainer):
-    """Nothing is found again: that is said once, no more is kept, and the fit is the one without the cache."""
+    """No sample is found again: that is said once, no more is kept, and the fit is the one without the cache."""
     results = []
     for cached in (False, True):
         torch.manual_seed(0)

@@ -152,10 +152,10 @@ def test_outputs_and_gradients_against_the_reference(kind):
         (extractor.feature_fusion.operators["0"].weight, reference.operator["weight"]),
     ]
     slope = torch.randn_like(result)
-    for ours, theirs in pairs:
+    for ours, reference_tensors in pairs:
         torch.testing.assert_close(
             torch.autograd.grad(result, ours, slope, retain_graph=True)[0],
-            torch.autograd.grad(expected[0], theirs, slope, retain_graph=True)[0],
+            torch.autograd.grad(expected[0], reference_tensors, slope, retain_graph=True)[0],
         )
 
 
@@ -179,8 +179,8 @@ def test_weights_of_zero_are_the_plain_model(kind):
         losses.append(F.cross_entropy(net.train()(inputs), targets))
         losses[-1].backward()
     assert torch.equal(*losses)
-    for ours, theirs in zip(task.model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    for ours, plain_parameter in zip(task.model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, plain_parameter.grad)
     weight = fusion.operators["0"].weight
     difference = fused[0].grad * (fusion.frozen(inputs) - fused[0].detach())  # F = E_l here
     expected = difference.sum() if kind == "single" else difference.sum((0, 2, 3))
@@ -228,15 +228,15 @@ def test_the_frozen_copy_is_nobodys_and_stays_as_it_is():
 
 
 def test_references_are_taken_from_networks_and_states():
-    net, other, inputs = Net().features.eval(), Net().features.eval(), images()
-    disturb(other)
+    net, reference, inputs = Net().features.eval(), Net().features.eval(), images()
+    disturb(reference)
     plain = net(inputs)
-    assert not torch.equal(other(inputs), plain)
+    assert not torch.equal(reference(inputs), plain)
     extractor = FusedExtractor(net, "single")
     extractor.feature_fusion.operators["0"].weight.data.fill_(1)  # the global features alone
-    for source in (other, other.state_dict()):
+    for source in (reference, reference.state_dict()):
         extractor.refer(source)
-        assert torch.equal(extractor(inputs), other(inputs))
+        assert torch.equal(extractor(inputs), reference(inputs))
         extractor.release()
         assert torch.equal(extractor(inputs), plain)
     extractor.refer()
@@ -294,15 +294,15 @@ def test_fusion_in_any_model(make, options, inputs, channels):
     as far as its features go.
     """
     task = Task(make()).eval()
-    other = copy.deepcopy(task)
-    disturb(other)
-    other.eval()
+    reference = copy.deepcopy(task)
+    disturb(reference)
+    reference.eval()
     plain, names = task(inputs), list(task.state_dict())
     fusion = fuse(task, "single", **options)
     assert list(task.state_dict())[: len(names)] == names
     assert torch.equal(task(inputs), plain)
     network = next(name for name, layer in task.named_modules() if layer is fusion.network)
-    fusion.refer(other.get_submodule(network))
+    fusion.refer(reference.get_submodule(network))
     assert torch.equal(task(inputs), plain)  # all weights are 0
     for operator in fusion.operators.values():
         operator.weight.data.fill_(1)
@@ -310,14 +310,14 @@ def test_fusion_in_any_model(make, options, inputs, channels):
     if "levels" not in options:
         # What follows the features is the same in both when the sent model gets it.
         behind = {name: value for name, value in task.model.state_dict().items() if not is_extractor(name, fusion)}
-        other.model.load_state_dict(behind, strict=False)
-        torch.testing.assert_close(task(inputs), other(inputs), rtol=1e-4, atol=1e-4)
+        reference.model.load_state_dict(behind, strict=False)
+        torch.testing.assert_close(task(inputs), reference(inputs), rtol=1e-4, atol=1e-4)
     unwrap(task)
     fusion = fuse(task, "multi", **options)
     assert {name: operator.weight.numel() for name, operator in fusion.operators.items()} == channels
     unwrap(task)
     fusion = fuse(task, "conv", conv_init="local", **options)
-    fusion.refer(other.get_submodule(network))
+    fusion.refer(reference.get_submodule(network))
     torch.testing.assert_close(task(inputs), plain, rtol=1e-3, atol=1e-4)
 
 
@@ -347,7 +347,7 @@ def test_fusion_in_every_encoder_of_smp(name):
 
 
 def is_extractor(name, fusion):
-    """Whether an entry of the network is one of the extractor."""
+    """True if an entry of the network is one of the extractor."""
     prefixes = {"model.features": "features.", "model.encoder": "encoder."}
     return name in fusion.frozen.entries or any(
         name == f"{prefix}{entry}" for prefix in prefixes.values() for entry in fusion.frozen.entries
@@ -645,13 +645,13 @@ def test_copies_are_models_of_their_own():
     file = io.BytesIO()
     torch.save(task, file)
     file.seek(0)
-    for other in (copy.deepcopy(task), torch.load(file, weights_only=False)):
-        assert torch.equal(other(inputs), expected)
-        find_fusion(other).refer()
-        assert not torch.equal(other(inputs), expected)
-        disturb(find_fusion(other).frozen.network)
+    for copied in (copy.deepcopy(task), torch.load(file, weights_only=False)):
+        assert torch.equal(copied(inputs), expected)
+        find_fusion(copied).refer()
+        assert not torch.equal(copied(inputs), expected)
+        disturb(find_fusion(copied).frozen.network)
         assert torch.equal(task(inputs), expected)
-        assert find_fusion(other).network is other.model.features
+        assert find_fusion(copied).network is copied.model.features
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -691,8 +691,8 @@ def test_autocast(precision):
 @pytest.mark.parametrize("when", ["before", "after", "in place", "after a run"])
 def test_models_that_are_compiled(when):
     """Compiled code knows the fusion, and every reference that comes."""
-    inputs, task, other = images(), Task().eval(), Net()
-    disturb(other)
+    inputs, task, second = images(), Task().eval(), Net()
+    disturb(second)
     plain = copy.deepcopy(task)
     if when == "in place":
         task.model.compile(backend="eager")
@@ -705,7 +705,7 @@ def test_models_that_are_compiled(when):
         task.model = torch.compile(task.model, backend="eager")
     fusion.operators["0"].weight.data.fill_(1)
     torch.testing.assert_close(task(inputs), plain(inputs))
-    for state in (state_of(other.features), state_of(plain.model.features)):
+    for state in (state_of(second.features), state_of(plain.model.features)):
         fusion.refer(state)
         plain.model.features.load_state_dict(state)
         torch.testing.assert_close(task(inputs), plain(inputs))
@@ -728,13 +728,13 @@ def test_cached_features_are_those_that_are_computed():
     fusion.refer()
     disturb(net.features)
     inputs, targets = images(12, 28), torch.randint(10, (12,))
-    batches = [places for _ in range(3) for places in torch.randperm(12).split(5)]
+    batches = [positions for _ in range(3) for positions in torch.randperm(12).split(5)]
     results = []
     for cache in (None, FeatureCache()):
         fusion.cache = cache
-        for places in batches:
+        for positions in batches:
             task.zero_grad()
-            loss = F.cross_entropy(task(inputs[places]), targets[places])
+            loss = F.cross_entropy(task(inputs[positions]), targets[positions])
             loss.backward()
             results.append([loss.detach(), *(value.grad for value in task.parameters())])
     for computed, cached in zip(results[: len(batches)], results[len(batches) :], strict=True):

@@ -1,4 +1,4 @@
-"""What the tests of FedMA share: small networks, clients, and who notes what happens."""
+"""Small networks, clients and recording callbacks that the tests of FedMA share."""
 
 import itertools
 
@@ -28,11 +28,16 @@ def examples(client, count, inputs=4, labels=CLASSES):
 
 
 def parts(counts=(9, 14, 6), labels=(3, 2, 3)):
-    return {f"c{c}": examples(c, count, labels=own) for c, (count, own) in enumerate(zip(counts, labels, strict=True))}
+    return {
+        f"c{c}": examples(c, count, labels=num_labels)
+        for c, (count, num_labels) in enumerate(zip(counts, labels, strict=True))
+    }
 
 
-def data_of(own, batch_size=64):
-    return FederatedDataModule({client: TensorDataset(*part) for client, part in own.items()}, batch_size=batch_size)
+def data_of(clients_data, batch_size=64):
+    return FederatedDataModule(
+        {client: TensorDataset(*part) for client, part in clients_data.items()}, batch_size=batch_size
+    )
 
 
 def layers_of(net):

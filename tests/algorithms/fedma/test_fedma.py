@@ -29,17 +29,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 @pytest.mark.parametrize(("mode", "last"), [("grow", "class"), ("grow", "size"), ("none", "class")])
 def test_a_pass_is_that_of_the_reference(either_trainer, mode, last):
     """Widths, neurons, biases and the output layer, after training in between with different numbers of epochs."""
-    own = parts()
+    clients_data = parts()
     rule = FedMA(
         mode, retrain_epochs=2, last_epochs=4, last_layer=last, score="published", gamma=7.0, max_width=None, seed=5
     )
     module = models.Module(mlp(), momentum)
     trainer = either_trainer(max_rounds=3, aggregator=rule, local_epochs=3)
-    fit(trainer, module, data_of(own))
-    clients = sorted(own, key=client_key)
+    fit(trainer, module, data_of(clients_data))
+    clients = sorted(clients_data, key=client_key)
     expected, _ = fedma_pass(
         [layers_of(mlp()) for _ in clients],
-        [own[client] for client in clients],
+        [clients_data[client] for client in clients],
         steps=[3, 2, 4],
         lr=0.1,
         momentum=0.9,
@@ -48,13 +48,13 @@ def test_a_pass_is_that_of_the_reference(either_trainer, mode, last):
         last=last,
         matches=mode == "grow",
     )
-    found = layers_of(module.net)
-    assert [len(bias) for _, bias in found] == [len(bias) for _, bias in expected]
-    assert (len(found[0][1]) > 7) == (mode == "grow")
-    sizes = [sum(part.numel() for layer in layers for part in layer) for layers in (found, layers_of(mlp()))]
+    layers_after = layers_of(module.net)
+    assert [len(bias) for _, bias in layers_after] == [len(bias) for _, bias in expected]
+    assert (len(layers_after[0][1]) > 7) == (mode == "grow")
+    sizes = [sum(part.numel() for layer in layers for part in layer) for layers in (layers_after, layers_of(mlp()))]
     assert float(trainer.callback_metrics["fedma/growth"]) == sizes[0] / sizes[1]
-    assert float(trainer.callback_metrics["fedma/net.0/width"]) == len(found[0][1])
-    for (weight, bias), (weight_, bias_) in zip(found, expected, strict=True):
+    assert float(trainer.callback_metrics["fedma/net.0/width"]) == len(layers_after[0][1])
+    for (weight, bias), (weight_, bias_) in zip(layers_after, expected, strict=True):
         torch.testing.assert_close(weight, weight_, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(bias, bias_, rtol=1e-4, atol=1e-6)
     assert [layer.out_features for layer in module.net if isinstance(layer, nn.Linear)] == [len(b) for _, b in expected]
@@ -62,7 +62,7 @@ def test_a_pass_is_that_of_the_reference(either_trainer, mode, last):
 
 def test_the_next_pass_starts_from_each_clients_own_neurons(federated_trainer):
     """At the clients' widths, in the clients' order."""
-    own, seen = parts(), {}
+    clients_data, seen = parts(), {}
     rule = FedMA("grow", score="published", gamma=7.0, max_width=None)
 
     class Watch(FederatedCallback):
@@ -72,12 +72,12 @@ def test_the_next_pass_starts_from_each_clients_own_neurons(federated_trainer):
 
     module = models.Module(mlp(), momentum)
     trainer = federated_trainer(max_rounds=3, aggregator=rule, callbacks=[Watch()])
-    fit(trainer, module, data_of(own))
+    fit(trainer, module, data_of(clients_data))
     wide = layers_of(module.net)
-    clients = sorted(own, key=client_key)
-    _, places = fedma_pass(
+    clients = sorted(clients_data, key=client_key)
+    _, assignments = fedma_pass(
         [layers_of(mlp()) for _ in clients],
-        [own[client] for client in clients],
+        [clients_data[client] for client in clients],
         [1, 1, 1],
         0.1,
         0.9,
@@ -85,9 +85,9 @@ def test_the_next_pass_starts_from_each_clients_own_neurons(federated_trainer):
         [np.random.default_rng([0, round]) for round in range(3)],
     )
     trainer.fit_loop.max_epochs = 4
-    fit(trainer, module, data_of(own))
+    fit(trainer, module, data_of(clients_data))
     assert len(seen) == 3
-    for client, (first, second) in zip(clients, places, strict=True):
+    for client, (first, second) in zip(clients, assignments, strict=True):
         (w1, b1), (w2, b2), (w3, b3) = seen[client]
         assert torch.equal(w1, wide[0][0][first])
         assert torch.equal(b1, wide[0][1][first])
@@ -97,7 +97,7 @@ def test_the_next_pass_starts_from_each_clients_own_neurons(federated_trainer):
         assert torch.equal(b3, wide[2][1])
 
 
-def test_what_is_settled_stays(federated_trainer):
+def test_matched_layers_stay(federated_trainer):
     """To the last bit, in all later visits, with weight decay and momentum; afterwards everything trains again."""
     seen = {}
 
@@ -145,9 +145,9 @@ def test_one_client_is_freezing_layer_after_layer(either_trainer, mode):
             optimizer.zero_grad()
             F.cross_entropy(net(inputs), targets).backward()
             optimizer.step()
-    for found, expected in zip(layers_of(module.net), layers_of(net), strict=True):
-        for value, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-7)
+    for layer, expected in zip(layers_of(module.net), layers_of(net), strict=True):
+        for value, expected_value in zip(layer, expected, strict=True):
+            torch.testing.assert_close(value, expected_value, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("mode", ["grow", "permute"])
@@ -185,9 +185,9 @@ def test_permuting_that_finds_the_identity_is_averaging(federated_trainer):
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def settle(rule, states, groups, stages, sizes=None):
+def match_by_messages(rule, states, groups, stages, sizes=None):
     """One pass by messages alone, without training: what clients have is aligned by the messages."""
-    clients = {f"c{place}": state for place, state in enumerate(states)}
+    clients = {f"c{index}": state for index, state in enumerate(states)}
     start = states[0]
     rule.prepare(groups, stages, start)
     widths = {client: {} for client in clients}
@@ -196,10 +196,12 @@ def settle(rule, states, groups, stages, sizes=None):
         for client, state in clients.items():
             message = rule.broadcast(client)
             if round:
-                own = groups.resized(widths[client])
-                places = {n.removeprefix("fedma:places:"): v for n, v in message.extras.items() if "places" in n}
+                client_groups = groups.resized(widths[client])
+                assignment = {
+                    n.removeprefix("fedma:assignment:"): v for n, v in message.extras.items() if "assignment" in n
+                }
                 new = {n.removeprefix("fedma:width:"): int(v) for n, v in message.extras.items() if "width" in n}
-                clients[client] = state = own.grow(state, new, places) | message.state
+                clients[client] = state = client_groups.grow(state, new, assignment) | message.state
                 widths[client] |= new
             sent = {name: state[name].clone() for name in stages[round].entries}
             assert {n: v.shape for n, v in rule.expected(message).items()} == {n: v.shape for n, v in sent.items()}
@@ -232,7 +234,7 @@ def test_clients_that_differ_in_the_order_of_neurons_are_one_network(mode):
     states = [
         groups.permute(net.state_dict(), {n: torch.randperm(s) for n, s in groups.sizes.items()}) for _ in range(3)
     ]
-    merged = settle(FedMA(mode), states, groups, stages)
+    merged = match_by_messages(FedMA(mode), states, groups, stages)
     expected = net(images)
     net.load_state_dict(merged)
     torch.testing.assert_close(net(images), expected, rtol=1e-4, atol=1e-5)
@@ -263,14 +265,14 @@ def test_merged_rules_are_one():
     for rule in rules:
         rule.prepare(groups, stages, net.state_dict())
         rule.start_round(0, net.state_dict())
-    for place, update in enumerate(updates):
-        rules[place % 2].receive(copy.deepcopy(update))
+    for index, update in enumerate(updates):
+        rules[index % 2].receive(copy.deepcopy(update))
         rules[2].receive(copy.deepcopy(update))
     rules[0].merge(rules[1])
     for rule in (rules[0], rules[2]):
         rule.aggregate()
-    one, other = (rule.state_dict()["current"]["settled"] for rule in (rules[0], rules[2]))
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    one, expected = (rule.state_dict()["current"]["matched_state"] for rule in (rules[0], rules[2]))
+    assert all(torch.equal(value, expected[name]) for name, value in one.items())
     with pytest.raises(TypeError, match="FedAvg"):
         rules[0].merge(FedAvg())
 

@@ -17,22 +17,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 # --- BatchNorm --------------------------------------------------------------------------------------------------------
 
 
-def test_statistics_of_a_settled_stage_are_measured_and_kept(federated_trainer):
+def test_statistics_of_a_matched_stage_are_measured_and_kept(federated_trainer):
     """Later layers train with them in evaluation mode; those of the complete model are measured once more."""
-    own, seen, modes = parts(), {}, {}
+    clients_data, seen, modes = parts(), {}, {}
 
     class Watch(FederatedCallback):
         def on_client_start(self, trainer, module, client, broadcast):
             seen[trainer.current_epoch, client] = state_of(module)
-            modes[trainer.current_epoch] = [module.net[place].training for place in (1, 4)]
+            modes[trainer.current_epoch] = [module.net[index].training for index in (1, 4)]
 
     module = models.Module(norm_net(), momentum)
     trainer = federated_trainer(max_rounds=3, aggregator=FedMA("permute"), callbacks=[Watch()])
-    fit(trainer, module, data_of(own))
+    fit(trainer, module, data_of(clients_data))
     assert modes == {0: [True, True], 1: [False, True], 2: [False, False]}
-    inputs = torch.cat([part[0] for part in own.values()])
+    inputs = torch.cat([part[0] for part in clients_data.values()])
     for round, layer in ((1, 1), (2, 4)):
-        for client in own:
+        for client in clients_data:
             state = seen[round, client]
             net = norm_net()
             net.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})
@@ -59,7 +59,7 @@ def test_statistics_that_the_user_holds_stay(federated_trainer):
     assert not torch.equal(module.net[4].running_mean, torch.zeros(5))
 
 
-def test_statistics_of_instance_norm_stay_when_they_are_settled(federated_trainer):
+def test_statistics_of_instance_norm_stay_when_they_are_matched(federated_trainer):
     seen = {}
 
     class Watch(FederatedCallback):
@@ -74,17 +74,17 @@ def test_statistics_of_instance_norm_stay_when_they_are_settled(federated_traine
         nn.Flatten(),
         nn.Linear(12, 3),
     )
-    own = {f"c{c}": pictures(c) for c in range(2)}
+    clients_data = {f"c{c}": pictures(c) for c in range(2)}
     module = models.Module(net, momentum)
-    fit(federated_trainer(max_rounds=3, aggregator=FedMA("none"), callbacks=[Watch()]), module, data_of(own))
+    fit(federated_trainer(max_rounds=3, aggregator=FedMA("none"), callbacks=[Watch()]), module, data_of(clients_data))
     assert not torch.equal(seen[0, "c0"], seen[0, "c1"])
-    assert all(torch.equal(seen[round, client], net[1].running_mean) for round in (1, 2) for client in own)
+    assert all(torch.equal(seen[round, client], net[1].running_mean) for round in (1, 2) for client in clients_data)
 
 
 def test_a_stage_that_comes_to_nothing_is_not_measured(federated_trainer, caplog, monkeypatch):
     """Its mean is infinite; the clients have gone on. A new pass begins."""
     rule, faults = FedMA("permute"), iter([None, "entry 'net.3.weight' has NaN or infinite values"])
-    monkeypatch.setattr("lightning_fed.algorithms.fedma.aggregator.find_non_finite", lambda settled: next(faults, None))
+    monkeypatch.setattr("lightning_fed.algorithms.fedma.aggregator.find_non_finite", lambda state: next(faults, None))
     trainer = federated_trainer(max_rounds=5, aggregator=rule)
     fit(trainer, models.Module(norm_net(), momentum), data_of(parts()))
     assert "the stage is not used" in caplog.text
@@ -97,11 +97,11 @@ def test_a_stage_that_comes_to_nothing_is_not_measured(federated_trainer, caplog
 
 def test_a_recurrent_network_grows(federated_trainer):
     """The hidden units' rows in all gates and their columns go along: an LSTM with more units that runs, and learns."""
-    own = {f"c{c}": texts(c) for c in range(3)}
+    clients_data = {f"c{c}": texts(c) for c in range(3)}
     module = models.Module(Reader(), lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5))
     rule = FedMA("grow", score="published", gamma=7.0)
     trainer = federated_trainer(max_rounds=18, aggregator=rule, local_epochs=8)
-    fit(trainer, module, data_of(own, 8))
+    fit(trainer, module, data_of(clients_data, 8))
     assert module.net.rnn.hidden_size == 7 == module.net.rnn.weight_hh_l0.shape[1]
     assert module.net.rnn.weight_hh_l0.shape[0] == 28 == len(module.net.rnn.bias_hh_l0)
     tokens, targets = texts(50, 300)
@@ -111,7 +111,7 @@ def test_a_recurrent_network_grows(federated_trainer):
 @pytest.mark.parametrize(("mode", "stages"), [("grow", "auto"), ("permute", 2), ("grow", 1)])
 def test_a_residual_network_with_batch_norm(federated_trainer, mode, stages):
     """From models that each client drew for itself, whose plain average is at chance."""
-    own = {f"c{c}": pictures(c) for c in range(3)}
+    clients_data = {f"c{c}": pictures(c) for c in range(3)}
     scores = {}
     images, targets = pictures(50, 300)
     for name, rule in (
@@ -120,7 +120,7 @@ def test_a_residual_network_with_batch_norm(federated_trainer, mode, stages):
     ):
         module = models.Module(Residual(), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
         rounds = 2 if name == "matched" and stages != 1 else 1
-        fit(federated_trainer(max_rounds=rounds, aggregator=rule, local_epochs=12), module, data_of(own, 8))
+        fit(federated_trainer(max_rounds=rounds, aggregator=rule, local_epochs=12), module, data_of(clients_data, 8))
         assert rule.unfinished is None
         assert rule.state_dict()["last"]["stage"] == rounds
         scores[name] = float((module.eval()(images).argmax(1) == targets).float().mean())
@@ -186,7 +186,7 @@ def test_a_stage_in_which_nothing_trains_goes_with_the_one_before(federated_trai
 
 @pytest.mark.parametrize("how", ["personal", "pinned"])
 def test_rows_of_a_hidden_layer_are_not_those_of_classes(federated_trainer, how):
-    """Where the head stays at home, no row is a class's; where what comes before it is pinned, the head's are."""
+    """No row is a class's if the head is personal; the head's rows are if the layers before it are pinned."""
     states = []
     for last in ("class", "size"):
         module = models.Module(mlp(), momentum)
@@ -209,13 +209,13 @@ def test_a_parametrized_output_layer(federated_trainer):
             if trainer.current_epoch == 1:  # the second of two stages
                 updates[client] = {name: value.clone() for name, value in update.state.items()}
 
-    net, own = mlp(), parts()
+    net, clients_data = mlp(), parts()
     net[4] = nn.utils.parametrizations.spectral_norm(net[4])
     module = models.Module(net, momentum)
-    fit(federated_trainer(max_rounds=2, aggregator=FedMA(), callbacks=[Watch()]), module, data_of(own))
+    fit(federated_trainer(max_rounds=2, aggregator=FedMA(), callbacks=[Watch()]), module, data_of(clients_data))
     assert all({"net.4.bias", "net.4.parametrizations.weight.original"} < state.keys() for state in updates.values())
-    counts = torch.stack([torch.bincount(part[1], minlength=3) for part in own.values()]).double()
-    biases = torch.stack([updates[client]["net.4.bias"] for client in own]).double()
+    counts = torch.stack([torch.bincount(part[1], minlength=3) for part in clients_data.values()]).double()
+    biases = torch.stack([updates[client]["net.4.bias"] for client in clients_data]).double()
     expected = (counts / counts.sum(0) * biases).sum(0)
     torch.testing.assert_close(net[4].bias.double(), expected, rtol=1e-5, atol=1e-6)
     assert torch.linalg.matrix_norm(net[4].weight, 2).item() == pytest.approx(1, rel=0.1)  # one step of power iteration

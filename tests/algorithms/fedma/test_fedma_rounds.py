@@ -39,8 +39,8 @@ class Forget(L.Callback):
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == self.round:
             store = trainer.federation.store.checkpoint(self.round)
-            kept = [place for place, client in enumerate(store["clients"]) if client != "c2"]
-            store = {name: [own[place] for place in kept] for name, own in store.items()}
+            kept = [index for index, client in enumerate(store["clients"]) if client != "c2"]
+            store = {name: [values[index] for index in kept] for name, values in store.items()}
             trainer.federation.store.restore(self.round, store)
 
 
@@ -48,11 +48,11 @@ class Forget(L.Callback):
 
 
 def test_bytes_of_a_pass(federated_trainer):
-    """Every layer goes up once; down goes the model, then each settled layer with the places of the neurons."""
-    logger, own = MemoryLogger(), parts()
+    """Every layer goes up once; down goes the model, then each matched layer with the positions of the neurons."""
+    logger, clients_data = MemoryLogger(), parts()
     rule = FedMA("permute")
     trainer = federated_trainer(max_rounds=6, aggregator=rule, logger=logger)
-    fit(trainer, models.Module(mlp(), momentum), data_of(own))
+    fit(trainer, models.Module(mlp(), momentum), data_of(clients_data))
     layer = [4 * (a * b + b) for a, b in itertools.pairwise(WIDTHS)]
     up = logged(logger, "comm/up_bytes")
     down = logged(logger, "comm/down_bytes")
@@ -60,8 +60,8 @@ def test_bytes_of_a_pass(federated_trainer):
     step = 2 * 8  # the pass and the stage: those that the client must have, and those that it has
     sent = [layer[0], layer[1] + step, layer[2] + counts + step]
     assert up == [3 * size for size in (*sent, sent[0] + step, *sent[1:])]
-    places = [8 * (width + 1) for width in WIDTHS[1:3]]
-    middle = [3 * (layer[0] + places[0] + 2 * step), 3 * (layer[1] + places[1] + 2 * step)]
+    assignments = [8 * (width + 1) for width in WIDTHS[1:3]]
+    middle = [3 * (layer[0] + assignments[0] + 2 * step), 3 * (layer[1] + assignments[1] + 2 * step)]
     first = 3 * (sum(layer) + step)
     again = 3 * (layer[2] + 2 * step)  # it has all the rest
     assert down == [first, *middle, again, *middle]
@@ -113,14 +113,14 @@ def test_a_client_without_its_model_is_sent_its_own_neurons_of_the_global_one(fe
 
 
 def test_a_model_is_in_a_checkpoint_once(federated_trainer):
-    """The last complete pass does not hold it a second time; one that goes on holds what is settled so far."""
+    """The last complete pass does not hold it a second time; one that goes on holds what is matched so far."""
     for rounds, stages in ((3, 0), (4, 1), (5, 2)):
         rule = FedMA("permute")
         module = models.Module(mlp(), momentum)
         fit(federated_trainer(max_rounds=rounds, aggregator=rule), module, data_of(parts()))
         kept = rule.state_dict()
-        assert kept["last"]["settled"] == {}
-        assert len(kept.get("current", {"settled": ()})["settled"]) == 2 * stages
+        assert kept["last"]["matched_state"] == {}
+        assert len(kept.get("current", {"matched_state": ()})["matched_state"]) == 2 * stages
 
 
 def test_independent_clients_are_sent_nothing_at_the_start(federated_trainer):
@@ -180,8 +180,8 @@ def test_only_clients_of_the_last_pass_keep_a_model(federated_trainer, tmp_path,
 
     class Broken(FederatedCallback):
         def on_client_end(self, trainer, module, client, update):
-            round, others = trainer.current_epoch, watch.rounds[trainer.current_epoch][:-1]
-            if (round == 4 and not others) or (round == 6 and others):
+            round, earlier = trainer.current_epoch, watch.rounds[trainer.current_epoch][:-1]
+            if (round == 4 and not earlier) or (round == 6 and earlier):
                 next(iter(update.state.values())).fill_(float("nan"))
 
     watch = Visitors()
@@ -231,12 +231,12 @@ def test_a_new_pass_begins_where_nothing_came_of_a_round(federated_trainer, capl
     rule = FedMA()
     module = models.Module(mlp(), momentum)
     fit(federated_trainer(max_rounds=5, aggregator=rule, callbacks=[watch, Broken()]), module, data_of(parts()))
-    other = models.Module(mlp(), momentum)
+    untrained = models.Module(mlp(), momentum)
     assert "a new pass begins" in caplog.text
     assert rule.unfinished is None
     assert rule.state_dict()["last"]["origin"] == 2
     assert all(watch.rounds[round] == ["c0", "c1", "c2"] for round in range(5))
-    assert not all(torch.equal(value, state_of(other)[name]) for name, value in state_of(module).items())
+    assert not all(torch.equal(value, state_of(untrained)[name]) for name, value in state_of(module).items())
 
 
 @pytest.mark.parametrize("min_clients", [1, 3])
@@ -261,7 +261,7 @@ def test_a_pass_after_one_that_came_to_nothing_starts_from_the_last_model(federa
         fit(trainer, module, data_of(parts()))
         states.append(rule.state_dict()["last"])
     assert (states[0]["origin"], states[1]["origin"]) == (0, broken + 1)
-    assert states[1]["places"].keys() == parts().keys()
+    assert states[1]["assignments"].keys() == parts().keys()
     for client in parts():
         assert_same(seen[broken + 1, client], seen[3, client])
 

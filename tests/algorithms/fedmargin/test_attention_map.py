@@ -110,9 +110,9 @@ def test_labels(monkeypatch, tmp_path):
     given.clear()
     many = {number: examples([0, 1], number) for number in range(120)}
     federate([AttentionMap(1)], TensorBoardLogger(tmp_path), 1, many)
-    (((places, labels),)) = [args for args in given if len(args) == 2]
-    assert places == list(range(0, 120, 3))
-    assert labels == [str(place) for place in places]
+    (((positions, labels),)) = [args for args in given if len(args) == 2]
+    assert positions == list(range(0, 120, 3))
+    assert labels == [str(position) for position in positions]
 
 
 def test_who_is_left_out_is_grey(run, monkeypatch):
@@ -154,10 +154,10 @@ def test_the_state_is_a_copy(tmp_path):
     callback = AttentionMap(1)
     federate([callback], False, 2)
     state = callback.state_dict()
-    other = AttentionMap()
-    other.load_state_dict(state)
+    resumed = AttentionMap()
+    resumed.load_state_dict(state)
     state["attention"][0].clear()
-    assert len(callback.state_dict()["attention"][0]) == len(other.state_dict()["attention"][0]) == 3
+    assert len(callback.state_dict()["attention"][0]) == len(resumed.state_dict()["attention"][0]) == 3
     assert state["last_epoch"] is None  # without TensorBoard nothing is drawn, but the rounds are kept
 
 

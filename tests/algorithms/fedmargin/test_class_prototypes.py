@@ -78,10 +78,10 @@ def measured(features, inputs, targets, ignored=255, excluded=(), min_count=1, n
 def voids(sizes, scale=1):
     """Scenes in which a part is void, and classes that some clients do not have."""
     clients = {}
-    for place, (name, (inputs, targets)) in enumerate(models.scenes(sizes).items()):
+    for index, (name, (inputs, targets)) in enumerate(models.scenes(sizes).items()):
         targets[:, 20:, :] = 255
-        if place:
-            targets[targets == place] = 0
+        if index:
+            targets[targets == index] = 0
         clients[name] = tuple(
             tensor.repeat_interleave(scale, -1).repeat_interleave(scale, -2) for tensor in (inputs, targets)
         )
@@ -198,8 +198,8 @@ class Scored(models.Module):
         inputs, targets = batch
         with torch.no_grad():
             self.net[7].weight.div_(self.net[7].weight.norm(dim=1, keepdim=True))
-            for own, followed in zip(self.teacher.parameters(), self.net[7].parameters(), strict=True):
-                own.lerp_(followed, 0.1)
+            for teacher_parameter, parameter in zip(self.teacher.parameters(), self.net[7].parameters(), strict=True):
+                teacher_parameter.lerp_(parameter, 0.1)
         features = self.net[:7](inputs)
         logits = self.net[7](features)
         self.centre.lerp_(logits.detach().mean(0), 0.1)
@@ -214,7 +214,7 @@ def data_sets():
     return {name: Augmented(*tensors) for name, tensors in models.vectors().items()}
 
 
-def loaders(workers=0, own=True, **options):
+def loaders(workers=0, has_generator=True, **options):
     return {
         name: DataLoader(
             data,
@@ -222,7 +222,7 @@ def loaders(workers=0, own=True, **options):
             shuffle=True,
             drop_last=True,
             num_workers=workers,
-            generator=torch.Generator().manual_seed(len(name)) if own else None,
+            generator=torch.Generator().manual_seed(len(name)) if has_generator else None,
             **options,
         )
         for name, data in list(data_sets().items())[1:3]
@@ -248,7 +248,7 @@ SOURCES = {
         data_sets(), batch_size=16, num_workers=1, persistent_workers=True
     ),
     "loaders": lambda: FederatedDataModule(loaders()),
-    "loaders without a generator": lambda: FederatedDataModule(loaders(own=False)),
+    "loaders without a generator": lambda: FederatedDataModule(loaders(has_generator=False)),
     "loaders, a worker": lambda: FederatedDataModule(loaders(workers=1)),
     "partition": lambda: Pooled(0),
     "partition, a worker": lambda: Pooled(1),
@@ -280,12 +280,12 @@ def test_the_training_is_the_same(source, passes, door, federated_trainer, plain
     (plain, plain_state), (with_prototypes, state) = runs
     assert_same(plain_state, state)
     assert len(plain.visits) == len(with_prototypes.visits) > 2
-    for one, other in zip(plain.visits, with_prototypes.visits, strict=True):
-        assert_same(one.update, other.update)
-    for one, other in zip(plain.logged, with_prototypes.logged, strict=True):
-        assert other.pop("fed/lpm") > 0
-        assert {name: value for name, value in one.items() if not name.startswith("comm/")} == {
-            name: value for name, value in other.items() if not name.startswith("comm/")
+    for plain_visit, visit in zip(plain.visits, with_prototypes.visits, strict=True):
+        assert_same(plain_visit.update, visit.update)
+    for plain_logged, logged in zip(plain.logged, with_prototypes.logged, strict=True):
+        assert logged.pop("fed/lpm") > 0
+        assert {name: value for name, value in plain_logged.items() if not name.startswith("comm/")} == {
+            name: value for name, value in logged.items() if not name.startswith("comm/")
         }
 
 
@@ -293,12 +293,12 @@ def test_the_training_is_the_same(source, passes, door, federated_trainer, plain
 
 
 @pytest.mark.parametrize("work", [{"local_epochs": 1}, {"local_epochs": 3}, {"local_steps": 5}, {"local_steps": 1}])
-@pytest.mark.parametrize("place", ["before the federation", "after it"])
-def test_online_prototypes(work, place, plain_trainer):
+@pytest.mark.parametrize("position", ["before the federation", "after it"])
+def test_online_prototypes(work, position, plain_trainer):
     """The features of the first and of the last batches of a visit, as a plain loop that trains on them sees them."""
     clients, mail, prototypes = models.vectors(), Mail(), ClassPrototypes(passes="online")
     federation = Federation(seed=SEED, **work)
-    callbacks = [prototypes, federation] if place == "before the federation" else [federation, prototypes]
+    callbacks = [prototypes, federation] if position == "before the federation" else [federation, prototypes]
     trainer = plain_trainer(max_epochs=2, callbacks=[*callbacks, mail])
     module = models.Module(models.dropout_mlp(), models.momentum)
     trainer.fit(module, datamodule=FederatedDataModule(models.as_datasets(clients), batch_size=32))
@@ -380,14 +380,14 @@ def plain_fit(make, prototypes, loader, epochs=3, val=True, **options):
 
 
 @pytest.mark.parametrize("passes", ["exact", "online"])
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("has_generator", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_plain_trainer_trains_the_same(passes, own, workers, plain_trainer):
+def test_a_plain_trainer_trains_the_same(passes, has_generator, workers, plain_trainer):
     """With shuffling, augmentation and validation in between; the margins are logged per epoch."""
     runs = []
     for callbacks in ([], [ClassPrototypes(passes=passes)]):
         logger = MemoryLogger()
-        loader = loaders(workers, own)["bob"]
+        loader = loaders(workers, has_generator)["bob"]
         module, trainer = plain_fit(plain_trainer, callbacks, loader, logger=logger, log_every_n_steps=1)
         runs.append((state_of(module), {key: logger.curve(key) for key in ("train_loss", "train_acc", "val_acc")}))
     assert_same(runs[0][0], runs[1][0])
@@ -753,7 +753,7 @@ def test_a_single_class_is_compared_with_those_that_the_server_sends(federated_t
 
 
 class Sending(FederatedCallback):
-    """What the server does that has aggregate prototypes."""
+    """A server that has aggregate prototypes."""
 
     def on_server_send(self, trainer, module, client, broadcast):
         if broadcast.round:

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import FairAvg, FedAvg, FedMargin, build_aggregator
-from lightning_fed.algorithms.fedmargin import Prototypes, local_prototype_margin, lpm_name, pack_prototypes
+from lightning_fed.algorithms.fedmargin import Prototypes, local_prototype_margin, lpm_key, pack_prototypes
 from lightning_fed.algorithms.server_optimizer import ServerOptimizer
 from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.data import ByGroup
@@ -57,7 +57,7 @@ def message(client, state, before, after, counts=None, num_samples=10, margin="s
     )  # fmt: skip
     extras = pack_prototypes(after)
     if not lpm.isnan():
-        extras[lpm_name(margin, reduction)] = lpm
+        extras[lpm_key(margin, reduction)] = lpm
     return ClientUpdate(client, num_samples, state, extras)
 
 
@@ -65,10 +65,10 @@ def example(margin="semantic", scale=1, order=(0, 1, 2)):
     """The three clients' updates."""
     return [
         message(
-            f"k{place + 1}", {"w": torch.tensor(WEIGHTS[place])}, BEFORE[place], AFTER[place], COUNTS[place],
-            SIZES[place], margin, scale=scale,
+            f"k{index + 1}", {"w": torch.tensor(WEIGHTS[index])}, BEFORE[index], AFTER[index], COUNTS[index],
+            SIZES[index], margin, scale=scale,
         )
-        for place in order
+        for index in order
     ]  # fmt: skip
 
 
@@ -197,9 +197,9 @@ def test_the_order_of_the_clients_does_not_matter(options):
     rule = FedMargin(**options)
     expected, of = aggregated(rule, example()), dict(zip(rule.last.clients, rule.last.attention, strict=True))
     for order in itertools.permutations(range(3)):
-        other = FedMargin(**options)
-        torch.testing.assert_close(aggregated(other, example(order=order)), expected)
-        assert dict(zip(other.last.clients, other.last.attention, strict=True)) == pytest.approx(of, rel=1e-6)
+        permuted = FedMargin(**options)
+        torch.testing.assert_close(aggregated(permuted, example(order=order)), expected)
+        assert dict(zip(permuted.last.clients, permuted.last.attention, strict=True)) == pytest.approx(of, rel=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 7.0, 1e4])
@@ -217,8 +217,8 @@ def test_the_scale_of_the_features_does_not_matter(scale):
 def states(count, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     return [
-        {"w": torch.randn(50, generator=generator).to(dtype), "steps": torch.tensor(10 + place)}
-        for place in range(count)
+        {"w": torch.randn(50, generator=generator).to(dtype), "steps": torch.tensor(10 + index)}
+        for index in range(count)
     ]
 
 
@@ -228,16 +228,16 @@ def states(count, dtype=torch.float32):
 def test_clients_that_move_alike_are_fairavg(combine, attention, count):
     """To the last bit, whatever their models are, also in float64; and FedAvg, where sizes weigh."""
     sizes = [10, 30, 7, 8, 9, 100, 1][:count]
-    for size_weighting, other, dtype in ((False, FairAvg(), torch.float64), (True, FedAvg(), torch.float32)):
+    for size_weighting, expected, dtype in ((False, FairAvg(), torch.float64), (True, FedAvg(), torch.float32)):
         rule = FedMargin(combine=combine, attention=attention, size_weighting=size_weighting)
         received = [
-            message(place, state, {0: (0.1, 0.7), 2: (3.3, 0)}, {0: (0.2, 1.1), 2: (3.1, 0.3)}, None, size)
-            for place, (state, size) in enumerate(zip(states(count, dtype), sizes, strict=True))
+            message(index, state, {0: (0.1, 0.7), 2: (3.3, 0)}, {0: (0.2, 1.1), 2: (3.1, 0.3)}, None, size)
+            for index, (state, size) in enumerate(zip(states(count, dtype), sizes, strict=True))
         ]
-        other.start_round(0, received[0].state)
+        expected.start_round(0, received[0].state)
         for update in received:
-            other.receive(copy.deepcopy(update))
-        assert_same(other.aggregate(), aggregated(rule, received, state=received[0].state))
+            expected.receive(copy.deepcopy(update))
+        assert_same(expected.aggregate(), aggregated(rule, received, state=received[0].state))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -245,7 +245,7 @@ def test_copies_of_one_client_are_that_client(dtype):
     """Also where their margins differ."""
     state = states(1, dtype)[0]
     received = [
-        message(place, dict(state), {0: (0, 0)}, {0: (0.1 * place, 0.3)}, None, 1 + place) for place in range(5)
+        message(index, dict(state), {0: (0, 0)}, {0: (0.1 * index, 0.3)}, None, 1 + index) for index in range(5)
     ]
     rule = FedMargin()
     assert_same(state, aggregated(rule, received, state=state))
@@ -261,7 +261,7 @@ def test_a_client_that_did_not_move_counts_by_its_distance_alone():
     both = FedMargin()
     aggregated(both, received)
     assert both.last.attention[1] > 0
-    nobody = [message(place, state, BEFORE[0], BEFORE[0]) for place, state in enumerate(states(3))]
+    nobody = [message(index, state, BEFORE[0], BEFORE[0]) for index, state in enumerate(states(3))]
     aggregated(rule, nobody, state=nobody[0].state)
     assert rule.last.attention == [1 / 3] * 3
 
@@ -285,16 +285,16 @@ def test_clients_without_prototypes_count_like_the_mean_of_the_others():
     received.append(ClientUpdate("silent", 10, {"w": torch.tensor(8.0)}))
     rule = FedMargin()
     aggregated(rule, received)
-    *others, silent = rule.last.attention
+    *known, silent = rule.last.attention
     assert math.isnan(rule.last.lpm[3])
     assert math.isnan(rule.last.apm[3])
-    assert silent == pytest.approx(sum(others) / 3)
+    assert silent == pytest.approx(sum(known) / 3)
     assert "fedmargin/lpm/silent" not in rule.metrics()
     assert rule.metrics()["fedmargin/attention/silent"] == silent
 
 
 def test_the_others_prototypes_do_not_notice_them():
-    """Whose weights are whose, where one that sends none comes first, and one that has no class."""
+    """The weights by client, where one that sends none comes first, and one that has no class."""
     rule, more = (FedMargin(proto_weighting="num_samples") for _ in range(2))
     aggregated(rule, example())
     empty = pack_prototypes(Prototypes(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)))
@@ -306,7 +306,7 @@ def test_the_others_prototypes_do_not_notice_them():
 
 
 def test_nobody_with_prototypes_is_fairavg():
-    received = [ClientUpdate(place, 1 + place, state) for place, state in enumerate(states(3))]
+    received = [ClientUpdate(index, 1 + index, state) for index, state in enumerate(states(3))]
     rule, fair = FedMargin(), FairAvg()
     rule.start_round(0, received[0].state)
     fair.start_round(0, received[0].state)
@@ -318,7 +318,7 @@ def test_nobody_with_prototypes_is_fairavg():
     assert rule.state_dict() == {}
     assert rule.metrics() == {
         "fedmargin/attention_entropy": pytest.approx(1),
-        **{f"fedmargin/attention/{place}": pytest.approx(1 / 3) for place in range(3)},
+        **{f"fedmargin/attention/{index}": pytest.approx(1 / 3) for index in range(3)},
     }
 
 
@@ -340,8 +340,8 @@ def test_parts_received_apart_and_merged_are_the_whole(cut):
     received = example()
     whole, first, second = FedMargin(), started(FedMargin()), started(FedMargin())
     expected = aggregated(whole, received)
-    for place, update in enumerate(received):
-        (first if place < cut else second).receive(update)
+    for index, update in enumerate(received):
+        (first if index < cut else second).receive(update)
     first.merge(second)
     assert_same(expected, first.aggregate())
     assert first.last == whole.last
@@ -408,21 +408,21 @@ def test_state_dict_goes_through_a_checkpoint():
     file = io.BytesIO()
     torch.save(rule.state_dict(), file)
     file.seek(0)
-    other = FedMargin()
-    other.load_state_dict(torch.load(file, weights_only=True))
-    for each in (rule, other):
-        each.start_round(4, {"w": torch.tensor(0.0)})
+    resumed = FedMargin()
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    for aggregator in (rule, resumed):
+        aggregator.start_round(4, {"w": torch.tensor(0.0)})
         for update in example():
-            each.receive(copy.deepcopy(update))
-    assert_same(rule.aggregate(), other.aggregate())
-    assert rule.last == other.last
-    other.load_state_dict({})
-    assert other.prototypes is None
+            aggregator.receive(copy.deepcopy(update))
+    assert_same(rule.aggregate(), resumed.aggregate())
+    assert rule.last == resumed.last
+    resumed.load_state_dict({})
+    assert resumed.prototypes is None
 
 
 @pytest.mark.parametrize("margin", ["semantic", "gain", "hypothesis", "relative"])
 def test_broadcasts(margin):
-    """Where a margin needs another class, a client that has one class is sent the aggregate."""
+    """A client that has one class is sent the aggregate, if the margin needs another class."""
     rule = started(FedMargin(margin=margin))
     first, second = rule.broadcast("a"), rule.broadcast("b")
     assert first.round == 3
@@ -463,13 +463,13 @@ def test_prototypes_that_cannot_be_used(name, known):
     rule, without = (started(FedMargin()) if known == "from before" else FedMargin() for _ in range(2))
     bad = ClientUpdate("bad", 10, {"w": torch.tensor(9.0)}, pack_prototypes(prototypes({0: (1, 1), 1: (2, 2)})))
     bad.extras = {key: value for key, value in (bad.extras | changes).items() if value is not None}
-    first, *others = example()
-    for each in (rule, without):
-        each.start_round(3, {"w": torch.tensor(0.0)})
-        each.receive(copy.deepcopy(first))
+    first, *later = example()
+    for aggregator in (rule, without):
+        aggregator.start_round(3, {"w": torch.tensor(0.0)})
+        aggregator.receive(copy.deepcopy(first))
     with pytest.raises(BadUpdate, match=reason):
         rule.receive(bad)
-    for update in others:
+    for update in later:
         rule.receive(copy.deepcopy(update))
         without.receive(copy.deepcopy(update))
     assert_same(without.aggregate(), rule.aggregate())
@@ -514,7 +514,7 @@ def test_left_out_clients_are_not_counted():
 
 
 def test_classes_that_are_none():
-    """Where the number of classes is known: a place in the aggregate is made for no other."""
+    """No row of the aggregate is made for a class out of range, if the number of classes is known."""
     for wrong in (3, 10**12):
         rule = started(FedMargin())
         rule.num_classes = 3
@@ -533,13 +533,13 @@ def test_a_client_alone_locks_nobody_out(caplog):
     server, state = Server(FedMargin()), {"w": torch.tensor(0.0)}
     for round, widths in enumerate([[3], [2, 2], [5, 2], [4, 4, 2]]):
         server.start_round(round, state)
-        for place, width in enumerate(widths):
-            server.send(f"k{place}")
+        for index, width in enumerate(widths):
+            server.send(f"k{index}")
             extras = pack_prototypes(prototypes({0: (1,) * width, 1: (0,) * width}))
-            server.receive(ClientUpdate(f"k{place}", 1, state, extras))
+            server.receive(ClientUpdate(f"k{index}", 1, state, extras))
         assert server.finish_round() is not None
         most = max(widths, key=lambda width: (widths.count(width), width == 2))
-        assert list(server.report.failed) == [f"k{place}" for place, width in enumerate(widths) if width != most]
+        assert list(server.report.failed) == [f"k{index}" for index, width in enumerate(widths) if width != most]
         assert server.aggregator.prototypes.means.shape == (2, most)
     assert [record.getMessage() for record in caplog.records if "anew" in record.getMessage()] == [
         "Round 1: the aggregate prototypes start anew: those of the clients have 2 features instead of 3.",
@@ -605,12 +605,12 @@ def test_resuming_with_another_layer(kind, federated_trainer, tmp_path):
     """It is refused before anything trains, where prototypes of earlier rounds are compared with."""
 
     def fit(rounds, layer, kind, path=None):
-        own = ClassPrototypes(
+        prototypes = ClassPrototypes(
             layer=layer, num_classes=3, lpm_before="last_local" if kind == "last_local" else "download"
         )
         rules = {"fedmargin": FedMargin(), "with momentum": ServerOptimizer("SGD", "fedmargin", lr=1.0, momentum=0.9)}
         aggregator = rules.get(kind, FedAvg())
-        trainer = federated_trainer(max_rounds=rounds, aggregator=aggregator, callbacks=[own, recorder])
+        trainer = federated_trainer(max_rounds=rounds, aggregator=aggregator, callbacks=[prototypes, recorder])
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()), ckpt_path=path)
         return trainer
 
@@ -763,10 +763,10 @@ def test_the_callback_is_added_where_there_is_none(federated_trainer, plain_trai
     trainer = federated_trainer(max_rounds=1, aggregator=FedMargin(margin="gain"))
     trainer.fit(models.Module(models.mlp()), clients)
     assert [callback.margin for callback in of(trainer)] == ["gain"]
-    own = ClassPrototypes(layer="net.0")
-    trainer = plain_trainer(max_epochs=1, callbacks=[own, Federation("fedmargin")])
+    prototypes = ClassPrototypes(layer="net.0")
+    trainer = plain_trainer(max_epochs=1, callbacks=[prototypes, Federation("fedmargin")])
     trainer.fit(models.Module(models.mlp()), datamodule=FederatedDataModule(clients))
-    assert of(trainer) == [own]
+    assert of(trainer) == [prototypes]
 
 
 def test_options_that_contradict_those_of_the_callback(federated_trainer):
@@ -791,7 +791,7 @@ def test_what_travels_is_counted(federated_trainer):
 
 
 def test_many_clients_are_not_logged_by_name(federated_trainer):
-    clients = models.as_datasets(models.vectors({f"c{place}": 8 for place in range(21)}))
+    clients = models.as_datasets(models.vectors({f"c{index}": 8 for index in range(21)}))
     logged = []
     for count in (20, 21):
         trainer = federated_trainer(max_rounds=1, aggregator="fedmargin", clients_per_round=count)

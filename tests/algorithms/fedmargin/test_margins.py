@@ -6,13 +6,12 @@ import math
 import pytest
 import torch
 
+from lightning_fed.algorithms.fedmargin.attention import combine_attention, margin_attention
 from lightning_fed.algorithms.fedmargin.margins import (
     aggregate_mean_margin,
     aggregate_prototype_margin,
     class_margins,
-    combine_attention,
     local_prototype_margin,
-    margin_attention,
 )
 from lightning_fed.algorithms.fedmargin.prototypes import (
     Prototypes,
@@ -150,12 +149,12 @@ def test_client_margins_against_the_reference(seed, margin, reduction):
     options = {"num_classes": 5, "garbage": torch.nan}
     for client, (after, count) in enumerate(zip(means, counts, strict=True)):
         before = moved(after, seed)
-        other = moved(means[(client + 1) % 4], seed)  # lacks classes that the client has
+        reference = moved(means[(client + 1) % 4], seed)  # lacks classes that the client has
         query, earlier, aggregate = (
             prototypes(after, count, **options),
-            *(prototypes(m, **options) for m in (before, other)),
+            *(prototypes(m, **options) for m in (before, reference)),
         )
-        for fallback in (None, other):
+        for fallback in (None, reference):
             expected = references.class_margins_reference(after, before, margin, fallback)
             given = None if fallback is None else aggregate
             close(
@@ -166,7 +165,9 @@ def test_client_margins_against_the_reference(seed, margin, reduction):
             result = local_prototype_margin(query, earlier, margin=margin, class_reduction=reduction, fallback=given)
             close(result, as_nan(references.reduce_reference(expected, count, reduction)), atol=1e-12)
         kind = "hypothesis" if margin == "gain" else margin
-        expected = references.reduce_reference(references.class_margins_reference(after, other, kind), count, reduction)
+        expected = references.reduce_reference(
+            references.class_margins_reference(after, reference, kind), count, reduction
+        )
         result = aggregate_prototype_margin(query, aggregate, margin=margin, class_reduction=reduction)
         close(result, as_nan(expected), atol=1e-12)
 
@@ -248,8 +249,8 @@ def test_permuted_clients_have_permuted_attention(margin, kind, options):
     after, before, previous = random_round()
     order = [4, 0, 5, 2, 1, 3]
     results = []
-    for places in (range(6), order):
-        rounds = [after[k] for k in places], [before[k] for k in places], previous
+    for indices in (range(6), order):
+        rounds = [after[k] for k in indices], [before[k] for k in indices], previous
         results.append([margin_attention(values, kind, **options) for values in margins_of_a_round(*rounds, margin)])
     for plain, permuted in zip(*results, strict=True):
         torch.testing.assert_close(plain[order], permuted, atol=1e-12, rtol=0)
@@ -390,7 +391,7 @@ def test_prototypes_that_coincide():
 
 
 def test_semantic_is_the_distance_to_the_plane_between():
-    """What it is called after: a point on the plane halfway has the same distance to both."""
+    """The margin's namesake: a point on the plane halfway has the same distance to both."""
     p, q = torch.tensor([1.0, 2.0, -1.0]), torch.tensor([4.0, -2.0, 3.0])
     spm = class_margins(prototypes({0: p.tolist()}), prototypes({0: q.tolist()}))[0]
     foot = p + spm * (q - p) / (q - p).norm()
@@ -465,8 +466,8 @@ def test_what_cannot_be_attended_to():
 
 def test_prototypes_of_other_shapes():
     query = prototypes({0: (1, 2)})
-    for other in (prototypes({0: (1,)}), prototypes({0: (1, 2)}, num_classes=4)):
+    for mismatched in (prototypes({0: (1,)}), prototypes({0: (1, 2)}, num_classes=4)):
         with pytest.raises(ValueError, match="prototypes of one shape"):
-            class_margins(query, other)
+            class_margins(query, mismatched)
         with pytest.raises(ValueError, match="prototypes of one shape"):
-            class_margins(query, query, fallback=other)
+            class_margins(query, query, fallback=mismatched)

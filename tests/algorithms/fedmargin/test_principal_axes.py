@@ -25,9 +25,11 @@ def test_axes_are_the_eigenvectors_of_the_covariance(n, d, count):
     expected = eigenvectors(values, count)
     np.testing.assert_allclose(view.axes, expected, atol=1e-9)
     np.testing.assert_allclose(view.center, values.double().numpy().mean(0), atol=1e-12)
-    others = points(4, d, seed=1)
+    new_points = points(4, d, seed=1)
     np.testing.assert_allclose(
-        view.project(others), (others.double().numpy() - values.double().numpy().mean(0)) @ expected.T, atol=1e-8
+        view.project(new_points),
+        (new_points.double().numpy() - values.double().numpy().mean(0)) @ expected.T,
+        atol=1e-8,
     )
     assert view.axes.dtype == view.project(values).dtype == torch.float64
 
@@ -54,8 +56,8 @@ def test_turning_finds_a_turn_again():
 
 def test_turning_is_the_best_turn():
     """No angle, mirrored or not, brings the axes of another plane nearer."""
-    view, other = principal_axes(points(seed=0)), principal_axes(points(seed=3))
-    turned = view.turned_to(other)
+    view, reference = principal_axes(points(seed=0)), principal_axes(points(seed=3))
+    turned = view.turned_to(reference)
     torch.testing.assert_close(turned.axes @ turned.axes.T, torch.eye(2, dtype=torch.float64))
     torch.testing.assert_close(turned.axes.T @ turned.axes, view.axes.T @ view.axes)  # the same plane
     assert torch.equal(turned.center, view.center)
@@ -63,8 +65,8 @@ def test_turning_is_the_best_turn():
     for angle in torch.linspace(0, 2 * torch.pi, 721, dtype=torch.float64):
         for sign in (1, -1):
             rows = [[angle.cos(), -angle.sin()], [sign * angle.sin(), sign * angle.cos()]]
-            distances.append(float((torch.tensor(rows, dtype=torch.float64) @ view.axes - other.axes).norm()))
-    best = float((turned.axes - other.axes).norm())
+            distances.append(float((torch.tensor(rows, dtype=torch.float64) @ view.axes - reference.axes).norm()))
+    best = float((turned.axes - reference.axes).norm())
     assert best <= min(distances) + 1e-12
     assert min(distances) - best < 1e-4
 

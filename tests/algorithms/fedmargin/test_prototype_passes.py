@@ -136,16 +136,16 @@ def test_batches_that_a_step_leaves_out(name, passes, plain_trainer):
     prototypes = ClassPrototypes(passes=passes)
     trainer = plain_trainer(max_epochs=1, callbacks=[prototypes])
     trainer.fit(module, DataLoader(TensorDataset(*tensors), 8))
-    kept = [place for place, first in enumerate(BATCHES[name]) if first]
+    kept = [index for index, first in enumerate(BATCHES[name]) if first]
     with torch.no_grad():
-        parts = [(models.mlp()[:2](x), y) for x, y in zip(*(each.split(8) for each in tensors), strict=True)]
+        parts = [(models.mlp()[:2](x), y) for x, y in zip(*(pair.split(8) for pair in tensors), strict=True)]
 
-    def of(places):
-        features, targets = (torch.cat(each) for each in zip(*(parts[place] for place in places), strict=True))
+    def of(indices):
+        features, targets = (torch.cat(pair) for pair in zip(*(parts[index] for index in indices), strict=True))
         return prototypes_reference(features, targets, 255, (), 1, False)
 
     halves = [kept, kept] if passes == "exact" else [[p for p in kept if p < 3], [p for p in kept if p >= 3]]
-    (before, _), (after, counts) = (of(places) for places in halves)
+    (before, _), (after, counts) = (of(indices) for indices in halves)
     present = prototypes.prototypes.present.nonzero()[:, 0].tolist()
     assert_close({c: prototypes.prototypes.means[c].double().numpy() for c in present}, after)
     assert {c: int(prototypes.prototypes.counts[c]) for c in present} == counts
@@ -164,7 +164,7 @@ def test_a_client_whose_batches_are_all_left_out(passes, federated_trainer):
 
 
 def test_online_passes_with_manual_optimization(federated_trainer):
-    """What a step returns is not known there: batches that do not run the layer are left out, if others do."""
+    """The output of a step is not known there: batches that do not run the layer are left out, if others do."""
     data = FederatedDataModule(models.as_datasets({"a": in_batches([1, 1, 2, 0])}), batch_size=8, shuffle=False)
     visits = sent(federated_trainer, ClassPrototypes(passes="online"), PickyByHand(models.mlp()), data)
     assert sum(unpacked(visits["a"].extras)[1].values()) == 8
@@ -184,10 +184,10 @@ def test_a_layer_that_some_batches_run(federated_trainer):
     class Two(models.Module):
         def __init__(self):
             super().__init__(models.mlp())
-            self.other = nn.Linear(6, 3)
+            self.head = nn.Linear(6, 3)
 
         def training_step(self, batch, batch_idx):
-            net = self.other if batch[1][0] == 0 else self.net
+            net = self.head if batch[1][0] == 0 else self.net
             return F.cross_entropy(net(batch[0]), batch[1])
 
     data = {"a": TensorDataset(*in_batches([1, 0, 2, 1]))}
@@ -257,15 +257,15 @@ def test_two_processes(passes, plain_trainer, tmp_path):
     trainer.fit(module, DataLoader(TensorDataset(*models.vectors({"x": 32})["x"]), 8))
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert first["logged"] == second["logged"]
-    for one, other in zip(first["prototypes"], second["prototypes"], strict=True):
-        assert torch.equal(one, other)
+    for first_value, second_value in zip(first["prototypes"], second["prototypes"], strict=True):
+        assert torch.equal(first_value, second_value)
 
-    def of(places):
-        batches = [seen["batches"][place] for seen in (first, second) for place in places]
-        return measured(models.mlp()[:2], *(torch.cat(each) for each in zip(*batches, strict=True)))
+    def of(indices):
+        batches = [seen["batches"][index] for seen in (first, second) for index in indices]
+        return measured(models.mlp()[:2], *(torch.cat(pair) for pair in zip(*batches, strict=True)))
 
     halves = [(0, 1), (0, 1)] if passes == "exact" else [(0,), (1,)]
-    (before, _), (after, counts) = (of(places) for places in halves)
+    (before, _), (after, counts) = (of(indices) for indices in halves)
     means, numbers = first["prototypes"]
     assert {name: number for name, number in enumerate(numbers.tolist()) if number} == counts
     assert sum(counts.values()) == 16 * len(halves[1])
@@ -281,10 +281,10 @@ def test_several_training_loaders(kind, plain_trainer):
     class Both(models.Module):
         def training_step(self, batch, batch_idx):
             pairs = list(batch.values()) if isinstance(batch, dict) else batch
-            return sum(super(Both, self).training_step(each, batch_idx) for each in pairs)
+            return sum(super(Both, self).training_step(pair, batch_idx) for pair in pairs)
 
     data = models.as_datasets(models.vectors({"a": 16, "b": 16}))
-    loaders = {name: DataLoader(each, 8) for name, each in data.items()}
+    loaders = {name: DataLoader(pair, 8) for name, pair in data.items()}
     loaders = loaders if kind is dict else list(loaders.values())
 
     def target(batch):

@@ -47,12 +47,12 @@ def plane(means, before=None):
 
 def planes(history, basis):
     """The plane of every picture, from the classes and means of each."""
-    made, known, last = [], set(), None
+    views, known, last = [], set(), None
     for classes, means in history:
         if last is None or basis == "each" or not set(classes) <= known:
             last, known = plane(means, last), set(classes)
-        made.append(last)
-    return made
+        views.append(last)
+    return views
 
 
 def assert_drawn(picture, classes, means, seen_from, colors=COLORS):
@@ -67,9 +67,9 @@ def assert_drawn(picture, classes, means, seen_from, colors=COLORS):
     unknowns = np.concatenate(
         [np.stack([points[:, axis], np.full(len(points), 1 - axis), np.full(len(points), axis)], 1) for axis in (0, 1)]
     )
-    found, *_ = np.linalg.lstsq(unknowns, np.array(middles).T.reshape(-1), rcond=None)
-    assert found[0] > 0
-    assert np.abs(unknowns @ found - np.array(middles).T.reshape(-1)).max() < 1
+    solution, *_ = np.linalg.lstsq(unknowns, np.array(middles).T.reshape(-1), rcond=None)
+    assert solution[0] > 0
+    assert np.abs(unknowns @ solution - np.array(middles).T.reshape(-1)).max() < 1
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -120,8 +120,8 @@ class StopAt(L.Callback):
 
 def federate(callbacks, logger, rounds, data=None, ckpt_path=None, **options):
     """A federation with FedMargin, unless told otherwise; returns the module."""
-    made = {**QUIET, "logger": logger, "aggregator": FedMargin(proto_ema=0.5), "seed": 3, **options}
-    trainer = FederatedTrainer(**made, max_rounds=rounds, callbacks=callbacks)
+    arguments = {**QUIET, "logger": logger, "aggregator": FedMargin(proto_ema=0.5), "seed": 3, **options}
+    trainer = FederatedTrainer(**arguments, max_rounds=rounds, callbacks=callbacks)
     module = models.Module(net(), models.momentum)
     trainer.fit(
         module, {k: DataLoader(v, 8, shuffle=True) for k, v in (data or clients()).items()}, ckpt_path=ckpt_path
@@ -154,9 +154,9 @@ def test_pictures_of_a_federation(tmp_path, basis):
         assert classes == [0, 1, 2, 3, 4]
         assert_drawn(picture, classes, means, seen_from)
     # the two kinds of plane can be told apart
-    other = planes(notes.history, "each" if basis == "first" else "first")[3]
+    wrong_view = planes(notes.history, "each" if basis == "first" else "first")[3]
     with pytest.raises(AssertionError):
-        assert_drawn(pictures[3][1], *notes.history[3], other)
+        assert_drawn(pictures[3][1], *notes.history[3], wrong_view)
 
 
 @pytest.mark.parametrize("basis", ["each", "first"])

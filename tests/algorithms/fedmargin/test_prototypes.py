@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from lightning_fed.algorithms.fedmargin.prototypes import (
     Prototypes,
@@ -12,9 +11,9 @@ from lightning_fed.algorithms.fedmargin.prototypes import (
     class_prototypes,
     class_sums,
     reference_prototypes,
-    resize_labels,
     update_prototypes,
 )
+from lightning_fed.model.labels import resize_labels
 from tests import references_margin as references
 
 WEIGHTINGS = ["class_count", "num_samples", "uniform"]
@@ -79,19 +78,6 @@ def test_the_example_of_segmentation():
     result = class_prototypes(*class_sums(features, labels, 2))
     assert result.means.tolist() == [[0.0, 4.0], [2.0, 6.0]]
     assert result.counts.tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("size", [(4, 4), (33, 17), (5, 9), (13, 64)])
-def test_labels_are_resized_to_the_nearest(size):
-    """In whole numbers; torch rounds positions in float32, which does not show at these sizes."""
-    labels = torch.randint(20, (2, 33, 64))
-    expected = F.interpolate(labels.unsqueeze(1).float(), size, mode="nearest").squeeze(1).long()
-    assert torch.equal(resize_labels(labels, size), expected)
-
-
-def test_large_labels_are_not_rounded():
-    labels = torch.tensor([[2**24 + 1, 2**40 + 1]])
-    assert torch.equal(resize_labels(labels, (4,)), labels.repeat_interleave(2, 1))
 
 
 def test_volumes_and_sequences():
@@ -304,15 +290,15 @@ def test_a_round_like_the_last_changes_nothing():
 
 
 def test_what_cannot_be_remembered():
-    client, other = prototypes({0: (1, 2)}), prototypes({0: (1,)})
+    client, narrower = prototypes({0: (1, 2)}), prototypes({0: (1,)})
     with pytest.raises(ValueError, match=r"`memory` to be one of \['ema', 'cumulative'\], but got 'mean'"):
         update_prototypes(client, client, memory="mean")
     for decay in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="`decay` to be in 0 to 1"):
             update_prototypes(None, client, decay=decay)
     with pytest.raises(ValueError, match="prototypes of one shape"):
-        update_prototypes(client, other)
+        update_prototypes(client, narrower)
     with pytest.raises(ValueError, match="prototypes of one shape"):
-        reference_prototypes(client, other, other)
+        reference_prototypes(client, narrower, narrower)
     with pytest.raises(ValueError, match=r"`reference` to be one of \['previous', 'current'\], but got 'last'"):
         reference_prototypes(client, client, client, "last")

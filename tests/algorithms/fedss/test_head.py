@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fed.algorithms.fedss import log_correction, sample_negatives, sampled_logits
-from lightning_fed.modules import HeldClasses, SampledSoftmaxHead
+from lightning_fed.modules import SampledClasses, SampledSoftmaxHead
 from tests import references_sampled_softmax as references
 
 N, D, BATCH = 12, 5, 7
@@ -28,11 +28,11 @@ OPTIONS = [
 
 
 def held(classes=CLASSES, positives=POSITIVES, **options):
-    return HeldClasses(torch.tensor(classes), torch.tensor([c in positives for c in classes]), **options)
+    return SampledClasses(torch.tensor(classes), torch.tensor([c in positives for c in classes]), **options)
 
 
 def put_rows(head, classes):
-    """What a client is sent."""
+    """Rows that a client is sent."""
     for parameter in head.parameters():
         parameter.data = parameter.data[classes].clone()
 
@@ -127,7 +127,7 @@ def test_loss_of_all_classes_is_the_full_softmax(reduction):
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
 @pytest.mark.parametrize("kind", KINDS)
 def test_cross_entropy_is_the_clients_loss(kind, options):
-    """What a user's `training_step` does, unchanged."""
+    """Training with a user's `training_step`, unchanged."""
     head, full = holding(kind, **options)
     features, labels = batch()
     target = head.begin_batch(labels)
@@ -155,8 +155,8 @@ def test_gradients_are_those_of_the_equations(kind, options):
             values = dict(enumerate(row))
             log_q = "none" if options["objective"] == "posonly" else options["log_q"]
             shifted = references.corrected_reference(values, POSITIVES, NEGATIVES, t, N, log_q, options["q_support"])
-            others = references.pushing_reference(POSITIVES, NEGATIVES, t, N, options["objective"])
-            total = total + torch.stack([(shifted[j] - shifted[t]).exp() for j in others]).sum().log1p()
+            negatives = references.pushing_reference(POSITIVES, NEGATIVES, t, N, options["objective"])
+            total = total + torch.stack([(shifted[j] - shifted[t]).exp() for j in negatives]).sum().log1p()
     of_features, *of_rows = torch.autograd.grad(total, (features, *full.parameters()))
     torch.testing.assert_close(gradients[0], of_features, atol=1e-10, rtol=1e-10)
     for gradient, expected in zip(gradients[1:], of_rows, strict=True):
@@ -331,7 +331,7 @@ def test_half_precision(dtype, kind):
     wide = copy.deepcopy(head.to(dtype)).double()
     put_rows(head, torch.arange(500))
     classes = torch.arange(500)
-    head.hold(HeldClasses(classes, classes < 20))
+    head.hold(SampledClasses(classes, classes < 20))
     features, labels = torch.randn(BATCH, 64).to(dtype).requires_grad_(), torch.arange(BATCH)
     target = head.begin_batch(labels)
     logits = head(features)
@@ -435,7 +435,7 @@ def test_sampled_classes_become_held_ones():
     classes = torch.cat([positives, negatives]).sort().values
     head = SampledSoftmaxHead(D, 10_000)
     put_rows(head, classes)
-    head.hold(HeldClasses(classes, torch.isin(classes, positives)))
+    head.hold(SampledClasses(classes, torch.isin(classes, positives)))
     target = head.begin_batch(labels)
     assert torch.equal(classes[target], labels)
     assert head(torch.randn(4, D)).shape == (4, 53)
@@ -450,7 +450,7 @@ def test_repr():
 
 
 def classes_of(values, positives=(True,), **options):
-    return HeldClasses(torch.tensor(values), torch.tensor(positives), **options)
+    return SampledClasses(torch.tensor(values), torch.tensor(positives), **options)
 
 
 def hold(values, positives, **options):

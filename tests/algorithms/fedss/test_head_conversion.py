@@ -1,4 +1,4 @@
-"""Where the last layer of very many classes is in a model, and how it takes the place of a linear one."""
+"""The last layer of very many classes in a model, in place of a linear one."""
 
 import copy
 

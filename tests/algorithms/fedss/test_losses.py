@@ -62,8 +62,8 @@ def test_all_classes_are_the_full_softmax():
     assert loss.item() == pytest.approx(0.8682186072, abs=1e-10)
     assert torch.equal(loss, full)
     assert torch.equal(gradient, full_gradient)
-    other = of_columns(range(6), q_support="all")[0]
-    assert other.item() == pytest.approx(
+    second = of_columns(range(6), q_support="all")[0]
+    assert second.item() == pytest.approx(
         references.loss_reference(dict(enumerate(O)), [0, 1], [2, 3, 4, 5], 0, 6, q_support="all"), abs=1e-12
     )
 
@@ -71,10 +71,10 @@ def test_all_classes_are_the_full_softmax():
 @pytest.mark.parametrize(("positives", "m"), [((0, 1), m) for m in (1, 2, 3, 4)] + [((3,), 2), ((0, 2, 4, 5), 1)])
 def test_the_partition_estimate_is_unbiased(positives, m):
     """The mean over all subsets that can be drawn, which are equally likely."""
-    others = [c for c in range(6) if c not in positives]
+    candidates = [c for c in range(6) if c not in positives]
     correction = log_correction(len(positives), m, 6)
     estimates = []
-    for negatives in itertools.combinations(others, m):
+    for negatives in itertools.combinations(candidates, m):
         logits = torch.tensor([[O[c] for c in positives + negatives]], dtype=torch.float64)
         is_positive = torch.tensor([True] * len(positives) + [False] * m)
         estimates.append(sampled_logits(logits, is_positive, correction).exp().sum().item())
@@ -148,8 +148,8 @@ def test_the_order_of_columns_does_not_matter(objective):
     order = torch.randperm(len(classes))
     moved = torch.where(target >= 0, order.argsort()[target.clamp(min=0)], target)
     loss = sampled_softmax_loss(logits, target, is_positive, 9, objective=objective)
-    other = sampled_softmax_loss(logits[:, order], moved, is_positive[order], 9, objective=objective)
-    torch.testing.assert_close(other, loss, atol=1e-14, rtol=0)
+    permuted = sampled_softmax_loss(logits[:, order], moved, is_positive[order], 9, objective=objective)
+    torch.testing.assert_close(permuted, loss, atol=1e-14, rtol=0)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES[:3])

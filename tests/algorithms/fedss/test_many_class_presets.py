@@ -83,7 +83,7 @@ def test_the_rule_is_the_presets_own(preset):
 
 def test_the_margin_variant(federated_trainer):
     federation = FedAwS(variant="margin", margin=0.5, server_momentum=0.9)
-    step = next(each for each in federation.client_callbacks if isinstance(each, SpreadOut))
+    step = next(callback for callback in federation.client_callbacks if isinstance(callback, SpreadOut))
     assert (step.variant, step.margin) == ("margin", 0.5)
     module = models.Module(net(), plain_sgd)
     federated_trainer(max_rounds=1, federation=federation).fit(module, clients())

@@ -39,8 +39,8 @@ def clients(sizes=(12, 20, 7, 16), seed=0):
     generator = torch.Generator().manual_seed(seed)
     data = {}
     for number, size in enumerate(sizes):
-        own = torch.randperm(CLASSES - 5, generator=generator)[:4]
-        labels = own[torch.randint(len(own), (size,), generator=generator)]
+        classes_of_client = torch.randperm(CLASSES - 5, generator=generator)[:4]
+        labels = classes_of_client[torch.randint(len(classes_of_client), (size,), generator=generator)]
         data[f"c{number}"] = TensorDataset(torch.randn(size, SIZE, generator=generator), labels)
     return data
 
@@ -58,13 +58,13 @@ def written_loss(objective, logits, target, positives, num_classes):
     losses = []
     for row, label in zip(logits, target.tolist(), strict=True):
         shift = math.log((num_classes - positives) / negatives) if negatives else 0.0
-        corrected = [row[place] + (shift if place >= positives else 0.0) for place in range(len(row))]
-        others = {
-            "fedss": [place for place in range(len(row)) if place != label],
+        corrected = [row[index] + (shift if index >= positives else 0.0) for index in range(len(row))]
+        competitors = {
+            "fedss": [index for index in range(len(row)) if index != label],
             "negonly": list(range(positives, len(row))),
-            "posonly": [place for place in range(positives) if place != label],
+            "posonly": [index for index in range(positives) if index != label],
         }[objective]
-        losses.append(torch.log(1 + sum(torch.exp(corrected[place] - row[label]) for place in others)))
+        losses.append(torch.log(1 + sum(torch.exp(corrected[index] - row[label]) for index in competitors)))
     return torch.stack(losses).mean()
 
 
@@ -91,23 +91,24 @@ def written_round(state, visits, objective):
         for name, value in local.items():
             share = visit["size"] / total
             if name == WEIGHT:
-                for place, row in enumerate(order):
-                    new[name][row] += share * (value[place].detach() - state[name][row].double())
+                for index, row in enumerate(order):
+                    new[name][row] += share * (value[index].detach() - state[name][row].double())
             else:
                 new[name] += share * (value.detach() - state[name].double())
     return new
 
 
 class Notes(FederatedCallback):
-    """What each visit was sent, and its batches."""
+    """Messages to every visit, and its batches."""
 
     def __init__(self, data):
         self.data, self.visits = data, []
 
     def on_client_start(self, trainer, module, client, broadcast):
-        own = self.data[client].tensors[1].unique().tolist()
+        positives = self.data[client].tensors[1].unique().tolist()
         rows = broadcast.rows.get(WEIGHT, torch.arange(CLASSES)).tolist()
-        self.visits.append({"client": client, "own": own, "rows": rows, "batches": [], "size": len(self.data[client])})
+        visit = {"client": client, "own": positives, "rows": rows, "batches": [], "size": len(self.data[client])}
+        self.visits.append(visit)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.visits[-1]["batches"].append([value.clone() for value in batch])
@@ -157,7 +158,7 @@ def test_the_bytes_are_those_of_the_held_classes(bias, federated_trainer):
     assert trainer.callback_metrics["comm/down_bytes"] == sum(bytes_of(visit.broadcast) for visit in recorder.visits)
     asked = 8 * sum(held)  # one list for weight and bias
     assert trainer.callback_metrics["comm/up_bytes"] == trainer.callback_metrics["comm/down_bytes"] + asked
-    assert trainer.callback_metrics["fed/held_classes"] == sum(held) / len(held)
+    assert trainer.callback_metrics["fed/sampled_classes"] == sum(held) / len(held)
 
 
 def test_a_step_may_call_the_heads_loss(federated_trainer):
@@ -169,10 +170,10 @@ def test_a_step_may_call_the_heads_loss(federated_trainer):
             return self.net[1].loss(self.net[0](inputs), targets)
 
     for objective in ("fedss", "negonly", "posonly"):
-        plain, own = models.Module(net(), plain_sgd), Own(net(), plain_sgd)
-        for module in (plain, own):
+        plain, overriding = models.Module(net(), plain_sgd), Own(net(), plain_sgd)
+        for module in (plain, overriding):
             federated_trainer(max_rounds=2, callbacks=[SampledSoftmax(5, objective)]).fit(module, clients())
-        assert_same(state_of(own), state_of(plain))
+        assert_same(state_of(overriding), state_of(plain))
 
 
 class Draws(FederatedCallback):
@@ -201,11 +202,11 @@ def test_negatives_are_the_clients_own(federated_trainer):
         assert list(rows) == sorted(set(rows))
         assert set(data[client].tensors[1].tolist()) < set(rows)
     assert len({draws.rows[round, "c1"] for round in range(3)}) == 3
-    other = Draws()
-    federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(6), other], seed=5).fit(
+    second = Draws()
+    federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(6), second], seed=5).fit(
         models.Module(net(), plain_sgd), data
     )
-    assert other.rows[0, "c1"] != draws.rows[0, "c1"]
+    assert second.rows[0, "c1"] != draws.rows[0, "c1"]
 
 
 def test_negatives_of_every_batch(federated_trainer):
@@ -224,19 +225,19 @@ def test_negatives_of_every_batch(federated_trainer):
     federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(3, resample="batch"), draws]).fit(
         module, FederatedDataModule(data, batch_size=4)
     )
-    own = {client: len(dataset.tensors[1].unique()) for client, dataset in data.items()}
+    num_positives = {client: len(dataset.tensors[1].unique()) for client, dataset in data.items()}
     batches = {client: math.ceil(len(dataset) / 4) for client, dataset in data.items()}
-    expected = [(own[client] + 3,) for client in data for _ in range(batches[client])]
+    expected = [(num_positives[client] + 3,) for client in data for _ in range(batches[client])]
     assert shapes == expected
     for (_, client), rows in draws.rows.items():
-        assert own[client] + 3 < len(rows) <= own[client] + 3 * batches[client]
+        assert num_positives[client] + 3 < len(rows) <= num_positives[client] + 3 * batches[client]
 
 
 def test_all_classes_in_every_batch(federated_trainer):
-    one, other = models.Module(net(), plain_sgd), models.Module(net(), plain_sgd)
+    one, second = models.Module(net(), plain_sgd), models.Module(net(), plain_sgd)
     federated_trainer(max_rounds=2, callbacks=[SampledSoftmax(CLASSES, resample="batch")]).fit(one, clients())
-    federated_trainer(max_rounds=2).fit(other, clients())
-    assert_same(state_of(one), state_of(other))
+    federated_trainer(max_rounds=2).fit(second, clients())
+    assert_same(state_of(one), state_of(second))
 
 
 def test_a_client_with_one_class_learns_nothing_among_its_own(federated_trainer):
@@ -250,7 +251,7 @@ def test_a_client_with_one_class_learns_nothing_among_its_own(federated_trainer)
 
 
 def test_training_does_not_notice_the_search_for_labels(federated_trainer):
-    """Whether the classes are given or looked for: dropout and the order of the data are the same."""
+    """With classes that are given or looked for, dropout and the order of the data are the same."""
     data, asked = clients(), []
 
     def known(client):
@@ -285,7 +286,7 @@ class Counting(Dataset):
 def test_labels_are_looked_for_once(federated_trainer):
     data = {client: Counting(dataset) for client, dataset in clients().items()}
     federated_trainer(max_rounds=3, callbacks=[SampledSoftmax(5)]).fit(models.Module(net(), plain_sgd), data)
-    assert {each.reads / len(each) for each in data.values()} == {4.0}
+    assert {dataset.reads / len(dataset) for dataset in data.values()} == {4.0}
 
 
 class Raising(Dataset):
@@ -347,7 +348,7 @@ def test_labels_that_the_head_does_not_have(labels, federated_trainer, caplog):
 
 
 def test_loaders_that_leave_examples_out(federated_trainer):
-    """What a pass over them shows is not all: their classes have to be given."""
+    """A pass over them does not show all: their classes have to be given."""
     data = clients()
     loaders = {client: DataLoader(dataset, batch_size=5, drop_last=True) for client, dataset in data.items()}
     with pytest.raises(ValueError, match="The loader of client 'c0' may leave examples out of a pass"):
@@ -368,7 +369,7 @@ def test_clients_that_drop_a_last_batch_show_all_their_classes(federated_trainer
     callback = SampledSoftmax(3)
     trainer = federated_trainer(max_rounds=6, callbacks=[callback])
     trainer.fit(models.Module(net(), plain_sgd), FederatedDataModule(data, batch_size=3, drop_last=True))
-    assert trainer.callback_metrics["fed/held_classes"] == 10
+    assert trainer.callback_metrics["fed/sampled_classes"] == 10
 
 
 def test_labels_that_are_not_in_the_batch(federated_trainer):
@@ -475,7 +476,7 @@ def test_all_classes_are_validated(federated_trainer):
         def validation_step(self, batch, batch_idx):
             logits = self(batch[0])
             shapes.append(tuple(logits.shape[1:]))
-            cosines = F.linear(*(F.normalize(each) for each in (self.net[0](batch[0]), self.net[1].weight)))
+            cosines = F.linear(*(F.normalize(rows) for rows in (self.net[0](batch[0]), self.net[1].weight)))
             torch.testing.assert_close(logits, 20 * cosines)  # the head may multiply by the scale at another step
             super().validation_step(batch, batch_idx)
 
@@ -570,15 +571,15 @@ def test_a_mobile_net_of_timm(federated_trainer):
         network[1] = SampledSoftmaxHead(body(torch.zeros(2, 1, 32, 32)).shape[1], CLASSES)
     generator = torch.Generator().manual_seed(0)
     data = {
-        name: TensorDataset(torch.randn(8, 1, 32, 32, generator=generator), torch.tensor([place, place + 9] * 4))
-        for place, name in enumerate("ab")
+        name: TensorDataset(torch.randn(8, 1, 32, 32, generator=generator), torch.tensor([index, index + 9] * 4))
+        for index, name in enumerate("ab")
     }
     module = models.Module(network, plain_sgd)
     before = state_of(module)
     trainer = federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(4)])
     trainer.fit(module, data)
     moved = (module.net[1].weight != before[WEIGHT]).any(1)
-    assert trainer.callback_metrics["fed/held_classes"] == 6
+    assert trainer.callback_metrics["fed/sampled_classes"] == 6
     assert 4 <= int(moved.sum()) <= 12
     assert all(value.isfinite().all() for value in state_of(module).values())
 

@@ -24,12 +24,12 @@ SEED, CLASSES, NEGATIVES = 5, 30, 6
 
 
 class FewClasses(nn.Module):
-    """What a client's head should compute in training: cosines, and more for the classes that were drawn."""
+    """Logits of a client's head in training: cosines, and more for the classes that were drawn."""
 
-    def __init__(self, count, own):
+    def __init__(self, count, positives):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(count, 8))
-        self.correction = torch.where(own, 0.0, math.log((CLASSES - int(own.sum())) / NEGATIVES))
+        self.correction = torch.where(positives, 0.0, math.log((CLASSES - int(positives.sum())) / NEGATIVES))
 
     def forward(self, features):
         cosine = F.normalize(features.float(), dim=1) @ F.normalize(self.weight, dim=1).T
@@ -85,8 +85,8 @@ TABLE = {
 def test_a_visit_is_a_plain_fit(name, federated_trainer, plain_trainer):
     make, options, trainer_options, loading = TABLE[name]
     clients = {
-        client: (inputs, (3 * torch.arange(len(inputs)) + place) % (9 + place))
-        for place, (client, (inputs, _)) in enumerate(models.vectors().items())
+        client: (inputs, (3 * torch.arange(len(inputs)) + index) % (9 + index))
+        for index, (client, (inputs, _)) in enumerate(models.vectors().items())
     }
     recorder, rows = Recorder(), Rows()
     trainer = federated_trainer(
@@ -97,9 +97,9 @@ def test_a_visit_is_a_plain_fit(name, federated_trainer, plain_trainer):
     trainer.fit(make(whole()), datamodule=data)
     assert len(recorder.visits) == len(clients)
     for visit, held in zip(recorder.visits, rows.held, strict=True):
-        own = torch.isin(held, clients[visit.client][1])
-        assert int((~own).sum()) == NEGATIVES
-        module = make(nn.Sequential(*body(), FewClasses(len(held), own)))
+        positives = torch.isin(held, clients[visit.client][1])
+        assert int((~positives).sum()) == NEGATIVES
+        module = make(nn.Sequential(*body(), FewClasses(len(held), positives)))
         module.load_state_dict(visit.start)
         batches = [[inputs, torch.searchsorted(held, labels)] for inputs, labels in copy.deepcopy(visit.batches)]
         seed_reference(visit_seed_reference(SEED, 0, visit.client))

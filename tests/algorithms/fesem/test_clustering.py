@@ -36,13 +36,13 @@ def test_first_centres_are_drawn_by_squared_distance():
 def test_the_best_of_several_starts():
     """Five pairs: one start often puts two centres into a pair and one between two others."""
     points = torch.cat([torch.tensor([4.0 * pair, 4.0 * pair + 1]) for pair in range(5)])[:, None]
-    found = Counter()
+    best_starts = Counter()
     for seed in range(40):
         for starts in (1, 10):
             groups, _ = k_means(points, 5, torch.ones(10), np.random.default_rng(seed), num_starts=starts)
-            found[starts] += len(set(groups[::2].tolist())) == 5 and torch.equal(groups[::2], groups[1::2])
-    assert found[10] == 40
-    assert found[1] < 40
+            best_starts[starts] += len(set(groups[::2].tolist())) == 5 and torch.equal(groups[::2], groups[1::2])
+    assert best_starts[10] == 40
+    assert best_starts[1] < 40
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

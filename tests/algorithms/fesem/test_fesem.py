@@ -78,8 +78,8 @@ def test_against_a_plain_implementation(num_centers, pattern, init):
         )
         assert_same(expected, new)
         assert rule.assignments == reference.assigned
-        for ours, theirs in zip(rule.centers, reference.centers, strict=True):
-            assert_same(theirs, ours)
+        for center, reference_center in zip(rule.centers, reference.centers, strict=True):
+            assert_same(reference_center, center)
         state = new
     assert len(set(rule.assignments.values())) >= min(num_centers, 2)
     assert set(rule.assignments) == set(range(7))
@@ -89,7 +89,7 @@ def test_against_a_plain_implementation(num_centers, pattern, init):
 def test_clients_of_two_kinds_end_around_two_centres(init, rounds):
     rule = FeSEM(num_centers=2, init=init)
     run(rule, [received(number) for number in range(rounds)])
-    groups = [{c for c, place in rule.assignments.items() if place == group} for group in range(2)]
+    groups = [{c for c, index in rule.assignments.items() if index == group} for group in range(2)]
     assert sorted(groups, key=min) == [{0, 2, 4, 6}, {1, 3, 5}]
 
 
@@ -148,14 +148,14 @@ def test_what_is_compared():
 
 
 def test_one_centre_is_fedavg():
-    for ours, theirs in zip(run(FeSEM(1), ROUNDS), run(FedAvg(), ROUNDS), strict=True):
-        assert_same(theirs, ours)
+    for state, expected in zip(run(FeSEM(1), ROUNDS), run(FedAvg(), ROUNDS), strict=True):
+        assert_same(expected, state)
 
 
 @pytest.mark.parametrize("init", ["k-means++", "random"])
 @pytest.mark.parametrize("num_centers", [1, 2, 3])
 def test_identical_clients(num_centers, init):
-    updates = [ClientUpdate(place, 1 + place, net_state(5)) for place in range(7)]
+    updates = [ClientUpdate(index, 1 + index, net_state(5)) for index in range(7)]
     for state in run(FeSEM(num_centers, init=init), [updates] * 3):
         assert_same(net_state(5), state)
 
@@ -165,11 +165,11 @@ def test_order_does_not_matter(init):
     whole = FeSEM(2, init=init)
     history = run(whole, ROUNDS)
     for order in itertools.islice(itertools.permutations(range(7)), 0, 5040, 700):
-        other = FeSEM(2, init=init)
-        shuffled = [[updates[place] for place in order if place < len(updates)] for updates in ROUNDS]
-        for ours, theirs in zip(run(other, shuffled), history, strict=True):
-            assert_same(theirs, ours)
-        assert other.assignments == whole.assignments
+        permuted = FeSEM(2, init=init)
+        shuffled = [[updates[index] for index in order if index < len(updates)] for updates in ROUNDS]
+        for state, expected in zip(run(permuted, shuffled), history, strict=True):
+            assert_same(expected, state)
+        assert permuted.assignments == whole.assignments
 
 
 @pytest.mark.parametrize("init", ["k-means++", "random"])
@@ -180,9 +180,9 @@ def test_shards_merge_to_the_whole(init):
         for rule in (whole, *parts):
             rule.load_state_dict(whole.state_dict())
             rule.start_round(number, state)
-        for place, update in enumerate(updates):
+        for index, update in enumerate(updates):
             whole.receive(copy.deepcopy(update))
-            parts[place % 2].receive(copy.deepcopy(update))
+            parts[index % 2].receive(copy.deepcopy(update))
         parts[2].merge(parts[0])
         parts[2].merge(parts[1])
         state = whole.aggregate()
@@ -219,8 +219,8 @@ def test_its_state_is_tensors_and_primitives(init, tmp_path):
     torch.save(rule.state_dict(), tmp_path / "state.pt")
     again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert again.sizes() == rule.sizes()
-    for ours, theirs in zip(run(again, ROUNDS[1:]), run(rule, ROUNDS[1:]), strict=True):
-        assert_same(theirs, ours)
+    for ours, reference_value in zip(run(again, ROUNDS[1:]), run(rule, ROUNDS[1:]), strict=True):
+        assert_same(reference_value, ours)
     assert again.assignments == rule.assignments
     assert again.sizes() == rule.sizes()
     with pytest.raises(ValueError, match="`num_centers`=3, but it holds 2"):
@@ -284,9 +284,9 @@ def test_a_fit_against_a_plain_loop(num_centers, pattern, init, federated_traine
         max_rounds=5, clients_per_round=3, local_epochs=2, aggregator=rule, seed=4, callbacks=[recorder, Look()]
     )
     trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(clients))
-    for (state, centers, assigned), aggregate, (ours, places) in zip(history, recorder.aggregates, seen, strict=True):
+    for (state, centers, assigned), aggregate, (ours, indices) in zip(history, recorder.aggregates, seen, strict=True):
         assert_same({f"net.{name}": value for name, value in state.items()}, aggregate)
-        assert places == assigned
+        assert indices == assigned
         for expected, center in zip(centers, ours, strict=True):
             assert_same({f"net.{name}": value for name, value in expected.items()}, center)
 
@@ -303,11 +303,11 @@ def test_one_centre_is_fedavg_in_a_fit(batch_norm, federated_trainer):
         trainer.fit(module, models.as_datasets(clients))
         runs.append((recorder, state_of(module)))
     assert_same(runs[0][1], runs[1][1])
-    for ours, theirs in zip(runs[1][0].visits, runs[0][0].visits, strict=True):
-        assert_same(theirs.broadcast, ours.broadcast)
-        assert_same(theirs.update, ours.update)
-    for ours, theirs in zip(runs[1][0].logged, runs[0][0].logged, strict=True):
-        assert {name: value for name, value in ours.items() if "fesem" not in name} == theirs
+    for ours, expected in zip(runs[1][0].visits, runs[0][0].visits, strict=True):
+        assert_same(expected.broadcast, ours.broadcast)
+        assert_same(expected.update, ours.update)
+    for ours, expected in zip(runs[1][0].logged, runs[0][0].logged, strict=True):
+        assert {name: value for name, value in ours.items() if "fesem" not in name} == expected
 
 
 def opposed():
@@ -315,9 +315,9 @@ def opposed():
     generator = torch.Generator().manual_seed(1)
     rule = torch.randn(6, generator=generator)
     clients = {}
-    for place, (name, size) in enumerate({"a": 40, "b": 36, "c": 44, "d": 38}.items()):
+    for index, (name, size) in enumerate({"a": 40, "b": 36, "c": 44, "d": 38}.items()):
         inputs = torch.randn(size, 6, generator=generator)
-        clients[name] = (inputs, ((inputs @ rule > 0) ^ bool(place % 2)).long())
+        clients[name] = (inputs, ((inputs @ rule > 0) ^ bool(index % 2)).long())
     return clients
 
 
@@ -330,7 +330,7 @@ def fit_opposed(federated_trainer, aggregator, rounds=8, net=models.mlp, **optio
 
 
 def test_clients_are_evaluated_with_their_own_centre(federated_trainer):
-    """Where no single model can serve all, two can; single clients' models are their centres."""
+    """Two models can serve all where no single one can; single clients' models are their centres."""
     single, _ = fit_opposed(federated_trainer, "fedavg")
     trainer, _ = fit_opposed(federated_trainer, FeSEM(2))
     federation = trainer.federation
@@ -361,15 +361,15 @@ def test_centres_are_evaluated_on_the_validation_data(federated_trainer):
     assert [step for step, _ in curve] == [0, 1, 2]
     for (centers, sizes, shared), (_, value) in zip(history, curve, strict=True):
         total = 0.0
-        for place, size in sizes.items():
+        for index, size in sizes.items():
             net = models.mlp().eval()
-            state = shared if place is None else centers[place]
+            state = shared if index is None else centers[index]
             net.load_state_dict({name.removeprefix("net."): entry for name, entry in state.items()})
             total += size * cross_entropy(net, pooled).item()
         assert sum(sizes.values()) == 158
         assert value == pytest.approx(total / 158, rel=1e-5)
     assert trainer.callback_metrics["fesem/val_loss"].item() == curve[-1][1]
-    mean = average_reference([rule.centers[place] for place in rule.sizes()], list(rule.sizes().values()))
+    mean = average_reference([rule.centers[index] for index in rule.sizes()], list(rule.sizes().values()))
     assert_same(mean, state_of(module))  # evaluation leaves the global model
     assert sum(isinstance(callback, CenterEvaluation) for callback in trainer.callbacks) == 1
 
@@ -440,9 +440,9 @@ def test_centres_of_a_checkpoint_are_evaluated(stage, fresh, federated_trainer, 
     trainer, module = fit_opposed(federated_trainer, rule, rounds=2)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     expected = 0.0
-    for place, size in rule.sizes().items():
+    for index, size in rule.sizes().items():
         net = models.mlp().eval()
-        net.load_state_dict({name.removeprefix("net."): entry for name, entry in rule.centers[place].items()})
+        net.load_state_dict({name.removeprefix("net."): entry for name, entry in rule.centers[index].items()})
         expected += size * cross_entropy(net, val.tensors).item() / 158
 
     class Tested(models.Module):
@@ -480,10 +480,12 @@ def test_statistics_of_batch_norm_are_measured_for_every_centre(federated_traine
     """Each centre's are those of its own clients' data, through its own weights."""
     rule = FeSEM(2)
     fit_opposed(federated_trainer, rule, rounds=3, net=models.norm_mlp, batch_norm="recalibrate")
-    for place, center in enumerate(rule.centers):
-        mine = [opposed()[client][0] for client in sorted(rule.assignments) if rule.assignments[client] == place]
-        assert mine
-        inputs = torch.cat(mine) @ center["net.0.weight"].T + center["net.0.bias"]
+    for index, center in enumerate(rule.centers):
+        client_updates = [
+            opposed()[client][0] for client in sorted(rule.assignments) if rule.assignments[client] == index
+        ]
+        assert client_updates
+        inputs = torch.cat(client_updates) @ center["net.0.weight"].T + center["net.0.bias"]
         assert torch.allclose(center["net.1.running_mean"], inputs.mean(0), atol=1e-5)
         assert torch.allclose(center["net.1.running_var"], inputs.var(0), rtol=1e-4)
 
@@ -512,10 +514,10 @@ def test_a_broken_off_run_ends_like_a_whole_one(federated_trainer, tmp_path):
     data = FederatedDataModule(clients, val=clients, batch_size=8)
     trainer.fit(again, datamodule=data, ckpt_path=broken)
     assert_same(state_of(module), state_of(again))
-    rules = [each.federation.server.aggregator for each in (trainer, expected)]
+    rules = [run_trainer.federation.server.aggregator for run_trainer in (trainer, expected)]
     assert rules[0].assignments == rules[1].assignments
-    for ours, theirs in zip(rules[0].centers, rules[1].centers, strict=True):
-        assert_same(theirs, ours)
+    for center, expected_center in zip(rules[0].centers, rules[1].centers, strict=True):
+        assert_same(expected_center, center)
     for name in ("fesem/val_loss", "fesem/moved", "fed/val_acc/mean", "comm/total_up_bytes"):
         parts = dict(loggers[0].curve(name)) | dict(loggers[1].curve(name))
         assert sorted(parts.items()) == whole.curve(name)

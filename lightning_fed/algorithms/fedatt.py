@@ -1,4 +1,4 @@
-"""Attentive aggregation: the further a client has moved a layer, the more its layer counts.
+"""FedAtt, attentive aggregation: the further a client has moved a layer, the more its layer counts.
 
 Ji, Pan, Long, Li, Jiang & Huang, "Learning Private Neural Language Modeling with Attentive Aggregation", IJCNN 2019.
 https://arxiv.org/abs/1812.07108
@@ -6,10 +6,11 @@ https://arxiv.org/abs/1812.07108
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from lightning_fed.algorithms.fedatt.softmax_mean import SoftmaxMean
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
@@ -30,8 +31,8 @@ class FedAtt(Aggregator):
     and running statistics of BatchNorm are what :class:`FedAvg` makes of them: a step beyond the clients would give
     negative variances.
 
-    The weights are known only when all clients have sent, the memory is that of one state all the same
-    (:class:`~lightning_fed.algorithms.fedatt.SoftmaxMean`).
+    The weights are known only when all clients have sent; the memory is that of one state all the same
+    (:class:`SoftmaxMean`).
 
     Args:
         step_size: Step :math:`\epsilon` towards the weighted mean; with 1 the mean itself, with more beyond it. Clients
@@ -71,7 +72,7 @@ class FedAtt(Aggregator):
         """Starts a round from ``state``."""
         self._round, self._state = round, state
         self.layers = SoftmaxMean()
-        self.others = WeightedMean()
+        self.averaged_entries = WeightedMean()
 
     def broadcast(self, client: Client) -> Broadcast:
         """The global state, the same for every client."""
@@ -86,8 +87,8 @@ class FedAtt(Aggregator):
             for name, value in layers.items()
         }
         self.layers.add(layers, distances)
-        others = {name: value for name, value in update.state.items() if name not in layers}
-        self.others.add(others, update.num_samples, update.num_samples)
+        averaged = {name: value for name, value in update.state.items() if name not in layers}
+        self.averaged_entries.add(averaged, update.num_samples, update.num_samples)
 
     def merge(self, other: Aggregator) -> None:
         """Joins what another FedAtt has received.
@@ -99,17 +100,17 @@ class FedAtt(Aggregator):
         if not isinstance(other, FedAtt):
             raise TypeError(f"Expected `other` to be a FedAtt, but got {type(other).__name__}.")
         self.layers.merge(other.layers)
-        self.others.merge(other.others)
+        self.averaged_entries.merge(other.averaged_entries)
 
     @torch.no_grad()
     def aggregate(self) -> State:
         """The step from the global state, entry by entry."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self._round))
-        means, others = self.layers.mean(), self.others.mean()
+        means, averaged = self.layers.mean(), self.averaged_entries.mean()
         new = {}
         for name, old in self._state.items():
-            if name in others:
-                new[name] = others[name]
+            if name in averaged:
+                new[name] = averaged[name]
                 continue
             # As a mean of both: with a step of 1 it is the clients' mean, to the last bit.
             value = (1 - self.step_size) * to_float64(old) + self.step_size * means[name]
@@ -121,3 +122,64 @@ class FedAtt(Aggregator):
 
 def _is_layer(name: str, value: Tensor) -> bool:
     return (value.is_floating_point() or value.is_complex()) and not is_running_statistic(name)
+
+
+class SoftmaxMean:
+    r"""Running mean of flat states, in which every entry has weights of its own: a softmax of scores over the states.
+
+    .. math:: \bar w^l = \sum_k \alpha_k^l w_k^l, \qquad \alpha^l = \mathrm{softmax}_k(s_k^l)
+
+    The softmax is not known before the last score: sums are kept relative to the largest score so far and scaled down
+    where a larger one comes, in float64. The object is a monoid: :meth:`merge` joins what another process has added.
+
+    Example:
+        >>> mean = SoftmaxMean()
+        >>> mean.add({"w": torch.tensor([0.0])}, {"w": torch.tensor(1.0)})
+        >>> mean.add({"w": torch.tensor([1.0])}, {"w": torch.tensor(2.0)})
+        >>> mean.mean()
+        {'w': tensor([0.7311], dtype=torch.float64)}
+
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
+        self._peaks: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, state: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> None:
+        """Adds one state.
+
+        Args:
+            state: Floating-point entries of any shape; every state added must have the same names and shapes.
+            scores: Score of every entry, shape ``()``.
+
+        """
+        for name, value in state.items():
+            values = to_float64(value.detach(), copy=True)
+            peak = to_float64(scores[name]).to(values.device)
+            self._join(name, values, torch.ones_like(peak), peak)
+
+    @torch.no_grad()
+    def merge(self, other: SoftmaxMean) -> None:
+        """Joins the states that ``other`` has added; ``other`` is left as it is."""
+        for name, values in other._sums.items():
+            device = self._sums[name].device if name in self._sums else values.device
+            weight, peak = other._weights[name].to(device), other._peaks[name].to(device)
+            self._join(name, values.to(device, copy=True), weight, peak)
+
+    @torch.no_grad()
+    def mean(self) -> dict[str, Tensor]:
+        """The mean of the states, in float64 (complex128)."""
+        return {name: value / self._weights[name] for name, value in self._sums.items()}
+
+    def _join(self, name: str, values: Tensor, weight: Tensor, peak: Tensor) -> None:
+        """Joins a sum of states, which may be written to, and of their weights, both relative to exp(peak)."""
+        if name not in self._sums:
+            self._sums[name], self._weights[name], self._peaks[name] = values, weight, peak
+            return
+        top = torch.maximum(self._peaks[name], peak)
+        old_scale, new_scale = (self._peaks[name] - top).exp(), (peak - top).exp()
+        self._sums[name].mul_(old_scale).add_(values.mul_(new_scale))
+        self._weights[name] = self._weights[name] * old_scale + weight * new_scale
+        self._peaks[name] = top

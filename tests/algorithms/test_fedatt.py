@@ -32,7 +32,7 @@ def net_state(seed):
 
 
 def updates(count):
-    return [ClientUpdate(place, 1 + 7 * place % 11, net_state(place + 1)) for place in range(count)]
+    return [ClientUpdate(index, 1 + 7 * index % 11, net_state(index + 1)) for index in range(count)]
 
 
 def aggregated(rule, received, start=None):
@@ -103,23 +103,23 @@ def test_a_fit_against_a_plain_loop(net, federated_trainer):
 def test_running_statistics_stay_possible():
     """A step beyond the clients' variances would end below zero."""
     start = {"norm.running_var": torch.tensor([1.0]), "norm.running_mean": torch.tensor([0.0])}
-    received = [ClientUpdate(place, 1, {**start, "norm.running_var": torch.tensor([0.01])}) for place in range(2)]
+    received = [ClientUpdate(index, 1, {**start, "norm.running_var": torch.tensor([0.01])}) for index in range(2)]
     assert aggregated(FedAtt(step_size=1.5), received, start)["norm.running_var"].item() == pytest.approx(0.01)
 
 
 def test_identical_clients():
     """They are the aggregate with a step of 1; with another, one of them alone has the same effect."""
     for count in (1, 2, 7):
-        received = [ClientUpdate(place, place + 1, net_state(5)) for place in range(count)]
+        received = [ClientUpdate(index, index + 1, net_state(5)) for index in range(count)]
         assert_same(net_state(5), aggregated(FedAtt(step_size=1.0), received))
         assert_same(aggregated(FedAtt(), received[:1]), aggregated(FedAtt(), received))
-    unmoved = [ClientUpdate(place, 1, net_state(0)) for place in range(3)]
+    unmoved = [ClientUpdate(index, 1, net_state(0)) for index in range(3)]
     assert_same(net_state(0), aggregated(FedAtt(), unmoved))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype):
-    received = [ClientUpdate(place, 1, {"w": torch.tensor([1.0 + place], dtype=dtype)}) for place in range(3)]
+    received = [ClientUpdate(index, 1, {"w": torch.tensor([1.0 + index], dtype=dtype)}) for index in range(3)]
     new = aggregated(FedAtt(), received, {"w": torch.tensor([1.0], dtype=dtype)})
     assert new["w"].dtype == dtype
 
@@ -145,9 +145,9 @@ def test_shards_merge_to_the_whole(cuts):
         for update in copy.deepcopy(received[start:stop]):
             shard.receive(update)
         shards.append(shard)
-    first, *others = shards
-    for other in others:
-        first.merge(other)
+    first, *aggregators = shards
+    for aggregator in aggregators:
+        first.merge(aggregator)
     assert close(first.aggregate(), whole)
     with pytest.raises(TypeError, match="`other` to be a FedAtt, but got FedAvg"):
         first.merge(FedAvg())
@@ -156,7 +156,7 @@ def test_shards_merge_to_the_whole(cuts):
 def test_large_distances_do_not_overflow():
     start = {"w": torch.zeros(4)}
     for order in ((1e4, 1e6), (1e6, 1e4)):
-        received = [ClientUpdate(place, 1, {"w": torch.full((4,), value)}) for place, value in enumerate(order)]
+        received = [ClientUpdate(index, 1, {"w": torch.full((4,), value)}) for index, value in enumerate(order)]
         assert aggregated(FedAtt(1.0), received, start)["w"].tolist() == [1e6] * 4
 
 

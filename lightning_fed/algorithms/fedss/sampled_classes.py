@@ -1,4 +1,7 @@
-"""FedSS: which classes of very many a client holds."""
+"""FedSS's sampled classes S_k: those of very many that a client holds in its visit.
+
+"Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, section 3.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,22 @@ class ForeignLabelError(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class HeldClasses:
-    """The classes that a client holds, and what its loss makes of them.
+class SampledClasses:
+    r"""The classes :math:`S_k = P_k \cup N_k` that a client holds, and the options of its loss.
 
     Args:
         classes: Their numbers among all classes, int64, strictly increasing, shape ``(S,)``.
-        is_positive: Which of them are the client's own, bool, shape ``(S,)``; the others were drawn.
+        is_positive: Mask of the client's own classes, bool, shape ``(S,)``; the others were drawn.
         objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`.
-        log_q: Which logits are corrected, see there.
-        q_support: What the drawn classes count as drawn from, see
+        log_q: Logits that are corrected, see there.
+        q_support: Classes that the drawn ones count as drawn from, see
             :func:`~lightning_fed.algorithms.fedss.log_correction`.
 
     Raises:
         ValueError: If the classes are not in order, none is the client's own, or an option is unknown.
 
     Example:
-        >>> held = HeldClasses(torch.tensor([2, 5, 7]), torch.tensor([True, True, False]))
+        >>> held = SampledClasses(torch.tensor([2, 5, 7]), torch.tensor([True, True, False]))
         >>> held.relabel(torch.tensor([5, -100, 2]))
         tensor([   1, -100,    0])
 
@@ -59,7 +62,7 @@ class HeldClasses:
 
     @property
     def needs_target(self) -> bool:
-        """Whether the logits of an example depend on its label."""
+        """True if the logits of an example depend on its label."""
         return self.objective == "negonly" or (self.objective == "fedss" and self.log_q == "all_but_target")
 
     def check_among(self, num_classes: int) -> None:
@@ -81,7 +84,7 @@ class HeldClasses:
             )
 
     def correction(self, num_classes: int) -> float:
-        """What is added to the logits of drawn classes, see :func:`~lightning_fed.algorithms.fedss.log_correction`.
+        """The number added to the logits of drawn classes, see :func:`~lightning_fed.algorithms.fedss.log_correction`.
 
         Args:
             num_classes: Number of all classes.
@@ -90,8 +93,8 @@ class HeldClasses:
         num_positives = int(self.is_positive.sum())
         return log_correction(num_positives, len(self.classes) - num_positives, num_classes, self.q_support)
 
-    def narrow(self, columns: Tensor) -> HeldClasses:
-        """Some of the classes: the client's own, and fewer that were drawn.
+    def subset(self, columns: Tensor) -> SampledClasses:
+        """The client's own classes and fewer of those that were drawn.
 
         Args:
             columns: Positions among the held classes, int64, strictly increasing, with all positives.
@@ -130,8 +133,8 @@ class HeldClasses:
         labels = target.to(torch.int64)
         classes, is_positive = self.classes.to(labels.device), self.is_positive.to(labels.device)
         columns = torch.searchsorted(classes, labels.contiguous()).clamp(max=len(classes) - 1)
-        is_own = (classes[columns] == labels) & is_positive[columns]
-        wrong = torch.unique(labels[(labels >= 0) & ~is_own])
+        is_known = (classes[columns] == labels) & is_positive[columns]
+        wrong = torch.unique(labels[(labels >= 0) & ~is_known])
         if len(wrong):
             raise ForeignLabelError(
                 f"Expected `target` to be among the client's own classes, but got {wrong.tolist()}."

@@ -1,0 +1,99 @@
+"""Labels as classes: the label of void pixels, classes that are left out, and label maps at another size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_fed.argument_checks import check_count
+
+VoidLabel: TypeAlias = int | Literal["auto"] | None
+"""Label of void pixels: a number, ``"auto"`` for 255 unless that is a class, or ``None`` for none."""
+
+_VOID_OF_8_BITS = 255
+
+
+def class_indices(
+    labels: Tensor, num_classes: int, ignore_index: VoidLabel = "auto", exclude_classes: Sequence[int] = ()
+) -> Tensor:
+    r"""Row of every label in a table of classes: the class itself, or :math:`C` for all that is left out.
+
+    Args:
+        labels: Classes, integers of any shape.
+        num_classes: Number of classes :math:`C`.
+        ignore_index: Label of void pixels; ``None`` for none, ``"auto"`` for 255 unless that is a class.
+        exclude_classes: Classes that are left out.
+
+    Returns:
+        Integers from 0 to :math:`C`, int64, of the labels' shape.
+
+    Raises:
+        ValueError: If a label or an option is out of its range.
+
+    Example:
+        >>> class_indices(torch.tensor([0, 1, 2, 255]), num_classes=3, exclude_classes=[0]).tolist()
+        [3, 1, 2, 3]
+
+    """
+    check_count("num_classes", num_classes)
+    ignore_index = void_label(ignore_index, num_classes)
+    if ignore_index is not None and 0 <= ignore_index < num_classes:
+        raise ValueError(
+            f"Expected `ignore_index` to be no class (0 to {num_classes - 1}), but got {ignore_index}. Pass"
+            " `ignore_index=None`; a class is left out with `exclude_classes`."
+        )
+    for excluded in exclude_classes:
+        if not 0 <= excluded < num_classes:
+            raise ValueError(f"Expected `exclude_classes` to be in 0 to {num_classes - 1}, but got {excluded}.")
+    labels = labels.long()
+    kept = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
+    outside = kept & ((labels < 0) | (labels >= num_classes))
+    if outside.any():
+        raise ValueError(
+            f"Expected `labels` to be in 0 to {num_classes - 1} or `ignore_index` ({ignore_index}), but got"
+            f" {int(labels[outside][0])}."
+        )
+    for excluded in exclude_classes:
+        kept &= labels != excluded
+    return torch.where(kept, labels, num_classes)
+
+
+def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
+    """Label of void pixels; ``"auto"`` is 255, as in masks of 8 bits, unless that is a class.
+
+    Example:
+        >>> void_label("auto", 21), void_label("auto", 300), void_label(-1, 300)
+        (255, None, -1)
+
+    """
+    if ignore_index != "auto":
+        return ignore_index
+    return _VOID_OF_8_BITS if num_classes <= _VOID_OF_8_BITS else None
+
+
+def resize_labels(labels: Tensor, size: Sequence[int]) -> Tensor:
+    r"""Nearest-neighbour resize: position i of n takes the label at :math:`\lfloor i m / n \rfloor` of m.
+
+    As ``torch.nn.functional.interpolate(mode="nearest")``, but in integers, so that no large label and no position is
+    rounded.
+
+    Args:
+        labels: Label maps, shape ``(N, *label_size)``.
+        size: New size, as many numbers as ``label_size`` has.
+
+    Returns:
+        Labels, shape ``(N, *size)``.
+
+    Example:
+        >>> resize_labels(torch.tensor([[[0, 0, 1, 1], [255, 255, 1, 0]]]), (1, 2)).tolist()
+        [[[0, 1]]]
+
+    """
+    for dim, length in enumerate(size, start=1):
+        if labels.shape[dim] != length:
+            index = torch.arange(length, device=labels.device) * labels.shape[dim] // length
+            labels = labels.index_select(dim, index)
+    return labels
