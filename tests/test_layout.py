@@ -1,12 +1,14 @@
 """The layout: imports go one way, from defining files, in no circle; a package's ``__init__.py`` only re-exports."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_fed"
+ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 
 # A file imports from rooms of earlier lines and from its own room. Rooms of one line do not know each other.
 ORDER = [
@@ -149,6 +151,17 @@ def test_files_import_from_the_files_that_define():
     assert {name for name in FILES if LOADED[name] & DOORS.keys()} == {READS_RECIPES}
 
 
+@pytest.mark.parametrize("room", ["messages", "numerics", "model", "server", "client"])
+def test_the_halves_import_no_lightning(room):
+    """Directly: what a half does can be tried without a Trainer."""
+    for name in FILES:
+        if name.partition(".")[0] == room:
+            statements = list(ast.walk(ast.parse(FILES[name].read_text())))
+            modules = [node.module for node in statements if isinstance(node, ast.ImportFrom)]
+            modules += [alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names]
+            assert "lightning" not in {module.partition(".")[0] for module in modules}, name
+
+
 def is_of_a_door(statement):
     if isinstance(statement, ast.Assign):
         return {ast.unparse(target) for target in statement.targets} <= {"__all__", "__version__"}
@@ -160,3 +173,25 @@ def test_doors_only_reexport():
     assert all(isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) for body in bodies.values())
     do_more = {name for name, body in bodies.items() if not all(map(is_of_a_door, body[1:]))}
     assert do_more == set(DOORS_THAT_DO_MORE)
+
+
+# --- docs/architecture.md ---------------------------------------------------------------------------------------------
+
+
+def test_the_architecture_page_has_the_order():
+    quote = " ".join(re.findall(r"^> (.*)$", ARCHITECTURE.read_text(), re.M))
+    rooms = {name.partition(".")[0] for name in [*FILES, *DOORS]} - {"__main__"}
+    order = [[room for room in line if room in rooms] for line in ORDER]
+    assert [re.findall(r"`(\w+)`", line) for line in quote.split("<")] == [line for line in order if line]
+
+
+def test_the_architecture_page_has_every_room_in_its_tree():
+    tree = re.search(r"^lightning_fed/\n((?: +.*\n)+)", ARCHITECTURE.read_text(), re.M)[1]
+    rooms = {name.partition(".")[0] for name in [*FILES, *DOORS] if name} - {"__main__"}
+    expected = {f"{room}/" if room in DOORS else f"{room}.py" for room in rooms}
+    assert sorted(re.findall(r"^ +(\S+)", tree, re.M)) == sorted(expected)
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`(\w+/[\w/]+\.py)`", ARCHITECTURE.read_text()))))
+def test_the_architecture_page_names_files_that_there_are(path):
+    assert (PACKAGE / path).exists() or (PACKAGE.parent / path).exists()
