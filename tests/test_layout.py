@@ -175,6 +175,12 @@ def test_doors_only_reexport():
     assert do_more == set(DOORS_THAT_DO_MORE)
 
 
+def test_tests_mirror_the_package():
+    tests = Path(__file__).parent
+    folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
+    assert [folder for folder in folders if not (PACKAGE / folder).is_dir()] == []
+
+
 # --- docs/architecture.md ---------------------------------------------------------------------------------------------
 
 
