@@ -8,7 +8,7 @@ import torch
 
 from tests.generators import SEED_VARIABLES, forget_seeds, same_random_numbers
 
-# The examples of the Flower engine need Flower, an extra.
+# The examples of the Flower backend need Flower, an extra.
 collect_ignore_glob = [] if find_spec("flwr") else ["lightning_fed/backends/flower/*.py", "tests/backends/flower/*.py"]
 
 # One thread, or as many as the environment says: the processes that tests start read the same variable.
