@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 
 @contextmanager
-def written_whole(path: Path, suffix: str = ".partial") -> Iterator[Path]:
+def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
     """Path to write a file to, which takes the place of another at the end, unless something was raised.
 
     Args:
@@ -22,7 +22,7 @@ def written_whole(path: Path, suffix: str = ".partial") -> Iterator[Path]:
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "results" / "summary.csv"
-        >>> with written_whole(path) as partial:
+        >>> with atomic_write(path) as partial:
         ...     _ = partial.write_text("round,accuracy")
         >>> path.read_text()
         'round,accuracy'
@@ -39,9 +39,9 @@ def written_whole(path: Path, suffix: str = ".partial") -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a text with :func:`written_whole`."""
-    with written_whole(path) as partial:
+def write_text_atomically(path: Path, text: str) -> None:
+    """Writes a text with :func:`atomic_write`."""
+    with atomic_write(path) as partial:
         partial.write_text(text)
 
 
@@ -61,5 +61,5 @@ class RoundCheckpoint(Checkpoint):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves the round."""
-        with written_whole(self._path) as partial:
+        with atomic_write(self._path) as partial:
             trainer.save_checkpoint(partial)

@@ -27,29 +27,29 @@ class ProcessGroup:
     Attributes:
         rank: Index of this process, from 0.
         size: Number of processes.
-        apart: Whether every process is on its own: while visits are under way, of which each has others.
+        is_independent: Whether every process is on its own: while visits are under way, of which each has others.
 
     Example:
-        >>> ranks = Ranks()
-        >>> ranks.size, ranks.gather("mine")
-        (1, ['mine'])
+        >>> group = ProcessGroup()
+        >>> group.size, group.gather("state")
+        (1, ['state'])
 
     """
 
     rank = 0
     size = 1
-    apart = False
+    is_independent = False
 
     @contextmanager
-    def parted(self) -> Iterator[None]:
+    def independent(self) -> Iterator[None]:
         """Meanwhile every process is on its own."""
-        before, self.apart = self.apart, True
+        before, self.is_independent = self.is_independent, True
         try:
             yield
         finally:
-            self.apart = before
+            self.is_independent = before
 
-    def each(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
+    def gather_one_by_one(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
         """What every process has, in the order of the ranks: one after another, so that memory is that of two.
 
         All processes must ask, and take all. Every value is a copy of the sender's but for its tensors, which the
@@ -67,15 +67,15 @@ class ProcessGroup:
         yield value
 
     def gather(self, value: Any) -> list[Any]:
-        """What every process has, in the order of the ranks, as :meth:`each`; in all of them."""
-        return list(self.each(value))
+        """What every process has, in the order of the ranks, as :meth:`gather_one_by_one`; in all of them."""
+        return list(self.gather_one_by_one(value))
 
-    def first(self, value: Any) -> Any:
-        """What the first process has; as :meth:`each`."""
+    def broadcast(self, value: Any) -> Any:
+        """What the first process has; as :meth:`gather_one_by_one`."""
         return value
 
 
-ALONE = ProcessGroup()
+SINGLE_PROCESS = ProcessGroup()
 """One process."""
 
 
@@ -93,7 +93,7 @@ class TorchProcessGroup(ProcessGroup):
         self._device = device
         self._wire = device if dist.get_backend() == "nccl" else torch.device("cpu")  # gloo's tensors are on the CPU
 
-    def each(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
+    def gather_one_by_one(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
         """What every process has, in the order of the ranks."""
         rest, tensors = pack(value, known)
         headers: list[Any] = [None] * self.size
@@ -102,19 +102,19 @@ class TorchProcessGroup(ProcessGroup):
         if len({count for _, _, count in headers}) > 1:
             raise RuntimeError("The processes do not know the same tensors: this is an error of `lightning_fed`.")
         for source, (theirs, forms, _) in enumerate(headers):
-            received = self._broadcast(source, tensors if source == self.rank else None, forms)
+            received = self._broadcast_tensors(source, tensors if source == self.rank else None, forms)
             yield unpack(theirs, received, known)
 
-    def first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What the first process has."""
         rest, tensors = pack(value) if self.rank == 0 else (b"", [])
         header: list[Any] = [(rest, [_describe(tensor) for tensor in tensors])]
         with _explained():
             dist.broadcast_object_list(header, src=0)
         rest, forms = header[0]
-        return unpack(rest, self._broadcast(0, tensors if self.rank == 0 else None, forms))
+        return unpack(rest, self._broadcast_tensors(0, tensors if self.rank == 0 else None, forms))
 
-    def _broadcast(self, source: int, tensors: Sequence[Tensor] | None, forms: Sequence[_Form]) -> list[Tensor]:
+    def _broadcast_tensors(self, source: int, tensors: Sequence[Tensor] | None, forms: Sequence[_Form]) -> list[Tensor]:
         """The tensors of one process, in all: small ones together, each of the others alone."""
         done: list[Tensor] = []
         for group in _groups(forms):

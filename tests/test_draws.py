@@ -135,7 +135,7 @@ NEEDED = {
 }  # fmt: skip
 NO_OBJECTS = {  # messages, tables, functions, what is abstract
     "Aggregator", "AveragingAggregator", "AGGREGATORS", "build_aggregator", "MarginReport", "Confusion", "PartTraffic",
-    "Traffic", "find_federation", "segmentation_grid", "Partition", "PlannedVisit", "Population", "StreamItem",
+    "Traffic", "find_federation", "segmentation_grid", "Partition", "PlannedVisit", "Population", "VisitBatch",
     "DatasetClients", "LoaderClients",
 }  # fmt: skip
 MADE = {

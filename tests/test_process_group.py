@@ -13,7 +13,7 @@ from lightning_fed.client.client_store import ClientStore, FolderStore, MemorySt
 from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import RoundLoader
-from lightning_fed.data.visit_costs import VisitCosts, share_out
+from lightning_fed.data.visit_costs import VisitCosts, balance_loads
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.process_group import ProcessGroup, pack, unpack
 from lightning_fed.server.schedule import Schedule, Visit
@@ -116,12 +116,12 @@ def test_parts_that_are_sent_and_merged_are_one(rule, shares):
 def test_shares_are_balanced():
     work = [float(value) for value in (7, 1, 4, 4, 2, 9, 3)]
     for size in (1, 2, 3, 9):
-        shares = share_out(work, size)
+        shares = balance_loads(work, size)
         assert sorted(itertools.chain(*shares)) == list(range(len(work)))
         assert all(share == sorted(share) for share in shares)
         loads = [sum(work[place] for place in share) for share in shares]
         assert max(loads) <= max(max(work), sum(work) / size + max(work))
-    assert max(sum(work[place] for place in share) for share in share_out(work, 2)) == 15
+    assert max(sum(work[place] for place in share) for share in balance_loads(work, 2)) == 15
 
 
 def test_paces_remember_the_last_visit():
@@ -138,7 +138,7 @@ class Some(ProcessGroup):
     def __init__(self, rank, size, answers):
         self.rank, self.size, self.answers = rank, size, answers
 
-    def each(self, value, known=()):
+    def gather_one_by_one(self, value, known=()):
         self.answers[self.rank] = value
         yield from self.answers
 
@@ -165,11 +165,11 @@ def test_all_processes_serve_as_many_batches_as_lightning_takes(size, limit):
             batches.append(batch)
             ended += loader.is_over
             if loader.current is not None and not loader.batches_left:
-                served.append((loader.current.visit.client, loader.current.num_batches, loader.current.place))
+                served.append((loader.current.visit.client, loader.current.num_batches, loader.current.position))
         assert len(batches) == taken
         assert ended == 1
         assert sum(batch is not None for batch in batches) == sum(visit.num_batches for visit in loader.visits)
-    own = [(visit.visit.client, visit.num_batches, visit.place) for visit in alone.visits]
+    own = [(visit.visit.client, visit.num_batches, visit.position) for visit in alone.visits]
     assert sorted(served) == sorted(own)
 
 
@@ -201,7 +201,7 @@ class _First(ProcessGroup):
     def __init__(self, rank, answers):
         self.rank, self.answers = rank, answers
 
-    def first(self, value):
+    def broadcast(self, value):
         if self.rank == 0:
             self.answers[0] = value
         return self.answers[0]

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from lightning_fed.files import write_whole, written_whole
+from lightning_fed.files import atomic_write, write_text_atomically
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import copy_state
 from lightning_fed.process_group import ProcessGroup
@@ -178,7 +178,7 @@ class FolderStore(ClientStore):
         folder = self._folder(client)
         ours = {path for _, path in self._versions(client)}
         path = folder / f"{round:08d}.safetensors"
-        with written_whole(path, f"-{self._rank}.partial") as partial:  # what all forget all write
+        with atomic_write(path, f"-{self._rank}.partial") as partial:  # what all forget all write
             # Copies, because safetensors refuses tensors that share memory.
             save_file({name: value.contiguous().cpu() for name, value in copy_state(state).items()}, partial)
         for other in folder.glob("*.safetensors"):
@@ -202,7 +202,7 @@ class FolderStore(ClientStore):
             if self._rank:
                 needed_no_more = []
             if needed_no_more:
-                write_whole(self._oldest, str(self._last_checkpoint))
+                write_text_atomically(self._oldest, str(self._last_checkpoint))
             for path in needed_no_more:
                 path.unlink()
             self._last_checkpoint = round
@@ -242,7 +242,7 @@ class FolderStore(ClientStore):
         """Has all processes write to the same run, which the first one names; the others delete nothing."""
         if ranks.size > 1:
             last = self._last_run()
-            self._run = ranks.first((0 if last is None else last + 1) if self._run is None else self._run)
+            self._run = ranks.broadcast((0 if last is None else last + 1) if self._run is None else self._run)
         self._rank = ranks.rank
 
     def share(self, round: int) -> Any:

@@ -11,8 +11,8 @@ from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_optimizers import OPTIMIZER
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.entries import Policy, copy_state, live_entries, load_entries, norm
-from lightning_fed.model.resize import exchange, resize_module
-from lightning_fed.numerics.chunks import pieces
+from lightning_fed.model.resize import resize_module, set_tensor_data
+from lightning_fed.numerics.chunks import cache_chunks
 
 _MEMORY = "memory:"
 _TRAVELS = ("shared", "sliced")
@@ -59,7 +59,9 @@ class LocalModel:
         ]
         self.shared = [name for name in self.entries if policies[name] in _TRAVELS]
         self.personal = [name for name in self.entries if policies[name] == "personal"]
-        self.home = copy_state({name: value for name, value in self.entries.items() if policies[name] not in _TRAVELS})
+        self.server_entries = copy_state(
+            {name: value for name, value in self.entries.items() if policies[name] not in _TRAVELS}
+        )
         owners = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
         self.sliced = {name: owners[name] for name in self.entries if policies[name] == "sliced"}
         known = module.state_dict()
@@ -82,7 +84,7 @@ class LocalModel:
 
         The tensors of sliced entries are the module's own from now on.
         """
-        self._load({**state, **self.home})
+        self._load({**state, **self.server_entries})
 
     def load_client(self, client: Client, state: Mapping[str, Tensor], trains: bool = True) -> None:
         """Makes the module a client's model: shared entries from ``state``, personal ones from its store.
@@ -99,7 +101,7 @@ class LocalModel:
         kept = self.store.get(client) or {}
         personal = {name: value for name, value in kept.items() if not name.startswith((OPTIMIZER, _MEMORY))}
         own = {name: state[name].clone() for name in self.sliced if name in state} if trains else {}
-        self._load({**state, **own, **self.home, **personal})
+        self._load({**state, **own, **self.server_entries, **personal})
 
     def recall(self, client: Client) -> None:
         """Makes ``memory`` the client's, before it asks for anything."""
@@ -140,7 +142,7 @@ class LocalModel:
             {name: value for name, value in state.items() if name not in self.sliced},
         )
         for name, owner in self.sliced.items():
-            exchange(owner, state.get(name, owner).detach())
+            set_tensor_data(owner, state.get(name, owner).detach())
             self.entries[name] = owner.detach()
         load_entries(self._other_buffers, self._other_values)
         for name, value in self._other_buffers.items():
@@ -166,7 +168,7 @@ class LocalModel:
         ours, theirs = update.state, broadcast.state
         both = (name for name in self.parameters if name in ours and name in theirs)
         names = [name for name in both if ours[name].shape == theirs[name].shape]
-        pairs = (zip(pieces(ours[name]), pieces(theirs[name]), strict=True) for name in names)
+        pairs = (zip(cache_chunks(ours[name]), cache_chunks(theirs[name]), strict=True) for name in names)
         return float(norm(one - other for one, other in itertools.chain.from_iterable(pairs))) if names else None
 
 

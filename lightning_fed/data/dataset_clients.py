@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from lightning_fed.data.arrays import ArrayDataset
-from lightning_fed.data.interleave import in_turns, one_by_one
-from lightning_fed.data.population import PlannedVisit, Population, StreamItem, client_keys, seed_everything
+from lightning_fed.data.interleave import interleave, sequential_groups
+from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, client_keys, seed_everything
 from lightning_fed.messages import Client
 from lightning_fed.server.schedule import derive_seed
 
@@ -72,9 +72,9 @@ class DatasetClients(Population):
         """The client's local examples."""
         return self.source.num_samples(client)
 
-    def batches_per_epoch(self, client: Client, aside: bool = False) -> int:
+    def batches_per_epoch(self, client: Client, isolated: bool = False) -> int:
         """Batches in one pass over the client's data."""
-        return len(cut_batches(self.num_samples(client), self.batch_size, self.drop_last and not aside))
+        return len(cut_batches(self.num_samples(client), self.batch_size, self.drop_last and not isolated))
 
     def close(self) -> None:
         """Lets go of the loader, whose workers end with it."""
@@ -90,14 +90,14 @@ class DatasetClients(Population):
         )
 
     def stream(
-        self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()
-    ) -> Iterator[StreamItem]:
-        """The batches of all visits in order; those aside are fetched in this process, without ``drop_last``."""
+        self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
+    ) -> Iterator[VisitBatch]:
+        """The batches of all visits in order; an isolated pass is fetched in this process, without ``drop_last``."""
         loader = self._loader
         # Without workers and pinned memory a loader does no more than this `map`.
-        is_plain = aside or (loader.num_workers == 0 and not loader.pin_memory)
-        sampler = _RoundSampler(self, self.drop_last and not aside) if is_plain else self._sampler
-        sampler.visits, sampler.turns = visits, turns
+        is_plain = isolated or (loader.num_workers == 0 and not loader.pin_memory)
+        sampler = _RoundSampler(self, self.drop_last and not isolated) if is_plain else self._sampler
+        sampler.visits, sampler.groups = visits, groups
         issued = sampler.issued = deque()
         batches = map(self.source.__getitems__, sampler) if is_plain else iter(loader)
         while True:
@@ -106,9 +106,9 @@ class DatasetClients(Population):
             except StopIteration:
                 return
             except Exception as error:
-                yield StreamItem.failed(issued.popleft(), error)
+                yield VisitBatch.failed(issued.popleft(), error)
             else:
-                yield StreamItem(issued.popleft(), batch)
+                yield VisitBatch(issued.popleft(), batch)
 
 
 class ClientSource(Dataset[Any], ABC):
@@ -134,23 +134,22 @@ class ClientSource(Dataset[Any], ABC):
         """The client's local examples."""
 
     @abstractmethod
-    def locate(self, client: Client, places: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
+    def locate(self, client: Client, positions: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
         """The data set with a client's examples, their indices in it, and a transform of the client's samples."""
 
     def __getitems__(self, request: BatchRequest) -> Any:
         if get_worker_info() is not None:
             # Random augmentation depends on the batch alone, not on the worker that happens to fetch it.
             seed_everything(request.seed)
-        dataset, indices, transform = self.locate(request.client, request.places)
+        dataset, indices, transform = self.locate(request.client, request.positions)
         if transform is None and self.collate is default_collate:
             batch = _direct_batch(dataset, indices)
             if batch is not None:
                 return batch
-        positions = indices.tolist()
         if hasattr(dataset, "__getitems__"):
-            samples = dataset.__getitems__(positions)
+            samples = dataset.__getitems__(indices.tolist())
         else:
-            samples = [dataset[position] for position in positions]
+            samples = [dataset[index] for index in indices.tolist()]
         if transform is not None:
             samples = [transform(sample) for sample in samples]
         return self.collate(samples)
@@ -188,10 +187,10 @@ class PartitionedSource(ClientSource):
         """The client's local examples."""
         return len(self.indices[client])
 
-    def locate(self, client: Client, places: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
+    def locate(self, client: Client, positions: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
         """The shared data set and the client's indices in it."""
         transform = None if self.transform is None else self.transform(client)
-        return self.dataset, self.indices[client][places], transform
+        return self.dataset, self.indices[client][positions], transform
 
 
 class DatasetsSource(ClientSource):
@@ -215,9 +214,9 @@ class DatasetsSource(ClientSource):
         """Length of the client's data set."""
         return len(self._dataset(client))  # type: ignore[arg-type]
 
-    def locate(self, client: Client, places: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
+    def locate(self, client: Client, positions: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
         """The client's data set."""
-        return self._dataset(client), places, None
+        return self._dataset(client), positions, None
 
     def _dataset(self, client: Client) -> Dataset[Any]:
         if client not in self._recent:
@@ -238,7 +237,7 @@ class BatchRequest(NamedTuple):
     """
 
     client: Client
-    places: np.ndarray
+    positions: np.ndarray
     seed: int
 
 
@@ -267,21 +266,21 @@ class _RoundSampler:
         self._population = population
         self._drop_last = drop_last
         self.visits: Sequence[PlannedVisit] = ()
-        self.turns: Sequence[range] = ()
+        self.groups: Sequence[range] = ()
         self.issued: deque[int] = deque()
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        for places in self.turns or one_by_one(self.visits):
-            yield from in_turns(self._requests(place, self.visits[place]) for place in places)
+        for positions in self.groups or sequential_groups(self.visits):
+            yield from interleave(self._requests(position, self.visits[position]) for position in positions)
 
-    def _requests(self, place: int, planned: PlannedVisit) -> Iterator[BatchRequest]:
+    def _requests(self, position: int, planned: PlannedVisit) -> Iterator[BatchRequest]:
         in_workers = self._population.num_workers > 0
         client, seed = planned.visit.client, planned.visit.seed
-        for number, places in zip(range(planned.num_batches), self._endless(planned), strict=False):
+        for number, positions in zip(range(planned.num_batches), self._endless(planned), strict=False):
             if planned.fault is not None:
                 break
-            self.issued.append(place)
-            yield BatchRequest(client, places, derive_seed(seed, number) if in_workers else 0)
+            self.issued.append(position)
+            yield BatchRequest(client, positions, derive_seed(seed, number) if in_workers else 0)
 
     def _endless(self, planned: PlannedVisit) -> Iterator[np.ndarray]:
         population = self._population

@@ -17,11 +17,11 @@ from lightning_fed.data.population import seed_everything
 Item = TypeVar("Item")
 
 
-def in_turns(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
+def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
     """One item of each stream, another one of each, and so on; streams that have ended are passed over.
 
     Example:
-        >>> list(in_turns([iter("abc"), iter("d"), iter("ef")]))
+        >>> list(interleave([iter("abc"), iter("d"), iter("ef")]))
         ['a', 'd', 'e', 'b', 'f', 'c']
 
     """
@@ -34,18 +34,18 @@ def in_turns(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
                 left.remove(stream)
 
 
-def one_by_one(visits: Sequence[Any]) -> list[range]:
+def sequential_groups(visits: Sequence[Any]) -> list[range]:
     """The places of visits that do not take turns.
 
     Example:
-        >>> one_by_one("ab")
+        >>> sequential_groups("ab")
         [range(0, 1), range(1, 2)]
 
     """
-    return [range(place, place + 1) for place in range(len(visits))]
+    return [range(position, position + 1) for position in range(len(visits))]
 
 
-class OwnNumbers:
+class ClientGenerators:
     """The global generators as several clients have them, each from a seed of its own on.
 
     Args:
@@ -53,10 +53,10 @@ class OwnNumbers:
         everywhere: Whether Python's and NumPy's generators are exchanged too; PyTorch's are in any case.
 
     Example:
-        >>> numbers = OwnNumbers([1, 2])
+        >>> numbers = ClientGenerators([1, 2])
         >>> drawn = []
         >>> for client in (0, 1, 0):
-        ...     numbers.turn_to(client)
+        ...     numbers.switch_to(client)
         ...     drawn.append(torch.rand(1))
         >>> generator = torch.Generator().manual_seed(1)
         >>> [torch.equal(torch.rand(1, generator=generator), drawn[place]) for place in (0, 2)]
@@ -70,7 +70,7 @@ class OwnNumbers:
         self._states: list[tuple[Any, ...] | None] = [None] * len(seeds)
         self._now: int | None = None
 
-    def turn_to(self, client: int) -> None:
+    def switch_to(self, client: int) -> None:
         """Makes the generators those of a client, by its index."""
         if client == self._now:
             return
@@ -99,11 +99,11 @@ class OwnNumbers:
 
 
 @contextmanager
-def noticing_draws() -> Iterator[list[bool]]:
+def detect_draws() -> Iterator[list[bool]]:
     """Notes whether anything was drawn from Python's or NumPy's global generator meanwhile.
 
     Example:
-        >>> with noticing_draws() as has_drawn:
+        >>> with detect_draws() as has_drawn:
         ...     _ = random.random()
         >>> has_drawn
         [True]
@@ -118,7 +118,7 @@ def _others() -> tuple[Any, Any]:
     return random.getstate(), np.random.get_state()  # noqa: NPY002
 
 
-class Stacked(NamedTuple):
+class StackedBatch(NamedTuple):
     """Batches of one form, stacked: every tensor has a leading axis of the clients.
 
     Args:
@@ -131,7 +131,7 @@ class Stacked(NamedTuple):
     batch: Any
 
 
-def stack_batches(batches: Mapping[int, Any]) -> list[Stacked]:
+def stack_batches(batches: Mapping[int, Any]) -> list[StackedBatch]:
     """Stacks the batches that have the same form: the same containers, shapes and types, equal texts and numbers.
 
     Args:
@@ -145,36 +145,38 @@ def stack_batches(batches: Mapping[int, Any]) -> list[Stacked]:
     """
     forms: dict[Any, dict[int, list[Tensor]]] = {}
     for client, batch in batches.items():
-        tensors: list[Tensor] = []
-        forms.setdefault(_form(batch, tensors), {})[client] = tensors
+        parts: list[Tensor] = []
+        forms.setdefault(_form(batch, parts), {})[client] = parts
     return [
-        Stacked(tuple(group), rebuild(batches[next(iter(group))], map(torch.stack, zip(*group.values(), strict=True))))
+        StackedBatch(
+            tuple(group), rebuild_batch(batches[next(iter(group))], map(torch.stack, zip(*group.values(), strict=True)))
+        )
         for group in forms.values()
     ]
 
 
-def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors in a batch, as :func:`rebuild` takes them."""
+def batch_tensors(batch: Any) -> list[Tensor]:
+    """The tensors in a batch, as :func:`rebuild_batch` takes them."""
     tensors: list[Tensor] = []
     _form(batch, tensors)
     return tensors
 
 
-def rebuild(batch: Any, tensors: Iterator[Tensor]) -> Any:
+def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
     """A batch of the same form with other tensors in it.
 
     Example:
         >>> batch = {"image": torch.zeros(1), "name": "a"}
-        >>> rebuild(batch, iter([torch.ones(1)]))
+        >>> rebuild_batch(batch, iter([torch.ones(1)]))
         {'image': tensor([1.]), 'name': 'a'}
 
     """
     if isinstance(batch, Tensor):
         return next(tensors)
     if isinstance(batch, Mapping):
-        return type(batch)({key: rebuild(value, tensors) for key, value in batch.items()})  # type: ignore[call-arg]
+        return type(batch)({key: rebuild_batch(value, tensors) for key, value in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, list | tuple):
-        inside = [rebuild(value, tensors) for value in batch]
+        inside = [rebuild_batch(value, tensors) for value in batch]
         return type(batch)(*inside) if hasattr(batch, "_fields") else type(batch)(inside)
     return batch
 

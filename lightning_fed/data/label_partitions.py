@@ -15,13 +15,13 @@ from lightning_fed.data.partition_base import NumberedPartition
 from lightning_fed.data.sample_assignment import (
     IndexArray,
     PartitionError,
-    cut,
-    deal_by_class,
+    assign_by_class,
+    cut_shares,
     draw_dirichlet,
     draw_until_large,
     generator_for,
+    group_by_owner,
     number_classes,
-    parts_of_owners,
 )
 
 LabelFn = Callable[[Any], int]
@@ -29,7 +29,7 @@ LabelFn = Callable[[Any], int]
 
 
 class LabelPartition(NumberedPartition):
-    """A partition that looks at the labels (abstract: :meth:`deal_labels` is left to its subclasses).
+    """A partition that looks at the labels (abstract: :meth:`assign_by_label` is left to its subclasses).
 
     The labels are found with :func:`~lightning_fed.data.labels.labels_of`; for segmentation the label of an image is
     its dominant foreground class.
@@ -57,13 +57,13 @@ class LabelPartition(NumberedPartition):
         self.background = background
 
     @abc.abstractmethod
-    def deal_labels(self, labels: IndexArray, seed: int) -> list[IndexArray]:
+    def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
         """The samples of every client, of the label of each sample."""
 
-    def deal(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
+    def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         """The samples of every client."""
         labels = labels_of(dataset, self.label_fn, ignore_index=self.ignore_index, background=self.background)
-        return self.deal_labels(labels, seed)
+        return self.assign_by_label(labels, seed)
 
 
 @final
@@ -155,7 +155,7 @@ class Dirichlet(LabelPartition):
         self.balance = balance
         self.prior: Literal["empirical", "uniform"] = prior
 
-    def deal_labels(self, labels: IndexArray, seed: int) -> list[IndexArray]:
+    def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
         """The samples of every client, of the label of each sample."""
         return self._per_class(labels, seed) if self.definition == "per_class" else self._per_client(labels, seed)
 
@@ -168,7 +168,7 @@ class Dirichlet(LabelPartition):
 
         skew, remedy = f"alpha={self.alpha}", "raise `alpha`"
         counts = draw_until_large(draw, self.num_clients, classes.size, self.min_size, skew, remedy)
-        return deal_by_class(rng, classes, counts)
+        return assign_by_class(rng, classes, counts)
 
     def _per_client(self, labels: IndexArray, seed: int) -> list[IndexArray]:
         classes, class_sizes = number_classes(labels)
@@ -180,13 +180,13 @@ class Dirichlet(LabelPartition):
             dealt = rng.permutation(classes.size)[: size * self.num_clients]
             owner = np.full(classes.size, -1, dtype=np.int64)
             owner[dealt[np.argsort(classes[dealt], kind="stable")]] = np.arange(dealt.size) % self.num_clients
-            return parts_of_owners(owner, self.num_clients)
+            return group_by_owner(owner, self.num_clients)
         left = class_sizes.copy()
         counts = np.zeros((self.num_clients, class_sizes.size), dtype=np.int64)
         for count in counts:
             count[:] = _draw_client(rng, pi, self.alpha, size, left)
             left -= count
-        return deal_by_class(rng, classes, counts)
+        return assign_by_class(rng, classes, counts)
 
 
 @final
@@ -235,7 +235,7 @@ class Shards(LabelPartition):
         super().__init__(num_clients, label_fn, ignore_index, background, seed)
         self.shards_per_client = check_count("shards_per_client", shards_per_client)
 
-    def deal_labels(self, labels: IndexArray, seed: int) -> list[IndexArray]:
+    def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
         """The samples of every client, of the label of each sample."""
         classes, _ = number_classes(labels)
         num_shards = self.num_clients * self.shards_per_client
@@ -250,7 +250,7 @@ class Shards(LabelPartition):
         owner_of_shard[order] = np.arange(num_shards) // self.shards_per_client
         owner = np.full(classes.size, -1, dtype=np.int64)
         owner[np.argsort(classes, kind="stable")[: size * num_shards]] = np.repeat(owner_of_shard, size)
-        return parts_of_owners(owner, self.num_clients)
+        return group_by_owner(owner, self.num_clients)
 
 
 @final
@@ -305,7 +305,7 @@ class LabelsPerClient(LabelPartition):
         check_option("assignment", assignment, ("random", "even"))
         self.assignment: Literal["random", "even"] = assignment
 
-    def deal_labels(self, labels: IndexArray, seed: int) -> list[IndexArray]:
+    def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
         """The samples of every client, of the label of each sample."""
         classes, class_sizes = number_classes(labels)
         if not 1 <= self.labels_per_client <= class_sizes.size:
@@ -324,7 +324,7 @@ class LabelsPerClient(LabelPartition):
             np.put_along_axis(owned, np.argsort(scores, axis=1)[:, : self.labels_per_client], 1, axis=1)
         num_owners = np.maximum(owned.sum(axis=0), 1)
         is_among_the_first = np.cumsum(owned, axis=0) <= class_sizes % num_owners
-        return deal_by_class(rng, classes, owned * (class_sizes // num_owners + is_among_the_first))
+        return assign_by_class(rng, classes, owned * (class_sizes // num_owners + is_among_the_first))
 
 
 def _counts_per_class(
@@ -334,7 +334,7 @@ def _counts_per_class(
     mean = np.full(num_clients, 1 / num_clients)
     shares = draw_dirichlet(rng, mean, alpha * num_clients, class_sizes.size)
     if not balance:
-        return cut(shares, class_sizes).T
+        return cut_shares(shares, class_sizes).T
     counts = np.zeros((num_clients, class_sizes.size), dtype=np.int64)
     held = np.zeros(num_clients, dtype=np.int64)
     for label, total in enumerate(class_sizes):
@@ -343,7 +343,7 @@ def _counts_per_class(
         if share.sum() == 0:  # all of the mass was on full clients, as happens with a tiny alpha
             room = has_room.sum()
             share[has_room] = draw_dirichlet(rng, np.full(room, 1 / room), alpha * room, 1)[0]
-        counts[:, label] = cut((share / share.sum())[None], total[None])[0]
+        counts[:, label] = cut_shares((share / share.sum())[None], total[None])[0]
         held += counts[:, label]
     return counts
 

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from lightning_fed.data.interleave import in_turns, one_by_one
-from lightning_fed.data.population import PlannedVisit, Population, StreamItem, batch_length, client_keys
+from lightning_fed.data.interleave import interleave, sequential_groups
+from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, client_keys
 from lightning_fed.messages import Client
 from lightning_fed.server.schedule import Visit
 
@@ -54,7 +54,7 @@ class LoaderClients(Population):
             " clients by their examples: define `__len__` on the data set."
         )
 
-    def batches_per_epoch(self, client: Client, aside: bool = False) -> int | None:
+    def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
         """Length of the client's loader, which is passed over as it is."""
         loader = self.loaders[client]
         try:
@@ -72,25 +72,25 @@ class LoaderClients(Population):
         return not (drops or draws)
 
     def stream(
-        self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()
-    ) -> Iterator[StreamItem]:
+        self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
+    ) -> Iterator[VisitBatch]:
         """The batches of all visits in order."""
-        for places in turns or one_by_one(visits):
-            yield from in_turns(self._batches(place, visits[place], aside) for place in places)
+        for positions in groups or sequential_groups(visits):
+            yield from interleave(self._batches(position, visits[position], isolated) for position in positions)
 
-    def _batches(self, place: int, planned: PlannedVisit, aside: bool) -> Iterator[StreamItem]:
+    def _batches(self, position: int, planned: PlannedVisit, isolated: bool) -> Iterator[VisitBatch]:
         served = 0
         try:
             loader = self.loaders[planned.visit.client]
-            with undisturbed(loader, planned.visit.seed) if aside else nullcontext():
+            with isolated_generators(loader, planned.visit.seed) if isolated else nullcontext():
                 for batch in itertools.islice(self._passes(loader, planned.visit), planned.num_batches):
-                    yield StreamItem(place, batch)
+                    yield VisitBatch(position, batch)
                     served += 1
         except Exception as error:
-            yield StreamItem.failed(place, error)
+            yield VisitBatch.failed(position, error)
             return
         for _ in range(planned.num_batches - served):  # the loader gave fewer batches than its length
-            yield StreamItem(place)
+            yield VisitBatch(position)
 
     def _passes(self, loader: Iterable[Any], visit: Visit) -> Iterator[Any]:
         for _ in itertools.count() if visit.steps is not None else range(visit.epochs):
@@ -122,7 +122,7 @@ def check_client_loader(loader: Any) -> None:
 
 
 @contextmanager
-def undisturbed(loader: Any, seed: int) -> Iterator[None]:
+def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
     """A loader's own random generators, if it has any, start from a seed and go on afterwards as if nothing had been.
 
     Args:

@@ -56,7 +56,7 @@ class Partition(abc.ABC):
 
 
 class NumberedPartition(Partition):
-    """A partition into clients ``0`` to ``num_clients - 1`` (abstract: :meth:`deal` is left to its subclasses).
+    """A partition into clients ``0`` to ``num_clients - 1`` (abstract: :meth:`assign` is left to its subclasses).
 
     Args:
         num_clients: Number of clients, at least 1.
@@ -72,7 +72,7 @@ class NumberedPartition(Partition):
         self.seed = None if seed is None else check_count("seed", seed, 0)
 
     @abc.abstractmethod
-    def deal(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
+    def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         """The samples of every client; arguments as in :meth:`split`, with the seed that counts."""
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
@@ -88,7 +88,7 @@ class NumberedPartition(Partition):
                 f"Expected `num_clients` to be at most the number of samples ({num_samples}), but got"
                 f" {self.num_clients}."
             )
-        parts = self.deal(dataset, self.seed_of(seed))
+        parts = self.assign(dataset, self.seed_of(seed))
         left_over = num_samples - sum(part.size for part in parts)
         num_empty = sum(part.size == 0 for part in parts)
         if left_over:

@@ -25,13 +25,13 @@ from lightning_fed.data.partition_base import Partition as Partition
 from lightning_fed.data.sample_assignment import (
     IndexArray,
     PartitionError,
-    cut,
-    deal_evenly,
-    deal_in_order,
+    assign_evenly,
+    assign_in_order,
+    cut_shares,
     draw_dirichlet,
     draw_until_large,
     generator_for,
-    parts_of_owners,
+    group_by_owner,
     pixel_permutation,
 )
 from lightning_fed.messages import Client
@@ -64,9 +64,9 @@ class IID(NumberedPartition):
     def __init__(self, num_clients: int, seed: int | None = None) -> None:
         super().__init__(num_clients, seed)
 
-    def deal(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
+    def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         """The samples of every client."""
-        return deal_evenly(length_of(dataset), self.num_clients, seed)
+        return assign_evenly(length_of(dataset), self.num_clients, seed)
 
 
 @final
@@ -124,7 +124,7 @@ class QuantitySkew(NumberedPartition):
         self.sigma = sigma
         self.min_size = check_count("min_size", min_size, 0)
 
-    def deal(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
+    def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         """The samples of every client."""
         num_samples = length_of(dataset)
         rng = generator_for("quantity_skew", seed)
@@ -137,7 +137,7 @@ class QuantitySkew(NumberedPartition):
                 logarithms = rng.normal(0.0, self.sigma, self.num_clients)
                 shares = np.exp(logarithms - logarithms.max())
                 shares /= shares.sum()
-            sizes: IndexArray = cut(shares[None], np.array([num_samples]))[0]
+            sizes: IndexArray = cut_shares(shares[None], np.array([num_samples]))[0]
             return sizes
 
         if self.distribution == "dirichlet":
@@ -145,7 +145,7 @@ class QuantitySkew(NumberedPartition):
         else:
             skew, remedy = f"sigma={self.sigma}", "lower `sigma`"
         sizes = draw_until_large(draw, self.num_clients, num_samples, self.min_size, skew, remedy)
-        return deal_in_order(rng.permutation(num_samples), sizes)
+        return assign_in_order(rng.permutation(num_samples), sizes)
 
 
 @final
@@ -179,9 +179,9 @@ class PermutedPixels(NumberedPartition):
     def __init__(self, num_clients: int, seed: int | None = None) -> None:
         super().__init__(num_clients, seed)
 
-    def deal(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
+    def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         """The samples of every client."""
-        return deal_evenly(length_of(dataset), self.num_clients, seed)
+        return assign_evenly(length_of(dataset), self.num_clients, seed)
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any]:
         """The client's permutation of the pixels of a sample's input; see :class:`PixelPermutation`."""
@@ -232,7 +232,7 @@ class ByGroup(Partition):
         names, owner = np.unique(groups_of(dataset, self.group), return_inverse=True)
         if names.size == 0:
             raise PartitionError("Expected a data set with at least one sample, but got an empty one.")
-        return dict(zip(names.tolist(), parts_of_owners(owner.astype(np.int64), names.size), strict=True))
+        return dict(zip(names.tolist(), group_by_owner(owner.astype(np.int64), names.size), strict=True))
 
 
 @final

@@ -37,7 +37,7 @@ class PlannedVisit:
     num_samples: int
     num_batches: int
     fault: str | None = None
-    place: int = 0
+    position: int = 0
     error: Exception | None = None
     epoch_batches: int | None = None
 
@@ -48,7 +48,7 @@ class PlannedVisit:
 
 
 @dataclass(slots=True)
-class StreamItem:
+class VisitBatch:
     """One batch of a round on its way: whose it is, and what went wrong instead, if anything.
 
     Args:
@@ -59,19 +59,19 @@ class StreamItem:
 
     """
 
-    place: int
+    position: int
     batch: Any = None
     error: Exception | None = None
     trace: str = ""
 
     @classmethod
-    def failed(cls, place: int, error: Exception) -> StreamItem:
+    def failed(cls, position: int, error: Exception) -> VisitBatch:
         """What stands for a batch that could not be made.
 
         The error goes without its traceback, whose frames would keep a loader's workers waiting.
         """
         trace = "".join(traceback.format_exception(error))
-        return cls(place, error=error.with_traceback(None), trace=trace)
+        return cls(position, error=error.with_traceback(None), trace=trace)
 
 
 class Population(ABC):
@@ -116,27 +116,27 @@ class Population(ABC):
         """The client's local examples."""
 
     @abstractmethod
-    def batches_per_epoch(self, client: Client, aside: bool = False) -> int | None:
+    def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
         """Batches in one pass over the client's data; ``None`` where it has no length.
 
         Args:
             client: The client's key.
-            aside: Whether the pass is aside from training, which may leave out a trailing batch.
+            isolated: Whether the pass is aside from training, which may leave out a trailing batch.
 
         """
 
     @abstractmethod
     def stream(
-        self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()
-    ) -> Iterator[StreamItem]:
+        self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
+    ) -> Iterator[VisitBatch]:
         """The batches of all visits in order: ``num_batches`` items per visit, unless one of them is an error.
 
         What still comes for a visit after its error, or after it was given a ``fault``, is to be ignored.
 
         Args:
             visits: The visits.
-            aside: Whether another stream is under way, which goes on afterwards. Nothing is then left out.
-            turns: Which visits take turns (one batch of each, then the next one of each): ranges of places that
+            isolated: Whether another stream is under way, which goes on afterwards. Nothing is then left out.
+            groups: Which visits take turns (one batch of each, then the next one of each): ranges of places that
                 together are all visits, in order. By default one visit comes after another.
 
         """

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Dataset
 
-from lightning_fed.data.interleave import OwnNumbers, Stacked, one_by_one, stack_batches
-from lightning_fed.data.population import PlannedVisit, Population, StreamItem, seed_everything
-from lightning_fed.data.visit_costs import VisitCosts, share_out
+from lightning_fed.data.interleave import ClientGenerators, StackedBatch, sequential_groups, stack_batches
+from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, seed_everything
+from lightning_fed.data.visit_costs import VisitCosts, balance_loads
 from lightning_fed.messages import Client
-from lightning_fed.process_group import ALONE, ProcessGroup
+from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightning_fed.server.schedule import Cohort, Visit
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class VisitGroups(NamedTuple):
     draws: bool = True
 
 
-class EpochPlace(NamedTuple):
+class EpochPosition(NamedTuple):
     """Which batch of a client's local epoch one is.
 
     Args:
@@ -70,7 +70,7 @@ class RoundLoader:
         visits: The visits that are served, in order.
         failed: Clients that have no data to serve, with the reason.
         group: The visits of the batch served last: one, or those that train at once, whose batch is a list of
-            :class:`~lightning_fed.data.interleave.Stacked`. Nobody before the first, and behind the last.
+            :class:`~lightning_fed.data.interleave.StackedBatch`. Nobody before the first, and behind the last.
         numbers: The random numbers of those that train at once.
         batches_left: Batches of the group that follow the one served last; behind the last visit those that
             are still given.
@@ -84,7 +84,7 @@ class RoundLoader:
         population: Population,
         cohort: Cohort,
         limit: int | float = 1.0,
-        ranks: ProcessGroup = ALONE,
+        ranks: ProcessGroup = SINGLE_PROCESS,
         visit_costs: VisitCosts | None = None,
         together: VisitGroups | None = None,
     ) -> None:
@@ -93,17 +93,17 @@ class RoundLoader:
         self.visits: list[PlannedVisit] = []
         self.failed: dict[Client, str] = {}
         self.group: Sequence[PlannedVisit] = ()
-        self.numbers: OwnNumbers | None = None
+        self.numbers: ClientGenerators | None = None
         self.batches_left = 0
         self.on_start: Callable[[], object] | None = None
         self._chosen = len(cohort.visits)
         self._reasons: list[str] = []  # of data that raised
         self._errors: dict[Client, Exception] = {}  # of clients without a visit
-        for place, planned in enumerate(self._look_up(cohort.visits, ranks)):
+        for position, planned in enumerate(self._look_up(cohort.visits, ranks)):
             if isinstance(planned, str):
-                self.failed[cohort.visits[place].client] = planned
+                self.failed[cohort.visits[position].client] = planned
             else:
-                planned.place = place
+                planned.position = position
                 self.visits.append(planned)
         # A round without visits serves one `None`, so that the epoch runs, validates and logs.
         self._length = max(1, sum(planned.num_batches for planned in self.visits))
@@ -111,7 +111,7 @@ class RoundLoader:
         self.padding = 0 if self.visits else 1
         if ranks.size > 1:
             self._share(limit, ranks, visit_costs or VisitCosts())
-        self._turns = one_by_one(self.visits)
+        self._turns = sequential_groups(self.visits)
         self._draws = True
         if together is not None:
             self._put_together(together)
@@ -126,24 +126,26 @@ class RoundLoader:
             self.on_start()
         if not self.visits:
             self._look_at_raised()
-        stream: Iterator[StreamItem] | None = None
-        for places in self._turns:
-            group = [self.visits[place] for place in places]
-            numbers = OwnNumbers([planned.visit.seed for planned in group], self._draws) if len(group) > 1 else None
+        stream: Iterator[VisitBatch] | None = None
+        for positions in self._turns:
+            group = [self.visits[position] for position in positions]
+            numbers = (
+                ClientGenerators([planned.visit.seed for planned in group], self._draws) if len(group) > 1 else None
+            )
             if numbers is None:
                 seed_everything(group[0].visit.seed)  # before the first batch is fetched: it may be augmented
             else:
-                numbers.turn_to(0)
+                numbers.switch_to(0)
             if stream is None:
                 if len(self._turns) < len(self.visits):
-                    stream = self.population.stream(self.visits, turns=self._turns)
+                    stream = self.population.stream(self.visits, groups=self._turns)
                 else:
                     stream = self.population.stream(self.visits)
             for left in range(group[0].num_batches - 1, -1, -1):
                 if numbers is None:
-                    batch = None if group[0].fault is not None else self._fetch(stream, places[0])
+                    batch = None if group[0].fault is not None else self._fetch(stream, positions[0])
                 else:
-                    batch = self._fetch_together(stream, places, numbers, left)
+                    batch = self._fetch_together(stream, positions, numbers, left)
                 self.group, self.numbers, self.batches_left = group, numbers, left
                 yield batch
         for left in range(self.padding - 1, -1, -1):
@@ -166,14 +168,14 @@ class RoundLoader:
         return self.group[0] if len(self.group) == 1 else None
 
     @property
-    def epoch_place(self) -> EpochPlace | None:
+    def epoch_position(self) -> EpochPosition | None:
         """Where in its local epoch the batch served last is, of the first visit of the group; ``None`` of no visit."""
         if not self.group:
             return None
         planned = self.group[0]
         number = planned.num_batches - 1 - self.batches_left
         length = planned.epoch_batches or planned.num_batches
-        return EpochPlace(number % length, self.batches_left == 0 or (number + 1) % length == 0)
+        return EpochPosition(number % length, self.batches_left == 0 or (number + 1) % length == 0)
 
     @property
     def errors(self) -> dict[Client, Exception]:
@@ -208,7 +210,7 @@ class RoundLoader:
             num_samples = self.population.num_samples(visit.client)
             per_epoch = self.population.batches_per_epoch(visit.client)
         except Exception as error:
-            item = StreamItem.failed(0, error)
+            item = VisitBatch.failed(0, error)
             self._errors[visit.client] = error
             return self._raised(visit.client, item)
         if per_epoch is None and visit.steps is None:
@@ -225,9 +227,9 @@ class RoundLoader:
 
     def _share(self, limit: int | float, ranks: ProcessGroup, visit_costs: VisitCosts) -> None:
         """Leaves this process's share of the visits, and the length that all processes have."""
-        shares = share_out(visit_costs.expected(self.visits), ranks.size)
-        batches = [sum(self.visits[place].num_batches for place in share) for share in shares]
-        self.visits = [self.visits[place] for place in shares[ranks.rank]]
+        shares = balance_loads(visit_costs.expected(self.visits), ranks.size)
+        batches = [sum(self.visits[position].num_batches for position in share) for share in shares]
+        self.visits = [self.visits[position] for position in shares[ranks.rank]]
         self._chosen = len(self.visits) + len(self._reasons)
         served = self._length = max(1, *batches)
         if isinstance(limit, float):  # of which Lightning takes this share of the length
@@ -241,41 +243,41 @@ class RoundLoader:
         """Makes groups of visits; those with about as many batches come together, so that few have to wait."""
         self.visits.sort(key=lambda planned: planned.num_batches, reverse=True)
         self._draws, self._turns = together.draws, []
-        for place, planned in enumerate(self.visits):
+        for position, planned in enumerate(self.visits):
             last = self._turns[-1] if self._turns else range(0)
             fits = not together.is_equal or (last and self.visits[last[0]].num_batches == planned.num_batches)
             if last and fits and len(last) < together.size:
-                self._turns[-1] = range(last.start, place + 1)
+                self._turns[-1] = range(last.start, position + 1)
             else:
-                self._turns.append(range(place, place + 1))
-        self._length = max(1, sum(self.visits[places[0]].num_batches for places in self._turns))
+                self._turns.append(range(position, position + 1))
+        self._length = max(1, sum(self.visits[positions[0]].num_batches for positions in self._turns))
 
     def _fetch_together(
-        self, stream: Iterator[StreamItem], places: range, numbers: OwnNumbers, left: int
-    ) -> list[Stacked] | None:
+        self, stream: Iterator[VisitBatch], positions: range, numbers: ClientGenerators, left: int
+    ) -> list[StackedBatch] | None:
         """One batch of each client that is not done yet."""
-        number = self.visits[places[0]].num_batches - 1 - left
+        number = self.visits[positions[0]].num_batches - 1 - left
         batches = {}
-        for index, place in enumerate(places):
-            planned = self.visits[place]
+        for index, position in enumerate(positions):
+            planned = self.visits[position]
             if planned.fault is None and number < planned.num_batches:
-                numbers.turn_to(index)
-                batch = self._fetch(stream, place)
+                numbers.switch_to(index)
+                batch = self._fetch(stream, position)
                 if batch is not None:
                     batches[index] = batch
         return stack_batches(batches) or None
 
-    def _fetch(self, stream: Iterator[StreamItem], place: int) -> Any:
+    def _fetch(self, stream: Iterator[VisitBatch], position: int) -> Any:
         item = next(stream)
-        while item.place != place:  # of a visit that has failed since: fetched ahead by a worker, or its turn
+        while item.position != position:  # of a visit that has failed since: fetched ahead by a worker, or its turn
             item = next(stream)
         if item.error is not None:
-            planned = self.visits[place]
+            planned = self.visits[position]
             planned.fault, planned.error = self._raised(planned.visit.client, item), item.error
             self._look_at_raised()
         return item.batch
 
-    def _raised(self, client: Client, item: StreamItem) -> str:
+    def _raised(self, client: Client, item: VisitBatch) -> str:
         """Why a client is left out whose data raised; the first time, where they did goes to the log."""
         assert item.error is not None
         if item.trace:

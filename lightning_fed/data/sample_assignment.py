@@ -43,7 +43,7 @@ def draw_dirichlet(
     return rng.dirichlet(alpha * mean, size)
 
 
-def cut(shares: npt.NDArray[np.float64], totals: IndexArray) -> IndexArray:
+def cut_shares(shares: npt.NDArray[np.float64], totals: IndexArray) -> IndexArray:
     """Sizes of the pieces when row r of ``totals`` is cut at the running sums of row r of ``shares``, rounded down."""
     edges = np.floor(np.cumsum(shares, axis=1) * totals[:, None]).astype(np.int64)
     edges = np.minimum(edges, totals[:, None])
@@ -51,7 +51,7 @@ def cut(shares: npt.NDArray[np.float64], totals: IndexArray) -> IndexArray:
     return np.diff(edges, axis=1, prepend=0)
 
 
-def deal_by_class(rng: np.random.Generator, classes: IndexArray, counts: IndexArray) -> list[IndexArray]:
+def assign_by_class(rng: np.random.Generator, classes: IndexArray, counts: IndexArray) -> list[IndexArray]:
     """Gives client k ``counts[k, c]`` random samples of class c; the rest of a class goes to nobody."""
     num_clients, num_classes = counts.shape
     order = rng.permutation(classes.size)
@@ -61,23 +61,23 @@ def deal_by_class(rng: np.random.Generator, classes: IndexArray, counts: IndexAr
     owners = np.append(np.arange(num_clients), -1)
     owner = np.empty(classes.size, dtype=np.int64)
     owner[order] = np.repeat(np.tile(owners, num_classes), pieces)
-    return parts_of_owners(owner, num_clients)
+    return group_by_owner(owner, num_clients)
 
 
-def deal_evenly(num_samples: int, num_clients: int, seed: int) -> list[IndexArray]:
+def assign_evenly(num_samples: int, num_clients: int, seed: int) -> list[IndexArray]:
     """Deals a random permutation of the samples to clients whose sizes differ by at most one."""
     sizes = np.full(num_clients, num_samples // num_clients) + (np.arange(num_clients) < num_samples % num_clients)
-    return deal_in_order(generator_for("iid", seed).permutation(num_samples), sizes)
+    return assign_in_order(generator_for("iid", seed).permutation(num_samples), sizes)
 
 
-def deal_in_order(order: IndexArray, sizes: IndexArray) -> list[IndexArray]:
+def assign_in_order(order: IndexArray, sizes: IndexArray) -> list[IndexArray]:
     """Gives client k the next ``sizes[k]`` samples of ``order``."""
     owner = np.empty(order.size, dtype=np.int64)
     owner[order] = np.repeat(np.arange(sizes.size), sizes)
-    return parts_of_owners(owner, sizes.size)
+    return group_by_owner(owner, sizes.size)
 
 
-def parts_of_owners(owner: IndexArray, num_clients: int) -> list[IndexArray]:
+def group_by_owner(owner: IndexArray, num_clients: int) -> list[IndexArray]:
     """The samples of every client in ascending order; those of owner -1 belong to nobody."""
     order = np.argsort(owner, kind="stable").astype(np.int64)
     edges = np.cumsum(np.bincount(owner + 1, minlength=num_clients + 1))

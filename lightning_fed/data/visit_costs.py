@@ -43,7 +43,7 @@ class VisitCosts:
         return [each.num_batches * self._seconds.get(each.visit.client, usual) for each in visits]
 
 
-def share_out(work: Sequence[float], size: int) -> list[list[int]]:
+def balance_loads(work: Sequence[float], size: int) -> list[list[int]]:
     """Shares work out greedily: the largest piece first, each to who has the least so far.
 
     Args:
@@ -54,14 +54,14 @@ def share_out(work: Sequence[float], size: int) -> list[list[int]]:
         For every process the places of its pieces, increasing.
 
     Example:
-        >>> share_out([2.0, 3.0, 1.0, 4.0], 2)
+        >>> balance_loads([2.0, 3.0, 1.0, 4.0], 2)
         [[2, 3], [0, 1]]
 
     """
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0.0] * size
-    for place in sorted(range(len(work)), key=lambda place: -work[place]):
+    for position in sorted(range(len(work)), key=lambda position: -work[position]):
         least = loads.index(min(loads))
-        loads[least] += work[place]
-        shares[least].append(place)
+        loads[least] += work[position]
+        shares[least].append(position)
     return [sorted(share) for share in shares]

@@ -101,8 +101,8 @@ class Shadow:
         """The shadow with these atoms, one for each element."""
         shape = tuple(atoms.shape)
         for dim, length in enumerate(shape):
-            if length > 1 and (atoms.stride(dim) == 0 or bool((atoms == atoms.cast_back(dim, 0, 1)).all())):
-                atoms = atoms.cast_back(dim, 0, 1)
+            if length > 1 and (atoms.stride(dim) == 0 or bool((atoms == atoms.narrow(dim, 0, 1)).all())):
+                atoms = atoms.narrow(dim, 0, 1)
         return cls(atoms.contiguous(), shape)
 
     @classmethod

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.messages import State
-from lightning_fed.model.batches import Place, find_inputs
+from lightning_fed.model.batches import BatchKey, find_inputs
 from lightning_fed.model.entries import BatchNorm, find_non_finite
 from lightning_fed.numerics.precision import to_float64
 
@@ -122,7 +122,7 @@ def _statistic(layer: nn.Module, name: str) -> Tensor:
 
 
 @torch.no_grad()
-def recalibrate_batch_norm(module: nn.Module, batches: Iterable[Any], inputs: Place = None) -> None:
+def recalibrate_batch_norm(module: nn.Module, batches: Iterable[Any], inputs: BatchKey = None) -> None:
     """Replaces the running statistics of a module's BatchNorm layers by those of some data.
 
     The data are run once through the module, in evaluation mode except for BatchNorm, which normalises with each

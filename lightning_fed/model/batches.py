@@ -7,14 +7,14 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-Place: TypeAlias = int | str | Callable[[Any], Tensor] | None
+BatchKey: TypeAlias = int | str | Callable[[Any], Tensor] | None
 """Where something is in a batch: an index or key, or a function of the batch; ``None`` for the usual places."""
 
 INPUT_KEYS = ("image", "images", "x", "input", "inputs", "text")
 TARGET_KEYS = ("target", "targets", "label", "labels", "mask", "masks", "y")
 
 
-def find_inputs(batch: Any, inputs: Place = None) -> Tensor:
+def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
     """The inputs of a batch.
 
     Args:
@@ -34,7 +34,7 @@ def find_inputs(batch: Any, inputs: Place = None) -> Tensor:
     return _find(batch, inputs, INPUT_KEYS, first, "inputs")
 
 
-def find_target(batch: Any, target: Place = None, keys: Sequence[str] = TARGET_KEYS) -> Tensor:
+def find_target(batch: Any, target: BatchKey = None, keys: Sequence[str] = TARGET_KEYS) -> Tensor:
     """The labels of a batch.
 
     Args:
@@ -75,7 +75,7 @@ def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
     return labels.squeeze(1) if has_channel else labels
 
 
-def _find(batch: Any, place: Place, keys: Sequence[str], otherwise: Any, name: str) -> Tensor:
+def _find(batch: Any, place: BatchKey, keys: Sequence[str], otherwise: Any, name: str) -> Tensor:
     found: Any
     if callable(place):
         found = place(batch)

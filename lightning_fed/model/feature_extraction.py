@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.model.batches import Place, find_inputs
+from lightning_fed.model.batches import BatchKey, find_inputs
 from lightning_fed.model.features import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
 
 
@@ -20,7 +20,7 @@ def extract_features(
     layer: str = "auto",
     *,
     max_samples: int | None = 2000,
-    inputs: Place = None,
+    inputs: BatchKey = None,
     seed: int = 0,
 ) -> Tensor:
     """Feature vectors that a model makes of data, or a sample of them.

@@ -23,7 +23,7 @@ _KEEP_CHANNELS = (
 )
 
 
-class Seam(NamedTuple):
+class WidthRatio(NamedTuple):
     """Two numbers of a module, of which one stays the same multiple of the other, whatever the widths are.
 
     Attributes:
@@ -40,14 +40,17 @@ class Seam(NamedTuple):
     read: int
 
 
-def find_seams(module: nn.Module) -> list[Seam]:
+def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
     """What layers alone say of widths that go together: each of its own tensors, and those in an ``nn.Sequential``.
 
     How other layers are connected only a run of the module could say.
 
     Example:
-        >>> find_seams(nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.Flatten(), nn.Linear(36, 2)))
-        [Seam(maker='2.weight', made=2, reader='2.bias', read=2), Seam(maker='0', made=4, reader='2', read=36)]
+        >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.Flatten(), nn.Linear(36, 2))
+        >>> for ratio in find_width_ratios(net):
+        ...     print(*ratio)
+        2.weight 2 2.bias 2
+        0 4 2 36
 
     """
     seams = [seam for name, layer in module.named_modules() for seam in _within(name, layer)]
@@ -57,7 +60,7 @@ def find_seams(module: nn.Module) -> list[Seam]:
     return seams
 
 
-def _within(name: str, layer: nn.Module) -> Iterator[Seam]:
+def _within(name: str, layer: nn.Module) -> Iterator[WidthRatio]:
     """Rows of a layer's tensors; in a recurrent layer also what reads its units."""
     own = {
         key: value.shape
@@ -72,7 +75,7 @@ def _within(name: str, layer: nn.Module) -> Iterator[Seam]:
         return
     prefix = f"{name}." if name else ""
     for (first, axis), (second, other) in pairs:
-        yield Seam(prefix + first, own[first][axis], prefix + second, own[second][other])
+        yield WidthRatio(prefix + first, own[first][axis], prefix + second, own[second][other])
 
 
 def _in_recurrent(names: Iterable[str]) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
@@ -92,7 +95,7 @@ def _in_recurrent(names: Iterable[str]) -> Iterator[tuple[tuple[str, int], tuple
         yield rows, made
 
 
-def _along(prefix: str, layers: nn.Sequential) -> Iterator[Seam]:
+def _along(prefix: str, layers: nn.Sequential) -> Iterator[WidthRatio]:
     """What one layer makes and the next one reads. Where the axis is not certain nothing is said."""
     maker: tuple[str, int] | None = None
     is_channels = is_flat = False  # else it is the last axis
@@ -102,12 +105,12 @@ def _along(prefix: str, layers: nn.Sequential) -> Iterator[Seam]:
             wants_channels = not isinstance(layer, nn.Linear)
             read = numbers["in_channels" if wants_channels else "in_features"]
             if maker is not None and (is_channels and not is_flat) == wants_channels:
-                yield Seam(*maker, prefix + key, read)
+                yield WidthRatio(*maker, prefix + key, read)
             maker = (prefix + key, numbers["out_channels" if wants_channels else "out_features"])
             is_channels, is_flat = wants_channels, False
         elif isinstance(layer, nn.modules.batchnorm._NormBase):  # noqa: SLF001  batch and instance normalisation
             if maker is not None and is_channels and not is_flat and "num_features" in numbers:
-                yield Seam(*maker, prefix + key, numbers["num_features"])
+                yield WidthRatio(*maker, prefix + key, numbers["num_features"])
         elif isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1):
             is_flat = True
         elif not isinstance(layer, _KEEP) and not (is_channels and not is_flat and isinstance(layer, _KEEP_CHANNELS)):

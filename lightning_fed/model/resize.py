@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fed.model.layer_widths import find_seams, layer_numbers
+from lightning_fed.model.layer_widths import find_width_ratios, layer_numbers
 
 
 class Change(NamedTuple):
@@ -57,11 +57,11 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         if own.shape == value.shape:
             own.copy_(value)
         else:
-            exchange(own, value.detach().to(own, copy=True))
-    fit_layers(module)
+            set_tensor_data(own, value.detach().to(own, copy=True))
+    update_layer_sizes(module)
 
 
-def exchange(owner: Tensor, value: Tensor) -> None:
+def set_tensor_data(owner: Tensor, value: Tensor) -> None:
     """Makes ``value`` the memory of a parameter or buffer, whose shape may be another. Its gradient is dropped."""
     owner.grad = None
     if value.shape != owner.shape:
@@ -70,7 +70,7 @@ def exchange(owner: Tensor, value: Tensor) -> None:
     owner.data = value
 
 
-def fit_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
+def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Gives a module's layers the widths of a state, where they differ. Names that it does not have are left alone.
 
     Args:
@@ -90,13 +90,13 @@ def fit_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
     }
     if not other:
         return
-    before, values = find_seams(module), {name: own[name].data for name in other}
+    before, values = find_width_ratios(module), {name: own[name].data for name in other}
     resize_module(module, other)
-    for old, new in zip(before, find_seams(module), strict=True):
+    for old, new in zip(before, find_width_ratios(module), strict=True):
         if old.made * new.read != new.made * old.read:
             for name, value in values.items():
-                exchange(own[name], value)
-            fit_layers(module)
+                set_tensor_data(own[name], value)
+            update_layer_sizes(module)
             raise ValueError(
                 f"Expected layers that fit each other, where {old.maker} has {old.made} and {old.reader} {old.read},"
                 f" but got {new.made} and {new.read}."
@@ -110,7 +110,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensors[name] for name in module.state_dict(keep_vars=True) if name in tensors}
 
 
-def fit_layers(module: nn.Module) -> list[Change]:
+def update_layer_sizes(module: nn.Module) -> list[Change]:
     """Makes the numbers that layers keep those of their tensors; which have changed."""
     changes = []
     for layer in module.modules():

@@ -11,7 +11,7 @@ CHUNK_ELEMENTS = 1 << 22
 _CACHED_ELEMENTS = 1 << 15
 
 
-def pieces(value: Tensor) -> tuple[Tensor, ...]:
+def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
     """The numbers of a tensor, in pieces whose copies fit into a processor's cache; on other devices in one piece.
 
     What is computed of one piece after another needs no large memory in between, which costs more than the arithmetic.
@@ -20,7 +20,7 @@ def pieces(value: Tensor) -> tuple[Tensor, ...]:
         value: Any tensor; if it is contiguous, the pieces share its memory.
 
     Example:
-        >>> [len(piece) for piece in pieces(torch.zeros(3, 20_000))]
+        >>> [len(piece) for piece in cache_chunks(torch.zeros(3, 20_000))]
         [32768, 27232]
 
     """

@@ -17,16 +17,16 @@ class Float64States(Metric):
     ``set_dtype`` is then about the type of the result.
 
     Attributes:
-        wide_states: Names of these states, which are tensors.
+        float64_states: Names of these states, which are tensors.
 
     """
 
-    wide_states: ClassVar[tuple[str, ...]] = ()
+    float64_states: ClassVar[tuple[str, ...]] = ()
 
     def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = ()) -> nn.Module:
         # How torchmetrics lets a metric see to some of its states itself when it is moved or converted.
-        moved = super()._apply(fn, (*exclude_state, *self.wide_states))
+        moved = super()._apply(fn, (*exclude_state, *self.float64_states))
         device = float64_device(self.device)
-        for name in self.wide_states:
+        for name in self.float64_states:
             setattr(self, name, getattr(self, name).to(device))
         return moved

@@ -21,7 +21,7 @@ def to_float64(value: Tensor, copy: bool = False) -> Tensor:
         copy: Whether the result shares no memory with ``value``.
 
     Example:
-        >>> widen(torch.tensor([1, 2]))
+        >>> to_float64(torch.tensor([1, 2]))
         tensor([1., 2.], dtype=torch.float64)
 
     """
@@ -30,10 +30,10 @@ def to_float64(value: Tensor, copy: bool = False) -> Tensor:
 
 
 def cast_back(value: Tensor, like: Tensor) -> Tensor:
-    """What was computed with :func:`widen`, in the type and on the device of ``like``.
+    """Casts a result of :func:`to_float64` to the type of ``like``, on its device.
 
     Example:
-        >>> narrow(torch.tensor([0.5], dtype=torch.float64), torch.tensor([1.0]))
+        >>> cast_back(torch.tensor([0.5], dtype=torch.float64), torch.tensor([1.0]))
         tensor([0.5000])
 
     """

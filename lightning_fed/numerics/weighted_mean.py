@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_fed.numerics.chunks import pieces
+from lightning_fed.numerics.chunks import cache_chunks
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.row_sums import RowSums, RowWeighting
 
@@ -76,7 +76,7 @@ class WeightedMean:
             elif not (value.is_floating_point() or value.is_complex()):
                 self._keep_integer(name, value, size)
             elif name in self._sums:
-                for total, piece in zip(pieces(self._sums[name]), pieces(value.detach()), strict=True):
+                for total, piece in zip(cache_chunks(self._sums[name]), cache_chunks(value.detach()), strict=True):
                     total.add_(to_float64(piece), alpha=weight)  # adding is faster after a cast of its own
             else:
                 self._sums[name] = to_float64(value.detach().contiguous(), copy=True).mul_(weight)

@@ -190,7 +190,7 @@ def large_rounds(lazy, rounds=3):
 def test_rows_step_alone_as_they_do_together(optimizer, options, lazy, monkeypatch):
     """To the last bit, and no copy is larger than what steps at a time; so are the memories."""
     results, sizes = [], []
-    monkeypatch.setattr(server_optimizer, "widen", lambda value: sizes.append(value.numel()) or to_float64(value))
+    monkeypatch.setattr(server_optimizer, "to_float64", lambda value: sizes.append(value.numel()) or to_float64(value))
     for elements in (10**6, 7 * 13 + 3):
         monkeypatch.setattr(server_optimizer, "_ELEMENTS", elements)
         rule = ServerOptimizer(optimizer, lazy_rows=lazy, **options)

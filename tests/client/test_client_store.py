@@ -458,7 +458,7 @@ def test_processes_forget_the_same_client(tmp_path, monkeypatch):
     first.put("a", 0, value(0))
     for rank, store in enumerate((first, second)):
         store.restore(1, {"folder": str(tmp_path), "run": 0})
-        store.start(SimpleNamespace(size=2, rank=rank, first=lambda run: run))
+        store.start(SimpleNamespace(size=2, rank=rank, broadcast=lambda run: run))
     save = lightning_fed.client.client_store.save_file
 
     def and_the_other(tensors, path):

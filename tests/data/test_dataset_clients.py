@@ -55,7 +55,7 @@ def plan(population, *visits):
 def served(population, *visits):
     """What the visits are served: (place, numbers of the batch)."""
     try:
-        return [(item.place, item.batch[0].tolist()) for item in population.stream(plan(population, *visits))]
+        return [(item.position, item.batch[0].tolist()) for item in population.stream(plan(population, *visits))]
     finally:
         population.close()
 
@@ -110,10 +110,10 @@ def test_a_pass_aside_leaves_nothing_out(workers):
     first = next(training)
     for client, size in SIZES.items():
         visit = Visit(client, 0, 13)
-        count = visit.num_batches(population.batches_per_epoch(client, aside=True))
-        (*batches,) = population.stream([PlannedVisit(visit, size, count)], aside=True)
+        count = visit.num_batches(population.batches_per_epoch(client, isolated=True))
+        (*batches,) = population.stream([PlannedVisit(visit, size, count)], isolated=True)
         assert [item.batch[0].tolist() for item in batches] == by_hand(client, 13)
-    assert [(item.place, item.batch[0].tolist()) for item in (first, *training)] == expected
+    assert [(item.position, item.batch[0].tolist()) for item in (first, *training)] == expected
     population.close()
 
 
@@ -208,7 +208,7 @@ def augmented(num_workers):
 def fetch_augmented(num_workers, *visits):
     population = augmented(num_workers)
     try:
-        return [(item.place, item.batch) for item in population.stream(plan(population, *visits))]
+        return [(item.position, item.batch) for item in population.stream(plan(population, *visits))]
     finally:
         population.close()
 
@@ -447,7 +447,7 @@ def test_an_error_stands_for_its_batch(workers):
     visits = plan(population, *(Visit(name, 0, 0) for name in datasets))
     items = list(population.stream(visits))
     population.close()
-    places = [item.place for item in items]
+    places = [item.position for item in items]
     assert places == [0] * 4 + [1] * 4 + [2] * 2
     faults = [number for number, item in enumerate(items) if item.error is not None]
     assert faults == [6]
@@ -461,9 +461,9 @@ def test_nothing_more_is_fetched_for_a_visit_with_a_fault():
     visits = plan(population, Visit("bad", 0, 0), Visit("good", 0, 0))
     seen = []
     for item in population.stream(visits):
-        seen.append((item.place, item.error is not None))
+        seen.append((item.position, item.error is not None))
         if item.error is not None:
-            visits[item.place].fault = "image 5 is truncated"
+            visits[item.position].fault = "image 5 is truncated"
     assert seen == [(0, True), (1, False), (1, False)]
 
 

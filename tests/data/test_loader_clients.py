@@ -64,7 +64,7 @@ def served(loaders, *visits, num_batches=None):
         PlannedVisit(visit, 1, num_batches or visit.num_batches(population.batches_per_epoch(visit.client)))
         for visit in visits
     ]
-    return [(item.place, item.error or numbers(item.batch)) for item in population.stream(planned)]
+    return [(item.position, item.error or numbers(item.batch)) for item in population.stream(planned)]
 
 
 # --- what is counted --------------------------------------------------------------------------------------------------

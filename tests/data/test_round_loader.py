@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
 from lightning_fed.data.loader_clients import LoaderClients
-from lightning_fed.data.population import LazyClients, StreamItem
+from lightning_fed.data.population import LazyClients, VisitBatch
 from lightning_fed.data.round_loader import RoundLoader, describe
 from lightning_fed.server.schedule import Cohort, Visit
 
@@ -263,9 +263,9 @@ class Ahead(DatasetClients):
     """Serves three items for a visit that has failed already, as workers that ran ahead do."""
 
     def stream(self, visits):
-        yield StreamItem(0, error=OSError("image 7 is truncated"))
-        yield from [StreamItem(0, [torch.tensor([number])]) for number in range(3)]
-        yield StreamItem(1, [torch.tensor([70])])
+        yield VisitBatch(0, error=OSError("image 7 is truncated"))
+        yield from [VisitBatch(0, [torch.tensor([number])]) for number in range(3)]
+        yield VisitBatch(1, [torch.tensor([70])])
 
 
 def test_what_workers_fetched_ahead_for_a_failed_visit_is_passed_over():

@@ -258,7 +258,7 @@ class SampledSoftmax(FederatedCallback):
             )
         found = []
         with seeded_generators():
-            batches = one_pass(population, planned.visit, aside=True)
+            batches = one_pass(population, planned.visit, isolated=True)
             while True:
                 try:
                     batch = next(batches)
