@@ -73,7 +73,7 @@ def test_global_generators_are_neither_read_nor_moved():
 
 def test_hash_seed():
     """Another process, whose `hash` of strings is another one, draws the same."""
-    code = "from tests.test_schedule import print_cohorts; print_cohorts()"
+    code = "from tests.server.test_schedule import print_cohorts; print_cohorts()"
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, check=True)
