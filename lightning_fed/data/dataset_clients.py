@@ -1,4 +1,4 @@
-"""Clients that are parts of one data set, or data sets of their own: one ``DataLoader`` walks a round's examples."""
+"""Clients as parts of one data set, or with data sets of their own, served by one ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SampleTransform: TypeAlias = Callable[[Any], Any]
 
 
 class DatasetClients(Population):
-    """Clients that are parts of one map-style data set, or map-style data sets of their own.
+    """Clients that are parts of one map-style data set, or have map-style data sets of their own.
 
-    One ``DataLoader`` serves every round, so that its workers persist and fetch the next client's batches while this
-    one trains. Batches never hold examples of two clients. A trailing batch of a single example joins the batch before
-    it, because BatchNorm cannot train on one example.
+    One ``DataLoader`` serves every round, so that its workers persist and fetch the next client's batches while the
+    current one trains. Batches never hold examples of two clients. A trailing batch of a single example joins the batch
+    before it, because BatchNorm cannot train on one example.
 
     Args:
-        source: Where the examples are.
+        source: The clients' examples.
         batch_size: Examples per batch.
         shuffle: Whether every epoch of every visit has its own order, drawn from the visit's seed.
         drop_last: Whether a trailing batch that is not full is left out.
@@ -60,7 +60,7 @@ class DatasetClients(Population):
 
     @property
     def dataset(self) -> Dataset[Any]:
-        """The data set that a partition splits into the clients, as the user's own loader has it."""
+        """The data set that a partition splits into the clients: that of the user's own loader."""
         return super().dataset if self.source.split_dataset is None else self.source.split_dataset
 
     @property
@@ -77,14 +77,14 @@ class DatasetClients(Population):
         return len(cut_batches(self.num_samples(client), self.batch_size, self.drop_last and not isolated))
 
     def close(self) -> None:
-        """Lets go of the loader, whose workers end with it."""
+        """Replaces the loader, and so ends its workers."""
         self._loader = self._make_loader()
 
     def _make_loader(self) -> DataLoader[Any]:
         return DataLoader(
             self.source,
-            batch_sampler=self._sampler,  # type: ignore[arg-type] # requests of our own, which `source` understands
-            collate_fn=_as_collated,
+            batch_sampler=self._sampler,  # type: ignore[arg-type] # of `BatchRequest`, by which `source` is indexed
+            collate_fn=_return_batch,
             generator=torch.Generator().manual_seed(0),  # else the loader draws from the global generator
             **self._loader_options,
         )
@@ -112,14 +112,14 @@ class DatasetClients(Population):
 
 
 class ClientSource(Dataset[Any], ABC):
-    """The data set behind :class:`DatasetClients`: answers a request for some examples of one client with a batch.
+    """Data set of :class:`DatasetClients`, indexed by requests for a batch of one client.
 
     Args:
         clients: The clients' keys.
-        collate: Makes a batch of a list of samples.
+        collate: Function that makes a batch of a list of samples.
 
     Attributes:
-        split_dataset: The data set that was split into the clients; ``None`` if each has its own.
+        split_dataset: The data set that was split into the clients; ``None`` if every client has its own.
 
     """
 
@@ -135,11 +135,17 @@ class ClientSource(Dataset[Any], ABC):
 
     @abstractmethod
     def locate(self, client: Client, positions: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
-        """The data set with a client's examples, their indices in it, and a transform of the client's samples."""
+        """Finds the data set of a client's examples, their indices in it, and a transform of the client's samples.
+
+        Args:
+            client: The client's key.
+            positions: Positions among the client's examples, shape (batch,).
+
+        """
 
     def __getitems__(self, request: BatchRequest) -> Any:
         if get_worker_info() is not None:
-            # Random augmentation depends on the batch alone, not on the worker that happens to fetch it.
+            # Random augmentation depends on the batch alone, not on the worker that fetches it.
             seed_everything(request.seed)
         dataset, indices, transform = self.locate(request.client, request.positions)
         if transform is None and self.collate is default_collate:
@@ -161,8 +167,8 @@ class PartitionedSource(ClientSource):
     Args:
         dataset: The data set.
         indices: Client to the indices of its examples.
-        transform: Makes the transform of a client's samples, or ``None``.
-        collate: Makes a batch of a list of samples.
+        transform: Function that makes the transform of a client's samples, or ``None``.
+        collate: Function that makes a batch of a list of samples.
 
     """
 
@@ -175,7 +181,7 @@ class PartitionedSource(ClientSource):
     ) -> None:
         super().__init__(client_keys(indices), collate)
         self.split_dataset = dataset
-        while type(dataset) is Subset:  # so that batches come straight from the data set below
+        while type(dataset) is Subset:  # so that batches come directly from the underlying data set
             outer = np.asarray(dataset.indices)
             indices = {client: outer[inner] for client, inner in indices.items()}
             dataset = dataset.dataset
@@ -197,9 +203,9 @@ class DatasetsSource(ClientSource):
     """Clients with data sets of their own.
 
     Args:
-        datasets: Client to map-style data set; may build a client's data set when it is asked for. The last two are
-            kept, so that a visit builds it once.
-        collate: Makes a batch of a list of samples.
+        datasets: Client to map-style data set; may build a client's data set when it is looked up. The last two are
+            cached, so that a visit builds it once.
+        collate: Function that makes a batch of a list of samples.
 
     """
 
@@ -227,12 +233,12 @@ class DatasetsSource(ClientSource):
 
 
 class BatchRequest(NamedTuple):
-    """Which examples a batch is made of.
+    """Request for one batch of a client's examples.
 
     Args:
-        client: Whose examples.
-        places: Their places among the client's examples, shape (batch,).
-        seed: Seed of whatever is random in making the batch in a worker process.
+        client: The client's key.
+        positions: Positions among the client's examples, shape (batch,).
+        seed: Seed of random augmentation in a worker process.
 
     """
 
@@ -242,7 +248,7 @@ class BatchRequest(NamedTuple):
 
 
 def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> list[tuple[int, int]]:
-    """Where each batch begins and ends; a single trailing example joins the batch before it.
+    """First and last position (exclusive) of every batch; a single trailing example joins the batch before it.
 
     Example:
         >>> cut_batches(9, 4)
@@ -260,7 +266,7 @@ def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> l
 
 
 class _RoundSampler:
-    """Walks the examples of a round's visits; notes in ``issued`` whose every batch is."""
+    """Batch sampler over a round's visits; ``issued`` holds the position of every requested batch's visit."""
 
     def __init__(self, population: DatasetClients, drop_last: bool) -> None:
         self._population = population
@@ -270,19 +276,19 @@ class _RoundSampler:
         self.issued: deque[int] = deque()
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        for positions in self.groups or sequential_groups(self.visits):
-            yield from interleave(self._requests(position, self.visits[position]) for position in positions)
+        for group in self.groups or sequential_groups(self.visits):
+            yield from interleave(self._requests(position, self.visits[position]) for position in group)
 
     def _requests(self, position: int, planned: PlannedVisit) -> Iterator[BatchRequest]:
         in_workers = self._population.num_workers > 0
         client, seed = planned.visit.client, planned.visit.seed
-        for number, positions in zip(range(planned.num_batches), self._endless(planned), strict=False):
+        for number, positions in zip(range(planned.num_batches), self._endless_batches(planned), strict=False):
             if planned.fault is not None:
                 break
             self.issued.append(position)
             yield BatchRequest(client, positions, derive_seed(seed, number) if in_workers else 0)
 
-    def _endless(self, planned: PlannedVisit) -> Iterator[np.ndarray]:
+    def _endless_batches(self, planned: PlannedVisit) -> Iterator[np.ndarray]:
         population = self._population
         bounds: Collection[tuple[int, int]] = cut_batches(planned.num_samples, population.batch_size, self._drop_last)
         epoch = 0
@@ -297,12 +303,12 @@ class _RoundSampler:
 
 
 def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
-    """What ``default_collate`` makes of the samples, by indexing the tensors behind them; ``None`` if it cannot."""
+    """The batch of ``default_collate`` by indexing the data set's tensors; ``None`` if the data set has none."""
     if type(dataset) is TensorDataset:
-        where = torch.from_numpy(indices)
-        return [tensor.index_select(0, where) for tensor in dataset.tensors]
+        rows = torch.from_numpy(indices)
+        return [tensor.index_select(0, rows) for tensor in dataset.tensors]
     return dataset.get_batch(indices) if isinstance(dataset, ArrayDataset) else None
 
 
-def _as_collated(batch: Any) -> Any:
+def _return_batch(batch: Any) -> Any:
     return batch

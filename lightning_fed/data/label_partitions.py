@@ -1,4 +1,4 @@
-"""Partitions that skew the labels: every client sees the classes in shares of its own."""
+"""Partitions with label skew: clients differ in their shares of the classes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LabelFn = Callable[[Any], int]
 
 
 class LabelPartition(NumberedPartition):
-    """A partition that looks at the labels (abstract: :meth:`assign_by_label` is left to its subclasses).
+    """A partition by labels (abstract: subclasses implement :meth:`assign_by_label`).
 
     The labels are found with :func:`~lightning_fed.data.labels.labels_of`; for segmentation the label of an image is
     its dominant foreground class.
@@ -58,7 +58,7 @@ class LabelPartition(NumberedPartition):
 
     @abc.abstractmethod
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """The samples of every client, of the label of each sample."""
+        """The samples of every client, by the label of each sample."""
 
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         """The samples of every client."""
@@ -83,8 +83,8 @@ class Dirichlet(LabelPartition):
 
     with a prior :math:`\pi` over the classes that sums to 1: the concentrations sum to ``alpha``, as in the paper, so
     the same ``alpha`` is a stronger skew. A class that has run out gets mass 0 and the others are scaled up; if they
-    have no mass, :math:`q_k` is drawn again over the classes that are left. Clients are served in order, so it is the
-    last ones that have to take what is left. The :math:`N \bmod K` samples left at the end go to nobody.
+    have no mass, :math:`q_k` is drawn again over the classes that are left. Clients are served in order, so the
+    last ones take the remaining samples. The last :math:`N \bmod K` samples are not assigned.
 
     Args:
         num_clients: Number of clients, at least 1.
@@ -156,7 +156,7 @@ class Dirichlet(LabelPartition):
         self.prior: Literal["empirical", "uniform"] = prior
 
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """The samples of every client, of the label of each sample."""
+        """The samples of every client, by the label of each sample."""
         return self._per_class(labels, seed) if self.definition == "per_class" else self._per_client(labels, seed)
 
     def _per_class(self, labels: IndexArray, seed: int) -> list[IndexArray]:
@@ -176,27 +176,26 @@ class Dirichlet(LabelPartition):
         is_empirical = self.prior == "empirical"
         pi = class_sizes / classes.size if is_empirical else np.full(class_sizes.size, 1 / class_sizes.size)
         size = classes.size // self.num_clients
-        if self.alpha == np.inf and is_empirical:  # drawn one by one, the last clients would get very different rests
-            dealt = rng.permutation(classes.size)[: size * self.num_clients]
+        if self.alpha == np.inf and is_empirical:  # drawn one by one, the last clients would get very different shares
+            assigned = rng.permutation(classes.size)[: size * self.num_clients]
             owner = np.full(classes.size, -1, dtype=np.int64)
-            owner[dealt[np.argsort(classes[dealt], kind="stable")]] = np.arange(dealt.size) % self.num_clients
+            owner[assigned[np.argsort(classes[assigned], kind="stable")]] = np.arange(assigned.size) % self.num_clients
             return group_by_owner(owner, self.num_clients)
-        left = class_sizes.copy()
+        unused = class_sizes.copy()
         counts = np.zeros((self.num_clients, class_sizes.size), dtype=np.int64)
         for count in counts:
-            count[:] = _draw_client(rng, pi, self.alpha, size, left)
-            left -= count
+            count[:] = _draw_client(rng, pi, self.alpha, size, unused)
+            unused -= count
         return assign_by_class(rng, classes, counts)
 
 
 @final
 class Shards(LabelPartition):
-    r"""Pathological label skew: the samples sorted by label, cut into equal shards, and dealt out.
+    r"""Pathological label skew: samples sorted by label are divided into equal shards, which clients get at random.
 
     With :math:`K` clients and :math:`z` shards each there are :math:`K z` shards of :math:`\lfloor N / (K z) \rfloor`
-    samples; the fewer than :math:`K z` samples that remain, the last in the order, go to nobody. A shard may straddle
-    two labels, so a client has at most :math:`2 z` of them where every label fills a shard, and mostly :math:`z` or
-    fewer.
+    samples; the fewer than :math:`K z` last samples in the order are not assigned. A shard may straddle two labels, so
+    a client has at most :math:`2 z` of them where every label fills a shard, and mostly :math:`z` or fewer.
 
     Args:
         num_clients: Number of clients, at least 1.
@@ -236,7 +235,7 @@ class Shards(LabelPartition):
         self.shards_per_client = check_count("shards_per_client", shards_per_client)
 
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """The samples of every client, of the label of each sample."""
+        """The samples of every client, by the label of each sample."""
         classes, _ = number_classes(labels)
         num_shards = self.num_clients * self.shards_per_client
         if num_shards > classes.size:
@@ -255,18 +254,18 @@ class Shards(LabelPartition):
 
 @final
 class LabelsPerClient(LabelPartition):
-    """Equally many labels for every client, which shares each of them equally with the others that have it.
+    """Equally many labels for every client; the clients with a label share its samples equally.
 
     Shares differ by at most one sample; where a label has more owners than samples, the last owners get none. A label
-    that no client has goes to nobody.
+    without an owner is not assigned.
 
     Args:
         num_clients: Number of clients, at least 1.
         labels_per_client: Number of different labels of each client, at least 1 and at most as many as there are.
-        assignment: Which of the C labels a client has. ``"random"``, as in NIID-Bench: client k has label k mod C and
-            others at random; with fewer clients than labels, some may go to nobody. ``"even"`` deals them out at
-            random, so that all labels have equally many owners, to within one: a single one, who has it as a whole, if
-            there are ``num_clients * labels_per_client`` labels. They go to nobody only where there are more than that.
+        assignment: Choice of each client's labels. ``"random"``, as in NIID-Bench: client k has label k mod C and
+            others at random; with fewer clients than labels, some labels may have no owner. ``"even"`` draws them so
+            that all labels have equally many owners, to within one: a single owner each if there are ``num_clients *
+            labels_per_client`` labels. Labels have no owner only where there are more than that.
         label_fn: Function of a sample that gives its label, in place of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` for none.
         background: Class of masks that is not foreground; ``None`` where every class counts.
@@ -306,7 +305,7 @@ class LabelsPerClient(LabelPartition):
         self.assignment: Literal["random", "even"] = assignment
 
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """The samples of every client, of the label of each sample."""
+        """The samples of every client, by the label of each sample."""
         classes, class_sizes = number_classes(labels)
         if not 1 <= self.labels_per_client <= class_sizes.size:
             raise PartitionError(
@@ -338,7 +337,7 @@ def _counts_per_class(
     counts = np.zeros((num_clients, class_sizes.size), dtype=np.int64)
     held = np.zeros(num_clients, dtype=np.int64)
     for label, total in enumerate(class_sizes):
-        has_room = held * num_clients < class_sizes.sum()  # never empty: then all samples would be dealt
+        has_room = held * num_clients < class_sizes.sum()  # never empty: then all samples would be assigned
         share = shares[label] * has_room
         if share.sum() == 0:  # all of the mass was on full clients, as happens with a tiny alpha
             room = has_room.sum()
@@ -349,41 +348,41 @@ def _counts_per_class(
 
 
 def _draw_client(
-    rng: np.random.Generator, pi: npt.NDArray[np.float64], alpha: float, size: int, left: IndexArray
+    rng: np.random.Generator, pi: npt.NDArray[np.float64], alpha: float, size: int, unused: IndexArray
 ) -> IndexArray:
-    """Number of samples of every class for one client, when ``left`` of each class are unused.
+    """Number of samples of every class for one client, of ``unused`` samples per class.
 
     Drawing ``size`` classes at once and drawing again for those that had run out is the same, in distribution, as
     drawing them one by one and dropping a class as soon as its last sample is taken.
     """
-    count = np.zeros_like(left)
+    count = np.zeros_like(unused)
     if alpha == 0:
-        suffices = left >= size
-        mass = draw_dirichlet(rng, _normalised(pi * (suffices if suffices.any() else left > 0)), alpha, 1)[0]
+        suffices = unused >= size
+        mass = draw_dirichlet(rng, _normalised(pi * (suffices if suffices.any() else unused > 0)), alpha, 1)[0]
     else:
         mass = draw_dirichlet(rng, pi, alpha, 1)[0]
     while (missing := size - int(count.sum())) > 0:
-        is_left = left > count
-        if (mass * is_left).sum() == 0:
-            mass[is_left] = draw_dirichlet(rng, _normalised(pi[is_left]), alpha * pi[is_left].sum(), 1)[0]
-        drawn = rng.multinomial(missing, _normalised(mass[is_left]))
-        count[is_left] += np.minimum(drawn, (left - count)[is_left])
+        is_unused = unused > count
+        if (mass * is_unused).sum() == 0:
+            mass[is_unused] = draw_dirichlet(rng, _normalised(pi[is_unused]), alpha * pi[is_unused].sum(), 1)[0]
+        drawn = rng.multinomial(missing, _normalised(mass[is_unused]))
+        count[is_unused] += np.minimum(drawn, (unused - count)[is_unused])
     return count
 
 
 def _evenly_owned(rng: np.random.Generator, num_clients: int, num_labels: int, per_client: int) -> IndexArray:
-    """Deals shuffled decks of all labels, one after another, a hand of different ones to each client."""
+    """Assigns different labels to each client from consecutive shuffles of all labels."""
     owned = np.zeros((num_clients, num_labels), dtype=np.int64)
-    deck = rng.permutation(num_labels)
+    remaining = rng.permutation(num_labels)
     for client_labels in owned:
-        if deck.size >= per_client:
-            hand, deck = deck[:per_client], deck[per_client:]
+        if remaining.size >= per_client:
+            chosen, remaining = remaining[:per_client], remaining[per_client:]
         else:
-            client_labels[deck] = 1
-            fresh = rng.permutation(num_labels)
-            fresh = fresh[np.argsort(client_labels[fresh], kind="stable")]  # labels that the client has go below
-            hand, deck = fresh[: per_client - deck.size], fresh[per_client - deck.size :]
-        client_labels[hand] = 1
+            client_labels[remaining] = 1
+            shuffled = rng.permutation(num_labels)
+            shuffled = shuffled[np.argsort(client_labels[shuffled], kind="stable")]  # labels that the client has: last
+            chosen, remaining = shuffled[: per_client - remaining.size], shuffled[per_client - remaining.size :]
+        client_labels[chosen] = 1
     return owned
 
 

@@ -1,4 +1,4 @@
-"""Clients that bring their own loaders: the round chains them."""
+"""Clients with loaders of their own, which a round chains."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lightning_fed.server.schedule import Visit
 
 
 class LoaderClients(Population):
-    """Clients that bring their own ``DataLoader`` or another iterable of batches; the round chains them.
+    """Clients with a ``DataLoader`` or another iterable of batches each; a round chains them.
 
     Args:
-        loaders: Client to loader; may build a client's loader when it is asked for.
+        loaders: Client to loader; may build a client's loader when it is looked up.
 
     """
 
     def __init__(self, loaders: Mapping[Client, Iterable[Any]]) -> None:
         super().__init__(client_keys(loaders))
         self.loaders = loaders
-        self._counted: dict[Client, int] = {}  # by passes over their batches, one for a client
+        self._counted: dict[Client, int] = {}  # by one pass over a client's batches
 
     def num_samples(self, client: Client) -> int:
-        """Length of the loader's data set, or of the part that its sampler draws; else of one pass over its batches.
+        """Length of the loader's data set or of its sampler, or else the examples in one pass over its batches.
 
         Raises:
             TypeError: If it is not one loader but several.
@@ -55,7 +55,7 @@ class LoaderClients(Population):
         )
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Length of the client's loader, which is passed over as it is."""
+        """Length of the client's loader; an isolated pass is no different."""
         loader = self.loaders[client]
         try:
             return len(loader)  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ class LoaderClients(Population):
             return None
 
     def gives_all(self, client: Client) -> bool:
-        """Whether a pass over the loader is known to leave no example out: not so if it may drop or draw them."""
+        """True if a pass over the loader gives every example: not if it may drop or draw examples."""
         loader = self.loaders[client]
         batch_sampler = getattr(loader, "batch_sampler", None)
         sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
@@ -75,8 +75,8 @@ class LoaderClients(Population):
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
         """The batches of all visits in order."""
-        for positions in groups or sequential_groups(visits):
-            yield from interleave(self._batches(position, visits[position], isolated) for position in positions)
+        for group in groups or sequential_groups(visits):
+            yield from interleave(self._batches(position, visits[position], isolated) for position in group)
 
     def _batches(self, position: int, planned: PlannedVisit, isolated: bool) -> Iterator[VisitBatch]:
         served = 0
@@ -112,8 +112,8 @@ def check_client_loader(loader: Any) -> None:
         TypeError: If it is a ``CombinedLoader``, or a mapping or sequence of loaders.
 
     """
-    inside = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, list | tuple) else ()
-    if isinstance(loader, CombinedLoader) or any(isinstance(value, DataLoader | CombinedLoader) for value in inside):
+    values = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, list | tuple) else ()
+    if isinstance(loader, CombinedLoader) or any(isinstance(value, DataLoader | CombinedLoader) for value in values):
         raise TypeError(
             f"Expected a client's data to be one loader or data set, but got several in a {type(loader).__name__}:"
             " which of them says how many examples and batches the client has is not known. Zip them into one data set"
@@ -123,10 +123,10 @@ def check_client_loader(loader: Any) -> None:
 
 @contextmanager
 def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
-    """A loader's own random generators, if it has any, start from a seed and go on afterwards as if nothing had been.
+    """Context in which a loader's own random generators are seeded; their states are restored afterwards.
 
     Args:
-        loader: The loader that is passed over beside training.
+        loader: The loader that an isolated pass iterates over.
         seed: The seed.
 
     Raises:
@@ -142,7 +142,7 @@ def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     generators = [getattr(owner, "generator", None) for owner in owners]
-    states = [(each, each.get_state()) for each in generators if isinstance(each, torch.Generator)]
+    states = [(item, item.get_state()) for item in generators if isinstance(item, torch.Generator)]
     for generator, _ in states:
         generator.manual_seed(seed)
     try:

@@ -63,7 +63,7 @@ def test_batches_of_one_form_are_stacked_whatever_holds_them():
     assert isinstance(parts[0].batch["pair"], Pair)
     for part in parts:
         for row, client in enumerate(part.clients):
-            own = rebuild_batch(part.batch, iter([tensor[row] for tensor in batch_tensors(part.batch)]))
-            assert own["name"] == batches[client]["name"]
-            assert torch.equal(own["pair"].image, batches[client]["pair"].image)
-            assert torch.equal(own["pair"].label[0], batches[client]["pair"].label[0])
+            rebuilt = rebuild_batch(part.batch, iter([tensor[row] for tensor in batch_tensors(part.batch)]))
+            assert rebuilt["name"] == batches[client]["name"]
+            assert torch.equal(rebuilt["pair"].image, batches[client]["pair"].image)
+            assert torch.equal(rebuilt["pair"].label[0], batches[client]["pair"].label[0])
