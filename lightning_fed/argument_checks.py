@@ -1,4 +1,4 @@
-"""What is said to options that cannot be right."""
+"""Checks of arguments, with one wording of the errors."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 
 def check_option(name: str, value: object, known: Sequence[str]) -> None:
-    """Refuses an option that is not known.
+    """Checks that an argument is one of the allowed values.
 
     Args:
         name: Name of the argument.
-        value: What was passed.
-        known: What may be passed.
+        value: The argument.
+        known: The allowed values.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If the argument is none of these.
 
     """
     if value not in known:
@@ -23,15 +23,15 @@ def check_option(name: str, value: object, known: Sequence[str]) -> None:
 
 
 def check_count(name: str, value: object, lowest: int = 1) -> int:
-    """A whole number from ``lowest`` on.
+    """Checks that an argument is a whole number, and returns it as an ``int``.
 
     Args:
         name: Name of the argument.
-        value: What was passed; numbers of NumPy are fine.
+        value: The argument; numbers of NumPy are fine, a bool is not.
         lowest: Smallest number allowed.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the argument is no such number.
 
     Example:
         >>> check_count("local_epochs", 2)
@@ -46,14 +46,14 @@ def check_count(name: str, value: object, lowest: int = 1) -> int:
 
 
 def check_number(name: str, value: object) -> float:
-    """A real number, of any kind but a bool.
+    """Checks that an argument is a real number, and returns it as a ``float``.
 
     Args:
         name: Name of the argument.
-        value: What was passed; numbers of NumPy are fine.
+        value: The argument; numbers of NumPy are fine, a bool is not.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the argument is no such number.
 
     Example:
         >>> check_number("server_lr", 1)
@@ -66,14 +66,14 @@ def check_number(name: str, value: object) -> float:
 
 
 def check_share(name: str, value: object) -> float:
-    """A number from 0 to below 1.
+    """Checks that an argument is a number in [0, 1), and returns it as a ``float``.
 
     Args:
         name: Name of the argument.
-        value: What was passed.
+        value: The argument.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the argument is no such number.
 
     Example:
         >>> check_share("momentum", 0.9)

@@ -6,10 +6,10 @@ class OptionError(ValueError):
 
 
 class BadUpdate(ValueError):
-    """An update that a rule cannot use: its client is left out of the round by name.
+    """An update that an aggregator cannot use; its client is left out of the round and named in the log.
 
-    Rules raise it in :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>`, with the reason in words, before
-    they keep anything of the update.
+    Aggregators raise it in :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>`, with the reason in words,
+    before they keep anything of the update.
 
     Example:
         >>> raise BadUpdate("it sends no prototypes")
@@ -20,7 +20,7 @@ class BadUpdate(ValueError):
 
 
 class ClientFault(Exception):
-    """A fault of one client, which is left out of the round for it; the fit goes on with the others.
+    """A fault of one client, which is left out of the round; the fit goes on with the others.
 
     Callbacks raise it on the client's side, in
     :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_receive` and

@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, whenever the process is killed."""
+"""Atomic writes: a file is complete or absent, whenever the process is killed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lightning.pytorch.callbacks import Checkpoint
 
 
 @contextmanager
-def written_whole(path: Path, suffix: str = ".partial") -> Iterator[Path]:
-    """Path to write a file to, which takes the place of another at the end, unless something was raised.
+def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
+    """Yields a temporary path to write to, and moves it to ``path`` at the end unless an exception was raised.
 
     Args:
-        path: The file; its folder is made.
-        suffix: In place of its own while it is written; one for each process, where several write the same file.
+        path: The file; its folder is created.
+        suffix: Suffix of the temporary file. Processes that write the same file need different ones.
 
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "results" / "summary.csv"
-        >>> with written_whole(path) as partial:
+        >>> with atomic_write(path) as partial:
         ...     _ = partial.write_text("round,accuracy")
         >>> path.read_text()
         'round,accuracy'
@@ -32,24 +32,24 @@ def written_whole(path: Path, suffix: str = ".partial") -> Iterator[Path]:
     partial = path.with_name(f"{path.stem}{suffix}")
     try:
         yield partial
-        with partial.open("rb") as written:
-            os.fsync(written.fileno())
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a text with :func:`written_whole`."""
-    with written_whole(path) as partial:
+def write_text_atomically(path: Path, text: str) -> None:
+    """Writes a text file with :func:`atomic_write`."""
+    with atomic_write(path) as partial:
         partial.write_text(text)
 
 
 class RoundCheckpoint(Checkpoint):
-    """Saves every round in the same file, which is never there half-written; after the other callbacks.
+    """Checkpoint callback that overwrites one file after every round, atomically, after all other callbacks.
 
-    ``ModelCheckpoint`` writes in the folder for temporary files first; where that is another file system, a process
-    that is killed while the file is copied leaves half of it in the place of the last good one.
+    ``ModelCheckpoint`` writes into the folder for temporary files first. Where that folder is on another file system, a
+    process that is killed while the file is copied leaves half a file in place of the last complete one.
 
     Args:
         path: The file.
@@ -61,5 +61,5 @@ class RoundCheckpoint(Checkpoint):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves the round."""
-        with written_whole(self._path) as partial:
+        with atomic_write(self._path) as partial:
             trainer.save_checkpoint(partial)

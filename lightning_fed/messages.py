@@ -1,11 +1,12 @@
-"""The wire: what a server and a client say to each other, and nothing else.
+"""The wire: the three messages between the server and a client, which are all that passes between them.
 
-A :class:`Broadcast` goes down, a :class:`ClientUpdate` goes up. Both hold flat dictionaries of tensors, so that the
-same two halves run in one process, across processes or over a network, and communication is counted, not estimated.
+The server sends a :class:`Broadcast`, the client answers with a :class:`ClientUpdate`. Both hold flat dictionaries of
+tensors, so that the same two halves run in one process, across processes or over a network, and communication is
+counted, not estimated.
 
-Where the broadcast depends on the client, it says so in a :class:`Request` before: of a large table (the classes of a
-head, the words of an embedding) it may want a few rows only, which alone travel then, in both directions; or it says
-what it has already.
+Where the broadcast depends on the client, the client sends a :class:`Request` first. It may ask for a few rows of a
+large table (the classes of a head, the words of an embedding), and only these rows then travel, in both directions; or
+it may tell which parts of the model it has already.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> State:
-    """Without those that are equal to an earlier one, which need not travel again.
+    """The tensors without those that equal an earlier one and need not travel again.
 
     Example:
         >>> import torch
@@ -46,27 +47,27 @@ def distinct(tensors: Mapping[str, Tensor]) -> State:
         ['head.weight', 'words.weight']
 
     """
-    found: State = {}
+    unique: State = {}
     for name, value in tensors.items():
-        if not any(value is other or _is_equal(value, other) for other in found.values()):
-            found[name] = value
-    return found
+        if not any(value is earlier or _is_equal(value, earlier) for earlier in unique.values()):
+            unique[name] = value
+    return unique
 
 
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+def _is_equal(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and left.device == right.device and torch.equal(left, right)
 
 
 @dataclass
 class Request:
-    """What a client says before its visit: where it does not want all of an entry, or has some of the model.
+    """Message from a client before its visit: the entries that it wants in part, or has already.
 
     Args:
         client: The client's key.
         rows: For an entry of the model the rows that the client wants: int64, shape (rows,), strictly increasing, so
             that their order says nothing about the client. Rows that are the same for several entries, as a head's
             weight and bias, are one list on the wire.
-        extras: Whatever else the method says, for :meth:`Aggregator.respond <lightning_fed.Aggregator.respond>`.
+        extras: Further tensors of the method, for :meth:`Aggregator.respond <lightning_fed.Aggregator.respond>`.
 
     """
 
@@ -76,20 +77,20 @@ class Request:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors in the message, of equal rows once."""
+        """Bytes of all tensors in the message; equal rows count once."""
         return tensor_bytes(distinct(self.rows)) + tensor_bytes(self.extras)
 
 
 @dataclass
 class Broadcast:
-    """What the server sends to one client at the start of its visit.
+    """Message from the server to one client at the start of its visit.
 
     Args:
         round: Index of the round, from 0.
         state: Entries of the model that the client starts from.
-        extras: Whatever else the method sends (control variates, ...).
-        rows: For entries of which ``state`` holds some rows only, which: those of the client's :class:`Request`, which
-            this message answers. They are counted there.
+        extras: Further tensors of the method (control variates, ...).
+        rows: For entries that ``state`` holds in part, the indices of their rows: those of the client's
+            :class:`Request`, which this message answers. Their bytes are counted there.
 
     """
 
@@ -106,16 +107,16 @@ class Broadcast:
 
 @dataclass
 class ClientUpdate:
-    """What one client sends back at the end of its visit.
+    """Message from one client to the server at the end of its visit.
 
     Args:
         client: The client's key.
         num_samples: Number of the client's local examples, its weight in an average.
         state: Entries of the model as the client trained them (not differences).
-        extras: Whatever else the method sends (prototypes, statistics, ...).
+        extras: Further tensors of the method (prototypes, statistics, ...).
         metrics: Plain numbers for the log.
-        rows: For entries of which ``state`` holds some rows only, which. The server fills it in with what it sent: a
-            client cannot write into rows that it did not ask for.
+        rows: For entries that ``state`` holds in part, the indices of their rows. The server fills in the rows that it
+            sent: a client cannot write into rows that it did not ask for.
 
     """
 

@@ -1,6 +1,6 @@
-"""The processes that share the clients of a round, and how what one of them has reaches the others.
+"""The processes that share the clients of a round, and the exchange of objects between them.
 
-Tensors travel as they are, bit for bit; all around them (numbers, names, objects) is pickled, for it is small.
+Tensors travel bit for bit; the object around them (numbers, names, containers) is small and is pickled.
 """
 
 from __future__ import annotations
@@ -17,48 +17,49 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-_SMALL = 1 << 20  # bytes: smaller tensors go together, for every message takes its time
+_SMALL = 1 << 20  # bytes: smaller tensors share a message, because every message has its latency
 _ALIGNED = 16
 
 
 class ProcessGroup:
-    """The processes that train a federation's clients: this one alone.
+    """The processes that train a federation's clients; this base class is a single process.
 
     Attributes:
         rank: Index of this process, from 0.
         size: Number of processes.
-        apart: Whether every process is on its own: while visits are under way, of which each has others.
+        is_independent: Whether the processes do not communicate at present: during visits, each process trains other
+            clients than the others.
 
     Example:
-        >>> ranks = Ranks()
-        >>> ranks.size, ranks.gather("mine")
-        (1, ['mine'])
+        >>> group = ProcessGroup()
+        >>> group.size, group.gather("state")
+        (1, ['state'])
 
     """
 
     rank = 0
     size = 1
-    apart = False
+    is_independent = False
 
     @contextmanager
-    def parted(self) -> Iterator[None]:
-        """Meanwhile every process is on its own."""
-        before, self.apart = self.apart, True
+    def independent(self) -> Iterator[None]:
+        """Context in which the processes do not communicate."""
+        was_independent, self.is_independent = self.is_independent, True
         try:
             yield
         finally:
-            self.apart = before
+            self.is_independent = was_independent
 
-    def each(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
-        """What every process has, in the order of the ranks: one after another, so that memory is that of two.
+    def gather_one_by_one(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
+        """Yields the values of all processes in the order of their ranks, in the memory of two of them.
 
-        All processes must ask, and take all. Every value is a copy of the sender's but for its tensors, which the
-        sender shares with it.
+        All processes must call it and exhaust the iterator. A value is a copy of the sender's; on the sender itself it
+        shares the tensors.
 
         Args:
-            value: What this process has: anything that can be pickled, with tensors anywhere in it.
-            known: Tensors that all processes have alike, in this order: where they are in ``value`` they need not
-                travel.
+            value: This process's value: anything that can be pickled, with tensors anywhere in it.
+            known: Tensors that are equal in all processes, in the same order; where ``value`` refers to them, they do
+                not travel.
 
         Raises:
             MisconfigurationException: If ``value`` cannot be pickled.
@@ -67,16 +68,16 @@ class ProcessGroup:
         yield value
 
     def gather(self, value: Any) -> list[Any]:
-        """What every process has, in the order of the ranks, as :meth:`each`; in all of them."""
-        return list(self.each(value))
+        """The values of all processes in the order of their ranks, in every process."""
+        return list(self.gather_one_by_one(value))
 
-    def first(self, value: Any) -> Any:
-        """What the first process has; as :meth:`each`."""
+    def broadcast(self, value: Any) -> Any:
+        """The value of the first process, in every process."""
         return value
 
 
-ALONE = ProcessGroup()
-"""One process."""
+SINGLE_PROCESS = ProcessGroup()
+"""A group of one process."""
 
 
 class TorchProcessGroup(ProcessGroup):
@@ -93,57 +94,57 @@ class TorchProcessGroup(ProcessGroup):
         self._device = device
         self._wire = device if dist.get_backend() == "nccl" else torch.device("cpu")  # gloo's tensors are on the CPU
 
-    def each(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
-        """What every process has, in the order of the ranks."""
+    def gather_one_by_one(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
+        """Yields the values of all processes in the order of their ranks."""
         rest, tensors = pack(value, known)
         headers: list[Any] = [None] * self.size
-        with _explained():
+        with _noting_dead_peers():
             dist.all_gather_object(headers, (rest, [_describe(tensor) for tensor in tensors], len(known)))
         if len({count for _, _, count in headers}) > 1:
             raise RuntimeError("The processes do not know the same tensors: this is an error of `lightning_fed`.")
-        for source, (theirs, forms, _) in enumerate(headers):
-            received = self._broadcast(source, tensors if source == self.rank else None, forms)
-            yield unpack(theirs, received, known)
+        for source, (pickled, forms, _) in enumerate(headers):
+            received = self._broadcast_tensors(source, tensors if source == self.rank else None, forms)
+            yield unpack(pickled, received, known)
 
-    def first(self, value: Any) -> Any:
-        """What the first process has."""
+    def broadcast(self, value: Any) -> Any:
+        """The value of the first process, in every process."""
         rest, tensors = pack(value) if self.rank == 0 else (b"", [])
         header: list[Any] = [(rest, [_describe(tensor) for tensor in tensors])]
-        with _explained():
+        with _noting_dead_peers():
             dist.broadcast_object_list(header, src=0)
         rest, forms = header[0]
-        return unpack(rest, self._broadcast(0, tensors if self.rank == 0 else None, forms))
+        return unpack(rest, self._broadcast_tensors(0, tensors if self.rank == 0 else None, forms))
 
-    def _broadcast(self, source: int, tensors: Sequence[Tensor] | None, forms: Sequence[_Form]) -> list[Tensor]:
-        """The tensors of one process, in all: small ones together, each of the others alone."""
-        done: list[Tensor] = []
+    def _broadcast_tensors(self, source: int, tensors: Sequence[Tensor] | None, forms: Sequence[_Form]) -> list[Tensor]:
+        """Sends the tensors of one process to all: small ones share a message, a large one has its own."""
+        received: list[Tensor] = []
         for group in _groups(forms):
-            own = None if tensors is None else tensors[len(done) : len(done) + len(group)]
-            if own is None:
+            sent = None if tensors is None else tensors[len(received) : len(received) + len(group)]
+            if sent is None:
                 size = sum(form.padded for form in group) if len(group) > 1 else group[0].nbytes
                 buffer = torch.empty(size, dtype=torch.uint8, device=self._wire)
-            elif len(own) == 1:
-                buffer = _as_bytes(own[0]).to(self._wire)
+            elif len(sent) == 1:
+                buffer = _as_bytes(sent[0]).to(self._wire)
             else:
-                buffer = torch.cat([_padded(_as_bytes(tensor)).to(self._wire) for tensor in own])
+                buffer = torch.cat([_padded(_as_bytes(tensor)).to(self._wire) for tensor in sent])
             if len(buffer):
-                with _explained():
+                with _noting_dead_peers():
                     dist.broadcast(buffer, src=source)
-            done += self._cut(buffer, group) if own is None else own
-        return done
+            received += self._cut(buffer, group) if sent is None else sent
+        return received
 
     def _cut(self, buffer: Tensor, group: Sequence[_Form]) -> list[Tensor]:
         starts = itertools.accumulate((form.padded for form in group), initial=0)
         tensors = []
         for start, form in zip(starts, group, strict=False):
             part = buffer[start : start + form.nbytes].view(form.dtype).view(form.shape)
-            # A copy, where others are in the same memory.
+            # A copy where other tensors lie in the same buffer, which would otherwise live as long as one of them.
             tensors.append(part.to(self._device if form.is_on_device else "cpu", copy=len(group) > 1))
         return tensors
 
 
 class _Form(NamedTuple):
-    """What a tensor looks like."""
+    """Shape, type and place of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -157,11 +158,11 @@ class _Form(NamedTuple):
 
 
 def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]:
-    """An object in two parts: its tensors, each once, and all the rest.
+    """Splits an object into its tensors, each once, and the pickled rest.
 
     Args:
         value: The object.
-        known: Tensors that the receiver has, of which only their places travel.
+        known: Tensors that the receiver has; only their indices travel.
 
     Raises:
         MisconfigurationException: If it cannot be pickled.
@@ -187,42 +188,42 @@ def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]
 
 
 def unpack(rest: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
-    """What :func:`pack` took apart: with these tensors, which it holds without copying them."""
+    """Rebuilds an object from the two parts that :func:`pack` made of it; the tensors are not copied."""
     unpickler = _Unpickler(io.BytesIO(rest))
     unpickler.tensors, unpickler.known = tensors, known
     return unpickler.load()
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out: of known ones it writes the place among those, of others that among ``tensors``."""
+    """Pickles tensors as indices: into the known ones, or else into ``tensors``, where it collects them."""
 
     def __init__(self, file: io.BytesIO, known: Sequence[Tensor]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
-        self._places = {id(tensor): ("known", place) for place, tensor in enumerate(known)}
+        self._references = {id(tensor): ("known", index) for index, tensor in enumerate(known)}
 
     def persistent_id(self, value: Any) -> tuple[str, Any] | None:
         if not isinstance(value, Tensor):
             return None
         if value.is_meta:  # has no values
             return "meta", (tuple(value.shape), value.dtype)
-        if id(value) not in self._places:
-            self._places[id(value)] = "new", len(self.tensors)
+        if id(value) not in self._references:
+            self._references[id(value)] = "new", len(self.tensors)
             self.tensors.append(value)  # which also keeps its `id` from becoming another's
-        return self._places[id(value)]
+        return self._references[id(value)]
 
 
 class _Unpickler(pickle.Unpickler):
     tensors: Sequence[Tensor]
     known: Sequence[Tensor]
 
-    def persistent_load(self, saved: tuple[str, Any]) -> Tensor:
-        kind, place = saved
+    def persistent_load(self, reference: tuple[str, Any]) -> Tensor:
+        kind, index = reference
         if kind == "meta":
-            shape, dtype = place
+            shape, dtype = index
             return torch.empty(shape, dtype=dtype, device="meta")
-        found: Tensor = (self.known if kind == "known" else self.tensors)[place]
-        return found
+        tensor: Tensor = (self.known if kind == "known" else self.tensors)[index]
+        return tensor
 
 
 def _describe(tensor: Tensor) -> _Form:
@@ -233,10 +234,10 @@ def _describe(tensor: Tensor) -> _Form:
 
 
 def _groups(forms: Sequence[_Form]) -> Iterator[list[_Form]]:
-    """Runs of small tensors, of about a megabyte together; large ones each alone."""
+    """Groups consecutive small tensors up to about a megabyte; a large tensor is a group of its own."""
     group: list[_Form] = []
     for form in forms:
-        if group and sum(each.padded for each in group) + form.padded > _SMALL:
+        if group and sum(small.padded for small in group) + form.padded > _SMALL:
             yield group
             group = []
         group.append(form)
@@ -253,7 +254,7 @@ def _padded(value: Tensor) -> Tensor:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _noting_dead_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

@@ -1,20 +1,20 @@
 import pytest
 
-from lightning_fed.files import write_whole, written_whole
+from lightning_fed.files import atomic_write, write_text_atomically
 
 
 def write_half(path):
-    with written_whole(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text("aft")
         raise TypeError("text, not 5")
 
 
 def test_a_file_that_fails_half_way_leaves_the_one_before(tmp_path):
     path = tmp_path / "results.json"
-    write_whole(path, "before")
+    write_text_atomically(path, "before")
     with pytest.raises(TypeError, match="not 5"):
         write_half(path)
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
-    write_whole(path, "after")
+    write_text_atomically(path, "after")
     assert path.read_text() == "after"

@@ -1,4 +1,4 @@
-"""What goes from process to process, and who trains what: without processes."""
+"""Messages between processes and the distribution of visits, without processes."""
 
 import copy
 import itertools
@@ -13,7 +13,7 @@ from lightning_fed.client.client_store import ClientStore, FolderStore, MemorySt
 from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import RoundLoader
-from lightning_fed.data.visit_costs import VisitCosts, share_out
+from lightning_fed.data.visit_costs import VisitCosts, balance_loads
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.process_group import ProcessGroup, pack, unpack
 from lightning_fed.server.schedule import Schedule, Visit
@@ -48,8 +48,8 @@ def test_known_tensors_stay_where_they_are():
     known = [torch.zeros(2), torch.ones(2)]
     rest, tensors = pack({"a": known[1], "b": torch.ones(2)}, known)
     assert len(tensors) == 1
-    theirs = [torch.full((2,), 3.0), torch.full((2,), 4.0)]
-    assert unpack(rest, tensors, theirs)["a"] is theirs[1]
+    receivers_known = [torch.full((2,), 3.0), torch.full((2,), 4.0)]
+    assert unpack(rest, tensors, receivers_known)["a"] is receivers_known[1]
 
 
 def test_the_rest_is_small_and_holds_no_values():
@@ -69,12 +69,12 @@ STATE = {"net.weight": torch.randn(4, 3), "net.bias": torch.randn(4), "steps": t
 
 def updates(round):
     generator = torch.Generator().manual_seed(round)
-    for place, size in enumerate((4, 9, 2, 7, 9)):
+    for number, size in enumerate((4, 9, 2, 7, 9)):
         state = {
             name: value + torch.randn(value.shape, generator=generator).to(value.dtype) for name, value in STATE.items()
         }
         extras = {"prototypes:lpm:semantic:mean": torch.rand((), generator=generator)}
-        yield ClientUpdate(f"c{place}", size, state, extras)
+        yield ClientUpdate(f"c{number}", size, state, extras)
 
 
 RULES = {
@@ -91,37 +91,37 @@ def test_parts_that_are_sent_and_merged_are_one(rule, shares):
     one, many = RULES[rule](), [RULES[rule]() for _ in shares]
     state, states = STATE, [STATE] * len(shares)
     for round in range(3):
-        given = list(updates(round))
+        round_updates = list(updates(round))
         one.start_round(round, state)
-        for update in given:
+        for update in round_updates:
             one.receive(pickle.loads(pickle.dumps(update)))
-        for part, places, own in zip(many, shares, states, strict=True):
-            part.start_round(round, own)
-            for place in places:
-                part.receive(given[place])
-        known = [[*own.values()] for own in states]
-        sent = [pack(part, ours) for part, ours in zip(many, known, strict=True)]
-        for part, own, ours in zip(many, states, known, strict=True):
-            part.start_round(round, own)
+        for part, share, state in zip(many, shares, states, strict=True):
+            part.start_round(round, state)
+            for position in share:
+                part.receive(round_updates[position])
+        known = [[*state.values()] for state in states]
+        sent = [pack(part, known_tensors) for part, known_tensors in zip(many, known, strict=True)]
+        for part, state, known_tensors in zip(many, states, known, strict=True):
+            part.start_round(round, state)
             for rest, tensors in sent:
-                part.merge(unpack(rest, [tensor.clone() for tensor in tensors], ours))
+                part.merge(unpack(rest, [tensor.clone() for tensor in tensors], known_tensors))
         state, states = one.aggregate(), [part.aggregate() for part in many]
-        for own, part in zip(states, many, strict=True):
+        for state, part in zip(states, many, strict=True):
             for name, value in state.items():
-                assert torch.allclose(own[name].double(), value.double(), rtol=1e-6, atol=1e-7), name
+                assert torch.allclose(state[name].double(), value.double(), rtol=1e-6, atol=1e-7), name
             assert part.metrics() == pytest.approx(one.metrics(), rel=1e-5)
-            assert torch.equal(own["net.weight"], states[0]["net.weight"])
+            assert torch.equal(state["net.weight"], states[0]["net.weight"])
 
 
 def test_shares_are_balanced():
     work = [float(value) for value in (7, 1, 4, 4, 2, 9, 3)]
     for size in (1, 2, 3, 9):
-        shares = share_out(work, size)
+        shares = balance_loads(work, size)
         assert sorted(itertools.chain(*shares)) == list(range(len(work)))
         assert all(share == sorted(share) for share in shares)
-        loads = [sum(work[place] for place in share) for share in shares]
+        loads = [sum(work[position] for position in share) for share in shares]
         assert max(loads) <= max(max(work), sum(work) / size + max(work))
-    assert max(sum(work[place] for place in share) for share in share_out(work, 2)) == 15
+    assert max(sum(work[position] for position in share) for share in balance_loads(work, 2)) == 15
 
 
 def test_paces_remember_the_last_visit():
@@ -138,7 +138,7 @@ class Some(ProcessGroup):
     def __init__(self, rank, size, answers):
         self.rank, self.size, self.answers = rank, size, answers
 
-    def each(self, value, known=()):
+    def gather_one_by_one(self, value, known=()):
         self.answers[self.rank] = value
         yield from self.answers
 
@@ -152,12 +152,12 @@ def test_all_processes_serve_as_many_batches_as_lightning_takes(size, limit):
     answers = [None] * size
     for rank in range(size):  # who looks up whom, before anyone asks the others
         planner = RoundLoader(population, cohort, limit)
-        answers[rank] = [planner._planned(visit) for visit in cohort.visits[rank::size]]  # noqa: SLF001
+        answers[rank] = [planner._plan_visit(visit) for visit in cohort.visits[rank::size]]  # noqa: SLF001
     loaders = [RoundLoader(population, cohort, limit, Some(rank, size, copy.deepcopy(answers))) for rank in range(size)]
     alone = RoundLoader(population, cohort, limit)
     lengths = {len(loader) for loader in loaders}
     assert len(lengths) == 1
-    taken = int(lengths.pop() * limit) if isinstance(limit, float) else min(lengths.pop(), limit)
+    num_served = int(lengths.pop() * limit) if isinstance(limit, float) else min(lengths.pop(), limit)
     served = []
     for loader in loaders:
         batches, ended = [], 0
@@ -165,12 +165,12 @@ def test_all_processes_serve_as_many_batches_as_lightning_takes(size, limit):
             batches.append(batch)
             ended += loader.is_over
             if loader.current is not None and not loader.batches_left:
-                served.append((loader.current.visit.client, loader.current.num_batches, loader.current.place))
-        assert len(batches) == taken
+                served.append((loader.current.visit.client, loader.current.num_batches, loader.current.position))
+        assert len(batches) == num_served
         assert ended == 1
         assert sum(batch is not None for batch in batches) == sum(visit.num_batches for visit in loader.visits)
-    own = [(visit.visit.client, visit.num_batches, visit.place) for visit in alone.visits]
-    assert sorted(served) == sorted(own)
+    expected = [(visit.visit.client, visit.num_batches, visit.position) for visit in alone.visits]
+    assert sorted(served) == sorted(expected)
 
 
 def test_a_store_knows_what_others_were_given(tmp_path):
@@ -186,9 +186,9 @@ def test_a_store_knows_what_others_were_given(tmp_path):
             shares = [store.share(round) for store in stores]
             for rank, store in enumerate(stores):
                 store.join(round, shares[1 - rank])
-                assert [float(store.get(f"of-{other}")["head"]) for other in range(2)] == [10 * round, 10 * round + 1]
-            kept = [store.checkpoint(round + 1) for store in stores]
-        for state in kept:
+                assert [float(store.get(f"of-{number}")["head"]) for number in range(2)] == [10 * round, 10 * round + 1]
+            checkpoints = [store.checkpoint(round + 1) for store in stores]
+        for state in checkpoints:
             resumed = make()
             resumed.restore(3, state)
             assert float(resumed.get("of-1")["head"]) == 21.0
@@ -201,7 +201,7 @@ class _First(ProcessGroup):
     def __init__(self, rank, answers):
         self.rank, self.answers = rank, answers
 
-    def first(self, value):
+    def broadcast(self, value):
         if self.rank == 0:
             self.answers[0] = value
         return self.answers[0]

@@ -191,7 +191,7 @@ class OwnClassConfusion(L.Callback):
             seed = derive_seed(federation.schedule.seed, client_key(client))  # the same batches in every picture
             visit = Visit(client, 0, seed, steps=federation.schedule.local_steps)
             try:
-                yield from one_pass(federation.population, visit, aside=True)
+                yield from one_pass(federation.population, visit, isolated=True)
             except Exception as error:  # its data's: what fails in the module is raised there
                 faults.append(error)
 

@@ -17,7 +17,7 @@ from lightning_fed.callbacks.segmentation_grid import checked_colors, default_co
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
 from lightning_fed.metrics.functional.entropy import Activation, feature_entropy, softmax_entropy
-from lightning_fed.model.batches import TARGET_KEYS, Place, find_inputs, find_target
+from lightning_fed.model.batches import TARGET_KEYS, BatchKey, find_inputs, find_target
 from lightning_fed.model.feature_extraction import evaluating
 from lightning_fed.model.features import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
 
@@ -90,8 +90,8 @@ class SegmentationImages(L.Callback):
         maps: Sequence[EntropyMap] = (),
         layer: str = "auto",
         activation: Activation = "relu",
-        inputs: Place = None,
-        target: Place = None,
+        inputs: BatchKey = None,
+        target: BatchKey = None,
         images: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
@@ -115,8 +115,8 @@ class SegmentationImages(L.Callback):
         self._maps = tuple(maps)
         self._layer_name = layer
         self._activation: Activation = activation
-        self._inputs: Place = inputs
-        self._target: Place = target
+        self._inputs: BatchKey = inputs
+        self._target: BatchKey = target
         self._layer: FeatureLayer | None = None
         self._last_epoch: int | None = None
         self._is_due = False

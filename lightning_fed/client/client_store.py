@@ -1,4 +1,4 @@
-"""What a client keeps at home between its visits: personal layers, control variates, optimizer state.
+"""Stores of the tensors that stay with a client between its visits: personal layers, optimizer state.
 
 Entries are versioned by round, so that a run resumed from an earlier checkpoint does not see what later rounds wrote.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from lightning_fed.files import write_whole, written_whole
+from lightning_fed.files import atomic_write, write_text_atomically
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import copy_state
 from lightning_fed.process_group import ProcessGroup
@@ -23,7 +23,7 @@ _LONGEST_NAME = 200
 
 
 class ClientStore(ABC):
-    """Per-client tensors that outlive a visit. Only the cohort's entries need to be in memory."""
+    """Store of per-client tensors that outlive a visit. Only the cohort's entries need to be in memory."""
 
     @abstractmethod
     def get(self, client: Client) -> State | None:
@@ -31,39 +31,39 @@ class ClientStore(ABC):
 
     @abstractmethod
     def put(self, client: Client, round: int, state: State) -> None:
-        """Keeps the client's tensors as of ``round``, and no others; without any the client is forgotten."""
+        """Replaces the client's tensors as of ``round``; an empty state forgets the client."""
 
     @abstractmethod
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """What a training checkpoint must hold, as of the end of round ``round - 1``; tensors and primitives."""
+        """State for a training checkpoint, as of the end of round ``round - 1``: tensors and primitives."""
 
     @abstractmethod
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Goes back to how the store was at that :meth:`checkpoint`; ``restore(0, {})`` starts anew."""
+        """Restores the store as of that :meth:`checkpoint`; ``restore(0, {})`` empties it."""
 
-    def start(self, ranks: ProcessGroup) -> None:  # noqa: B027 - optional
-        """Where several processes train the clients: called in all of them before the first round, after a restore."""
+    def start(self, process_group: ProcessGroup) -> None:  # noqa: B027 - optional
+        """Prepares the store in every one of several processes, before the first round and after a restore."""
 
     def share(self, round: int) -> Any:
-        """What the stores of the other processes must know of what was put into this one in ``round``.
+        """Changes of this store in ``round`` that the stores of the other processes must know.
 
-        Anything that can be pickled. A store that does not implement it serves one process only.
+        The result can be anything that can be pickled. A store that does not implement the method serves one process.
         """
         raise NotImplementedError(f"{type(self).__name__} keeps what is the clients' for one process only.")
 
     def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional
-        """Takes what :meth:`share` of another process's store returned."""
+        """Takes over the changes that :meth:`share` of another process's store returned."""
 
 
 def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientStore:
-    """The store itself, one in a folder, or one in memory."""
+    """Builds a store from an argument: a store itself, the path of a folder, or ``None`` for memory."""
     if store is None:
         return MemoryStore()
     return store if isinstance(store, ClientStore) else FolderStore(store)
 
 
 class MemoryStore(ClientStore):
-    """Keeps everything in memory, and in every checkpoint: for up to some hundreds of clients with small entries.
+    """Store in memory, saved in every checkpoint: for up to some hundreds of clients with small entries.
 
     Example:
         >>> import torch
@@ -77,7 +77,7 @@ class MemoryStore(ClientStore):
     def __init__(self) -> None:
         self._states: dict[Client, State] = {}
         self._round = -1
-        self._of_round: dict[Client, State] = {}  # apart, so that a checkpoint inside a round can leave them out
+        self._of_round: dict[Client, State] = {}  # separate, so that a checkpoint inside a round can leave them out
 
     def get(self, client: Client) -> State | None:
         """The client's tensors, or ``None``."""
@@ -100,7 +100,7 @@ class MemoryStore(ClientStore):
         return {"clients": clients, "states": [copy_state(state) for state in states.values()]}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Takes all clients' tensors back.
+        """Restores all clients' tensors.
 
         Raises:
             ValueError: If the checkpoint was taken with a folder.
@@ -118,12 +118,12 @@ class MemoryStore(ClientStore):
         return self._of_round if self._round == round else {}
 
     def join(self, round: int, share: Any) -> None:
-        """Keeps the other's too: a client may be trained by any process next."""
+        """Stores the other process's tensors too, because any process may train a client next."""
         for client, state in share.items():
             self.put(client, round, state)
 
     def _add_round(self, states: dict[Client, State]) -> None:
-        """Adds what the round has brought; who has nothing more is forgotten."""
+        """Adds the tensors of the round, and removes clients without any."""
         for client, state in self._of_round.items():
             states[client] = state
             if not state:
@@ -131,18 +131,18 @@ class MemoryStore(ClientStore):
 
 
 class FolderStore(ClientStore):
-    """Keeps every client's tensors in safetensors files of a folder: ``<folder>/run-0/<client>/<round>.safetensors``.
+    """Store in safetensors files of a folder: ``<folder>/run-0/<client>/<round>.safetensors``.
 
     A fit that starts anew begins the folder's next run; one that is resumed goes on with the run of its checkpoint.
 
-    A file is written beside its place and then moved there, so a killed run leaves no half-written one. A training
-    checkpoint holds no tensors of it. So that a run can be resumed from either of the last two checkpoints, versions
+    Files are written atomically, so a killed run leaves no half-written one. A training checkpoint holds no tensors of
+    the store. So that a run can be resumed from either of the last two checkpoints, versions
     are kept from the newest that the previous checkpoint saw; older ones are deleted when a checkpoint is taken, and
     resuming from a checkpoint that would need them is an error. With ``keep_all`` nothing is deleted, for resuming from
     the best checkpoint, say.
 
     Args:
-        folder: Where the files are; made if it does not exist. Several processes need one that all of them see.
+        folder: Folder of the files; created if it does not exist. Several processes need one that all of them see.
         keep_all: Whether every version is kept: every visit's, for as long as the run trains.
 
     Example:
@@ -159,7 +159,7 @@ class FolderStore(ClientStore):
         self.keep_all = keep_all
         self._run = self._last_run()  # `None` until this run's first `put`
         self._resumed_at: int | None = None
-        self._written: set[Client] = set()  # by this run: the others' versions from `_resumed_at` on are not ours
+        self._written: set[Client] = set()  # by this run: other clients' versions from `_resumed_at` on are older runs'
         self._prunable: set[Client] = set()
         self._last_checkpoint = 0
         self._rank = 0  # of several processes, of which the first deletes
@@ -176,14 +176,16 @@ class FolderStore(ClientStore):
             last = self._last_run()
             self._run = 0 if last is None else last + 1
         folder = self._folder(client)
-        ours = {path for _, path in self._versions(client)}
+        run_paths = {path for _, path in self._versions(client)}
         path = folder / f"{round:08d}.safetensors"
-        with written_whole(path, f"-{self._rank}.partial") as partial:  # what all forget all write
+        with atomic_write(path, f"-{self._rank}.partial") as partial:  # all processes write when a client is forgotten
             # Copies, because safetensors refuses tensors that share memory.
             save_file({name: value.contiguous().cpu() for name, value in copy_state(state).items()}, partial)
-        for other in folder.glob("*.safetensors"):
-            if other not in ours and other != path:  # of a run that this one, resumed from an earlier round, replaces
-                other.unlink(missing_ok=True)
+        for stale in folder.glob("*.safetensors"):
+            if (
+                stale not in run_paths and stale != path
+            ):  # of a run that this one, resumed from an earlier round, replaces
+                stale.unlink(missing_ok=True)
         self._written.add(client)
         self._prunable.add(client)
         if self._of_round[0] != round:
@@ -193,26 +195,26 @@ class FolderStore(ClientStore):
     def checkpoint(self, round: int) -> dict[str, Any]:
         """Deletes the versions that neither this checkpoint nor the one before it needs."""
         if round > self._last_checkpoint:
-            needed_no_more: list[Path] = []
+            obsolete: list[Path] = []
             for client in () if self.keep_all else list(self._prunable):
                 versions = self._versions(client)
-                needed_no_more += [path for version, path in versions if version < self._last_checkpoint][:-1]
+                obsolete += [path for version, path in versions if version < self._last_checkpoint][:-1]
                 if versions[-1][0] < self._last_checkpoint:
                     self._prunable.discard(client)
             if self._rank:
-                needed_no_more = []
-            if needed_no_more:
-                write_whole(self._oldest, str(self._last_checkpoint))
-            for path in needed_no_more:
+                obsolete = []
+            if obsolete:
+                write_text_atomically(self._oldest, str(self._last_checkpoint))
+            for path in obsolete:
                 path.unlink()
             self._last_checkpoint = round
         return {"folder": str(self.folder), "run": self._run}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """From now on sees versions of rounds before ``round`` and what is put from now on, nothing else.
+        """Restores the store: only versions of rounds before ``round``, and later ones of this run, exist for it.
 
         Raises:
-            ValueError: If what the clients had then is not there any more, or was not kept in a folder.
+            ValueError: If the clients' tensors of that time were deleted, or were not kept in a folder.
 
         """
         if state.get("clients"):
@@ -230,20 +232,20 @@ class FolderStore(ClientStore):
         self._prunable.clear()
 
     def newest(self, client: Client) -> int:
-        """Index of the round of what :meth:`get` reads; -1 where there is nothing."""
+        """Index of the round of the version that :meth:`get` reads; -1 if there is none."""
         return max((version for version, _ in self._versions(client)), default=-1)
 
     def prune(self, client: Client, round: int) -> None:
-        """Deletes what the client kept before its newest version of a round before ``round``."""
-        for _, path in [item for item in self._versions(client) if item[0] < round][:-1]:
+        """Deletes the client's versions that are older than its newest one of a round before ``round``."""
+        for _, path in [version for version in self._versions(client) if version[0] < round][:-1]:
             path.unlink()
 
-    def start(self, ranks: ProcessGroup) -> None:
-        """Has all processes write to the same run, which the first one names; the others delete nothing."""
-        if ranks.size > 1:
+    def start(self, process_group: ProcessGroup) -> None:
+        """Makes all processes write to the run of the first one; only the first one deletes files."""
+        if process_group.size > 1:
             last = self._last_run()
-            self._run = ranks.first((0 if last is None else last + 1) if self._run is None else self._run)
-        self._rank = ranks.rank
+            self._run = process_group.broadcast((0 if last is None else last + 1) if self._run is None else self._run)
+        self._rank = process_group.rank
 
     def share(self, round: int) -> Any:
         """The clients that have new versions."""
@@ -256,7 +258,7 @@ class FolderStore(ClientStore):
 
     @property
     def _oldest(self) -> Path:
-        """Says from how many rounds on the run's folder holds everything."""
+        """File with the number of rounds from which on the run's folder is complete."""
         return self.folder / f"run-{self._run}" / "oldest"
 
     def _last_run(self) -> int | None:

@@ -1,4 +1,4 @@
-"""A visit's optimizers: started anew, or as the client left them, with their schedulers and the loss scale."""
+"""Optimizers of a visit, reset or restored from the client's last visit, with schedulers and loss scale."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from lightning_fed.messages import State
 
 OPTIMIZER = "optimizer:"
-"""What the names of packed optimizer state begin with."""
+"""Prefix of the names of packed optimizer state."""
 
 
 class StepScheduler(Protocol):
-    """What is needed of a learning-rate scheduler."""
+    """Interface of a learning-rate scheduler."""
 
     optimizer: Optimizer
 
@@ -29,25 +29,25 @@ class StepScheduler(Protocol):
 
 
 class LocalOptimizers:
-    """Optimizers, per-step schedulers and loss scaling of one round, started anew for every visit.
+    """Optimizers, per-step schedulers and loss scaling of one round, reset for every visit.
 
-    Every visit starts from the round's state: the optimizers' buffers as they were made (or, with ``mode="keep"``, as
-    the client left them), the hyper-parameters of the round (learning rates that epoch schedulers have set), the
-    schedulers that step per batch and the loss scale as they were. After the round the latter two go on from where the
-    client with the most examples left them, as integer entries of the model do; with one client this is what plain
-    training does.
+    Every visit starts from the round's state: the optimizers' initial buffers (or, with ``mode="keep"``, those of the
+    client's last visit), the hyper-parameters of the round (learning rates that epoch schedulers have set), and the
+    round's state of the schedulers that step per batch and of the loss scale. After the round the latter two continue
+    from the client with the most examples, as integer entries of the model do; with one client this equals plain
+    training.
 
     Args:
         optimizers: The optimizers.
-        step_schedulers: Those learning-rate schedulers that step per batch.
+        step_schedulers: The learning-rate schedulers that step per batch.
         scaler: Anything with ``state_dict`` and ``load_state_dict`` that holds the loss scale.
         mode: ``"reset"`` or ``"keep"``.
-        epoch_schedulers: Those that the Trainer steps at the round's last batch, whoever's it is; where they share an
-            optimizer with ``step_schedulers``, they step from where the client with the most examples left it.
+        epoch_schedulers: The schedulers that the Trainer steps at the round's last batch. Where they share an optimizer
+            with ``step_schedulers``, they step from its state at the end of the visit with the most examples.
 
     Attributes:
-        largest: The client with the most examples so far, of equals the first: their number, its place in the round
-            times -1, and where it left the schedulers; ``None`` where nothing goes on after the visits.
+        largest: The visit with the most examples so far, of equals the first: number of examples, position in the
+            round times -1, and state of the schedulers; ``None`` if no state outlives the visits.
 
     """
 
@@ -70,80 +70,82 @@ class LocalOptimizers:
 
     @property
     def start(self) -> dict[str, Any]:
-        """Hyper-parameters, per-step schedulers and loss scale at the round's start, which every visit starts from."""
+        """Hyper-parameters, per-step schedulers and loss scale at the start of every visit."""
         return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
 
-    def note_visit(self, num_samples: int, place: int, left: Mapping[str, Any]) -> None:
-        """Notes where a client that trained elsewhere left what :attr:`start` has.
+    def note_visit(self, num_samples: int, position: int, final_state: Mapping[str, Any]) -> None:
+        """Records the final state of a visit that another process or machine trained.
 
         Args:
             num_samples: The client's examples.
-            place: Index of the visit in the round.
-            left: What its ``largest`` says.
+            position: Index of the visit in the round.
+            final_state: The state in its ``largest``.
 
         """
-        if self.goes_on and (self.largest is None or (num_samples, -place) > self.largest[:2]):
-            self.largest = (num_samples, -place, {**self._start, **left})
+        if self.goes_on and (self.largest is None or (num_samples, -position) > self.largest[:2]):
+            self.largest = (num_samples, -position, {**self._start, **final_state})
 
     @property
     def goes_on(self) -> bool:
-        """Whether anything goes on from where a client left it."""
+        """True if schedulers or the loss scale continue from a client's visit."""
         return bool(self.step_schedulers) or self.scaler is not None
 
-    def start_visit(self, kept: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-        """Puts everything as it was at the start of the round, with the client's own buffers if it kept any.
+    def start_visit(
+        self, packed: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> None:
+        """Resets all state to the start of the round, and restores the client's buffers if it has stored any.
 
         Args:
-            kept: What :meth:`end_visit` returned after the client's last visit.
-            rows: Parameters of which the client holds some rows only, and which.
+            packed: Result of :meth:`end_visit` after the client's last visit.
+            rows: Parameters that the client holds in part, with the indices of their rows.
 
         """
         self._load({**self._start, "buffers": self._sliced(self._start["buffers"], rows)} if rows else self._start)
-        if kept:
-            unpack_optimizers(self.optimizers, kept)
+        if packed:
+            unpack_optimizers(self.optimizers, packed)
 
-    def end_visit(self, num_samples: int, place: int = 0) -> State:
-        """Notes where this client left the schedulers; its packed optimizer state in ``"keep"`` mode.
+    def end_visit(self, num_samples: int, position: int = 0) -> State:
+        """Records the schedulers' state, and returns the packed optimizer state in ``"keep"`` mode.
 
         Args:
             num_samples: The client's examples.
-            place: Index of the visit in the round.
+            position: Index of the visit in the round.
 
         """
-        # Of equals the first by its place: visits that train at once come in another order.
-        if self.goes_on and (self.largest is None or (num_samples, -place) > self.largest[:2]):
-            self.largest = (num_samples, -place, self._capture(buffers=False))
+        # Of equals the first by its position: visits that train at once end in another order.
+        if self.goes_on and (self.largest is None or (num_samples, -position) > self.largest[:2]):
+            self.largest = (num_samples, -position, self._capture(buffers=False))
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
 
     def end_round(self) -> None:
-        """Empties the buffers, keeps the learning rates that epoch schedulers have set."""
+        """Resets the buffers, and keeps the learning rates that epoch schedulers have set."""
         stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
         largest = self._start if self.largest is None else self.largest[2]
         groups = [
-            theirs if id(optimizer) in stepped else _hyperparameters(optimizer)
-            for optimizer, theirs in zip(self.optimizers, largest["groups"], strict=True)
+            final if id(optimizer) in stepped else _hyperparameters(optimizer)
+            for optimizer, final in zip(self.optimizers, largest["groups"], strict=True)
         ]
         self._load({**self._start, **{key: largest[key] for key in ("schedulers", "scaler")}, "groups": groups})
-        for scheduler, then in zip(self.epoch_schedulers, largest["epoch_schedulers"], strict=True):
-            # It has stepped since, but from where another client left the learning rate.
-            if getattr(scheduler, "last_epoch", None) != then.get("last_epoch"):
-                scheduler.load_state_dict(copy.deepcopy(then))
+        for scheduler, final in zip(self.epoch_schedulers, largest["epoch_schedulers"], strict=True):
+            # It has stepped since, but from the learning rate of another client.
+            if getattr(scheduler, "last_epoch", None) != final.get("last_epoch"):
+                scheduler.load_state_dict(copy.deepcopy(final))
                 scheduler.step()
 
     def checkpoint(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
         """The states of optimizers, per-step schedulers and loss scale at the round's start, as checkpoints hold them.
 
-        The last is empty where there is none.
+        The state of the loss scale is empty where there is none.
         """
         states = []
         for optimizer, buffers, groups in zip(
             self.optimizers, self._start["buffers"], self._start["groups"], strict=True
         ):
-            now = optimizer.state_dict()["param_groups"]
+            current = optimizer.state_dict()["param_groups"]
             states.append(
                 {
                     "state": copy.deepcopy(buffers),
-                    "param_groups": [{**group, **values} for group, values in zip(now, groups, strict=True)],
+                    "param_groups": [{**group, **values} for group, values in zip(current, groups, strict=True)],
                 }
             )
         return states, copy.deepcopy(self._start["schedulers"]), copy.deepcopy(self._start["scaler"])
@@ -162,27 +164,27 @@ class LocalOptimizers:
     def _sliced(
         self, buffers: Sequence[Mapping[Any, Any]], rows: Sequence[tuple[Tensor, Tensor]]
     ) -> list[dict[Any, Any]]:
-        """The buffers with some rows of those of some parameters, as Adagrad's sums, which are there from the start."""
+        """Reduces initial buffers (Adagrad's sums) to the rows that the client holds of some parameters."""
         sliced = []
-        for optimizer, own in zip(self.optimizers, buffers, strict=True):
+        for optimizer, states in zip(self.optimizers, buffers, strict=True):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            copies = dict(own)
-            for place, parameter in enumerate(parameters):
-                held = next((held for other, held in rows if other is parameter), None)
-                if held is not None and place in own:
-                    copies[place] = {
-                        name: value[held.to(value.device)]
+            copies = dict(states)
+            for index, parameter in enumerate(parameters):
+                held_rows = next((held for other_parameter, held in rows if other_parameter is parameter), None)
+                if held_rows is not None and index in states:
+                    copies[index] = {
+                        name: value[held_rows.to(value.device)]
                         if isinstance(value, Tensor) and value.ndim and value.shape[1:] == parameter.shape[1:]
                         else value
-                        for name, value in own[place].items()
+                        for name, value in states[index].items()
                     }
             sliced.append(copies)
         return sliced
 
     def _load(self, state: Mapping[str, Any]) -> None:
         for optimizer, buffers, groups in zip(self.optimizers, state["buffers"], state["groups"], strict=True):
-            now = optimizer.state_dict()["param_groups"]
-            merged = [{**group, **values} for group, values in zip(now, groups, strict=True)]
+            current = optimizer.state_dict()["param_groups"]
+            merged = [{**group, **values} for group, values in zip(current, groups, strict=True)]
             optimizer.load_state_dict({"state": copy.deepcopy(buffers), "param_groups": merged})
         for scheduler, values in zip(self.step_schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(copy.deepcopy(values))
@@ -218,13 +220,13 @@ def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
 
 
 def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tensor]) -> None:
-    """Puts back what :func:`pack_optimizers` took; hyper-parameters are left as they are."""
+    """Restores buffers from the form of :func:`pack_optimizers`; hyper-parameters do not change."""
     states: list[dict[Any, dict[str, Any]]] = [{} for _ in optimizers]
     for key, value in packed.items():
         number, parameter, name, kind = key.removeprefix(OPTIMIZER).split(":")
         index: Any = int(parameter) if parameter.lstrip("-").isdigit() else parameter
-        kept = value.clone() if kind == "tensor" else {"float": float, "int": int, "bool": bool}[kind](value.item())
-        states[int(number)].setdefault(index, {})[name] = kept
+        buffer = value.clone() if kind == "tensor" else {"float": float, "int": int, "bool": bool}[kind](value.item())
+        states[int(number)].setdefault(index, {})[name] = buffer
     for optimizer, state in zip(optimizers, states, strict=True):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

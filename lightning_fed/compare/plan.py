@@ -23,7 +23,7 @@ from lightning_fed.compare.central import check_central
 from lightning_fed.compare.methods import CENTRAL, Method
 from lightning_fed.compare.run import Run, evaluate, quiet, train
 from lightning_fed.data.federated import FederatedDataModule
-from lightning_fed.files import write_whole
+from lightning_fed.files import write_text_atomically
 from lightning_fed.model.entries import entry_policies
 
 
@@ -149,7 +149,7 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
         if plan.test and not result["test"]:
             with quiet():
                 result["test"] = evaluate(plan.build(run.seed), run, folder)
-            write_whole(folder / "result.json", json.dumps(result))
+            write_text_atomically(folder / "result.json", json.dumps(result))
         results.append(result)
     return results
 
@@ -167,10 +167,10 @@ def _run(plan: Plan, run: Run, folder: Path, monitor: str, progress: Progress) -
     def show(number: int, count: int, values: Mapping[str, float]) -> None:
         progress.update(f"round {number}/{count}, {_value_of(values, monitor)}")
 
-    write_whole(folder / "plan.json", json.dumps(_identity(plan, run)))
+    write_text_atomically(folder / "plan.json", json.dumps(_identity(plan, run)))
     with quiet():
         result = train(plan.build(run.seed), run, folder, plan.out / "tensorboard", show)
-    write_whole(folder / "result.json", json.dumps(result))
+    write_text_atomically(folder / "result.json", json.dumps(result))
     gc.collect()  # a Trainer is part of cycles: the data of many runs would pile up
     rounds: list[dict[str, float]] = result["rounds"]
     return rounds

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fed.compare.methods import CENTRAL
-from lightning_fed.files import write_whole
+from lightning_fed.files import write_text_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -97,10 +97,10 @@ def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: flo
         The table and what it says of itself, in Markdown.
 
     """
-    write_whole(folder / "rounds.csv", _rounds(results))
-    write_whole(folder / "summary.csv", _summary(results, target, last))
+    write_text_atomically(folder / "rounds.csv", _rounds(results))
+    write_text_atomically(folder / "summary.csv", _summary(results, target, last))
     text = markdown(results, target, last)
-    write_whole(folder / "summary.md", f"{text}\n")
+    write_text_atomically(folder / "summary.md", f"{text}\n")
     try:
         draw(results, folder / "curves.png", target, last)
     except ModuleNotFoundError:

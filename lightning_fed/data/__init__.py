@@ -16,7 +16,7 @@ from lightning_fed.data.partitions import Shards as Shards
 from lightning_fed.data.population import LazyClients as LazyClients
 from lightning_fed.data.population import PlannedVisit as PlannedVisit
 from lightning_fed.data.population import Population as Population
-from lightning_fed.data.population import StreamItem as StreamItem
+from lightning_fed.data.population import VisitBatch as VisitBatch
 from lightning_fed.data.sample_hashes import sample_hashes as sample_hashes
 
 __all__ = [
@@ -36,6 +36,6 @@ __all__ = [
     "Population",
     "QuantitySkew",
     "Shards",
-    "StreamItem",
+    "VisitBatch",
     "sample_hashes",
 ]

@@ -1,4 +1,4 @@
-"""A data set that lies in memory and hands out a whole batch with one indexing operation."""
+"""A data set in memory that returns a whole batch with one indexing operation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Augment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Samples kept as two tensors; images stay uint8 in memory and become normalised float32 when fetched.
+    """Samples in two tensors; images stay uint8 in memory and become normalised float32 when fetched.
 
     A fetched uint8 input is `(input / 255 - mean) / std` in float32, the same bits as torchvision's `ToTensor` and
-    `Normalize`. Floating inputs are normalised only, other integer inputs (token ids) are handed out as they are.
+    `Normalize`. Floating inputs are normalised only, other integer inputs (token ids) are returned unchanged.
 
     There are three ways to fetch, with the same bits: `dataset[i]` for one sample, `__getitems__` for the list of
     samples that a `DataLoader` collates, and `get_batch` for the collated batch itself, which is the fastest.
@@ -24,7 +24,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
     Args:
         inputs: All inputs, shape (N, C, H, W) or (N, ...).
         targets: All targets: classes (N,), masks (N, H, W), or values of any shape (N, ...). Integer targets are
-            handed out as int64. Masks may be kept as uint8 to save memory.
+            returned as int64. Masks may be uint8 to save memory.
         groups: The natural client of each sample (writer, video, ...), shape (N,), of any type that can be compared.
         mean: Per-channel mean that is subtracted, on the scale [0, 1] for uint8 inputs: one number, or C numbers.
         std: Per-channel standard deviation that is divided by: one number, or C numbers.
@@ -32,10 +32,10 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
             normalised, and returns the two changed. Its random draws should come from torch's global generator.
 
     Attributes:
-        inputs: The inputs as they were given.
-        targets: What partitions take the labels from: classes as int64, masks in the type they were given in.
+        inputs: The inputs, unchanged.
+        targets: The targets, from which partitions take the labels: classes as int64, masks in their original type.
         groups: The natural clients, or None.
-        augment: The change of samples, or None.
+        augment: The augmentation, or None.
 
     Raises:
         ValueError: If lengths differ, `mean` or `std` does not fit the channels or the type, or `std` has a zero.
@@ -88,7 +88,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         """The samples of one batch, which a `DataLoader` collates.
 
         Args:
-            indices: Which samples, each at least 0.
+            indices: Indices of the samples, each at least 0.
 
         Returns:
             One (input, target) for each index.
@@ -96,12 +96,12 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         return list(zip(*(tensor.unbind(0) for tensor in self.get_batch(indices)), strict=True))
 
     def get_batch(self, indices: Sequence[int] | np.ndarray | Tensor) -> list[Tensor]:
-        """The collated batch: `default_collate([dataset[i] for i in indices])`, bit for bit, in one go.
+        """The collated batch: `default_collate([dataset[i] for i in indices])`, bit for bit, in one operation.
 
         With `augment` the samples are changed one by one, in the order of the indices, as `dataset[i]` would.
 
         Args:
-            indices: Which samples, each at least 0. May be empty where there is no `augment`.
+            indices: Indices of the samples, each at least 0. May be empty without `augment`.
 
         Returns:
             The inputs (B, ...) and the targets (B, ...).
@@ -119,7 +119,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         """A data set of some of the samples (copied), with the same normalisation and augmentation.
 
         Args:
-            indices: Which samples, each at least 0, in the order wanted.
+            indices: Indices of the samples, each at least 0, in the order of the result.
 
         Returns:
             The smaller data set.
@@ -153,7 +153,7 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def _per_channel(name: str, value: float | Sequence[float] | Tensor | None, inputs: Tensor) -> Tensor | None:
-    """`value` shaped so that it broadcasts over the channels of one input and of a batch of inputs."""
+    """Reshapes `value` so that it broadcasts over the channels of one input and of a batch of inputs."""
     if value is None:
         return None
     if _is_integer(inputs) and inputs.dtype != torch.uint8:

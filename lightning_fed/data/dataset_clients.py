@@ -1,4 +1,4 @@
-"""Clients that are parts of one data set, or data sets of their own: one ``DataLoader`` walks a round's examples."""
+"""Clients as parts of one data set, or with data sets of their own, served by one ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from lightning_fed.data.arrays import ArrayDataset
-from lightning_fed.data.interleave import in_turns, one_by_one
-from lightning_fed.data.population import PlannedVisit, Population, StreamItem, client_keys, seed_everything
+from lightning_fed.data.interleave import interleave, sequential_groups
+from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, client_keys, seed_everything
 from lightning_fed.messages import Client
 from lightning_fed.server.schedule import derive_seed
 
@@ -21,14 +21,14 @@ SampleTransform: TypeAlias = Callable[[Any], Any]
 
 
 class DatasetClients(Population):
-    """Clients that are parts of one map-style data set, or map-style data sets of their own.
+    """Clients that are parts of one map-style data set, or have map-style data sets of their own.
 
-    One ``DataLoader`` serves every round, so that its workers persist and fetch the next client's batches while this
-    one trains. Batches never hold examples of two clients. A trailing batch of a single example joins the batch before
-    it, because BatchNorm cannot train on one example.
+    One ``DataLoader`` serves every round, so that its workers persist and fetch the next client's batches while the
+    current one trains. Batches never hold examples of two clients. A trailing batch of a single example joins the batch
+    before it, because BatchNorm cannot train on one example.
 
     Args:
-        source: Where the examples are.
+        source: The clients' examples.
         batch_size: Examples per batch.
         shuffle: Whether every epoch of every visit has its own order, drawn from the visit's seed.
         drop_last: Whether a trailing batch that is not full is left out.
@@ -60,7 +60,7 @@ class DatasetClients(Population):
 
     @property
     def dataset(self) -> Dataset[Any]:
-        """The data set that a partition splits into the clients, as the user's own loader has it."""
+        """The data set that a partition splits into the clients: that of the user's own loader."""
         return super().dataset if self.source.split_dataset is None else self.source.split_dataset
 
     @property
@@ -72,32 +72,32 @@ class DatasetClients(Population):
         """The client's local examples."""
         return self.source.num_samples(client)
 
-    def batches_per_epoch(self, client: Client, aside: bool = False) -> int:
+    def batches_per_epoch(self, client: Client, isolated: bool = False) -> int:
         """Batches in one pass over the client's data."""
-        return len(cut_batches(self.num_samples(client), self.batch_size, self.drop_last and not aside))
+        return len(cut_batches(self.num_samples(client), self.batch_size, self.drop_last and not isolated))
 
     def close(self) -> None:
-        """Lets go of the loader, whose workers end with it."""
+        """Replaces the loader, and so ends its workers."""
         self._loader = self._make_loader()
 
     def _make_loader(self) -> DataLoader[Any]:
         return DataLoader(
             self.source,
-            batch_sampler=self._sampler,  # type: ignore[arg-type] # requests of our own, which `source` understands
-            collate_fn=_as_collated,
+            batch_sampler=self._sampler,  # type: ignore[arg-type] # of `BatchRequest`, by which `source` is indexed
+            collate_fn=_return_batch,
             generator=torch.Generator().manual_seed(0),  # else the loader draws from the global generator
             **self._loader_options,
         )
 
     def stream(
-        self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()
-    ) -> Iterator[StreamItem]:
-        """The batches of all visits in order; those aside are fetched in this process, without ``drop_last``."""
+        self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
+    ) -> Iterator[VisitBatch]:
+        """The batches of all visits in order; an isolated pass is fetched in this process, without ``drop_last``."""
         loader = self._loader
         # Without workers and pinned memory a loader does no more than this `map`.
-        is_plain = aside or (loader.num_workers == 0 and not loader.pin_memory)
-        sampler = _RoundSampler(self, self.drop_last and not aside) if is_plain else self._sampler
-        sampler.visits, sampler.turns = visits, turns
+        is_plain = isolated or (loader.num_workers == 0 and not loader.pin_memory)
+        sampler = _RoundSampler(self, self.drop_last and not isolated) if is_plain else self._sampler
+        sampler.visits, sampler.groups = visits, groups
         issued = sampler.issued = deque()
         batches = map(self.source.__getitems__, sampler) if is_plain else iter(loader)
         while True:
@@ -106,20 +106,20 @@ class DatasetClients(Population):
             except StopIteration:
                 return
             except Exception as error:
-                yield StreamItem.failed(issued.popleft(), error)
+                yield VisitBatch.failed(issued.popleft(), error)
             else:
-                yield StreamItem(issued.popleft(), batch)
+                yield VisitBatch(issued.popleft(), batch)
 
 
 class ClientSource(Dataset[Any], ABC):
-    """The data set behind :class:`DatasetClients`: answers a request for some examples of one client with a batch.
+    """Data set of :class:`DatasetClients`, indexed by requests for a batch of one client.
 
     Args:
         clients: The clients' keys.
-        collate: Makes a batch of a list of samples.
+        collate: Function that makes a batch of a list of samples.
 
     Attributes:
-        split_dataset: The data set that was split into the clients; ``None`` if each has its own.
+        split_dataset: The data set that was split into the clients; ``None`` if every client has its own.
 
     """
 
@@ -134,23 +134,28 @@ class ClientSource(Dataset[Any], ABC):
         """The client's local examples."""
 
     @abstractmethod
-    def locate(self, client: Client, places: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
-        """The data set with a client's examples, their indices in it, and a transform of the client's samples."""
+    def locate(self, client: Client, positions: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
+        """Finds the data set of a client's examples, their indices in it, and a transform of the client's samples.
+
+        Args:
+            client: The client's key.
+            positions: Positions among the client's examples, shape (batch,).
+
+        """
 
     def __getitems__(self, request: BatchRequest) -> Any:
         if get_worker_info() is not None:
-            # Random augmentation depends on the batch alone, not on the worker that happens to fetch it.
+            # Random augmentation depends on the batch alone, not on the worker that fetches it.
             seed_everything(request.seed)
-        dataset, indices, transform = self.locate(request.client, request.places)
+        dataset, indices, transform = self.locate(request.client, request.positions)
         if transform is None and self.collate is default_collate:
             batch = _direct_batch(dataset, indices)
             if batch is not None:
                 return batch
-        positions = indices.tolist()
         if hasattr(dataset, "__getitems__"):
-            samples = dataset.__getitems__(positions)
+            samples = dataset.__getitems__(indices.tolist())
         else:
-            samples = [dataset[position] for position in positions]
+            samples = [dataset[index] for index in indices.tolist()]
         if transform is not None:
             samples = [transform(sample) for sample in samples]
         return self.collate(samples)
@@ -162,8 +167,8 @@ class PartitionedSource(ClientSource):
     Args:
         dataset: The data set.
         indices: Client to the indices of its examples.
-        transform: Makes the transform of a client's samples, or ``None``.
-        collate: Makes a batch of a list of samples.
+        transform: Function that makes the transform of a client's samples, or ``None``.
+        collate: Function that makes a batch of a list of samples.
 
     """
 
@@ -176,7 +181,7 @@ class PartitionedSource(ClientSource):
     ) -> None:
         super().__init__(client_keys(indices), collate)
         self.split_dataset = dataset
-        while type(dataset) is Subset:  # so that batches come straight from the data set below
+        while type(dataset) is Subset:  # so that batches come directly from the underlying data set
             outer = np.asarray(dataset.indices)
             indices = {client: outer[inner] for client, inner in indices.items()}
             dataset = dataset.dataset
@@ -188,19 +193,19 @@ class PartitionedSource(ClientSource):
         """The client's local examples."""
         return len(self.indices[client])
 
-    def locate(self, client: Client, places: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
+    def locate(self, client: Client, positions: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
         """The shared data set and the client's indices in it."""
         transform = None if self.transform is None else self.transform(client)
-        return self.dataset, self.indices[client][places], transform
+        return self.dataset, self.indices[client][positions], transform
 
 
 class DatasetsSource(ClientSource):
     """Clients with data sets of their own.
 
     Args:
-        datasets: Client to map-style data set; may build a client's data set when it is asked for. The last two are
-            kept, so that a visit builds it once.
-        collate: Makes a batch of a list of samples.
+        datasets: Client to map-style data set; may build a client's data set when it is looked up. The last two are
+            cached, so that a visit builds it once.
+        collate: Function that makes a batch of a list of samples.
 
     """
 
@@ -215,9 +220,9 @@ class DatasetsSource(ClientSource):
         """Length of the client's data set."""
         return len(self._dataset(client))  # type: ignore[arg-type]
 
-    def locate(self, client: Client, places: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
+    def locate(self, client: Client, positions: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
         """The client's data set."""
-        return self._dataset(client), places, None
+        return self._dataset(client), positions, None
 
     def _dataset(self, client: Client) -> Dataset[Any]:
         if client not in self._recent:
@@ -228,22 +233,22 @@ class DatasetsSource(ClientSource):
 
 
 class BatchRequest(NamedTuple):
-    """Which examples a batch is made of.
+    """Request for one batch of a client's examples.
 
     Args:
-        client: Whose examples.
-        places: Their places among the client's examples, shape (batch,).
-        seed: Seed of whatever is random in making the batch in a worker process.
+        client: The client's key.
+        positions: Positions among the client's examples, shape (batch,).
+        seed: Seed of random augmentation in a worker process.
 
     """
 
     client: Client
-    places: np.ndarray
+    positions: np.ndarray
     seed: int
 
 
 def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> list[tuple[int, int]]:
-    """Where each batch begins and ends; a single trailing example joins the batch before it.
+    """First and last position (exclusive) of every batch; a single trailing example joins the batch before it.
 
     Example:
         >>> cut_batches(9, 4)
@@ -261,29 +266,29 @@ def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> l
 
 
 class _RoundSampler:
-    """Walks the examples of a round's visits; notes in ``issued`` whose every batch is."""
+    """Batch sampler over a round's visits; ``issued`` holds the position of every requested batch's visit."""
 
     def __init__(self, population: DatasetClients, drop_last: bool) -> None:
         self._population = population
         self._drop_last = drop_last
         self.visits: Sequence[PlannedVisit] = ()
-        self.turns: Sequence[range] = ()
+        self.groups: Sequence[range] = ()
         self.issued: deque[int] = deque()
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        for places in self.turns or one_by_one(self.visits):
-            yield from in_turns(self._requests(place, self.visits[place]) for place in places)
+        for group in self.groups or sequential_groups(self.visits):
+            yield from interleave(self._requests(position, self.visits[position]) for position in group)
 
-    def _requests(self, place: int, planned: PlannedVisit) -> Iterator[BatchRequest]:
+    def _requests(self, position: int, planned: PlannedVisit) -> Iterator[BatchRequest]:
         in_workers = self._population.num_workers > 0
         client, seed = planned.visit.client, planned.visit.seed
-        for number, places in zip(range(planned.num_batches), self._endless(planned), strict=False):
+        for number, positions in zip(range(planned.num_batches), self._endless_batches(planned), strict=False):
             if planned.fault is not None:
                 break
-            self.issued.append(place)
-            yield BatchRequest(client, places, derive_seed(seed, number) if in_workers else 0)
+            self.issued.append(position)
+            yield BatchRequest(client, positions, derive_seed(seed, number) if in_workers else 0)
 
-    def _endless(self, planned: PlannedVisit) -> Iterator[np.ndarray]:
+    def _endless_batches(self, planned: PlannedVisit) -> Iterator[np.ndarray]:
         population = self._population
         bounds: Collection[tuple[int, int]] = cut_batches(planned.num_samples, population.batch_size, self._drop_last)
         epoch = 0
@@ -298,12 +303,12 @@ class _RoundSampler:
 
 
 def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
-    """What ``default_collate`` makes of the samples, by indexing the tensors behind them; ``None`` if it cannot."""
+    """The batch of ``default_collate`` by indexing the data set's tensors; ``None`` if the data set has none."""
     if type(dataset) is TensorDataset:
-        where = torch.from_numpy(indices)
-        return [tensor.index_select(0, where) for tensor in dataset.tensors]
+        rows = torch.from_numpy(indices)
+        return [tensor.index_select(0, rows) for tensor in dataset.tensors]
     return dataset.get_batch(indices) if isinstance(dataset, ArrayDataset) else None
 
 
-def _as_collated(batch: Any) -> Any:
+def _return_batch(batch: Any) -> Any:
     return batch

@@ -1,4 +1,4 @@
-"""Clients with data of their own, as a LightningDataModule; and a user's DataLoader, split into clients."""
+"""Datamodule of clients with data of their own, and the split of a user's DataLoader into clients."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class EvaluationData(L.LightningDataModule):
         val: Validation data of the global model: loaders as ``Trainer.fit`` takes them, or a data set. A mapping of
             clients is validated as a whole, and client by client as well.
         test: Test data, likewise.
-        known_clients: Says who the clients are, where a mapping may as well be one of several loaders by name: that it
-            is where none of its keys is a client. By default every mapping is one of clients.
+        known_clients: Function that returns the clients. With it, a mapping without any client among its keys is taken
+            for several loaders by name; without it, every mapping is one of clients.
 
     """
 
@@ -73,7 +73,7 @@ class EvaluationData(L.LightningDataModule):
         return self._loaders(self.test) if self._is_of_clients(self.test) else {}
 
     def evaluation_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
-        """The loader of validation or test data that are given as a data set."""
+        """The loader of validation or test data that were passed as a data set."""
         return DataLoader(dataset, batch_size=32)
 
     def _evaluation_loader(self, data: Any) -> Any:
@@ -91,16 +91,18 @@ class EvaluationData(L.LightningDataModule):
         return any(key in known for key in data)
 
     def _loaders(self, data: Mapping[Any, Any]) -> dict[Any, Iterable[Any]]:
-        return {key: self.evaluation_loader(each) if isinstance(each, Dataset) else each for key, each in data.items()}
+        return {
+            key: self.evaluation_loader(value) if isinstance(value, Dataset) else value for key, value in data.items()
+        }
 
 
 class LoaderDataModule(EvaluationData):
-    """Loaders that were handed to ``FederatedTrainer.fit``, as a datamodule.
+    """Datamodule of the loaders that were passed to ``FederatedTrainer.fit``.
 
     Args:
         train: The training loader, which a partition splits.
         val: Validation data.
-        known_clients: Says who the clients are.
+        known_clients: Function that returns the clients.
 
     """
 
@@ -124,7 +126,7 @@ class FederatedDataModule(EvaluationData):
     Args:
         clients: Client to its training data, or a sequence of them (clients 0, 1, ...). Values are map-style data sets,
             or ``DataLoader`` s, which keep their own batch size and order. The order of a mapping does not matter.
-            :class:`~lightning_fed.data.LazyClients` builds them when they are asked for.
+            :class:`~lightning_fed.data.LazyClients` builds them when they are looked up.
         val: Validation data of the global model: loaders as ``Trainer.fit`` takes them, or a data set. A mapping of
             clients is validated as a whole, and client by client with each client's personal entries as well.
         test: Test data, likewise.
@@ -134,7 +136,7 @@ class FederatedDataModule(EvaluationData):
         num_workers: Worker processes of the loaders.
         pin_memory: Whether batches are put in page-locked memory.
         persistent_workers: Whether the workers live on between rounds.
-        collate_fn: Makes a batch of a list of samples.
+        collate_fn: Function that makes a batch of a list of samples.
 
     Raises:
         TypeError: If ``clients`` is neither a mapping nor a sequence, or mixes data sets and loaders.
@@ -178,7 +180,7 @@ class FederatedDataModule(EvaluationData):
         }
 
     def population(self) -> Population:
-        """The clients as the round's loader walks them."""
+        """The clients, from which rounds take their batches."""
         keys = client_keys(self.clients)
         if not isinstance(self._first_data(keys), Dataset):
             return LoaderClients(self.clients)
@@ -199,11 +201,11 @@ class FederatedDataModule(EvaluationData):
         return ChainedLoaders(clients)
 
     def evaluation_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
-        """The loader of validation or test data that are given as a data set."""
+        """The loader of validation or test data that were passed as a data set."""
         return self._loader(dataset)
 
     def _first_data(self, keys: Sequence[Client]) -> Any:
-        """The data of the first client whose data can be built; the others are named in their rounds."""
+        """The first client's data that can be built; clients with faulty data are named in their rounds."""
         fault: Exception | None = None
         for key in keys:
             try:
@@ -245,29 +247,29 @@ class ChainedLoaders:
 
 
 def as_mapping(clients: Any, name: str) -> Mapping[Client, Any]:
-    """Clients given as a sequence are called 0, 1, ...
+    """The mapping of clients; clients in a sequence are called 0, 1, ...
 
     Raises:
-        TypeError: If it is neither a mapping nor a sequence.
+        TypeError: If the clients are neither a mapping nor a sequence.
 
     """
     if isinstance(clients, Mapping):
         return clients
     if isinstance(clients, Sequence) and not isinstance(clients, str):
-        return LazyClients(range(len(clients)), _Places(clients))
+        return LazyClients(range(len(clients)), _SequenceLookup(clients))
     raise TypeError(
         f"Expected `{name}` to be a mapping or a sequence of data sets or loaders, but got {type(clients).__name__}."
     )
 
 
-class _Places:
-    """Looks up a sequence; a class, because it goes to worker processes."""
+class _SequenceLookup:
+    """Function that indexes a sequence; a class, so that worker processes can unpickle it."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = values
 
-    def __call__(self, place: Client) -> Any:
-        return self._values[int(place)]
+    def __call__(self, client: Client) -> Any:
+        return self._values[int(client)]
 
 
 def _check_kinds(clients: Any) -> None:
@@ -287,12 +289,12 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
 
     Args:
         loader: The loader; ``shuffle=True`` becomes shuffling within each client.
-        partition: Who gets what.
+        partition: The partition of the data set.
         seed: Seed of the split, unless the partition has its own.
 
     Raises:
         TypeError: If ``loader`` is not a ``DataLoader`` over a map-style data set.
-        ValueError: If it has a sampler of its own, which says nothing about clients.
+        ValueError: If it has a sampler of its own, whose order mixes clients.
 
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):

@@ -1,4 +1,4 @@
-"""Several clients' batches at once: taken in turns, each with random numbers of its own, and stacked."""
+"""Batches of several clients at once: interleaved, with separate random generators, and stacked."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from lightning_fed.data.population import seed_everything
 Item = TypeVar("Item")
 
 
-def in_turns(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
-    """One item of each stream, another one of each, and so on; streams that have ended are passed over.
+def interleave(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
+    """Yields one item of every stream in turn until all have ended.
 
     Example:
-        >>> list(in_turns([iter("abc"), iter("d"), iter("ef")]))
+        >>> list(interleave([iter("abc"), iter("d"), iter("ef")]))
         ['a', 'd', 'e', 'b', 'f', 'c']
 
     """
-    left = list(streams)
-    while left:
-        for stream in list(left):
+    active = list(streams)
+    while active:
+        for stream in list(active):
             try:
                 yield next(stream)
             except StopIteration:
-                left.remove(stream)
+                active.remove(stream)
 
 
-def one_by_one(visits: Sequence[Any]) -> list[range]:
-    """The places of visits that do not take turns.
+def sequential_groups(visits: Sequence[Any]) -> list[range]:
+    """Groups of one visit each, as ranges of positions.
 
     Example:
-        >>> one_by_one("ab")
+        >>> sequential_groups("ab")
         [range(0, 1), range(1, 2)]
 
     """
-    return [range(place, place + 1) for place in range(len(visits))]
+    return [range(position, position + 1) for position in range(len(visits))]
 
 
-class OwnNumbers:
-    """The global generators as several clients have them, each from a seed of its own on.
+class ClientGenerators:
+    """States of the global random generators of several clients, each seeded separately.
 
     Args:
         seeds: The clients' seeds.
-        everywhere: Whether Python's and NumPy's generators are exchanged too; PyTorch's are in any case.
+        everywhere: Whether Python's and NumPy's generators are switched too; PyTorch's always are.
 
     Example:
-        >>> numbers = OwnNumbers([1, 2])
+        >>> numbers = ClientGenerators([1, 2])
         >>> drawn = []
         >>> for client in (0, 1, 0):
-        ...     numbers.turn_to(client)
+        ...     numbers.switch_to(client)
         ...     drawn.append(torch.rand(1))
         >>> generator = torch.Generator().manual_seed(1)
-        >>> [torch.equal(torch.rand(1, generator=generator), drawn[place]) for place in (0, 2)]
+        >>> [torch.equal(torch.rand(1, generator=generator), drawn[visit]) for visit in (0, 2)]
         [True, True]
 
     """
@@ -68,62 +68,62 @@ class OwnNumbers:
         self._seeds = seeds
         self._everywhere = everywhere
         self._states: list[tuple[Any, ...] | None] = [None] * len(seeds)
-        self._now: int | None = None
+        self._current: int | None = None
 
-    def turn_to(self, client: int) -> None:
-        """Makes the generators those of a client, by its index."""
-        if client == self._now:
+    def switch_to(self, client: int) -> None:
+        """Sets the global generators to the state of a client, by its index."""
+        if client == self._current:
             return
-        if self._now is not None:
-            self._states[self._now] = self._captured()
-        self._now = client
+        if self._current is not None:
+            self._states[self._current] = self._capture()
+        self._current = client
         state = self._states[client]
         if state is None:
             seed_everything(self._seeds[client])
         else:
             self._restore(state)
 
-    def _captured(self) -> tuple[Any, ...]:
+    def _capture(self) -> tuple[Any, ...]:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        others = _others() if self._everywhere else None
-        return torch.default_generator.get_state(), cuda, others
+        host_states = _host_states() if self._everywhere else None
+        return torch.default_generator.get_state(), cuda, host_states
 
     def _restore(self, state: tuple[Any, ...]) -> None:
-        cpu, cuda, others = state
+        cpu, cuda, host_states = state
         torch.default_generator.set_state(cpu)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
-        if others is not None:
-            random.setstate(others[0])
-            np.random.set_state(others[1])  # noqa: NPY002 - the user's data sets may use the global generator
+        if host_states is not None:
+            random.setstate(host_states[0])
+            np.random.set_state(host_states[1])  # noqa: NPY002 - the user's data sets may use the global generator
 
 
 @contextmanager
-def noticing_draws() -> Iterator[list[bool]]:
-    """Notes whether anything was drawn from Python's or NumPy's global generator meanwhile.
+def detect_draws() -> Iterator[list[bool]]:
+    """Context that detects draws from Python's and NumPy's global generators.
 
     Example:
-        >>> with noticing_draws() as has_drawn:
+        >>> with detect_draws() as has_drawn:
         ...     _ = random.random()
         >>> has_drawn
         [True]
 
     """
-    before, has_drawn = _others(), list[bool]()
+    states_before, has_drawn = _host_states(), list[bool]()
     yield has_drawn
-    has_drawn.append(pickle.dumps(before) != pickle.dumps(_others()))
+    has_drawn.append(pickle.dumps(states_before) != pickle.dumps(_host_states()))
 
 
-def _others() -> tuple[Any, Any]:
+def _host_states() -> tuple[Any, Any]:
     return random.getstate(), np.random.get_state()  # noqa: NPY002
 
 
-class Stacked(NamedTuple):
-    """Batches of one form, stacked: every tensor has a leading axis of the clients.
+class StackedBatch(NamedTuple):
+    """Stacked batches of clients: every tensor has a leading axis of the clients.
 
     Args:
-        clients: The clients, by their index.
-        batch: In the form of the clients' own batches.
+        clients: Indices of the clients.
+        batch: The stacked batch, with the structure of the clients' batches.
 
     """
 
@@ -131,8 +131,8 @@ class Stacked(NamedTuple):
     batch: Any
 
 
-def stack_batches(batches: Mapping[int, Any]) -> list[Stacked]:
-    """Stacks the batches that have the same form: the same containers, shapes and types, equal texts and numbers.
+def stack_batches(batches: Mapping[int, Any]) -> list[StackedBatch]:
+    """Stacks the batches with the same structure: containers, shapes and types, equal texts and numbers.
 
     Args:
         batches: Client's index to batch.
@@ -143,49 +143,51 @@ def stack_batches(batches: Mapping[int, Any]) -> list[Stacked]:
         [((0, 2), torch.Size([2, 2, 3])), ((1,), torch.Size([1, 1, 3]))]
 
     """
-    forms: dict[Any, dict[int, list[Tensor]]] = {}
+    structures: dict[Any, dict[int, list[Tensor]]] = {}
     for client, batch in batches.items():
-        tensors: list[Tensor] = []
-        forms.setdefault(_form(batch, tensors), {})[client] = tensors
+        parts: list[Tensor] = []
+        structures.setdefault(_structure(batch, parts), {})[client] = parts
     return [
-        Stacked(tuple(group), rebuild(batches[next(iter(group))], map(torch.stack, zip(*group.values(), strict=True))))
-        for group in forms.values()
+        StackedBatch(
+            tuple(group), rebuild_batch(batches[next(iter(group))], map(torch.stack, zip(*group.values(), strict=True)))
+        )
+        for group in structures.values()
     ]
 
 
-def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors in a batch, as :func:`rebuild` takes them."""
+def batch_tensors(batch: Any) -> list[Tensor]:
+    """The tensors in a batch, in the order of :func:`rebuild_batch`."""
     tensors: list[Tensor] = []
-    _form(batch, tensors)
+    _structure(batch, tensors)
     return tensors
 
 
-def rebuild(batch: Any, tensors: Iterator[Tensor]) -> Any:
-    """A batch of the same form with other tensors in it.
+def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
+    """A batch of the same structure with new tensors.
 
     Example:
         >>> batch = {"image": torch.zeros(1), "name": "a"}
-        >>> rebuild(batch, iter([torch.ones(1)]))
+        >>> rebuild_batch(batch, iter([torch.ones(1)]))
         {'image': tensor([1.]), 'name': 'a'}
 
     """
     if isinstance(batch, Tensor):
         return next(tensors)
     if isinstance(batch, Mapping):
-        return type(batch)({key: rebuild(value, tensors) for key, value in batch.items()})  # type: ignore[call-arg]
+        return type(batch)({key: rebuild_batch(value, tensors) for key, value in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, list | tuple):
-        inside = [rebuild(value, tensors) for value in batch]
-        return type(batch)(*inside) if hasattr(batch, "_fields") else type(batch)(inside)
+        elements = [rebuild_batch(value, tensors) for value in batch]
+        return type(batch)(*elements) if hasattr(batch, "_fields") else type(batch)(elements)
     return batch
 
 
-def _form(batch: Any, tensors: list[Tensor]) -> Any:
-    """What two batches must have in common to be stacked; puts the batch's tensors into the list."""
+def _structure(batch: Any, tensors: list[Tensor]) -> Any:
+    """The structure that two batches must share to be stacked; appends the batch's tensors to the list."""
     if isinstance(batch, Tensor):
         tensors.append(batch)
         return batch.shape, batch.dtype, batch.device
     if isinstance(batch, Mapping):
-        return type(batch), tuple((key, _form(value, tensors)) for key, value in batch.items())
+        return type(batch), tuple((key, _structure(value, tensors)) for key, value in batch.items())
     if isinstance(batch, list | tuple):
-        return type(batch), tuple(_form(value, tensors) for value in batch)
+        return type(batch), tuple(_structure(value, tensors) for value in batch)
     return batch if isinstance(batch, str | bytes | int | float | None) else id(batch)

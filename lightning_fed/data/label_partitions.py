@@ -1,4 +1,4 @@
-"""Partitions that skew the labels: every client sees the classes in shares of its own."""
+"""Partitions with label skew: clients differ in their shares of the classes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_fed.data.partition_base import NumberedPartition
 from lightning_fed.data.sample_assignment import (
     IndexArray,
     PartitionError,
-    cut,
-    deal_by_class,
+    assign_by_class,
+    cut_shares,
     draw_dirichlet,
     draw_until_large,
     generator_for,
+    group_by_owner,
     number_classes,
-    parts_of_owners,
 )
 
 LabelFn = Callable[[Any], int]
@@ -29,7 +29,7 @@ LabelFn = Callable[[Any], int]
 
 
 class LabelPartition(NumberedPartition):
-    """A partition that looks at the labels (abstract: :meth:`deal_labels` is left to its subclasses).
+    """A partition by labels (abstract: subclasses implement :meth:`assign_by_label`).
 
     The labels are found with :func:`~lightning_fed.data.labels.labels_of`; for segmentation the label of an image is
     its dominant foreground class.
@@ -57,13 +57,13 @@ class LabelPartition(NumberedPartition):
         self.background = background
 
     @abc.abstractmethod
-    def deal_labels(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """The samples of every client, of the label of each sample."""
+    def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
+        """The samples of every client, by the label of each sample."""
 
-    def deal(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
+    def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         """The samples of every client."""
         labels = labels_of(dataset, self.label_fn, ignore_index=self.ignore_index, background=self.background)
-        return self.deal_labels(labels, seed)
+        return self.assign_by_label(labels, seed)
 
 
 @final
@@ -83,8 +83,8 @@ class Dirichlet(LabelPartition):
 
     with a prior :math:`\pi` over the classes that sums to 1: the concentrations sum to ``alpha``, as in the paper, so
     the same ``alpha`` is a stronger skew. A class that has run out gets mass 0 and the others are scaled up; if they
-    have no mass, :math:`q_k` is drawn again over the classes that are left. Clients are served in order, so it is the
-    last ones that have to take what is left. The :math:`N \bmod K` samples left at the end go to nobody.
+    have no mass, :math:`q_k` is drawn again over the classes that are left. Clients are served in order, so the
+    last ones take the remaining samples. The last :math:`N \bmod K` samples are not assigned.
 
     Args:
         num_clients: Number of clients, at least 1.
@@ -155,8 +155,8 @@ class Dirichlet(LabelPartition):
         self.balance = balance
         self.prior: Literal["empirical", "uniform"] = prior
 
-    def deal_labels(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """The samples of every client, of the label of each sample."""
+    def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
+        """The samples of every client, by the label of each sample."""
         return self._per_class(labels, seed) if self.definition == "per_class" else self._per_client(labels, seed)
 
     def _per_class(self, labels: IndexArray, seed: int) -> list[IndexArray]:
@@ -168,7 +168,7 @@ class Dirichlet(LabelPartition):
 
         skew, remedy = f"alpha={self.alpha}", "raise `alpha`"
         counts = draw_until_large(draw, self.num_clients, classes.size, self.min_size, skew, remedy)
-        return deal_by_class(rng, classes, counts)
+        return assign_by_class(rng, classes, counts)
 
     def _per_client(self, labels: IndexArray, seed: int) -> list[IndexArray]:
         classes, class_sizes = number_classes(labels)
@@ -176,27 +176,26 @@ class Dirichlet(LabelPartition):
         is_empirical = self.prior == "empirical"
         pi = class_sizes / classes.size if is_empirical else np.full(class_sizes.size, 1 / class_sizes.size)
         size = classes.size // self.num_clients
-        if self.alpha == np.inf and is_empirical:  # drawn one by one, the last clients would get very different rests
-            dealt = rng.permutation(classes.size)[: size * self.num_clients]
+        if self.alpha == np.inf and is_empirical:  # drawn one by one, the last clients would get very different shares
+            assigned = rng.permutation(classes.size)[: size * self.num_clients]
             owner = np.full(classes.size, -1, dtype=np.int64)
-            owner[dealt[np.argsort(classes[dealt], kind="stable")]] = np.arange(dealt.size) % self.num_clients
-            return parts_of_owners(owner, self.num_clients)
-        left = class_sizes.copy()
+            owner[assigned[np.argsort(classes[assigned], kind="stable")]] = np.arange(assigned.size) % self.num_clients
+            return group_by_owner(owner, self.num_clients)
+        unused = class_sizes.copy()
         counts = np.zeros((self.num_clients, class_sizes.size), dtype=np.int64)
         for count in counts:
-            count[:] = _draw_client(rng, pi, self.alpha, size, left)
-            left -= count
-        return deal_by_class(rng, classes, counts)
+            count[:] = _draw_client(rng, pi, self.alpha, size, unused)
+            unused -= count
+        return assign_by_class(rng, classes, counts)
 
 
 @final
 class Shards(LabelPartition):
-    r"""Pathological label skew: the samples sorted by label, cut into equal shards, and dealt out.
+    r"""Pathological label skew: samples sorted by label are divided into equal shards, which clients get at random.
 
     With :math:`K` clients and :math:`z` shards each there are :math:`K z` shards of :math:`\lfloor N / (K z) \rfloor`
-    samples; the fewer than :math:`K z` samples that remain, the last in the order, go to nobody. A shard may straddle
-    two labels, so a client has at most :math:`2 z` of them where every label fills a shard, and mostly :math:`z` or
-    fewer.
+    samples; the fewer than :math:`K z` last samples in the order are not assigned. A shard may straddle two labels, so
+    a client has at most :math:`2 z` of them where every label fills a shard, and mostly :math:`z` or fewer.
 
     Args:
         num_clients: Number of clients, at least 1.
@@ -235,8 +234,8 @@ class Shards(LabelPartition):
         super().__init__(num_clients, label_fn, ignore_index, background, seed)
         self.shards_per_client = check_count("shards_per_client", shards_per_client)
 
-    def deal_labels(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """The samples of every client, of the label of each sample."""
+    def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
+        """The samples of every client, by the label of each sample."""
         classes, _ = number_classes(labels)
         num_shards = self.num_clients * self.shards_per_client
         if num_shards > classes.size:
@@ -250,23 +249,23 @@ class Shards(LabelPartition):
         owner_of_shard[order] = np.arange(num_shards) // self.shards_per_client
         owner = np.full(classes.size, -1, dtype=np.int64)
         owner[np.argsort(classes, kind="stable")[: size * num_shards]] = np.repeat(owner_of_shard, size)
-        return parts_of_owners(owner, self.num_clients)
+        return group_by_owner(owner, self.num_clients)
 
 
 @final
 class LabelsPerClient(LabelPartition):
-    """Equally many labels for every client, which shares each of them equally with the others that have it.
+    """Equally many labels for every client; the clients with a label share its samples equally.
 
     Shares differ by at most one sample; where a label has more owners than samples, the last owners get none. A label
-    that no client has goes to nobody.
+    without an owner is not assigned.
 
     Args:
         num_clients: Number of clients, at least 1.
         labels_per_client: Number of different labels of each client, at least 1 and at most as many as there are.
-        assignment: Which of the C labels a client has. ``"random"``, as in NIID-Bench: client k has label k mod C and
-            others at random; with fewer clients than labels, some may go to nobody. ``"even"`` deals them out at
-            random, so that all labels have equally many owners, to within one: a single one, who has it as a whole, if
-            there are ``num_clients * labels_per_client`` labels. They go to nobody only where there are more than that.
+        assignment: Choice of each client's labels. ``"random"``, as in NIID-Bench: client k has label k mod C and
+            others at random; with fewer clients than labels, some labels may have no owner. ``"even"`` draws them so
+            that all labels have equally many owners, to within one: a single owner each if there are ``num_clients *
+            labels_per_client`` labels. Labels have no owner only where there are more than that.
         label_fn: Function of a sample that gives its label, in place of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` for none.
         background: Class of masks that is not foreground; ``None`` where every class counts.
@@ -305,8 +304,8 @@ class LabelsPerClient(LabelPartition):
         check_option("assignment", assignment, ("random", "even"))
         self.assignment: Literal["random", "even"] = assignment
 
-    def deal_labels(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """The samples of every client, of the label of each sample."""
+    def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
+        """The samples of every client, by the label of each sample."""
         classes, class_sizes = number_classes(labels)
         if not 1 <= self.labels_per_client <= class_sizes.size:
             raise PartitionError(
@@ -324,7 +323,7 @@ class LabelsPerClient(LabelPartition):
             np.put_along_axis(owned, np.argsort(scores, axis=1)[:, : self.labels_per_client], 1, axis=1)
         num_owners = np.maximum(owned.sum(axis=0), 1)
         is_among_the_first = np.cumsum(owned, axis=0) <= class_sizes % num_owners
-        return deal_by_class(rng, classes, owned * (class_sizes // num_owners + is_among_the_first))
+        return assign_by_class(rng, classes, owned * (class_sizes // num_owners + is_among_the_first))
 
 
 def _counts_per_class(
@@ -334,56 +333,56 @@ def _counts_per_class(
     mean = np.full(num_clients, 1 / num_clients)
     shares = draw_dirichlet(rng, mean, alpha * num_clients, class_sizes.size)
     if not balance:
-        return cut(shares, class_sizes).T
+        return cut_shares(shares, class_sizes).T
     counts = np.zeros((num_clients, class_sizes.size), dtype=np.int64)
     held = np.zeros(num_clients, dtype=np.int64)
     for label, total in enumerate(class_sizes):
-        has_room = held * num_clients < class_sizes.sum()  # never empty: then all samples would be dealt
+        has_room = held * num_clients < class_sizes.sum()  # never empty: then all samples would be assigned
         share = shares[label] * has_room
         if share.sum() == 0:  # all of the mass was on full clients, as happens with a tiny alpha
             room = has_room.sum()
             share[has_room] = draw_dirichlet(rng, np.full(room, 1 / room), alpha * room, 1)[0]
-        counts[:, label] = cut((share / share.sum())[None], total[None])[0]
+        counts[:, label] = cut_shares((share / share.sum())[None], total[None])[0]
         held += counts[:, label]
     return counts
 
 
 def _draw_client(
-    rng: np.random.Generator, pi: npt.NDArray[np.float64], alpha: float, size: int, left: IndexArray
+    rng: np.random.Generator, pi: npt.NDArray[np.float64], alpha: float, size: int, unused: IndexArray
 ) -> IndexArray:
-    """Number of samples of every class for one client, when ``left`` of each class are unused.
+    """Number of samples of every class for one client, of ``unused`` samples per class.
 
     Drawing ``size`` classes at once and drawing again for those that had run out is the same, in distribution, as
     drawing them one by one and dropping a class as soon as its last sample is taken.
     """
-    count = np.zeros_like(left)
+    count = np.zeros_like(unused)
     if alpha == 0:
-        suffices = left >= size
-        mass = draw_dirichlet(rng, _normalised(pi * (suffices if suffices.any() else left > 0)), alpha, 1)[0]
+        suffices = unused >= size
+        mass = draw_dirichlet(rng, _normalised(pi * (suffices if suffices.any() else unused > 0)), alpha, 1)[0]
     else:
         mass = draw_dirichlet(rng, pi, alpha, 1)[0]
     while (missing := size - int(count.sum())) > 0:
-        is_left = left > count
-        if (mass * is_left).sum() == 0:
-            mass[is_left] = draw_dirichlet(rng, _normalised(pi[is_left]), alpha * pi[is_left].sum(), 1)[0]
-        drawn = rng.multinomial(missing, _normalised(mass[is_left]))
-        count[is_left] += np.minimum(drawn, (left - count)[is_left])
+        is_unused = unused > count
+        if (mass * is_unused).sum() == 0:
+            mass[is_unused] = draw_dirichlet(rng, _normalised(pi[is_unused]), alpha * pi[is_unused].sum(), 1)[0]
+        drawn = rng.multinomial(missing, _normalised(mass[is_unused]))
+        count[is_unused] += np.minimum(drawn, (unused - count)[is_unused])
     return count
 
 
 def _evenly_owned(rng: np.random.Generator, num_clients: int, num_labels: int, per_client: int) -> IndexArray:
-    """Deals shuffled decks of all labels, one after another, a hand of different ones to each client."""
+    """Assigns different labels to each client from consecutive shuffles of all labels."""
     owned = np.zeros((num_clients, num_labels), dtype=np.int64)
-    deck = rng.permutation(num_labels)
+    remaining = rng.permutation(num_labels)
     for client_labels in owned:
-        if deck.size >= per_client:
-            hand, deck = deck[:per_client], deck[per_client:]
+        if remaining.size >= per_client:
+            chosen, remaining = remaining[:per_client], remaining[per_client:]
         else:
-            client_labels[deck] = 1
-            fresh = rng.permutation(num_labels)
-            fresh = fresh[np.argsort(client_labels[fresh], kind="stable")]  # labels that the client has go below
-            hand, deck = fresh[: per_client - deck.size], fresh[per_client - deck.size :]
-        client_labels[hand] = 1
+            client_labels[remaining] = 1
+            shuffled = rng.permutation(num_labels)
+            shuffled = shuffled[np.argsort(client_labels[shuffled], kind="stable")]  # labels that the client has: last
+            chosen, remaining = shuffled[: per_client - remaining.size], shuffled[per_client - remaining.size :]
+        client_labels[chosen] = 1
     return owned
 
 

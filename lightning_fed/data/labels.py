@@ -1,4 +1,4 @@
-"""The label and the natural group of every sample of a data set, without running its transforms where possible.
+"""Labels and natural groups of the samples of a data set, without running its transforms where possible.
 
 Partitions need one class per sample. Classification sets mostly keep theirs in an attribute; in a segmentation set, the
 class of an image is taken to be its dominant foreground class.
@@ -28,7 +28,7 @@ IndexArray = npt.NDArray[np.int64]
 _ATTRIBUTES = ("targets", "labels")
 _KEYS = ("label", "labels", "target", "mask")
 _HINT = "Pass `label_fn`, a function of a sample that gives its label as an integer."
-_MOST_BINS = 1 << 16  # class numbers beyond are counted by sorting
+_MOST_BINS = 1 << 16  # larger class numbers are counted by sorting
 
 
 def labels_of(
@@ -59,8 +59,8 @@ def labels_of(
         dataset: A data set with ``__len__`` and ``__getitem__``.
         label_fn: Function of a sample, as the data set returns it, that gives its label.
         ignore_index: Value of void pixels in a mask; ``None`` for none (a binary mask stored as 0 and 255, say).
-        background: Background class of masks, the label of a mask with nothing else in it; ``None`` where every class
-            counts (then a mask with nothing but void pixels has the label ``ignore_index``).
+        background: Background class of masks, the label of a mask without foreground; ``None`` where every class counts
+            (then a mask of void pixels only has the label ``ignore_index``).
 
     Returns:
         Labels, shape ``(N,)``.
@@ -86,8 +86,10 @@ def labels_of(
         return _label_of_target(target, ignore_index, background)
 
     def known(part: Any, indices: IndexArray) -> IndexArray | None:
-        labels = (_labels_of_targets(targets, indices, len(part), label_of_target) for targets in _all_targets(part))
-        return next((found for found in labels if found is not None), None)
+        candidates = (
+            _labels_of_targets(targets, indices, len(part), label_of_target) for targets in _possible_targets(part)
+        )
+        return next((labels for labels in candidates if labels is not None), None)
 
     def read(part: Any, indices: IndexArray) -> IndexArray:
         _log.info(
@@ -167,13 +169,13 @@ def _collect(
     if isinstance(dataset, ConcatDataset):
         ends = np.asarray(dataset.cumulative_sizes)
         part_of = np.searchsorted(ends, indices, side="right")
-        places = [np.flatnonzero(part_of == number) for number in range(ends.size)]
-        pieces = [
-            _collect(part, indices[place] - (end - length_of(part)), known, read)
-            for part, place, end in zip(dataset.datasets, places, ends, strict=True)
-            if place.size
+        positions = [np.flatnonzero(part_of == number) for number in range(ends.size)]
+        parts = [
+            _collect(part, indices[inside] - (end - length_of(part)), known, read)
+            for part, inside, end in zip(dataset.datasets, positions, ends, strict=True)
+            if inside.size
         ]
-        return np.concatenate(pieces)[np.argsort(np.concatenate(places))] if pieces else np.zeros(0, np.int64)
+        return np.concatenate(parts)[np.argsort(np.concatenate(positions))] if parts else np.zeros(0, np.int64)
     return read(dataset, indices)
 
 
@@ -202,7 +204,7 @@ def length_of(dataset: Any) -> int:
 
 @contextmanager
 def _fixed_generators() -> Iterator[None]:
-    """Gives random augmentations the same seed each time, and the global generators their state back."""
+    """Context with seeded global generators, so that random augmentations repeat; their states are restored."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002 - the generator that users' augmentations draw from
     with torch.random.fork_rng(devices=[]):
@@ -216,13 +218,13 @@ def _fixed_generators() -> Iterator[None]:
             np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def _all_targets(dataset: Any) -> Iterator[Any]:
-    """Whatever might hold the targets of all samples."""
+def _possible_targets(dataset: Any) -> Iterator[Any]:
+    """Yields the attributes and tensors that may hold the targets of all samples."""
     for name in _ATTRIBUTES:
         yield getattr(dataset, name, None)
     if type(dataset) is TensorDataset:  # not a subclass, which may return something else
-        for place in _target_places(dataset.tensors):
-            yield dataset.tensors[place]
+        for index in _target_indices(dataset.tensors):
+            yield dataset.tensors[index]
 
 
 def _labels_of_targets(
@@ -245,20 +247,20 @@ def _labels_of_targets(
 
 def _labels_of_samples(dataset: Any, indices: IndexArray, label_of_target: Callable[[Any], int]) -> list[int]:
     labels: list[int] = []
-    place: Any = None
+    key: Any = None
     for index in indices.tolist():
         sample = dataset[index]
         try:
-            if place is None:
-                place = _place_of_target(sample, label_of_target)
-            labels.append(label_of_target(sample[place]))
+            if key is None:
+                key = _target_key(sample, label_of_target)
+            labels.append(label_of_target(sample[key]))
         except (TypeError, ValueError) as error:
             error.add_note(f"This is about sample {index} of {type(dataset).__name__}.")
             raise
     return labels
 
 
-def _place_of_target(sample: Any, label_of_target: Callable[[Any], int]) -> Any:
+def _target_key(sample: Any, label_of_target: Callable[[Any], int]) -> Any:
     """Key or position of the target in a sample."""
     if isinstance(sample, Mapping):
         for key in _KEYS:
@@ -273,17 +275,17 @@ def _place_of_target(sample: Any, label_of_target: Callable[[Any], int]) -> Any:
             "Expected a sample to be a mapping, or a tuple or list of at least an input and a target, but got"
             f" {_described(sample)}. {_HINT}"
         )
-    for place in _target_places(sample):
+    for index in _target_indices(sample):
         try:
-            label_of_target(sample[place])
+            label_of_target(sample[index])
         except (TypeError, ValueError):
             continue
-        return place
+        return index
     return 1
 
 
-def _target_places(sample: Sequence[Any]) -> tuple[int, ...]:
-    """Where the target may stand: after the input, or else at the end."""
+def _target_indices(sample: Sequence[Any]) -> tuple[int, ...]:
+    """Possible indices of the target: after the input, or else at the end."""
     return (1,) if len(sample) == 2 else (1, -1) if len(sample) > 2 else ()
 
 
@@ -314,10 +316,10 @@ def _dominant_class(mask: npt.NDArray[Any], ignore_index: int | None, background
         classes = np.arange(counts.size)
     else:
         classes, counts = np.unique(pixels, return_counts=True)
-    left_out = [value for value in (ignore_index, background) if value is not None]
-    counts[np.isin(classes, left_out)] = 0
+    excluded = [value for value in (ignore_index, background) if value is not None]
+    counts[np.isin(classes, excluded)] = 0
     if not counts.any():
-        return left_out[-1]  # background, or else void: the mask has nothing but these
+        return excluded[-1]  # background, or else void: the mask has no other pixels
     if classes[counts > 0].min() < 0:
         raise ValueError(
             f"Expected the classes of a mask to be at least 0, apart from `ignore_index` ({ignore_index}), but got"

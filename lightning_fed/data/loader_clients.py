@@ -1,4 +1,4 @@
-"""Clients that bring their own loaders: the round chains them."""
+"""Clients with loaders of their own, which a round chains."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from lightning_fed.data.interleave import in_turns, one_by_one
-from lightning_fed.data.population import PlannedVisit, Population, StreamItem, batch_length, client_keys
+from lightning_fed.data.interleave import interleave, sequential_groups
+from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, client_keys
 from lightning_fed.messages import Client
 from lightning_fed.server.schedule import Visit
 
 
 class LoaderClients(Population):
-    """Clients that bring their own ``DataLoader`` or another iterable of batches; the round chains them.
+    """Clients with a ``DataLoader`` or another iterable of batches each; a round chains them.
 
     Args:
-        loaders: Client to loader; may build a client's loader when it is asked for.
+        loaders: Client to loader; may build a client's loader when it is looked up.
 
     """
 
     def __init__(self, loaders: Mapping[Client, Iterable[Any]]) -> None:
         super().__init__(client_keys(loaders))
         self.loaders = loaders
-        self._counted: dict[Client, int] = {}  # by passes over their batches, one for a client
+        self._counted: dict[Client, int] = {}  # by one pass over a client's batches
 
     def num_samples(self, client: Client) -> int:
-        """Length of the loader's data set, or of the part that its sampler draws; else of one pass over its batches.
+        """Length of the loader's data set or of its sampler, or else the examples in one pass over its batches.
 
         Raises:
             TypeError: If it is not one loader but several.
@@ -54,8 +54,8 @@ class LoaderClients(Population):
             " clients by their examples: define `__len__` on the data set."
         )
 
-    def batches_per_epoch(self, client: Client, aside: bool = False) -> int | None:
-        """Length of the client's loader, which is passed over as it is."""
+    def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
+        """Length of the client's loader; an isolated pass is no different."""
         loader = self.loaders[client]
         try:
             return len(loader)  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ class LoaderClients(Population):
             return None
 
     def gives_all(self, client: Client) -> bool:
-        """Whether a pass over the loader is known to leave no example out: not so if it may drop or draw them."""
+        """True if a pass over the loader gives every example: not if it may drop or draw examples."""
         loader = self.loaders[client]
         batch_sampler = getattr(loader, "batch_sampler", None)
         sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
@@ -72,25 +72,25 @@ class LoaderClients(Population):
         return not (drops or draws)
 
     def stream(
-        self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()
-    ) -> Iterator[StreamItem]:
+        self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
+    ) -> Iterator[VisitBatch]:
         """The batches of all visits in order."""
-        for places in turns or one_by_one(visits):
-            yield from in_turns(self._batches(place, visits[place], aside) for place in places)
+        for group in groups or sequential_groups(visits):
+            yield from interleave(self._batches(position, visits[position], isolated) for position in group)
 
-    def _batches(self, place: int, planned: PlannedVisit, aside: bool) -> Iterator[StreamItem]:
+    def _batches(self, position: int, planned: PlannedVisit, isolated: bool) -> Iterator[VisitBatch]:
         served = 0
         try:
             loader = self.loaders[planned.visit.client]
-            with undisturbed(loader, planned.visit.seed) if aside else nullcontext():
+            with isolated_generators(loader, planned.visit.seed) if isolated else nullcontext():
                 for batch in itertools.islice(self._passes(loader, planned.visit), planned.num_batches):
-                    yield StreamItem(place, batch)
+                    yield VisitBatch(position, batch)
                     served += 1
         except Exception as error:
-            yield StreamItem.failed(place, error)
+            yield VisitBatch.failed(position, error)
             return
         for _ in range(planned.num_batches - served):  # the loader gave fewer batches than its length
-            yield StreamItem(place)
+            yield VisitBatch(position)
 
     def _passes(self, loader: Iterable[Any], visit: Visit) -> Iterator[Any]:
         for _ in itertools.count() if visit.steps is not None else range(visit.epochs):
@@ -112,8 +112,8 @@ def check_client_loader(loader: Any) -> None:
         TypeError: If it is a ``CombinedLoader``, or a mapping or sequence of loaders.
 
     """
-    inside = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, list | tuple) else ()
-    if isinstance(loader, CombinedLoader) or any(isinstance(value, DataLoader | CombinedLoader) for value in inside):
+    values = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, list | tuple) else ()
+    if isinstance(loader, CombinedLoader) or any(isinstance(value, DataLoader | CombinedLoader) for value in values):
         raise TypeError(
             f"Expected a client's data to be one loader or data set, but got several in a {type(loader).__name__}:"
             " which of them says how many examples and batches the client has is not known. Zip them into one data set"
@@ -122,11 +122,11 @@ def check_client_loader(loader: Any) -> None:
 
 
 @contextmanager
-def undisturbed(loader: Any, seed: int) -> Iterator[None]:
-    """A loader's own random generators, if it has any, start from a seed and go on afterwards as if nothing had been.
+def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
+    """Context in which a loader's own random generators are seeded; their states are restored afterwards.
 
     Args:
-        loader: The loader that is passed over beside training.
+        loader: The loader that an isolated pass iterates over.
         seed: The seed.
 
     Raises:
@@ -142,7 +142,7 @@ def undisturbed(loader: Any, seed: int) -> Iterator[None]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     generators = [getattr(owner, "generator", None) for owner in owners]
-    states = [(each, each.get_state()) for each in generators if isinstance(each, torch.Generator)]
+    states = [(item, item.get_state()) for item in generators if isinstance(item, torch.Generator)]
     for generator, _ in states:
         generator.manual_seed(seed)
     try:

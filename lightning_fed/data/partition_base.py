@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 class Partition(abc.ABC):
     """A way to split a data set over clients: a pure function of the data set and a seed.
 
-    To write your own, override :meth:`split`.
+    A partition of your own overrides :meth:`split`.
     """
 
     @abc.abstractmethod
@@ -36,11 +36,11 @@ class Partition(abc.ABC):
         """
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any] | None:
-        """The change of each of a client's training samples; the same is right for its validation and test samples.
+        """The transform of a client's training samples, which also fits its validation and test samples.
 
         Args:
-            client: The client, a key of what :meth:`split` returns.
-            seed: The seed that :meth:`split` was given.
+            client: The client, a key of the result of :meth:`split`.
+            seed: The seed that :meth:`split` was called with.
 
         Returns:
             A picklable function of one sample, or ``None`` for nothing.
@@ -56,7 +56,7 @@ class Partition(abc.ABC):
 
 
 class NumberedPartition(Partition):
-    """A partition into clients ``0`` to ``num_clients - 1`` (abstract: :meth:`deal` is left to its subclasses).
+    """A partition into clients ``0`` to ``num_clients - 1`` (abstract: :meth:`assign` is left to its subclasses).
 
     Args:
         num_clients: Number of clients, at least 1.
@@ -72,8 +72,8 @@ class NumberedPartition(Partition):
         self.seed = None if seed is None else check_count("seed", seed, 0)
 
     @abc.abstractmethod
-    def deal(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
-        """The samples of every client; arguments as in :meth:`split`, with the seed that counts."""
+    def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
+        """The samples of every client; ``seed`` is the partition's own one, or else the federation's."""
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
         """Splits a data set into clients ``0`` to ``num_clients - 1``.
@@ -88,11 +88,11 @@ class NumberedPartition(Partition):
                 f"Expected `num_clients` to be at most the number of samples ({num_samples}), but got"
                 f" {self.num_clients}."
             )
-        parts = self.deal(dataset, self.seed_of(seed))
-        left_over = num_samples - sum(part.size for part in parts)
+        parts = self.assign(dataset, self.seed_of(seed))
+        num_unassigned = num_samples - sum(part.size for part in parts)
         num_empty = sum(part.size == 0 for part in parts)
-        if left_over:
-            _log.info("%r leaves over %d of %d samples.", self, left_over, num_samples)
+        if num_unassigned:
+            _log.info("%r leaves over %d of %d samples.", self, num_unassigned, num_samples)
         if num_empty:
             _log.info("%r leaves %d of %d clients without samples.", self, num_empty, len(parts))
         return dict(enumerate(parts))

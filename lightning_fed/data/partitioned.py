@@ -1,4 +1,4 @@
-"""Any datamodule's training data, split into clients that keep some of theirs back for validation."""
+"""Any datamodule's training data, split into clients with held-out validation data."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ FORWARDED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 
 
 class PartitionedData(FederatedDataModule):
-    """Clients cut out of another datamodule's training data, each with validation data of its own.
+    """Clients split from another datamodule's training data, each with validation data of its own.
 
-    What a `partition` of the Trainer does, with a share of every client's examples held back, so that clients are
-    evaluated one by one: the only fair way for methods that give clients models of their own. The held-out examples are
-    drawn at random; shares are rounded down, but at least one example, as long as one is left to train on. An
-    augmentation inside the training data set changes them too.
+    It splits as a `partition` of the Trainer does, and holds out a share of every client's examples, so that clients
+    are evaluated one by one: the only fair way for methods with a model per client. The held-out examples are drawn at
+    random; shares are rounded down, but at least one example, as long as one is left to train on. An augmentation
+    inside the training data set changes them too.
 
-    The other datamodule notices no difference: it has the Trainer (`self.trainer`), its hooks are called, those that
-    transfer batches too, and its state is in the checkpoint.
+    The source datamodule works as without the split: it has the Trainer (`self.trainer`), its hooks are called, also
+    those that transfer batches, and its state is in the checkpoint.
 
     Args:
-        source: Any datamodule with one training loader, whose batch size, collation and workers are kept. Validation
-            data of its own are not used.
-        partition: How its training data are split.
+        source: Any datamodule with one training loader, whose batch size, collation and workers are used. Its own
+            validation data are not used.
+        partition: Partition of its training data.
         val_fraction: Share of every client's examples that validates, in (0, 1).
-        test_fraction: Share of every client's examples that is for the test, in [0, 1); with 0 the test data are the
-            other datamodule's.
+        test_fraction: Share of every client's examples that is for the test, in [0, 1); with 0 the test data are
+            those of `source`.
         seed: Seed of the split; None for that of `lightning.seed_everything`, or else 0, as in a federation. It is
-            asked for in the first `setup`, and stays.
+            read in the first `setup`, and stays.
 
     Raises:
         ValueError: If a share is out of its range, or nothing is left to train on; in `setup`, if the loader has a
@@ -75,7 +75,9 @@ class PartitionedData(FederatedDataModule):
         self.source = source
         self.prepare_data_per_node = source.prepare_data_per_node
         for hook in FORWARDED:
-            setattr(self, hook, getattr(source, hook))  # Lightning's own is one that nobody overrides here either
+            setattr(
+                self, hook, getattr(source, hook)
+            )  # a hook that the source does not override is Lightning's here too
         self.partition = partition
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
@@ -84,12 +86,12 @@ class PartitionedData(FederatedDataModule):
         self._pooled: Dataset[Any]
 
     def prepare_data(self) -> None:
-        """That of the other datamodule."""
+        """Prepares the data of the source datamodule."""
         self.source.trainer = self.trainer
         self.source.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Reads the data, and splits those of the training.
+        """Reads the data, and splits the training data.
 
         Args:
             stage: As Lightning names it.
@@ -100,7 +102,7 @@ class PartitionedData(FederatedDataModule):
             self._population = self._split()
 
     def teardown(self, stage: str) -> None:
-        """That of the other datamodule.
+        """Tears down the source datamodule.
 
         Args:
             stage: As Lightning names it.
@@ -108,19 +110,19 @@ class PartitionedData(FederatedDataModule):
         self.source.teardown(self._stage_of_source(stage))
 
     def on_exception(self, exception: BaseException) -> None:
-        """That of the other datamodule."""
+        """Passes an exception to the source datamodule."""
         self.source.on_exception(exception)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the other datamodule."""
+        """The state of the source datamodule."""
         return self.source.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hands it to the other datamodule."""
+        """Restores the state of the source datamodule."""
         self.source.load_state_dict(state_dict)
 
     def population(self) -> Population:
-        """The clients as the round's loader walks them.
+        """The clients, from which rounds take their batches.
 
         Raises:
             RuntimeError: Before `setup`.
@@ -130,15 +132,15 @@ class PartitionedData(FederatedDataModule):
         return self._population
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """The data of all clients pooled, without those held back, as a plain `L.Trainer` sees them."""
+        """The training data of all clients pooled, without the held-out ones, as a plain `L.Trainer` sees them."""
         return self._loader(self._pooled, shuffle=self.shuffle)
 
     def test_dataloader(self) -> Any:
-        """Those of the clients, one after another, or else of the other datamodule."""
+        """The test data of the clients one after another, or else those of the source datamodule."""
         return super().test_dataloader() if self.test_fraction else self.source.test_dataloader()
 
     def _stage_of_source(self, stage: str) -> str:
-        """What is held back is cut out of the data of the training."""
+        """The stage of the source datamodule: held-out data come from its training data."""
         return "fit" if stage == "validate" or (stage == "test" and self.test_fraction) else stage
 
     def _split(self) -> DatasetClients:
@@ -148,22 +150,22 @@ class PartitionedData(FederatedDataModule):
         population = split_loader(self.source.train_dataloader(), self.partition, seed)
         source = population.source
         assert isinstance(source, PartitionedSource)
-        kept, val, test = {}, {}, {}
+        train, val, test = {}, {}, {}
         for client in source.clients:
             indices = source.indices[client]
             num_val = _share(self.val_fraction, len(indices), len(indices) - 1)
             num_test = _share(self.test_fraction, len(indices), len(indices) - num_val - 1)
             generator = np.random.default_rng(np.random.SeedSequence([seed, client_key(client)]))
             order = generator.permutation(len(indices))
-            places = np.split(order, [num_val, num_val + num_test])
-            val[client], test[client], kept[client] = (indices[np.sort(part)] for part in places)
-        source.indices = kept
+            parts = np.split(order, [num_val, num_val + num_test])
+            val[client], test[client], train[client] = (indices[np.sort(part)] for part in parts)
+        source.indices = train
         self.clients, self.val, self.test = (
             {client: _part(source, client, indices) for client, indices in part.items() if len(indices)}
-            for part in (kept, val, test)
+            for part in (train, val, test)
         )
         if source.transform is None:
-            self._pooled = Subset(source.dataset, np.concatenate(list(kept.values())).tolist())
+            self._pooled = Subset(source.dataset, np.concatenate(list(train.values())).tolist())
         else:
             self._pooled = ConcatDataset(self.clients.values())
         self.batch_size, self.shuffle, self.drop_last = population.batch_size, population.shuffle, population.drop_last
@@ -176,7 +178,7 @@ def _share(fraction: float, count: int, most: int) -> int:
 
 
 class _Transformed(Dataset[Any]):
-    """A data set whose samples are changed."""
+    """A data set with a transform of its samples."""
 
     def __init__(self, dataset: Subset[Any], transform: SampleTransform) -> None:
         self._dataset, self._transform = dataset, transform
@@ -189,7 +191,7 @@ class _Transformed(Dataset[Any]):
 
 
 def _part(source: PartitionedSource, client: Client, indices: IndexArray) -> Dataset[Any]:
-    """Some of a client's examples, as the client sees them."""
+    """Some of a client's examples, with the client's transform."""
     part = Subset(source.dataset, indices.tolist())
     transform = None if source.transform is None else source.transform(client)
     return part if transform is None else _Transformed(part, transform)

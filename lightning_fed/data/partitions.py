@@ -1,7 +1,7 @@
-"""Partitions: which client gets which samples of one data set.
+"""Partitions: assignments of the samples of one data set to clients.
 
-A client's samples are in ascending order, so that it keeps the data set's own order; no sample goes to two clients, and
-every sample goes to one unless the class says otherwise. The same arguments give the same split in every process.
+A client's samples are in ascending order, which is the data set's own; no sample belongs to two clients, and every
+sample belongs to one unless the class says otherwise. The same arguments give the same split in every process.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from lightning_fed.data.partition_base import Partition as Partition
 from lightning_fed.data.sample_assignment import (
     IndexArray,
     PartitionError,
-    cut,
-    deal_evenly,
-    deal_in_order,
+    assign_evenly,
+    assign_in_order,
+    cut_shares,
     draw_dirichlet,
     draw_until_large,
     generator_for,
-    parts_of_owners,
+    group_by_owner,
     pixel_permutation,
 )
 from lightning_fed.messages import Client
@@ -64,9 +64,9 @@ class IID(NumberedPartition):
     def __init__(self, num_clients: int, seed: int | None = None) -> None:
         super().__init__(num_clients, seed)
 
-    def deal(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
+    def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         """The samples of every client."""
-        return deal_evenly(length_of(dataset), self.num_clients, seed)
+        return assign_evenly(length_of(dataset), self.num_clients, seed)
 
 
 @final
@@ -124,7 +124,7 @@ class QuantitySkew(NumberedPartition):
         self.sigma = sigma
         self.min_size = check_count("min_size", min_size, 0)
 
-    def deal(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
+    def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         """The samples of every client."""
         num_samples = length_of(dataset)
         rng = generator_for("quantity_skew", seed)
@@ -137,7 +137,7 @@ class QuantitySkew(NumberedPartition):
                 logarithms = rng.normal(0.0, self.sigma, self.num_clients)
                 shares = np.exp(logarithms - logarithms.max())
                 shares /= shares.sum()
-            sizes: IndexArray = cut(shares[None], np.array([num_samples]))[0]
+            sizes: IndexArray = cut_shares(shares[None], np.array([num_samples]))[0]
             return sizes
 
         if self.distribution == "dirichlet":
@@ -145,16 +145,16 @@ class QuantitySkew(NumberedPartition):
         else:
             skew, remedy = f"sigma={self.sigma}", "lower `sigma`"
         sizes = draw_until_large(draw, self.num_clients, num_samples, self.min_size, skew, remedy)
-        return deal_in_order(rng.permutation(num_samples), sizes)
+        return assign_in_order(rng.permutation(num_samples), sizes)
 
 
 @final
 class PermutedPixels(NumberedPartition):
-    """User-specific skew of the inputs: an IID split, and each client sees the pixels in an order of its own.
+    """User-specific skew of the inputs: an IID split, and every client has its own permutation of the pixels.
 
-    Training data are permuted. Validation data of a datamodule are left as they are, and tell nothing of clients that
-    see other images: :class:`~lightning_fed.data.PartitionedData` keeps some of every client's own back, permuted as
-    these are. :meth:`transform` gives what to do to a client's.
+    Training data are permuted. Validation data of a datamodule are not, and measure nothing for clients with permuted
+    images: :class:`~lightning_fed.data.PartitionedData` holds out permuted examples of every client.
+    :meth:`transform` gives a client's permutation.
 
     Args:
         num_clients: Number of clients, at least 1.
@@ -179,9 +179,9 @@ class PermutedPixels(NumberedPartition):
     def __init__(self, num_clients: int, seed: int | None = None) -> None:
         super().__init__(num_clients, seed)
 
-    def deal(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
+    def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         """The samples of every client."""
-        return deal_evenly(length_of(dataset), self.num_clients, seed)
+        return assign_evenly(length_of(dataset), self.num_clients, seed)
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any]:
         """The client's permutation of the pixels of a sample's input; see :class:`PixelPermutation`."""
@@ -192,12 +192,12 @@ class PermutedPixels(NumberedPartition):
 
 @final
 class ByGroup(Partition):
-    """Natural clients: every writer, speaker, video or hospital is one, under its own name.
+    """Natural clients: every writer, speaker, video or hospital is a client with its own name.
 
     Args:
         group: Name of an attribute of the data set that holds the group of each sample, or the groups themselves, or a
             function of a sample that gives its group.
-        seed: Accepted as everywhere, but nothing is random here.
+        seed: Accepted as by other partitions, but the split is not random.
 
     Raises:
         ValueError: If ``seed`` is negative.
@@ -223,7 +223,7 @@ class ByGroup(Partition):
         self.seed = None if seed is None else check_count("seed", seed, 0)
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set into its groups; nothing is random.
+        """Splits a data set into its groups, without randomness.
 
         Raises:
             ValueError: If the data set has no samples, or no such groups.
@@ -232,17 +232,17 @@ class ByGroup(Partition):
         names, owner = np.unique(groups_of(dataset, self.group), return_inverse=True)
         if names.size == 0:
             raise PartitionError("Expected a data set with at least one sample, but got an empty one.")
-        return dict(zip(names.tolist(), parts_of_owners(owner.astype(np.int64), names.size), strict=True))
+        return dict(zip(names.tolist(), group_by_owner(owner.astype(np.int64), names.size), strict=True))
 
 
 @final
 @dataclass(frozen=True)
 class PixelPermutation:
-    """Permutes the pixels of a sample's input: one permutation of the H x W places for all channels.
+    """Permutes the pixels of a sample's input: one permutation of the H x W positions for all channels.
 
     The input is the first element of a tuple or list, the entry ``"image"`` of a mapping (or its first), or the sample
-    itself; it is a tensor of shape ``(..., H, W)``, or ``(P,)`` for flattened images. Targets are left alone, and so is
-    the sample that is passed in.
+    itself; it is a tensor of shape ``(..., H, W)``, or ``(P,)`` for flattened images. Targets and
+    the sample itself do not change.
 
     Args:
         client: Index of the client, from 0.
@@ -290,6 +290,6 @@ class PixelPermutation:
         return pixels[..., order].reshape(image.shape)
 
 
-@lru_cache(maxsize=64)  # a transform is made anew for every batch; 64 clients' permutations of 224 x 224 take 26 MB
+@lru_cache(maxsize=64)  # a transform is built for every batch; 64 clients' permutations of 224 x 224 take 26 MB
 def _cached_permutation(num_pixels: int, client: int, seed: int) -> Tensor:
     return torch.from_numpy(pixel_permutation(num_pixels, client, seed))

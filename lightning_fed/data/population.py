@@ -1,4 +1,4 @@
-"""Who the clients are and how each one's batches are made; nothing is built for a client before it is asked for."""
+"""The population: all clients and the source of their batches, built for a client only when needed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lightning_fed.server.schedule import Visit
 
 @dataclass
 class PlannedVisit:
-    """A visit with what is known of the client's data.
+    """A visit with the size of the client's data.
 
     Args:
         visit: The visit as scheduled.
         num_samples: The client's local examples.
-        num_batches: Batches that the visit is served.
-        fault: Why the visit failed, if it did.
-        place: Index in the round, from 0.
-        error: The exception by which it failed, if there was one, without its traceback.
+        num_batches: Number of batches in the visit.
+        fault: Reason why the visit failed, if it did.
+        position: Index in the round, from 0.
+        error: Exception by which it failed, if there was one, without its traceback.
         epoch_batches: Batches in one pass over the client's data; ``None`` where it has no length.
 
     """
@@ -37,41 +37,41 @@ class PlannedVisit:
     num_samples: int
     num_batches: int
     fault: str | None = None
-    place: int = 0
+    position: int = 0
     error: Exception | None = None
     epoch_batches: int | None = None
 
     def fail(self, fault: str, error: Exception) -> None:
-        """Notes that the visit failed, and by which exception; its traceback becomes a note, which holds no frames."""
+        """Marks the visit as failed by an exception, whose traceback becomes a note, which holds no frames."""
         error.add_note("".join(traceback.format_exception(error)))
         self.fault, self.error = fault, error.with_traceback(None)
 
 
 @dataclass(slots=True)
-class StreamItem:
-    """One batch of a round on its way: whose it is, and what went wrong instead, if anything.
+class VisitBatch:
+    """One batch of a visit, or the error in its place.
 
     Args:
-        place: Index of the visit in the round.
-        batch: The batch; ``None`` where there is none.
-        error: What the client's data raised.
-        trace: Where they did, as text.
+        position: Index of the visit in the round.
+        batch: The batch; ``None`` if there is none.
+        error: Exception that the client's data raised.
+        trace: Its traceback, as text.
 
     """
 
-    place: int
+    position: int
     batch: Any = None
     error: Exception | None = None
     trace: str = ""
 
     @classmethod
-    def failed(cls, place: int, error: Exception) -> StreamItem:
-        """What stands for a batch that could not be made.
+    def failed(cls, position: int, error: Exception) -> VisitBatch:
+        """An error in place of a batch.
 
-        The error goes without its traceback, whose frames would keep a loader's workers waiting.
+        The error loses its traceback, whose frames would keep a loader's workers waiting.
         """
         trace = "".join(traceback.format_exception(error))
-        return cls(place, error=error.with_traceback(None), trace=trace)
+        return cls(position, error=error.with_traceback(None), trace=trace)
 
 
 class Population(ABC):
@@ -81,7 +81,7 @@ class Population(ABC):
         clients: The clients' keys in a fixed order; may be a lazy sequence such as ``range(1_000_000)``.
 
     Attributes:
-        has_raised: Whether the log has shown where a client's data raised.
+        has_raised: Whether the log has shown a traceback of a client's data.
 
     Raises:
         ValueError: If there are no clients.
@@ -94,13 +94,13 @@ class Population(ABC):
     def __init__(self, clients: Sequence[Client]) -> None:
         if len(clients) == 0:
             raise ValueError("Expected at least one client, but got none.")
-        if isinstance(clients, list | tuple):  # others may be too long to look at
+        if isinstance(clients, list | tuple):  # other sequences may be too long to check
             _check_keys(clients)
         self.clients = clients
 
     @property
     def dataset(self) -> Dataset[Any]:
-        """The data set that a partition splits into the clients, as the user's own loader has it.
+        """The data set that a partition splits into the clients: that of the user's own loader.
 
         Raises:
             AttributeError: If every client has data of its own.
@@ -116,33 +116,33 @@ class Population(ABC):
         """The client's local examples."""
 
     @abstractmethod
-    def batches_per_epoch(self, client: Client, aside: bool = False) -> int | None:
+    def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
         """Batches in one pass over the client's data; ``None`` where it has no length.
 
         Args:
             client: The client's key.
-            aside: Whether the pass is aside from training, which may leave out a trailing batch.
+            isolated: Whether the pass is beside training, and includes a trailing batch that training may drop.
 
         """
 
     @abstractmethod
     def stream(
-        self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()
-    ) -> Iterator[StreamItem]:
-        """The batches of all visits in order: ``num_batches`` items per visit, unless one of them is an error.
+        self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
+    ) -> Iterator[VisitBatch]:
+        """Yields the batches of all visits in order: ``num_batches`` items per visit, unless one of them is an error.
 
-        What still comes for a visit after its error, or after it was given a ``fault``, is to be ignored.
+        The caller ignores items of a visit after its error, or after its ``fault`` was set.
 
         Args:
             visits: The visits.
-            aside: Whether another stream is under way, which goes on afterwards. Nothing is then left out.
-            turns: Which visits take turns (one batch of each, then the next one of each): ranges of places that
-                together are all visits, in order. By default one visit comes after another.
+            isolated: Whether the pass is beside another stream, which continues afterwards; it then gives all examples.
+            groups: Visits with interleaved batches (one batch of each, then the next one of each): ranges of positions
+                that together are all visits, in order. By default one visit follows another.
 
         """
 
     def gives_all(self, client: Client) -> bool:
-        """Whether one pass aside from training gives all of the client's examples."""
+        """True if one isolated pass gives all of the client's examples."""
         return True
 
     def close(self) -> None:  # noqa: B027 - optional
@@ -170,10 +170,10 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def seeded_generators(seed: int | None = None) -> Iterator[None]:
-    """The global generators of :func:`seed_everything` go on afterwards as if nothing had been drawn from them.
+    """Context that restores the states of the global generators of :func:`seed_everything` afterwards.
 
     Args:
-        seed: Seed that they have inside; ``None`` leaves them as they are.
+        seed: Seed of the generators inside; ``None`` does not seed them.
 
     Example:
         >>> seed_everything(1)
@@ -205,11 +205,11 @@ def seeded_generators(seed: int | None = None) -> Iterator[None]:
 
 
 class LazyClients(Mapping[Client, Any]):
-    """A mapping that builds a client's data when it is asked for, for huge populations.
+    """A mapping that builds a client's data when it is looked up, for huge populations.
 
     Args:
         clients: The clients' keys; a ``range`` costs nothing however long it is.
-        build: Makes the data set or loader of one client.
+        build: Function that makes the data set or loader of one client.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -239,9 +239,9 @@ class LazyClients(Mapping[Client, Any]):
 
 
 def client_keys(clients: Mapping[Client, Any]) -> Sequence[Client]:
-    """The keys of a mapping as a sequence: sorted, so that the order in which they were put there does not matter.
+    """The keys of a mapping as a sorted sequence, so that the order of insertion does not matter.
 
-    Those of :class:`LazyClients` keep the order that they have, and are not listed. NumPy's integers become Python's.
+    The keys of :class:`LazyClients` keep their order and are not listed. NumPy's integers become Python's.
 
     Raises:
         TypeError: If a key is neither a str nor an int.
@@ -268,7 +268,7 @@ def _check_keys(clients: Iterable[Any]) -> None:
 
 
 def batch_length(batch: Any) -> int:
-    """Number of examples in a batch: the length of the first tensor in it, wherever it is.
+    """Number of examples in a batch: the length of the first tensor in it, at any depth.
 
     Example:
         >>> batch_length({"name": ["a", "b"], "image": torch.zeros(2, 3)})
@@ -289,12 +289,12 @@ def _lengths(batch: Any) -> Iterator[int]:
         if batch.ndim:
             yield len(batch)
         return
-    inside: Iterable[Any] = ()
+    elements: Iterable[Any] = ()
     if isinstance(batch, Mapping):
-        inside = batch.values()
+        elements = batch.values()
     elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        inside = batch
+        elements = batch
     elif is_dataclass(batch):
-        inside = (getattr(batch, field.name) for field in fields(batch))
-    for each in inside:
-        yield from _lengths(each)
+        elements = (getattr(batch, field.name) for field in fields(batch))
+    for element in elements:
+        yield from _lengths(element)

@@ -1,4 +1,4 @@
-"""The round's loader: what Lightning iterates over in one epoch."""
+"""The loader of a round, which Lightning iterates over in one epoch."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any, NamedTuple
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Dataset
 
-from lightning_fed.data.interleave import OwnNumbers, Stacked, one_by_one, stack_batches
-from lightning_fed.data.population import PlannedVisit, Population, StreamItem, seed_everything
-from lightning_fed.data.visit_costs import VisitCosts, share_out
+from lightning_fed.data.interleave import ClientGenerators, StackedBatch, sequential_groups, stack_batches
+from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, seed_everything
+from lightning_fed.data.visit_costs import VisitCosts, balance_loads
 from lightning_fed.messages import Client
-from lightning_fed.process_group import ALONE, ProcessGroup
+from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightning_fed.server.schedule import Cohort, Visit
 
 _log = logging.getLogger(__name__)
 
 
 class VisitGroups(NamedTuple):
-    """Which visits train at once.
+    """Rule that groups a round's visits, so that several train at once.
 
     Args:
-        size: At most how many.
-        is_equal: Whether all of them must have as many batches.
-        draws: Whether Python's and NumPy's random numbers matter, and not PyTorch's alone.
+        size: Largest number of visits in a group.
+        is_equal: Whether all visits of a group must have the same number of batches.
+        draws: Whether the visits also draw from Python's and NumPy's generators, not from PyTorch's alone.
 
     """
 
@@ -35,8 +35,8 @@ class VisitGroups(NamedTuple):
     draws: bool = True
 
 
-class EpochPlace(NamedTuple):
-    """Which batch of a client's local epoch one is.
+class EpochPosition(NamedTuple):
+    """Position of a batch in a client's local epoch.
 
     Args:
         number: Index of the batch in the local epoch.
@@ -49,33 +49,32 @@ class EpochPlace(NamedTuple):
 
 
 class RoundLoader:
-    """The batches of a round's visits, one client after another, with a cursor that says whose batch this is.
+    """The batches of a round's visits, one client after another, with the current visit in :attr:`current`.
 
-    It is a plain iterable with a length, which Lightning leaves alone. Lightning calls ``iter`` twice in every epoch
-    after the first: an iterator does nothing before its first ``next``. A visit that fails is padded with ``None``
-    batches, which Lightning skips, so that the epoch keeps the length it was promised.
+    The loader is a plain iterable with a length, which Lightning does not modify. Lightning calls ``iter`` twice in
+    every epoch after the first: an iterator does nothing before its first ``next``. A visit that fails is padded with
+    ``None`` batches, which Lightning skips, so that the epoch keeps its announced length.
 
-    Of several processes each asks some of the clients what they have, and serves its share of the visits. All serve
-    as many batches as the one with the most: behind its last visit a process gives ``None``.
+    With several processes, each looks up the data of some clients, and serves its share of the visits. All serve as
+    many batches as the one with the most: after its last visit a process gives ``None``.
 
     Args:
         population: The clients' data.
-        cohort: Who takes part in the round.
+        cohort: The clients of the round.
         limit: Largest number of batches of the round (``limit_train_batches``); visits beyond it are cut or left out.
-        ranks: The processes that share the round.
-        paces: What the visits are expected to take; by default their batches say so.
-        together: Which visits train at once; by default none do.
+        process_group: The processes that share the round.
+        visit_costs: Expected durations of the visits; by default proportional to their batches.
+        visit_groups: Rule for visits that train at once; by default none do.
 
     Attributes:
-        visits: The visits that are served, in order.
-        failed: Clients that have no data to serve, with the reason.
-        group: The visits of the batch served last: one, or those that train at once, whose batch is a list of
-            :class:`~lightning_fed.data.interleave.Stacked`. Nobody before the first, and behind the last.
-        numbers: The random numbers of those that train at once.
-        batches_left: Batches of the group that follow the one served last; behind the last visit those that
-            are still given.
-        padding: Batches that are given behind the last visit.
-        on_start: Called before the first batch is fetched.
+        visits: The visits of this process, in order.
+        failed: Clients without usable data, with the reason.
+        group: The visits of the last batch: one, or those that train at once, whose batch is a list of
+            :class:`~lightning_fed.data.interleave.StackedBatch`. Empty before the first visit and after the last one.
+        numbers: The random generators of the visits that train at once.
+        batches_left: Number of the group's batches after the last one; after the last visit, of the padding.
+        padding: Number of ``None`` batches after the last visit.
+        on_start: Function that is called before the first batch is fetched.
 
     """
 
@@ -84,37 +83,37 @@ class RoundLoader:
         population: Population,
         cohort: Cohort,
         limit: int | float = 1.0,
-        ranks: ProcessGroup = ALONE,
+        process_group: ProcessGroup = SINGLE_PROCESS,
         visit_costs: VisitCosts | None = None,
-        together: VisitGroups | None = None,
+        visit_groups: VisitGroups | None = None,
     ) -> None:
         self.round = cohort.visits[0].round if cohort.visits else None
         self.population = population
         self.visits: list[PlannedVisit] = []
         self.failed: dict[Client, str] = {}
         self.group: Sequence[PlannedVisit] = ()
-        self.numbers: OwnNumbers | None = None
+        self.numbers: ClientGenerators | None = None
         self.batches_left = 0
         self.on_start: Callable[[], object] | None = None
         self._chosen = len(cohort.visits)
         self._reasons: list[str] = []  # of data that raised
         self._errors: dict[Client, Exception] = {}  # of clients without a visit
-        for place, planned in enumerate(self._look_up(cohort.visits, ranks)):
+        for position, planned in enumerate(self._look_up(cohort.visits, process_group)):
             if isinstance(planned, str):
-                self.failed[cohort.visits[place].client] = planned
+                self.failed[cohort.visits[position].client] = planned
             else:
-                planned.place = place
+                planned.position = position
                 self.visits.append(planned)
         # A round without visits serves one `None`, so that the epoch runs, validates and logs.
         self._length = max(1, sum(planned.num_batches for planned in self.visits))
-        self._limit(limit)
+        self._apply_limit(limit)
         self.padding = 0 if self.visits else 1
-        if ranks.size > 1:
-            self._share(limit, ranks, visit_costs or VisitCosts())
-        self._turns = one_by_one(self.visits)
+        if process_group.size > 1:
+            self._take_share(limit, process_group, visit_costs or VisitCosts())
+        self._groups = sequential_groups(self.visits)
         self._draws = True
-        if together is not None:
-            self._put_together(together)
+        if visit_groups is not None:
+            self._group_visits(visit_groups)
 
     def __len__(self) -> int:
         """Batches without the limit, which Lightning applies to this number again."""
@@ -125,34 +124,36 @@ class RoundLoader:
         if self.on_start is not None:
             self.on_start()
         if not self.visits:
-            self._look_at_raised()
-        stream: Iterator[StreamItem] | None = None
-        for places in self._turns:
-            group = [self.visits[place] for place in places]
-            numbers = OwnNumbers([planned.visit.seed for planned in group], self._draws) if len(group) > 1 else None
+            self._log_common_error()
+        stream: Iterator[VisitBatch] | None = None
+        for positions in self._groups:
+            group = [self.visits[position] for position in positions]
+            numbers = (
+                ClientGenerators([planned.visit.seed for planned in group], self._draws) if len(group) > 1 else None
+            )
             if numbers is None:
                 seed_everything(group[0].visit.seed)  # before the first batch is fetched: it may be augmented
             else:
-                numbers.turn_to(0)
+                numbers.switch_to(0)
             if stream is None:
-                if len(self._turns) < len(self.visits):
-                    stream = self.population.stream(self.visits, turns=self._turns)
+                if len(self._groups) < len(self.visits):
+                    stream = self.population.stream(self.visits, groups=self._groups)
                 else:
                     stream = self.population.stream(self.visits)
-            for left in range(group[0].num_batches - 1, -1, -1):
+            for batches_left in range(group[0].num_batches - 1, -1, -1):
                 if numbers is None:
-                    batch = None if group[0].fault is not None else self._fetch(stream, places[0])
+                    batch = None if group[0].fault is not None else self._fetch(stream, positions[0])
                 else:
-                    batch = self._fetch_together(stream, places, numbers, left)
-                self.group, self.numbers, self.batches_left = group, numbers, left
+                    batch = self._fetch_group(stream, positions, numbers, batches_left)
+                self.group, self.numbers, self.batches_left = group, numbers, batches_left
                 yield batch
-        for left in range(self.padding - 1, -1, -1):
-            self.group, self.batches_left = (), left
+        for batches_left in range(self.padding - 1, -1, -1):
+            self.group, self.batches_left = (), batches_left
             yield None
 
     @property
     def dataset(self) -> Dataset[Any]:
-        """The data set of all clients, as the user's own loader has it: to count classes in ``setup``, say.
+        """The data set of all clients, which a user's module may ask for in ``setup``, to count classes for example.
 
         Raises:
             AttributeError: If every client has data of its own.
@@ -162,55 +163,55 @@ class RoundLoader:
 
     @property
     def current(self) -> PlannedVisit | None:
-        """The visit of the batch served last; ``None`` before the first, behind the last, and for one of several."""
+        """The visit of the last batch; ``None`` before the first visit, after the last one, and in larger groups."""
         return self.group[0] if len(self.group) == 1 else None
 
     @property
-    def epoch_place(self) -> EpochPlace | None:
-        """Where in its local epoch the batch served last is, of the first visit of the group; ``None`` of no visit."""
+    def epoch_position(self) -> EpochPosition | None:
+        """Position of the last batch in the local epoch of the group's first visit; ``None`` without a visit."""
         if not self.group:
             return None
         planned = self.group[0]
         number = planned.num_batches - 1 - self.batches_left
         length = planned.epoch_batches or planned.num_batches
-        return EpochPlace(number % length, self.batches_left == 0 or (number + 1) % length == 0)
+        return EpochPosition(number % length, self.batches_left == 0 or (number + 1) % length == 0)
 
     @property
     def errors(self) -> dict[Client, Exception]:
-        """The exceptions by which clients have failed in this process."""
+        """Exceptions by which clients have failed in this process."""
         raised = {planned.visit.client: planned.error for planned in self.visits if planned.error is not None}
         return {**self._errors, **raised}
 
     @property
     def is_over(self) -> bool:
-        """Whether the batch served last is the round's last."""
+        """True if the last batch was the round's last one."""
         if self.batches_left:
             return False
         return not self.group or (self.group[-1] is self.visits[-1] and not self.padding)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: a round that is resumed starts again. That there is one tells Lightning that resuming is exact."""
+        """An empty state: a resumed round starts again. Lightning takes its existence for exact resuming."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing, likewise."""
+        """Does nothing, because the state is empty."""
 
-    def _look_up(self, visits: Sequence[Visit], ranks: ProcessGroup) -> list[PlannedVisit | str]:
-        """What is known of the clients' data before the round, or why they cannot take part."""
+    def _look_up(self, visits: Sequence[Visit], process_group: ProcessGroup) -> list[PlannedVisit | str]:
+        """Looks up the size of the clients' data, or the reason why a client cannot take part."""
         planned: list[PlannedVisit | str] = [""] * len(visits)
-        own = [self._planned(visit) for visit in visits[ranks.rank :: ranks.size]]
-        for rank, theirs in enumerate(ranks.gather(own)):
-            planned[rank :: ranks.size] = theirs
+        looked_up = [self._plan_visit(visit) for visit in visits[process_group.rank :: process_group.size]]
+        for rank, part in enumerate(process_group.gather(looked_up)):
+            planned[rank :: process_group.size] = part
         return planned
 
-    def _planned(self, visit: Visit) -> PlannedVisit | str:
+    def _plan_visit(self, visit: Visit) -> PlannedVisit | str:
         try:
             num_samples = self.population.num_samples(visit.client)
             per_epoch = self.population.batches_per_epoch(visit.client)
         except Exception as error:
-            item = StreamItem.failed(0, error)
+            item = VisitBatch.failed(0, error)
             self._errors[visit.client] = error
-            return self._raised(visit.client, item)
+            return self._failure_reason(visit.client, item)
         if per_epoch is None and visit.steps is None:
             reason = "has no length: set `local_steps`"
             self._errors[visit.client] = MisconfigurationException(f"The loader of client {visit.client!r} {reason}.")
@@ -223,60 +224,60 @@ class RoundLoader:
             return f"its {num_samples} examples make no full batch and `drop_last` is set"
         return planned
 
-    def _share(self, limit: int | float, ranks: ProcessGroup, visit_costs: VisitCosts) -> None:
-        """Leaves this process's share of the visits, and the length that all processes have."""
-        shares = share_out(visit_costs.expected(self.visits), ranks.size)
-        batches = [sum(self.visits[place].num_batches for place in share) for share in shares]
-        self.visits = [self.visits[place] for place in shares[ranks.rank]]
+    def _take_share(self, limit: int | float, process_group: ProcessGroup, visit_costs: VisitCosts) -> None:
+        """Reduces the visits to this process's share, and sets the common length of all processes."""
+        shares = balance_loads(visit_costs.expected(self.visits), process_group.size)
+        batches = [sum(self.visits[position].num_batches for position in share) for share in shares]
+        self.visits = [self.visits[position] for position in shares[process_group.rank]]
         self._chosen = len(self.visits) + len(self._reasons)
         served = self._length = max(1, *batches)
-        if isinstance(limit, float):  # of which Lightning takes this share of the length
+        if isinstance(limit, float):  # Lightning takes this share of the length
             self._length = int(served / limit)
             while int(self._length * limit) < served:
                 self._length += 1
             served = int(self._length * limit)
-        self.padding = served - batches[ranks.rank]
+        self.padding = served - batches[process_group.rank]
 
-    def _put_together(self, together: VisitGroups) -> None:
-        """Makes groups of visits; those with about as many batches come together, so that few have to wait."""
+    def _group_visits(self, rule: VisitGroups) -> None:
+        """Groups visits with similar numbers of batches, so that few of them have to wait."""
         self.visits.sort(key=lambda planned: planned.num_batches, reverse=True)
-        self._draws, self._turns = together.draws, []
-        for place, planned in enumerate(self.visits):
-            last = self._turns[-1] if self._turns else range(0)
-            fits = not together.is_equal or (last and self.visits[last[0]].num_batches == planned.num_batches)
-            if last and fits and len(last) < together.size:
-                self._turns[-1] = range(last.start, place + 1)
+        self._draws, self._groups = rule.draws, []
+        for position, planned in enumerate(self.visits):
+            last = self._groups[-1] if self._groups else range(0)
+            fits = not rule.is_equal or (last and self.visits[last[0]].num_batches == planned.num_batches)
+            if last and fits and len(last) < rule.size:
+                self._groups[-1] = range(last.start, position + 1)
             else:
-                self._turns.append(range(place, place + 1))
-        self._length = max(1, sum(self.visits[places[0]].num_batches for places in self._turns))
+                self._groups.append(range(position, position + 1))
+        self._length = max(1, sum(self.visits[positions[0]].num_batches for positions in self._groups))
 
-    def _fetch_together(
-        self, stream: Iterator[StreamItem], places: range, numbers: OwnNumbers, left: int
-    ) -> list[Stacked] | None:
-        """One batch of each client that is not done yet."""
-        number = self.visits[places[0]].num_batches - 1 - left
+    def _fetch_group(
+        self, stream: Iterator[VisitBatch], positions: range, numbers: ClientGenerators, batches_left: int
+    ) -> list[StackedBatch] | None:
+        """Fetches one batch of each visit that has batches left, and stacks them."""
+        number = self.visits[positions[0]].num_batches - 1 - batches_left
         batches = {}
-        for index, place in enumerate(places):
-            planned = self.visits[place]
+        for index, position in enumerate(positions):
+            planned = self.visits[position]
             if planned.fault is None and number < planned.num_batches:
-                numbers.turn_to(index)
-                batch = self._fetch(stream, place)
+                numbers.switch_to(index)
+                batch = self._fetch(stream, position)
                 if batch is not None:
                     batches[index] = batch
         return stack_batches(batches) or None
 
-    def _fetch(self, stream: Iterator[StreamItem], place: int) -> Any:
+    def _fetch(self, stream: Iterator[VisitBatch], position: int) -> Any:
         item = next(stream)
-        while item.place != place:  # of a visit that has failed since: fetched ahead by a worker, or its turn
+        while item.position != position:  # a batch of a failed visit that a worker fetched ahead
             item = next(stream)
         if item.error is not None:
-            planned = self.visits[place]
-            planned.fault, planned.error = self._raised(planned.visit.client, item), item.error
-            self._look_at_raised()
+            planned = self.visits[position]
+            planned.fault, planned.error = self._failure_reason(planned.visit.client, item), item.error
+            self._log_common_error()
         return item.batch
 
-    def _raised(self, client: Client, item: StreamItem) -> str:
-        """Why a client is left out whose data raised; the first time, where they did goes to the log."""
+    def _failure_reason(self, client: Client, item: VisitBatch) -> str:
+        """The reason to leave out a client with an error in its data; the first traceback is logged."""
         assert item.error is not None
         if item.trace:
             item.error.add_note(f"The data of client {client!r} raised it:\n{item.trace}")
@@ -291,7 +292,7 @@ class RoundLoader:
         self._reasons.append(reason)
         return f"its data raised {reason}"
 
-    def _look_at_raised(self) -> None:
+    def _log_common_error(self) -> None:
         if self._reasons and len(self._reasons) == self._chosen:
             reason, count = Counter(self._reasons).most_common(1)[0]
             _log.error(
@@ -303,25 +304,25 @@ class RoundLoader:
                 reason,
             )
 
-    def _limit(self, limit: int | float) -> None:
+    def _apply_limit(self, limit: int | float) -> None:
         total = sum(planned.num_batches for planned in self.visits)
-        left = limit if isinstance(limit, int) else int(total * limit)
-        if left >= total:
+        remaining = limit if isinstance(limit, int) else int(total * limit)
+        if remaining >= total:
             return
-        kept = []
+        visits = []
         for planned in self.visits:
-            planned.num_batches = min(planned.num_batches, left)
-            left -= planned.num_batches
+            planned.num_batches = min(planned.num_batches, remaining)
+            remaining -= planned.num_batches
             if planned.num_batches:
-                kept.append(planned)
+                visits.append(planned)
         _log.warning(
             "`limit_train_batches` cuts the round from %d visits and %d batches to %d visits and %d batches.",
             len(self.visits),
             total,
-            len(kept),
-            sum(planned.num_batches for planned in kept),
+            len(visits),
+            sum(planned.num_batches for planned in visits),
         )
-        self.visits = kept
+        self.visits = visits
 
 
 def describe(error: BaseException) -> str:

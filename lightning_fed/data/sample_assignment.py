@@ -1,6 +1,6 @@
-"""Dealing samples to clients: steps that the partitions have in common, on arrays of indices and of labels.
+"""Assignment of samples to clients: common steps of the partitions, on arrays of indices and of labels.
 
-A split draws from a stream of its own, of its name and a seed; NumPy's global generator is neither read nor moved.
+A split draws from a generator of its name and a seed; NumPy's global generator is neither read nor moved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALPHA_OF_MEAN, _ALPHA_OF_ONE = 1e15, 1e-15
 
 
 class PartitionError(ValueError):
-    """An argument that no split of these data can have; the command line shows it without a traceback."""
+    """An argument that no split of these data can fulfil; the command line shows it without a traceback."""
 
 
 def generator_for(purpose: str, seed: int, *keys: int) -> np.random.Generator:
@@ -43,45 +43,47 @@ def draw_dirichlet(
     return rng.dirichlet(alpha * mean, size)
 
 
-def cut(shares: npt.NDArray[np.float64], totals: IndexArray) -> IndexArray:
-    """Sizes of the pieces when row r of ``totals`` is cut at the running sums of row r of ``shares``, rounded down."""
+def cut_shares(shares: npt.NDArray[np.float64], totals: IndexArray) -> IndexArray:
+    """Sizes of the parts of row r of ``totals``, divided at the running sums of row r of ``shares``, rounded down."""
     edges = np.floor(np.cumsum(shares, axis=1) * totals[:, None]).astype(np.int64)
     edges = np.minimum(edges, totals[:, None])
     edges[:, -1] = totals
     return np.diff(edges, axis=1, prepend=0)
 
 
-def deal_by_class(rng: np.random.Generator, classes: IndexArray, counts: IndexArray) -> list[IndexArray]:
-    """Gives client k ``counts[k, c]`` random samples of class c; the rest of a class goes to nobody."""
+def assign_by_class(rng: np.random.Generator, classes: IndexArray, counts: IndexArray) -> list[IndexArray]:
+    """Assigns ``counts[k, c]`` random samples of class c to client k; other samples of a class are not assigned."""
     num_clients, num_classes = counts.shape
     order = rng.permutation(classes.size)
     order = order[np.argsort(classes[order], kind="stable")]  # class by class, at random within a class
     unused = np.bincount(classes, minlength=num_classes) - counts.sum(axis=0)
-    pieces = np.concatenate([counts, unused[None]]).T.ravel()
+    part_sizes = np.concatenate([counts, unused[None]]).T.ravel()
     owners = np.append(np.arange(num_clients), -1)
     owner = np.empty(classes.size, dtype=np.int64)
-    owner[order] = np.repeat(np.tile(owners, num_classes), pieces)
-    return parts_of_owners(owner, num_clients)
+    owner[order] = np.repeat(np.tile(owners, num_classes), part_sizes)
+    return group_by_owner(owner, num_clients)
 
 
-def deal_evenly(num_samples: int, num_clients: int, seed: int) -> list[IndexArray]:
-    """Deals a random permutation of the samples to clients whose sizes differ by at most one."""
+def assign_evenly(num_samples: int, num_clients: int, seed: int) -> list[IndexArray]:
+    """Assigns the samples at random to clients whose sizes differ by at most one."""
     sizes = np.full(num_clients, num_samples // num_clients) + (np.arange(num_clients) < num_samples % num_clients)
-    return deal_in_order(generator_for("iid", seed).permutation(num_samples), sizes)
+    return assign_in_order(generator_for("iid", seed).permutation(num_samples), sizes)
 
 
-def deal_in_order(order: IndexArray, sizes: IndexArray) -> list[IndexArray]:
-    """Gives client k the next ``sizes[k]`` samples of ``order``."""
+def assign_in_order(order: IndexArray, sizes: IndexArray) -> list[IndexArray]:
+    """Assigns the next ``sizes[k]`` samples of ``order`` to client k."""
     owner = np.empty(order.size, dtype=np.int64)
     owner[order] = np.repeat(np.arange(sizes.size), sizes)
-    return parts_of_owners(owner, sizes.size)
+    return group_by_owner(owner, sizes.size)
 
 
-def parts_of_owners(owner: IndexArray, num_clients: int) -> list[IndexArray]:
-    """The samples of every client in ascending order; those of owner -1 belong to nobody."""
+def group_by_owner(owner: IndexArray, num_clients: int) -> list[IndexArray]:
+    """The samples of every client in ascending order; owner -1 means none."""
     order = np.argsort(owner, kind="stable").astype(np.int64)
     edges = np.cumsum(np.bincount(owner + 1, minlength=num_clients + 1))
-    return [part.copy() for part in np.split(order, edges[:-1])[1:]]  # copies: a part alone does not keep all alive
+    return [
+        part.copy() for part in np.split(order, edges[:-1])[1:]
+    ]  # copies, so that one part does not hold the memory of all
 
 
 def number_classes(labels: IndexArray) -> tuple[IndexArray, IndexArray]:
@@ -98,21 +100,21 @@ def draw_until_large(
     skew: str,
     remedy: str,
 ) -> IndexArray:
-    """Draws how many samples each client gets, or how many of each class, until all have ``min_size`` or more.
+    """Repeats a draw of the clients' numbers of samples until all have ``min_size`` or more.
 
     Args:
-        draw: Draws the numbers, shape ``(clients,)`` or ``(clients, classes)``.
+        draw: Function that draws the numbers, shape ``(clients,)`` or ``(clients, classes)``.
         num_clients: Number of clients.
-        num_samples: Number of samples that are dealt.
+        num_samples: Number of samples that are assigned.
         min_size: Smallest number of samples that a client may have.
-        skew: The skew that was asked for, as the error shows it.
-        remedy: A change of it that would help, as the error shows it.
+        skew: The requested skew, as the error shows it.
+        remedy: A change that would help, as the error shows it.
 
     Returns:
         The first draw that is large enough.
 
     Raises:
-        PartitionError: If there are fewer samples than that, or no draw is large enough.
+        PartitionError: If there are too few samples, or no draw is large enough.
 
     """
     if min_size * num_clients > num_samples:
@@ -134,8 +136,8 @@ def draw_until_large(
 def pixel_permutation(num_pixels: int, client: int, seed: int) -> IndexArray:
     """A client's permutation of the pixels: pixel ``i`` of the permuted image is pixel ``permutation[i]`` of the image.
 
-    It is uniform over all permutations and independent of the other clients'; client 0 is permuted too. Nothing but the
-    arguments counts, so a client's training and test images are permuted in the same way, and a permutation costs the
-    same however many clients there are.
+    It is uniform over all permutations and independent of the other clients'; client 0 is permuted too. It depends on
+    the arguments alone, so a client's training and test images are permuted in the same way, and its cost does not
+    depend on the number of clients.
     """
     return generator_for("pixel_permutation", seed, client).permutation(num_pixels).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Telling samples apart by their content."""
+"""Hashes of samples, to recognise samples by their content."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _SECOND = 0x94D049BB133111EB - 2**64
 
 @torch.no_grad()
 def sample_hashes(samples: Tensor) -> Tensor:
-    """A number of 64 bits for every sample, which depends on every bit of it.
+    """A 64-bit hash of every sample, which depends on every bit of it.
 
-    The bits are read as integers, mixed with their places by the finaliser of SplitMix64, and summed up; all in integer
-    arithmetic on the samples' device, so that no order of summation matters. Of n samples that differ two have the same
-    number with a probability of about n^2 / 2^65. It is no cryptographic hash: nobody is kept from making two that do.
+    The bits are read as integers, mixed with their positions by the finaliser of SplitMix64, and summed, in integer
+    arithmetic on the samples' device, so that the order of summation does not matter. Two of n different samples have
+    the same hash with a probability of about n^2 / 2^65. It is no cryptographic hash: collisions can be constructed.
 
     Args:
         samples: Samples of any shape and type, ``(N, ...)``.
 
     Returns:
-        The numbers, int64, shape ``(N,)``.
+        The hashes, int64, shape ``(N,)``.
 
     Example:
         >>> samples = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])

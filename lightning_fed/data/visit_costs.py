@@ -1,4 +1,4 @@
-"""Which process trains which clients of a round, so that all are done at about the same time."""
+"""Assignment of a round's visits to processes, so that all finish at about the same time."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.messages import Client
 
-_MOST = 100_000  # clients whose pace is remembered
+_MOST = 100_000  # remembered clients
 
 
 class VisitCosts:
-    """Seconds that a batch of each client took in its last visit: what a visit is expected to take.
+    """Seconds per batch of each client's last visit, to estimate the duration of its next one.
 
     Example:
         >>> from lightning_fed.server.schedule import Visit
         >>> visits = [PlannedVisit(Visit(client, 0, 0), 8, batches) for client, batches in zip("abc", (2, 2, 6))]
-        >>> paces = VisitCosts()
-        >>> paces.expected(visits)
+        >>> costs = VisitCosts()
+        >>> costs.expected(visits)
         [2.0, 2.0, 6.0]
-        >>> paces.note({"a": 0.5, "b": 1.5})
-        >>> paces.expected(visits)
+        >>> costs.note({"a": 0.5, "b": 1.5})
+        >>> costs.expected(visits)
         [1.0, 3.0, 6.0]
 
     """
@@ -29,7 +29,7 @@ class VisitCosts:
         self._seconds: dict[Client, float] = {}
 
     def note(self, seconds: Mapping[Client, float]) -> None:
-        """Remembers what a batch of some clients took."""
+        """Records the seconds per batch of some clients."""
         for client, value in seconds.items():
             self._seconds.pop(client, None)  # the last ones stay the longest
             self._seconds[client] = value
@@ -37,31 +37,32 @@ class VisitCosts:
             del self._seconds[next(iter(self._seconds))]
 
     def expected(self, visits: Sequence[PlannedVisit]) -> list[float]:
-        """What the visits are expected to take; clients that are not known take as long per batch as the others."""
-        known = [self._seconds[each.visit.client] for each in visits if each.visit.client in self._seconds]
+        """Expected durations of visits; a batch of an unknown client counts as the mean of the known ones."""
+        clients = [planned.visit.client for planned in visits]
+        known = [self._seconds[client] for client in clients if client in self._seconds]
         usual = sum(known) / len(known) if known else 1.0
-        return [each.num_batches * self._seconds.get(each.visit.client, usual) for each in visits]
+        return [planned.num_batches * self._seconds.get(planned.visit.client, usual) for planned in visits]
 
 
-def share_out(work: Sequence[float], size: int) -> list[list[int]]:
-    """Shares work out greedily: the largest piece first, each to who has the least so far.
+def balance_loads(work: Sequence[float], size: int) -> list[list[int]]:
+    """Distributes work greedily: the largest item first, each to the process with the smallest load so far.
 
     Args:
-        work: What every piece is expected to take.
+        work: Expected duration of every item.
         size: Number of processes.
 
     Returns:
-        For every process the places of its pieces, increasing.
+        For every process the positions of its items, increasing.
 
     Example:
-        >>> share_out([2.0, 3.0, 1.0, 4.0], 2)
+        >>> balance_loads([2.0, 3.0, 1.0, 4.0], 2)
         [[2, 3], [0, 1]]
 
     """
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0.0] * size
-    for place in sorted(range(len(work)), key=lambda place: -work[place]):
+    for position in sorted(range(len(work)), key=lambda position: -work[position]):
         least = loads.index(min(loads))
-        loads[least] += work[place]
-        shares[least].append(place)
+        loads[least] += work[position]
+        shares[least].append(position)
     return [sorted(share) for share in shares]

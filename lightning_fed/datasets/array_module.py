@@ -1,4 +1,4 @@
-"""What the ready data modules share: loaders, and the choice of samples."""
+"""Base class of the ready data modules: their loaders and their choice of samples."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _NEEDED: dict[str | None, tuple[Split, ...]] = {
 
 
 class ArrayDataModule(LightningDataModule, ABC):
-    """A data module over three data sets in memory (abstract: `load_split` is left to its subclasses).
+    """A data module of three data sets in memory (abstract: subclasses implement `load_split`).
 
-    Each split is read once, in `setup` of the first stage that needs it or when its attribute is first used, and is
-    kept. Splits and subsets are a pure function of `seed`; the global generators are not touched.
+    Each split is read once, in `setup` of the first stage that needs it or when its attribute is first used, and stays
+    in memory. Splits and subsets are a pure function of `seed`; the global generators are not touched.
 
     Args:
         class_names: Name of each class.
@@ -40,8 +40,8 @@ class ArrayDataModule(LightningDataModule, ABC):
             a larger one, and samples stay in their order.
         val_size: The same for validation.
         test_size: The same for the test.
-        seed: Chooses the subsets, and what is held out where a data set has no validation split of its own. It has
-            nothing to do with the seed of the training.
+        seed: Seed of the subsets, and of the held-out samples where a data set has no validation split. It is not the
+            seed of the training.
 
     Attributes:
         class_names: Name of each class.
@@ -81,10 +81,10 @@ class ArrayDataModule(LightningDataModule, ABC):
 
     @abstractmethod
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads one split, with its subset already taken (`subset` and `held_out` do the choice).
+        """Reads the chosen samples of one split (`subset` and `held_out` make the choice).
 
         Args:
-            split: Which one.
+            split: The split.
 
         Returns:
             The samples.
@@ -111,7 +111,7 @@ class ArrayDataModule(LightningDataModule, ABC):
         return self._dataset("test")
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the splits that a stage needs and that were not read before.
+        """Reads the splits of a stage that were not read before.
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"` (test samples); None reads all splits.
@@ -136,14 +136,14 @@ class ArrayDataModule(LightningDataModule, ABC):
         return self._loader("test", self.eval_batch_size)
 
     def subset(self, split: Split, candidates: np.ndarray) -> np.ndarray:
-        """The samples that `train_size`, `val_size` or `test_size` keeps.
+        """The subset of a split with `train_size`, `val_size` or `test_size` samples.
 
         Args:
-            split: Whose size counts.
+            split: The split, whose size counts.
             candidates: Positions of all samples of the split in the source.
 
         Returns:
-            The positions kept, in the order of `candidates`.
+            The chosen positions, in the order of `candidates`.
 
         Raises:
             ValueError: If there are fewer candidates than the size.
@@ -153,11 +153,11 @@ class ArrayDataModule(LightningDataModule, ABC):
             return candidates
         if size > len(candidates):
             raise ValueError(f"Expected `{split}_size` to be at most {len(candidates)}, but got {size}.")
-        kept: np.ndarray = np.sort(self._shuffled(split, len(candidates))[:size])
-        return np.take(candidates, kept)
+        chosen: np.ndarray = np.sort(self._shuffled(split, len(candidates))[:size])
+        return np.take(candidates, chosen)
 
     def held_out(self, split: Split, num_train: int) -> np.ndarray:
-        """The samples of a split of a source that has training samples but no validation split.
+        """The samples of a training or validation split, of a source without a validation split.
 
         `val_size` training samples, drawn at random, are the validation split. The others are for training.
 
@@ -169,11 +169,11 @@ class ArrayDataModule(LightningDataModule, ABC):
             Positions in the training samples of the source, in order.
 
         Raises:
-            ValueError: If `val_size` and `train_size` ask for more than there is.
+            ValueError: If `val_size` and `train_size` ask for more samples than there are.
         """
-        everything = np.arange(num_train)
-        validation = self.subset("val", everything)
-        return validation if split == "val" else self.subset("train", np.setdiff1d(everything, validation))
+        all_positions = np.arange(num_train)
+        validation = self.subset("val", all_positions)
+        return validation if split == "val" else self.subset("train", np.setdiff1d(all_positions, validation))
 
     def _shuffled(self, split: Split, num_samples: int) -> np.ndarray:
         generator = np.random.default_rng(np.random.SeedSequence([self.seed, _STREAMS[split]]))

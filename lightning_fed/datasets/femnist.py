@@ -14,7 +14,7 @@ from lightning_fed.datasets.files import find_file, read_npz
 
 _NAMES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
 _MEAN, _STD = 0.9612, 0.1655  # of the training images as stored, black on white
-_HOW = (
+_INSTRUCTIONS = (
     "Make it from LEAF (https://github.com/TalwalkarLab/leaf) with the arrays that `help(FEMNIST)` lists, "
     "or pass `data_dir` as the folder that has it."
 )
@@ -35,8 +35,7 @@ class FEMNIST(ArrayDataModule):
     Args:
         data_dir: Folder that holds the file, or the file.
         invert: White on black, as in MNIST.
-        test_writers: Test on new samples of the training's writers (`"seen"`), or on writers who are not in the
-            training (`"unseen"`).
+        test_writers: Test on new samples of the writers in training (`"seen"`), or on other writers (`"unseen"`).
         batch_size: Images in a training batch.
         eval_batch_size: Images in a batch of validation or test; None means `batch_size`.
         num_workers: Worker processes of each loader.
@@ -46,7 +45,7 @@ class FEMNIST(ArrayDataModule):
         val_size: Number of validation samples to keep, a random subset; None keeps all.
         test_size: Number of test samples to keep, a random subset; None keeps all.
         normalize: Subtract the mean of the training images and divide by their standard deviation; else [0, 1].
-        seed: Chooses what is held out and kept. It has nothing to do with the seed of the training.
+        seed: Seed of the held-out samples and of the subsets. It is not the seed of the training.
 
     Raises:
         FileNotFoundError: In `setup`, if the file is missing.
@@ -98,12 +97,12 @@ class FEMNIST(ArrayDataModule):
         """Reads one split.
 
         Args:
-            split: Which one.
+            split: The split.
 
         Returns:
             Images (N, 1, 28, 28), classes (N,), and the writers' names as groups.
         """
-        path = find_file(self.data_dir, ["femnist/femnist_writers.npz", "femnist_writers.npz"], _HOW)
+        path = find_file(self.data_dir, ["femnist/femnist_writers.npz", "femnist_writers.npz"], _INSTRUCTIONS)
         arrays = read_npz(path, ("images", "label", "writer", "split", "writer_names"))
         if split == "test":
             candidates = np.flatnonzero(arrays["split"] == (1 if self.test_writers == "seen" else 2))
@@ -122,10 +121,10 @@ class FEMNIST(ArrayDataModule):
         )
 
     def _is_held_out(self, writers: np.ndarray) -> np.ndarray:
-        """Which training samples validate; each writer draws alone, so that writers do not depend on one another."""
+        """Mask of the training samples held out for validation, drawn for each writer independently."""
         is_held_out = np.zeros(len(writers), dtype=bool)
         for writer in np.unique(writers):
-            own = np.flatnonzero(writers == writer)
+            samples = np.flatnonzero(writers == writer)
             generator = np.random.default_rng(np.random.SeedSequence([self.seed, int(writer)]))
-            is_held_out[generator.permutation(own)[: int(self.val_fraction * len(own))]] = True
+            is_held_out[generator.permutation(samples)[: int(self.val_fraction * len(samples))]] = True
         return is_held_out

@@ -1,4 +1,4 @@
-"""Finding and reading the files of the ready data sets."""
+"""Functions that find and read the files of the ready data sets."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from PIL import Image
 from torch import Tensor
 
 
-def find_file(data_dir: str | Path, candidates: Sequence[str], how_to_get: str) -> Path:
-    """The first of several places where a file may be.
+def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str) -> Path:
+    """The first existing one of several paths of a file.
 
     Args:
         data_dir: Folder that the candidates are relative to, or one of the files itself.
         candidates: Paths relative to `data_dir`, best first.
-        how_to_get: What the error tells somebody who has none of them, as full sentences.
+        instructions: Instructions to get the file, for the error, as full sentences.
 
     Returns:
         The path of the first candidate that exists.
@@ -34,8 +34,8 @@ def find_file(data_dir: str | Path, candidates: Sequence[str], how_to_get: str) 
     for candidate in candidates:
         if (root / candidate).exists():
             return root / candidate
-    wanted = " or ".join(f"`{candidate}`" for candidate in candidates)
-    raise FileNotFoundError(f"Expected {wanted} under `data_dir` ({root.absolute()}), but found none. {how_to_get}")
+    paths = " or ".join(f"`{candidate}`" for candidate in candidates)
+    raise FileNotFoundError(f"Expected {paths} under `data_dir` ({root.absolute()}), but found none. {instructions}")
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -66,13 +66,13 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
 
     Args:
         path: The file.
-        names: The arrays wanted.
+        names: Names of the arrays.
 
     Returns:
         The arrays by name.
 
     Raises:
-        ValueError: If one is missing; the error lists those that are there.
+        ValueError: If one is missing; the error lists the existing ones.
     """
     with np.load(path, allow_pickle=False) as archive:
         missing = sorted(set(names) - set(archive.files))
@@ -126,12 +126,12 @@ def resize_masks(masks: np.ndarray, image_size: tuple[int, int] | None) -> Tenso
 
 
 def split_bytes(content: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> Iterable[bytes]:
-    """Cuts some files out of one array that holds them end to end.
+    """Yields the contents of some files from one array that holds them end to end.
 
     Args:
         content: All files, uint8; file i is `content[offsets[i]:offsets[i + 1]]`.
-        offsets: Where they begin, and the end of the last.
-        indices: Which files.
+        offsets: First byte of every file, and the end of the last.
+        indices: Indices of the files.
 
     Yields:
         The contents, in the order of `indices`.

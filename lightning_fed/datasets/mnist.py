@@ -17,7 +17,7 @@ _PREFIXES: dict[Split, str] = {"train": "train", "val": "train", "test": "t10k"}
 
 
 class IdxDataModule(ArrayDataModule):
-    """A data set of four idx files (abstract: `MNIST` and `FashionMNIST` say which).
+    """A data set of four idx files (abstract: see `MNIST` and `FashionMNIST`).
 
     The files lie in `<data_dir>/<name of the data set>/raw/`, where torchvision puts them, gzipped or unpacked. They
     are only read, so the folder may be read-only. There is no validation split: `val_size` training images, drawn at
@@ -33,7 +33,7 @@ class IdxDataModule(ArrayDataModule):
         val_size: Number of training images held out for validation; 0 trains on all and validates on none.
         test_size: Number of test images to keep, a random subset; None keeps all.
         normalize: Subtract the mean of the training images and divide by their standard deviation; else [0, 1].
-        seed: Chooses what is held out and kept. It has nothing to do with the seed of the training.
+        seed: Seed of the held-out images and of the subsets. It is not the seed of the training.
 
     Raises:
         FileNotFoundError: In `setup`, if a file is missing.
@@ -74,14 +74,14 @@ class IdxDataModule(ArrayDataModule):
         self.normalize = normalize
 
     def prepare_data(self) -> None:
-        """Downloads what is missing, if `download` was asked for."""
+        """Downloads missing files, if `download` is set."""
         if not self.download:
             return
         try:
             for split in ("train", "test"):
                 self._find(split, "images-idx3"), self._find(split, "labels-idx1")
         except FileNotFoundError:
-            # Not imported above: nothing else here needs torchvision.
+            # Imported here, because only the download needs torchvision.
             datasets = importlib.import_module("torchvision.datasets")
             getattr(datasets, self._folder)(str(self.data_dir), download=True)
 
@@ -89,14 +89,14 @@ class IdxDataModule(ArrayDataModule):
         """Reads the images and labels of one split.
 
         Args:
-            split: Which one.
+            split: The split.
 
         Returns:
             Images (N, 1, 28, 28) and classes (N,).
         """
         images, labels = read_idx(self._find(split, "images-idx3")), read_idx(self._find(split, "labels-idx1"))
-        everything = np.arange(len(labels))
-        chosen = self.subset("test", everything) if split == "test" else self.held_out(split, len(labels))
+        all_positions = np.arange(len(labels))
+        chosen = self.subset("test", all_positions) if split == "test" else self.held_out(split, len(labels))
         return ArrayDataset(
             torch.from_numpy(images[chosen]).unsqueeze(1),
             torch.from_numpy(labels[chosen]),
@@ -106,8 +106,8 @@ class IdxDataModule(ArrayDataModule):
 
     def _find(self, split: Split, kind: str) -> Path:
         name = f"{self._folder}/raw/{_PREFIXES[split]}-{kind}-ubyte"
-        how = "Pass `download=True` to fetch it with torchvision, or `data_dir` as the folder that has it."
-        return find_file(self.data_dir, [name, f"{name}.gz"], how)
+        instructions = "Pass `download=True` to fetch it with torchvision, or `data_dir` as the folder that has it."
+        return find_file(self.data_dir, [name, f"{name}.gz"], instructions)
 
 
 class MNIST(IdxDataModule):

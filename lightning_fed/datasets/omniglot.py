@@ -35,7 +35,7 @@ _EVALUATION = {
 }  # fmt: skip
 _DRAWERS = 20
 _MEAN, _STD = 0.0781, 0.2576  # of the background set
-_HOW = (
+_INSTRUCTIONS = (
     "Pass `download=True` to fetch the folders with torchvision, make the file with the arrays that `help(Omniglot)` "
     "lists, or pass `data_dir` as the folder that has one of them."
 )
@@ -47,8 +47,8 @@ class Omniglot(ArrayDataModule):
     The background set has 964 characters of 30 alphabets: the classes. Everyone of the 20 people who drew an alphabet
     drew each of its characters once; the images of some of them are for training, of others for validation and of
     others for the test, so that every class is in all three. The evaluation set has 659 characters of 20 other
-    alphabets, classes 964 to 1622, which nobody trains on: :meth:`retrieval_dataloader` gives their images, to search
-    among their embeddings.
+    alphabets, classes 964 to 1622, which are not for training: :meth:`retrieval_dataloader` gives their images, to
+    search among their embeddings.
 
     Read from the first of these that is found under `data_dir`:
 
@@ -69,9 +69,9 @@ class Omniglot(ArrayDataModule):
     Args:
         data_dir: Folder that holds one of the above, or the npz file.
         download: Fetch the folders into `data_dir` with torchvision if nothing is found (needs a network).
-        val_drawers: Number of drawers of every alphabet who validate: the last before those of the test.
-        test_drawers: Number of drawers of every alphabet who are for the test: the last of the 20.
-        group_by: What a natural client is: a person with an alphabet (`"drawer"`), or an alphabet (`"alphabet"`).
+        val_drawers: Number of drawers of every alphabet for validation: the last before those of the test.
+        test_drawers: Number of drawers of every alphabet for the test: the last of the 20.
+        group_by: Natural clients: a person with an alphabet (`"drawer"`), or an alphabet (`"alphabet"`).
         batch_size: Images in a training batch.
         eval_batch_size: Images in a batch of validation, test or retrieval; None means `batch_size`.
         num_workers: Worker processes of each loader.
@@ -79,7 +79,7 @@ class Omniglot(ArrayDataModule):
         val_size: Number of validation images to keep, a random subset; None keeps all.
         test_size: Number of test images to keep, a random subset; None keeps all.
         normalize: Subtract the mean of the background images and divide by their standard deviation; else [0, 1].
-        seed: Chooses the subsets. It has nothing to do with the seed of the training.
+        seed: Seed of the subsets. It is not the seed of the training.
 
     Attributes:
         retrieval_class_names: Name of each class of the evaluation set.
@@ -140,14 +140,14 @@ class Omniglot(ArrayDataModule):
         self._retrieval: ArrayDataset | None = None
 
     def prepare_data(self) -> None:
-        """Downloads what is missing, if `download` was asked for."""
+        """Downloads missing folders, if `download` is set."""
         if not self.download:
             return
         for is_background in (True, False):
             try:
                 self._find(is_background)
             except FileNotFoundError:
-                # Not imported above: nothing else here needs torchvision.
+                # Imported here, because only the download needs torchvision.
                 datasets = importlib.import_module("torchvision.datasets")
                 datasets.Omniglot(str(self.data_dir), background=is_background, download=True)
 
@@ -155,7 +155,7 @@ class Omniglot(ArrayDataModule):
         """Reads the background images of the drawers of one split.
 
         Args:
-            split: Which one.
+            split: The split.
 
         Returns:
             Images (N, 1, 28, 28), classes (N,) from 0 to 963, and groups, such as `"Greek/07"` or `"Greek"`.
@@ -207,7 +207,7 @@ class Omniglot(ArrayDataModule):
 
     def _find(self, is_background: bool) -> Path:
         folder = f"omniglot-py/images_{'background' if is_background else 'evaluation'}"
-        return find_file(self.data_dir, ["omniglot/omniglot28.npz", "omniglot28.npz", folder], _HOW)
+        return find_file(self.data_dir, ["omniglot/omniglot28.npz", "omniglot28.npz", folder], _INSTRUCTIONS)
 
     def _read(self, is_background: bool) -> _Drawings:
         path = self._find(is_background)
@@ -216,17 +216,17 @@ class Omniglot(ArrayDataModule):
                 return _read_folders(path, self.class_names, 0)
             return _read_folders(path, self.retrieval_class_names, self.num_classes)
         arrays = read_npz(path, ("images", "label", "drawer", "split"))
-        own = np.flatnonzero(arrays["split"] == (0 if is_background else 1))
-        images = arrays["images"][own]
+        drawings = np.flatnonzero(arrays["split"] == (0 if is_background else 1))
+        images = arrays["images"][drawings]
         return _Drawings(
-            arrays["label"][own],
-            arrays["drawer"][own],
+            arrays["label"][drawings],
+            arrays["drawer"][drawings],
             lambda chosen: torch.from_numpy(images[chosen]).unsqueeze(1),
         )
 
 
 class _Drawings(NamedTuple):
-    """Classes and drawers of images, shape (N,), and what gives those chosen, shape (n, 1, 28, 28), uint8."""
+    """Classes and drawers of images, shape (N,), and a function that reads chosen ones, shape (n, 1, 28, 28), uint8."""
 
     labels: np.ndarray
     drawers: np.ndarray
@@ -234,19 +234,19 @@ class _Drawings(NamedTuple):
 
 
 def _read_folders(root: Path, names: Sequence[str], first_label: int) -> _Drawings:
-    """The files `<alphabet>/character<number>/<any>_<drawer>.png`, 105 x 105, black on white."""
+    """Reads the files `<alphabet>/character<number>/<any>_<drawer>.png`, 105 x 105, black on white."""
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(names, start=first_label):
-        found = sorted((root / name).glob("*_*.png"))
-        if not found:
-            raise FileNotFoundError(f"Expected images of a character in {root / name}, but found none. {_HOW}")
-        paths += found
-        labels += [label] * len(found)
+        character_paths = sorted((root / name).glob("*_*.png"))
+        if not character_paths:
+            raise FileNotFoundError(f"Expected images of a character in {root / name}, but found none. {_INSTRUCTIONS}")
+        paths += character_paths
+        labels += [label] * len(character_paths)
     drawers = np.array([int(path.stem.rpartition("_")[2]) for path in paths])
 
     def images_of(chosen: np.ndarray) -> Tensor:
-        return 255 - decode_images((paths[place] for place in chosen), (28, 28))[:, :1]
+        return 255 - decode_images((paths[index] for index in chosen), (28, 28))[:, :1]
 
     return _Drawings(np.array(labels), drawers, images_of)
 

@@ -1,4 +1,4 @@
-"""Draws scenes of simple shapes, from back to front. Lengths are shares of the image's side."""
+"""Rendering of scenes of simple shapes, from back to front. Lengths are fractions of the image's side."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _USUAL_TEXTURE = 0.9  # probability that a shape has the texture of its class
 
 
 def render_scene(rng: np.random.Generator, image_size: int, dominant: float) -> tuple[np.ndarray, np.ndarray]:
-    """Draws one scene of shapes; `ShapesDataset` says what is in it.
+    """Draws one scene of shapes, which `ShapesDataset` describes.
 
     Args:
-        rng: Where everything random comes from.
+        rng: The random generator.
         image_size: Height and width in pixels.
-        dominant: Probability that a shape other than the first is of the first one's class without being drawn.
+        dominant: Probability that another shape has the class of the first one, instead of a random class.
 
     Returns:
         The image, uint8, shape (3, H, W), and the mask, uint8, shape (H, W): 0 background, then `SHAPES` from 1.
@@ -32,13 +32,13 @@ def render_scene(rng: np.random.Generator, image_size: int, dominant: float) -> 
     axis = (np.arange(image_size) + 0.5) / image_size
     x, y = axis[None, :], axis[:, None]
     ground = rng.uniform(0.25, 0.75) + rng.uniform(-0.1, 0.1, 3)  # dull: about grey
-    image = _texture(rng, int(rng.integers(len(SHAPES))), ground, 0.06, *_turned(x, y, rng.uniform(-0.35, 0.35)))
+    image = _texture(rng, int(rng.integers(len(SHAPES))), ground, 0.06, *_rotated(x, y, rng.uniform(-0.35, 0.35)))
     mask = np.zeros((image_size, image_size), dtype=np.uint8)
 
     for _ in range(rng.integers(2, 7)):  # clutter: a stroke, or a speck when the length is 0
         center, angle, half_width = rng.random(2), rng.uniform(0, np.pi), rng.uniform(0.006, 0.022)
         half_length = rng.choice([0.0, rng.uniform(0.08, 0.3)])
-        along, across = _turned(x - center[0], y - center[1], angle)
+        along, across = _rotated(x - center[0], y - center[1], angle)
         distance = np.hypot(np.maximum(np.abs(along) - half_length, 0), across) - half_width
         _paint(image, _colour(rng, ground)[:, None, None], distance)
 
@@ -50,19 +50,19 @@ def render_scene(rng: np.random.Generator, image_size: int, dominant: float) -> 
     for number in rng.permutation(len(objects)):  # from back to front
         shape, area, center = objects[number]
         angle, stretch, scale = rng.uniform(-0.35, 0.35), rng.uniform(0.9, 1.11), (area / _UNIT_AREAS[shape]) ** 0.5
-        along, across = _turned(x - center[0], y - center[1], angle)
+        along, across = _rotated(x - center[0], y - center[1], angle)
         distance = scale * _outline(shape, along / (scale * stretch), across * (stretch / scale))
         kind = shape if rng.random() < _USUAL_TEXTURE else int(rng.integers(len(SHAPES)))
         _paint(image, _texture(rng, kind, _colour(rng, ground), 0.4, along, across), distance)
         mask[distance <= 0] = shape + 1
 
     angle, slope, gain = rng.uniform(0, 2 * np.pi), rng.uniform(0, 0.6), rng.uniform(0.75, 1.15)
-    image *= gain * (1 + slope * _turned(x - 0.5, y - 0.5, angle)[0])
+    image *= gain * (1 + slope * _rotated(x - 0.5, y - 0.5, angle)[0])
     image += rng.uniform(0.01, 0.04) * rng.standard_normal(image.shape, dtype=np.float32)
     return (image * 255 + 0.5).clip(0, 255).astype(np.uint8), mask
 
 
-def _turned(x: np.ndarray, y: np.ndarray, angle: float) -> tuple[np.ndarray, np.ndarray]:
+def _rotated(x: np.ndarray, y: np.ndarray, angle: float) -> tuple[np.ndarray, np.ndarray]:
     """Coordinates along and across a direction, each (H, W)."""
     cosine, sine = np.cos(angle), np.sin(angle)
     return cosine * x + sine * y, cosine * y - sine * x
@@ -97,7 +97,7 @@ def _paint(image: np.ndarray, colour: np.ndarray, distance: np.ndarray) -> None:
 
 
 def _outline(shape: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """About the distance to the outline of a shape of scale 1 around the origin, negative inside."""
+    """Approximate distance to the outline of a shape of scale 1 around the origin, negative inside."""
     distance: np.ndarray
     if shape == 0:
         distance = np.hypot(x, y) - 1

@@ -1,4 +1,4 @@
-"""Shakespeare: the next character, with the speaking roles of the plays as clients."""
+"""Shakespeare: prediction of the next character, with the speaking roles of the plays as clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Vocabulary = Literal["leaf", "text"]
 
 _FILES = ["shakespeare/shakespeare_roles.json.gz", "shakespeare_roles.json.gz", "shakespeare/tinyshakespeare.txt",
           "tinyshakespeare.txt"]  # fmt: skip
-_HOW = (
+_INSTRUCTIONS = (
     "Make one that `help(Shakespeare)` describes from any edition of the plays, pass `data_dir` as the folder that has"
     " it, or leave `data_dir` out for generated text."
 )
@@ -29,7 +29,7 @@ _GENERATED = 12  # roles
 
 
 class Shakespeare(FederatedDataModule):
-    """Plays by speaking role: 80 characters, and the one that follows; a role is a client.
+    """Shakespeare's plays by speaking role: windows of 80 characters, and the next character. A role is a client.
 
     Read from the first of these that is found under `data_dir`, or from `data_dir` if it is one of the files itself:
 
@@ -37,12 +37,13 @@ class Shakespeare(FederatedDataModule):
       `speeches`, a list of `[index of the role, text]` in the order of the plays.
     - `shakespeare/tinyshakespeare.txt`: blocks with an empty line between them, whose first lines are `ROLE:`.
 
-    Both may lie in `data_dir` itself. Without `data_dir` 12 roles with some thousands of characters each are generated,
-    to try things on: their words follow one another with chances that all share, and every role likes some.
+    Both may lie in `data_dir` itself. Without `data_dir` 12 roles with some thousands of characters each are generated
+    for trials: all roles share the probabilities of a word after another, and every role prefers some words.
 
-    A role's text is all its speeches with line breaks between them, and every window of `seq_length` characters with
-    one more after it is a sample. The first samples train and the last validate, as in the LEAF benchmark: those in
-    between, whose windows reach into the text of the training, are left out. LEAF has no other test data.
+    A role's text is the sequence of its speeches with line breaks between them, and every window of `seq_length`
+    characters with a next character is a sample. The first samples are for training and the last for validation, as in
+    the LEAF benchmark; samples between them, whose windows overlap with training, are dropped. LEAF has no other test
+    data.
 
     FedMA's setting is ``Shakespeare(data_dir, min_samples=10_000, max_clients=66)``, of LEAF's edition.
 
@@ -54,19 +55,20 @@ class Shakespeare(FederatedDataModule):
         min_samples: Fewest samples of a client, as if `stride` were 1: roles with less text are left out.
         max_clients: Most clients: the first in the order of the file. None for all.
         seq_length: Characters of a window.
-        stride: Characters from the beginning of a window to that of the next: less data, and less alike.
-        every_step: Targets are the next character of every one in the window, not of the last alone.
-        vocabulary: `"leaf"`, the 80 characters of LEAF, in which others become spaces; or `"text"`, all that occur in
-            the file.
-        val_fraction: Share of a role's samples, at the end of its text, that validates; in (0, 1).
+        stride: Distance in characters between the beginnings of windows; a larger one gives fewer, more different
+            samples.
+        every_step: Whether the targets are the next characters of all characters in the window, or of the last one.
+        vocabulary: `"leaf"`, the 80 characters of LEAF, where others become spaces; or `"text"`, all characters in the
+            file.
+        val_fraction: Share of a role's samples, at the end of its text, for validation; in (0, 1).
         batch_size: Windows in a training batch.
         eval_batch_size: Windows in a batch of validation; None means `batch_size`.
         num_workers: Worker processes of each loader.
-        seed: Seed of generated text. It has nothing to do with the seed of the training.
+        seed: Seed of generated text. It is not the seed of the training.
 
     Raises:
         FileNotFoundError: In `setup`, if there is no file.
-        ValueError: If a number is out of its range or, in `setup`, the file is of another kind or has no role with so
+        ValueError: If a number is out of its range or, in `setup`, the file is of another kind or has no role with that
             many samples.
 
     Example:
@@ -131,7 +133,7 @@ class Shakespeare(FederatedDataModule):
         if self.data_dir is None:
             roles = make_roles(_GENERATED, self.seed)
         else:
-            roles = read_roles(find_file(self.data_dir, _FILES, _HOW))
+            roles = read_roles(find_file(self.data_dir, _FILES, _INSTRUCTIONS))
         if not self._vocabulary:
             self._vocabulary = "".join(sorted(set[str]().union(*roles.values())))
         large = [role for role, text in roles.items() if len(text) - self.seq_length >= self.min_samples]
@@ -159,15 +161,15 @@ class Shakespeare(FederatedDataModule):
         return len(self.vocabulary)
 
     def encode(self, text: str) -> Tensor:
-        """The codes of a text, int64, shape ``(length,)``; characters that the vocabulary does not have are spaces."""
+        """Encodes a text, int64, shape ``(length,)``; characters outside the vocabulary become spaces."""
         return encode_text(text, self.vocabulary)
 
     def decode(self, codes: Tensor) -> str:
-        """The text of codes, shape ``(length,)``."""
+        """Decodes codes of shape ``(length,)`` to text."""
         return decode_text(codes, self.vocabulary)
 
     def population(self) -> Population:
-        """The clients as the round's loader walks them."""
+        """The clients, from which rounds take their batches."""
         self.setup()
         return super().population()
 
@@ -181,7 +183,7 @@ class Shakespeare(FederatedDataModule):
         return DataLoader(dataset, self.eval_batch_size, num_workers=self.loader_options["num_workers"])
 
     def _split(self, codes: Tensor) -> tuple[ArrayDataset, ArrayDataset]:
-        """A role's samples: the first, and those of the last whose windows have none of the others' characters."""
+        """A role's training samples, and its validation samples, whose windows do not overlap with training."""
         count = len(codes) - self.seq_length
         train = int((1 - self.val_fraction) * count)
         parts = [(0, train), (train + self.seq_length - 1, count)]

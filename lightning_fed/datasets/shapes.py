@@ -18,11 +18,11 @@ _STREAMS: dict[Split, int] = {"train": 0, "val": 1, "test": 2}
 
 
 class ShapesDataset(ArrayDataset):
-    """Scenes of two to four shapes of five classes in front of a dull background, made when it is built.
+    """Scenes of two to four shapes of five classes in front of a dull background, rendered in the constructor.
 
     A scene is a pure function of (seed, split, index) and the options: scene i is the same whatever the number of
-    scenes, and no global generator is touched. What tells a shape's class is its outline and, nine times out of ten,
-    its texture: discs are plain, squares have rows, triangles columns, rings chequers and crosses slanted stripes; the
+    scenes, and no global generator is touched. A shape's class shows in its outline and, nine times out of ten, in its
+    texture: discs are plain, squares have rows, triangles columns, rings chequers and crosses slanted stripes; the
     tenth has any texture. Colours and areas are drawn without regard to the class, and shapes are turned by up to 20
     degrees and hide one another. Behind them lie vivid strokes and specks (clutter, which counts as background), and
     over everything a light that falls off across the scene, and noise. 1,000 scenes of 64 x 64 pixels take 1 to 2 s.
@@ -81,7 +81,7 @@ class ShapesDataset(ArrayDataset):
 class Shapes(ArrayDataModule):
     """Generated scenes of discs, squares, triangles, rings and crosses (see `ShapesDataset`); needs no file.
 
-    Everything is made in `setup`, 1,000 scenes of 64 x 64 pixels in 1 to 2 seconds, and held as uint8. The scenes can
+    The scenes are rendered in `setup`, 1,000 scenes of 64 x 64 pixels in 1 to 2 seconds, and stored as uint8. They can
     be learned from scratch in minutes on a CPU: `smp.Unet("resnet18", encoder_weights=None)` reached a mean IoU of 0.76
     after 300 steps of 16 scenes of 48 x 48 pixels.
 
@@ -100,7 +100,7 @@ class Shapes(ArrayDataModule):
         batch_size: Scenes in a training batch.
         eval_batch_size: Scenes in a batch of validation or test; None means `batch_size`.
         num_workers: Worker processes of each loader.
-        seed: Seed of the scenes. It has nothing to do with the seed of the training.
+        seed: Seed of the scenes. It is not the seed of the training.
 
     Raises:
         ValueError: If an option is out of its range.
@@ -148,10 +148,10 @@ class Shapes(ArrayDataModule):
         self.augment = augment
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Makes the scenes of one split.
+        """Renders the scenes of one split.
 
         Args:
-            split: Which one.
+            split: The split.
 
         Returns:
             Scenes (N, 3, H, W), and masks (N, H, W) or labels (N,).

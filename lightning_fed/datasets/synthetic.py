@@ -17,22 +17,21 @@ class Synthetic(FederatedDataModule):
     """The generated classification data of the FedProx paper: 60 features, 10 classes, clients of unlike sizes.
 
     The clients are called 0, 1, ..., each with at least 50 examples and a linear model of its own behind its labels
-    (:func:`~lightning_fed.datasets.synthetic_generator`). Of every client's examples the share `test_fraction` is for
-    the test,
-    the last ones, as in the paper; of the others the share `val_fraction` validates, again the last ones; both are
-    rounded down, but at least one. Examples are independent, so their order does not matter. Nothing is read, and the
-    data are a pure function of the arguments.
+    (:func:`~lightning_fed.datasets.synthetic`). The share `test_fraction` of every client's examples, the last ones, is
+    for the test, as in the paper; the share `val_fraction` of the others, again the last ones, is for validation. Both
+    are rounded down, but at least one. Examples are independent, so their order does not matter. No file is read, and
+    the data are a pure function of the arguments.
 
     Source: T. Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, section 5.1.
 
     Args:
-        alpha: How much the clients' models differ, at least 0.
-        beta: How much their inputs do, at least 0.
+        alpha: Difference between the clients' models, at least 0.
+        beta: Difference between their inputs, at least 0.
         num_clients: Number of clients, at least 1.
-        val_fraction: Share of a client's examples outside the test that validates, in (0, 1).
-        test_fraction: Share of a client's examples that is for the test, in (0, 1).
+        val_fraction: Share of a client's examples outside the test for validation, in (0, 1).
+        test_fraction: Share of a client's examples for the test, in (0, 1).
         batch_size: Examples in a batch.
-        seed: Seed of the data. It has nothing to do with the seed of the training.
+        seed: Seed of the data. It is not the seed of the training.
 
     Attributes:
         num_features: Length of an input, 60.
@@ -72,16 +71,16 @@ class Synthetic(FederatedDataModule):
         train: dict[Client, ClientData] = {}
         val, test = {}, {}
         for client, (inputs, labels) in enumerate(drawn):
-            end = _cut(len(labels), test_fraction)
-            middle = _cut(end, val_fraction)
+            end = _last_share_start(len(labels), test_fraction)
+            middle = _last_share_start(end, val_fraction)
             train[client] = _dataset(inputs[:middle], labels[:middle])
             val[client] = _dataset(inputs[middle:end], labels[middle:end])
             test[client] = _dataset(inputs[end:], labels[end:])
         super().__init__(train, val, test, batch_size=batch_size)
 
 
-def _cut(count: int, fraction: float) -> int:
-    """Where the last share begins, which is of at least one example."""
+def _last_share_start(count: int, fraction: float) -> int:
+    """Position of the first example of the last share, which has at least one."""
     return count - max(1, int(fraction * count))
 
 

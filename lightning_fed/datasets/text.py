@@ -1,4 +1,4 @@
-"""Text by speaking role: reading it, making some, and cutting it into windows with the character that follows."""
+"""Text by speaking role: reading, generation, and windows of characters with the next character."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MARKS = ",.;!?"
 
 
 def encode_text(text: str, vocabulary: str) -> Tensor:
-    """The place of every character in a vocabulary; characters that it does not have become spaces.
+    """Encodes a text by the positions of its characters in a vocabulary; other characters become spaces.
 
     Args:
         text: The text.
-        vocabulary: All characters, each once.
+        vocabulary: The characters, without repetition.
 
     Returns:
         Codes, int64, shape ``(len(text),)``.
@@ -41,10 +41,10 @@ def encode_text(text: str, vocabulary: str) -> Tensor:
         tensor([1, 2, 0, 1])
 
     """
-    wanted, known = (np.frombuffer(own.encode("utf-32-le"), np.uint32) for own in (text, vocabulary))
+    characters, known = (np.frombuffer(string.encode("utf-32-le"), np.uint32) for string in (text, vocabulary))
     order = known.argsort()
-    codes = order[np.searchsorted(known, wanted, sorter=order).clip(max=len(known) - 1)]
-    unknown = known[codes] != wanted
+    codes = order[np.searchsorted(known, characters, sorter=order).clip(max=len(known) - 1)]
+    unknown = known[codes] != characters
     if unknown.any():
         if " " not in vocabulary:
             raise ValueError("Expected `vocabulary` to have every character, or a space, but it has neither.")
@@ -53,7 +53,7 @@ def encode_text(text: str, vocabulary: str) -> Tensor:
 
 
 def decode_text(codes: Tensor, vocabulary: str) -> str:
-    """The text of codes, shape ``(length,)``.
+    """Decodes codes of shape ``(length,)`` to text.
 
     Example:
         >>> decode_text(torch.tensor([1, 2, 0]), " ab")
@@ -64,15 +64,15 @@ def decode_text(codes: Tensor, vocabulary: str) -> str:
 
 
 def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, every_step: bool) -> ArrayDataset:
-    """The windows of a text, without copying it, each with what follows.
+    """The windows of a text, without copying it, each with its next characters.
 
     Args:
         codes: The text, int64, shape ``(T,)``.
         length: Characters of a window.
-        first: Where the first window begins.
-        end: Before where the last one does, at most ``T - length``.
-        stride: Characters from the beginning of a window to that of the next.
-        every_step: Whether what follows is the next character of every one in the window, or that after the window.
+        first: Position of the first window.
+        end: End of the range of positions (exclusive), at most ``T - length``.
+        stride: Distance in characters between the beginnings of windows.
+        every_step: Whether the targets are the next characters of all characters in the window, or of the last one.
 
     Returns:
         Inputs, shape ``(N, length)``, and targets, shape ``(N,)`` or, with ``every_step``, ``(N, length)``; int64.
@@ -86,12 +86,12 @@ def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, 
 
     """
     text = codes[first : end + length]
-    inputs, following = (own.unfold(0, length, stride) for own in (text[:-1], text[1:]))
+    inputs, following = (characters.unfold(0, length, stride) for characters in (text[:-1], text[1:]))
     return ArrayDataset(inputs, following if every_step else following[:, -1])
 
 
 def read_roles(path: Path) -> dict[str, str]:
-    """The text of every speaking role, its speeches one after another with line breaks between them.
+    """Reads the text of every speaking role: its speeches, joined by line breaks.
 
     Args:
         path: Gzipped JSON with ``roles``, a list of names, and ``speeches``, a list of a role's index and a text each;
@@ -115,14 +115,14 @@ def read_roles(path: Path) -> dict[str, str]:
                 speeches.setdefault(role, []).append(speech)
         if not speeches:
             raise ValueError(f"Expected {path} to hold blocks that begin with the line `ROLE:`, but it has none.")
-    return {role: "\n".join(own) for role, own in speeches.items()}
+    return {role: "\n".join(texts) for role, texts in speeches.items()}
 
 
 def make_roles(count: int, seed: int) -> dict[str, str]:
-    """Generated text of several roles, 1,500 to 4,500 characters each.
+    """Generates the text of several roles, 1,500 to 4,500 characters each.
 
-    All share how likely a word is to follow another; every role has words that it likes. A role's text depends on the
-    seed and its number alone.
+    All roles share the probabilities of a word after another; every role prefers some words. A role's text depends on
+    the seed and its number alone.
 
     Args:
         count: Number of roles.
@@ -130,17 +130,17 @@ def make_roles(count: int, seed: int) -> dict[str, str]:
 
     """
     words = _WORDS.split()
-    follows = np.random.default_rng([seed, 0]).dirichlet(np.full(len(words), 0.02), len(words)).cumsum(1)
+    transitions = np.random.default_rng([seed, 0]).dirichlet(np.full(len(words), 0.02), len(words)).cumsum(1)
     roles = {}
     for number in range(1, count + 1):
         generator = np.random.default_rng([seed, number])
-        liked = generator.dirichlet(np.full(len(words), 0.1)).cumsum()
+        preferred = generator.dirichlet(np.full(len(words), 0.1)).cumsum()
         size = int(generator.integers(1500, 4500))
         word, text = 0, ""
         while len(text) < size:
             line = []
-            for chance, is_liked in zip(generator.random(6), generator.random(6) < 0.25, strict=True):
-                row = liked if is_liked else follows[word]
+            for chance, is_preferred in zip(generator.random(6), generator.random(6) < 0.25, strict=True):
+                row = preferred if is_preferred else transitions[word]
                 word = min(int(np.searchsorted(row, chance)), len(words) - 1)
                 line.append(words[word])
             text += f"{' '.join(line).capitalize()}{_MARKS[generator.integers(len(_MARKS))]}\n"

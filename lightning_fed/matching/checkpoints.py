@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_fed.matching.permutation_check import restored_afterwards, split_inputs
-from lightning_fed.model.resize import fit_widths
+from lightning_fed.model.resize import match_widths
 
 Checkpoint: TypeAlias = str | Path | Mapping[str, Any]
 """A file, a Lightning checkpoint, or the state of a module."""
@@ -71,7 +71,7 @@ def load_matched(module: M, checkpoint: Checkpoint, example_input: Any = None) -
         module_state[name].shape != value.shape for name, value in _tensors(state).items()
     ):
         _run_example(module, state, example_input)
-    fit_widths(module, state)
+    match_widths(module, state)
     module.load_state_dict(state)
     return module
 
@@ -91,7 +91,7 @@ def _run_example(module: nn.Module, state: Mapping[str, Any], example: Any) -> N
     example = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, example)
     args, kwargs = split_inputs(example)
     with restored_afterwards(module), torch.random.fork_rng(devices=[]):
-        fit_widths(module, state)
+        match_widths(module, state)
         torch.default_generator.manual_seed(0)
         try:
             module(*args, **kwargs)

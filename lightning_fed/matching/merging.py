@@ -25,9 +25,9 @@ from lightning_fed.matching.neuron_matching import MatchScore
 from lightning_fed.matching.one_shot import MatchMode, MatchOrder, match_states
 from lightning_fed.matching.permutation import PermutationGroup
 from lightning_fed.model.batch_norm import batch_norm_layers, recalibrate_batch_norm
-from lightning_fed.model.batches import Place, find_inputs
+from lightning_fed.model.batches import BatchKey, find_inputs
 from lightning_fed.model.entries import find_non_finite
-from lightning_fed.model.resize import fit_widths, named_tensors, resize_module
+from lightning_fed.model.resize import match_widths, named_tensors, resize_module
 
 
 class MergedGroup(NamedTuple):
@@ -120,7 +120,7 @@ class MatchedAverage:
         sweeps: int = 30,
         max_growth: float | None = 1.25,
         batch_norm: Literal["recalibrate", "average"] = "recalibrate",
-        inputs: Place = None,
+        inputs: BatchKey = None,
         pin: Sequence[str] = (),
         extra_groups: Sequence[PermutationGroup] = (),
         seed: int = 0,
@@ -191,7 +191,7 @@ class MatchedAverage:
         if weights is not None and len(weights) != len(states):
             raise ValueError(f"Expected one of `weights` per network, but got {len(weights)} for {len(states)}.")
         example, data = self._example(module, example_input, data)
-        fit_widths(module, states[0])
+        match_widths(module, states[0])
         groups = self._groups(module, example)
         match = match_states(
             states,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fed.matching.permutation import PermutationGroup, grow_neurons, permute_neurons
-from lightning_fed.model.resize import fit_layers, named_tensors
+from lightning_fed.model.resize import named_tensors, update_layer_sizes
 from lightning_fed.numerics.precision import float64_device
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the largest output
@@ -99,7 +99,7 @@ class PermutationCheck:
         for name, value in state.items():
             tensor = self._tensors[name]
             tensor.data = self._cast(value, tensor.device)
-        fit_layers(self._module)
+        update_layer_sizes(self._module)
         for buffer in self._module.buffers():  # those that are not in the state
             buffer.data = self._cast(buffer.data, buffer.device)
         args, kwargs = tree_map(lambda leaf: self._cast(leaf, self._device), self._inputs)

@@ -46,7 +46,7 @@ class MeanEntropy(Float64States):
     is_differentiable = False
     higher_is_better = None
     full_state_update = False
-    wide_states = ("total", "count")
+    float64_states = ("total", "count")
 
     total: Tensor
     count: Tensor

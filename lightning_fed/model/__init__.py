@@ -1,1 +1,1 @@
-"""A model as the federation sees it: its entries, their widths, its features, its BatchNorm layers."""
+"""The model of a federation: its entries, their widths, its features, its BatchNorm layers."""

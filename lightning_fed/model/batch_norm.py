@@ -1,8 +1,8 @@
-r"""BatchNorm's running statistics, measured.
+r"""Measured running statistics of BatchNorm layers.
 
-Running statistics that were averaged with the weights belong to no model. What a model's weights really produce is
-found by running data through it: mean, variance and count of every BatchNorm layer's input, pooled over the parts of
-the data by the law of total variance,
+Running statistics that were averaged with the weights belong to no model. The statistics that a model's weights really
+produce are measured by running data through it: mean, variance and count of every BatchNorm layer's input, pooled over
+the parts of the data by the law of total variance,
 
 .. math:: \mu = \frac{1}{N} \sum_k n_k \mu_k, \qquad
           \sigma^2 = \frac{1}{N - 1} \sum_k n_k \left(\sigma_k^2 + (\mu_k - \mu)^2\right).
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.messages import State
-from lightning_fed.model.batches import Place, find_inputs
+from lightning_fed.model.batches import BatchKey, find_inputs
 from lightning_fed.model.entries import BatchNorm, find_non_finite
 from lightning_fed.numerics.precision import to_float64
 
 
 def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
-    """The BatchNorm layers (of any kind) that keep running statistics, by name."""
+    """BatchNorm layers (of any kind) with running statistics, by name."""
     return {
         name: cast("nn.BatchNorm2d", layer)  # the kinds share their attributes, and no public base class
         for name, layer in module.named_modules()
@@ -33,7 +33,7 @@ def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
 
 
 class InputStatistics:
-    """Counts, means and variances per channel of what goes into BatchNorm layers, over all batches.
+    """Counts, means and variances per channel of the inputs of BatchNorm layers, over all batches.
 
     A layer in training mode has each batch's mean and variance computed anyway: with a momentum of 1 they are its
     running statistics after the batch. They are summed up in float64.
@@ -57,7 +57,7 @@ class InputStatistics:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While inside, every forward pass is counted."""
+        """Context in which every forward pass is counted."""
         momenta = {name: layer.momentum for name, layer in self._layers.items()}
         handles = [layer.register_forward_hook(self._counter(name)) for name, layer in self._layers.items()]
         for layer in self._layers.values():
@@ -85,8 +85,8 @@ class InputStatistics:
             added = inputs[0].numel() // inputs[0].shape[1]
             mean = _statistic(layer, "running_mean")
             variance = _statistic(layer, "running_var") * ((added - 1) / added)  # the running one is unbiased
-            before, total, squares = self._sums.get(name, (0, torch.zeros_like(mean), torch.zeros_like(mean)))
-            self._sums[name] = (before + added, total + added * mean, squares + added * (variance + mean.square()))
+            previous, total, squares = self._sums.get(name, (0, torch.zeros_like(mean), torch.zeros_like(mean)))
+            self._sums[name] = (previous + added, total + added * mean, squares + added * (variance + mean.square()))
 
         return count
 
@@ -122,22 +122,22 @@ def _statistic(layer: nn.Module, name: str) -> Tensor:
 
 
 @torch.no_grad()
-def recalibrate_batch_norm(module: nn.Module, batches: Iterable[Any], inputs: Place = None) -> None:
+def recalibrate_batch_norm(module: nn.Module, batches: Iterable[Any], inputs: BatchKey = None) -> None:
     """Replaces the running statistics of a module's BatchNorm layers by those of some data.
 
     The data are run once through the module, in evaluation mode except for BatchNorm, which normalises with each
     batch's own statistics as in training: batches as in training are best. Mean and variance are over all batches,
-    whatever the layers' momentum is. What else the module keeps stays as it is, and so do layers that the data do not
-    reach.
+    whatever the layers' momentum is. The module's other tensors do not change, and neither do layers that the data do
+    not reach.
 
     Args:
         module: The module, changed in place. Its ``forward`` is called with the inputs of a batch.
         batches: The data, such as a ``DataLoader``; moved to the module's device.
-        inputs: Where a batch has its inputs: index, key or function; ``None`` for the usual places.
+        inputs: Index, key or function of a batch's inputs; ``None`` for the usual ones.
 
     Raises:
-        ValueError: If there is no batch, one has no inputs, or a single example, or what is measured is not finite.
-            The statistics stay as they were then.
+        ValueError: If there is no batch, one has no inputs or a single example, or the measured statistics are not
+            finite. The module's statistics do not change then.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(1))
@@ -148,7 +148,7 @@ def recalibrate_batch_norm(module: nn.Module, batches: Iterable[Any], inputs: Pl
     """
     layers = batch_norm_layers(module)
     modes = [(part, part.training) for part in module.modules()]
-    kept = [(buffer, buffer.clone()) for layer in layers.values() for buffer in layer.buffers(recurse=False)]
+    saved = [(buffer, buffer.clone()) for layer in layers.values() for buffer in layer.buffers(recurse=False)]
     device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     statistics, count = InputStatistics(layers), 0
     module.eval()
@@ -162,8 +162,8 @@ def recalibrate_batch_norm(module: nn.Module, batches: Iterable[Any], inputs: Pl
     finally:
         for part, was_training in modes:
             part.training = was_training
-        for buffer, before in kept:
-            buffer.copy_(before)
+        for buffer, value in saved:
+            buffer.copy_(value)
     if not count:
         raise ValueError("Expected `batches` to have at least one batch, but got none.")
     report = statistics.as_extras()

@@ -1,4 +1,4 @@
-"""Where a batch has its inputs and its labels: as first and second element, or under a usual key."""
+"""Inputs and labels of a batch: the first and second element, or the entries of usual keys."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-Place: TypeAlias = int | str | Callable[[Any], Tensor] | None
-"""Where something is in a batch: an index or key, or a function of the batch; ``None`` for the usual places."""
+BatchKey: TypeAlias = int | str | Callable[[Any], Tensor] | None
+"""Index, key or function of a batch that gives its inputs or labels; ``None`` for the usual ones."""
 
 INPUT_KEYS = ("image", "images", "x", "input", "inputs", "text")
 TARGET_KEYS = ("target", "targets", "label", "labels", "mask", "masks", "y")
 
 
-def find_inputs(batch: Any, inputs: Place = None) -> Tensor:
+def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
     """The inputs of a batch.
 
     Args:
@@ -34,7 +34,7 @@ def find_inputs(batch: Any, inputs: Place = None) -> Tensor:
     return _find(batch, inputs, INPUT_KEYS, first, "inputs")
 
 
-def find_target(batch: Any, target: Place = None, keys: Sequence[str] = TARGET_KEYS) -> Tensor:
+def find_target(batch: Any, target: BatchKey = None, keys: Sequence[str] = TARGET_KEYS) -> Tensor:
     """The labels of a batch.
 
     Args:
@@ -56,10 +56,10 @@ def find_target(batch: Any, target: Place = None, keys: Sequence[str] = TARGET_K
 
 
 def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
-    """Labels as integers without an empty channel, where features of so many dimensions call for none.
+    """Class labels as integers, without a channel of size 1 where the features' number of dimensions asks for none.
 
     Raises:
-        ValueError: If they are fractions.
+        ValueError: If the labels are fractions.
 
     Example:
         >>> import torch
@@ -75,25 +75,25 @@ def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
     return labels.squeeze(1) if has_channel else labels
 
 
-def _find(batch: Any, place: Place, keys: Sequence[str], otherwise: Any, name: str) -> Tensor:
-    found: Any
-    if callable(place):
-        found = place(batch)
-    elif place is not None:
+def _find(batch: Any, key: BatchKey, usual_keys: Sequence[str], default: Any, name: str) -> Tensor:
+    value: Any
+    if callable(key):
+        value = key(batch)
+    elif key is not None:
         try:
-            found = batch[place]
+            value = batch[key]
         except (LookupError, TypeError) as error:
-            has = f"keys {list(batch)}" if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
+            contents = f"keys {list(batch)}" if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
             if isinstance(batch, Sequence):
-                has = f"places 0 to {len(batch) - 1}"
+                contents = f"places 0 to {len(batch) - 1}"
             raise ValueError(
-                f"Expected `{name}` to be in the batch, but got {place!r} for a batch of {has}."
+                f"Expected `{name}` to be in the batch, but got {key!r} for a batch of {contents}."
             ) from error
     elif isinstance(batch, Mapping):
-        found = next((batch[key] for key in keys if key in batch), None)
+        value = next((batch[usual] for usual in usual_keys if usual in batch), None)
     else:
-        found = otherwise
-    if not isinstance(found, Tensor):
-        what = "labels" if name == "target" else name
-        raise ValueError(f"Expected a batch with {what}, but found {type(found).__name__}: say where with `{name}`.")
-    return found
+        value = default
+    if not isinstance(value, Tensor):
+        kind = "labels" if name == "target" else name
+        raise ValueError(f"Expected a batch with {kind}, but found {type(value).__name__}: say where with `{name}`.")
+    return value

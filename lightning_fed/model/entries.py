@@ -1,4 +1,4 @@
-"""The entries of a module's state: which travel, which stay with a client, which stay put; and safe loading.
+"""Entries of a module's state: their policies, and safe loading.
 
 Every entry of ``module.state_dict()`` has one policy:
 
@@ -22,8 +22,8 @@ from lightning_fed.messages import State
 
 Policy: TypeAlias = Literal["shared", "sliced", "personal", "frozen"]
 Selector: TypeAlias = type[nn.Module] | str | Callable[[nn.Module], Iterable[str]]
-"""A pattern of entry names (``"head.*"``, as in :mod:`fnmatch`), a module type, whose entries are all meant, or a
-function of the module that names the entries.
+"""A pattern of entry names (``"head.*"``, as in :mod:`fnmatch`), a module type, which selects all entries of such
+modules, or a function of the module that returns the names of entries.
 
 Types come first, because the command line tries them in this order and every class path is a string too.
 """
@@ -68,7 +68,7 @@ def trainable_entries(module: nn.Module) -> frozenset[str]:
 
 
 def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """For every entry the first name of the same memory: its own, unless it is tied to an earlier one.
+    """Maps every entry to the first name of its memory: its own name, unless it is tied to an earlier entry.
 
     Example:
         >>> weight = torch.zeros(2)
@@ -93,7 +93,7 @@ def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
     """Writes ``state`` into live entries of the same names; other entries are left alone.
 
     Args:
-        entries: What :func:`live_entries` returned.
+        entries: Live entries, from :func:`live_entries`.
         state: Values of any of those entries.
 
     Raises:
@@ -109,7 +109,7 @@ def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
 
 @torch.no_grad()
 def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], finite: bool = True) -> str | None:
-    """What is wrong with a state that should look like ``reference``, in words, or ``None``.
+    """Describes a state's first difference from ``reference`` in names, shapes or types; ``None`` if there is none.
 
     Args:
         state: The state to check.
@@ -138,7 +138,10 @@ def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], fin
 
 @torch.no_grad()
 def find_non_finite(state: Mapping[str, Tensor]) -> str | None:
-    """Names the first entry with NaN or infinite values, in words, or ``None``; one synchronisation with the device."""
+    """Describes the first entry with NaN or infinite values; ``None`` if there is none.
+
+    It synchronises with the device once.
+    """
     names = [name for name, value in state.items() if value.is_floating_point() or value.is_complex()]
     # A norm reads memory once, where `isfinite` writes as well; it is also infinite where finite values are too large.
     if not names or bool(norm([state[name] for name in names]).isfinite()):
@@ -160,8 +163,8 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _norm(value: Tensor) -> Tensor:
-    is_wide = value.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
-    length: Tensor = torch.linalg.vector_norm(value if is_wide else value.float())
+    is_supported = value.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
+    length: Tensor = torch.linalg.vector_norm(value if is_supported else value.float())
     return length.float()
 
 
@@ -213,28 +216,28 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
     matched: set[str] = set()
     for selector in selectors:
         if isinstance(selector, str):
-            found = {name for name in names if fnmatchcase(name, selector)}
+            selected = {name for name in names if fnmatchcase(name, selector)}
         elif not isinstance(selector, type):
-            found = set(selector(module)) & set(names)
+            selected = set(selector(module)) & set(names)
         else:
             owners = [owner for owner, child in module.named_modules() if isinstance(child, selector)]
             prefixes = tuple(f"{owner}." if owner else "" for owner in owners)
-            found = {name for name in names if name.startswith(prefixes)} if prefixes else set()
-        if not found:
+            selected = {name for name in names if name.startswith(prefixes)} if prefixes else set()
+        if not selected:
             raise OptionError(
                 f"Expected every selector in `{option}` to match entries of the model, but {selector!r} matches none of"
                 f" {_some(names)}."
             )
-        matched |= found
+        matched |= selected
     return matched
 
 
 def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
-    """The selectors that were passed as an argument.
+    """Checks an argument that is a list of selectors, and returns it as a tuple.
 
     Args:
         name: Name of the argument.
-        selectors: What was passed.
+        selectors: The argument.
 
     Raises:
         ValueError: If it is not a list of patterns, module types and functions.
@@ -268,9 +271,9 @@ def batch_norm_statistics(module: nn.Module) -> set[str]:
 
 
 def is_running_statistic(name: str) -> bool:
-    """Whether an entry is a running mean or variance of BatchNorm or its kin, by the name that PyTorch gives it.
+    """Tells by its name that an entry is a running mean or variance of a normalisation layer.
 
-    For the server, which sees states and no layers.
+    The server needs it, because it sees states and no layers.
 
     Example:
         >>> is_running_statistic("net.1.running_var"), is_running_statistic("net.1.weight")

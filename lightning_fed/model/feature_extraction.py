@@ -1,4 +1,4 @@
-"""Features of a trained model on given data, to compare models with."""
+"""Features of a trained model on a data set, for comparisons of models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.model.batches import Place, find_inputs
+from lightning_fed.model.batches import BatchKey, find_inputs
 from lightning_fed.model.features import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
 
 
@@ -20,24 +20,24 @@ def extract_features(
     layer: str = "auto",
     *,
     max_samples: int | None = 2000,
-    inputs: Place = None,
+    inputs: BatchKey = None,
     seed: int = 0,
 ) -> Tensor:
-    """Feature vectors that a model makes of data, or a sample of them.
+    """Feature vectors of a model on some data, or a random sample of them.
 
-    The model runs in evaluation mode without gradients, and has its modes back afterwards. Of feature maps every
-    position is one vector. Which vectors are in the sample depends on ``seed`` and on the number of images and
-    positions in each batch: two models of one architecture give vectors of the same positions of the same images, if
-    the batches come in the same order. No more than the sample and one batch are held.
+    The model runs in evaluation mode without gradients; its modes are restored afterwards. Every position of a feature
+    map is one vector. The sample depends on ``seed`` and on the number of images and positions in each batch: two
+    models of one architecture give vectors of the same positions of the same images, if the batches come in the same
+    order. Memory holds no more than the sample and one batch.
 
     Args:
         model: A LightningModule or any other module; it is called with a batch's inputs.
         batches: The data, such as a ``DataLoader`` that does not shuffle.
-        layer: Name of the layer whose output is the features; ``"auto"`` takes what
-            :func:`~lightning_fed.modules.find_feature_layer` finds.
+        layer: Name of the layer with the features as its output; ``"auto"`` for the result of
+            :func:`~lightning_fed.modules.find_feature_layer`.
         max_samples: Largest number of vectors, drawn without replacement; ``None`` for all.
-        inputs: Where a batch has its inputs: an index or key, or a function of the batch; by default the first element
-            of a sequence, ``batch["image"]``, ``["x"]``, ``["input"]`` or their plurals, or the batch itself.
+        inputs: Index, key or function of a batch's inputs; by default the first element of a sequence,
+            ``batch["image"]``, ``["x"]``, ``["input"]`` or their plurals, or the batch itself.
         seed: Seed of the sample.
 
     Returns:
@@ -56,23 +56,23 @@ def extract_features(
     """
     if max_samples is not None:
         check_count("max_samples", max_samples)
-    tapped = find_feature_layer(model) if layer == "auto" else FeatureLayer(layer)
+    feature_layer = find_feature_layer(model) if layer == "auto" else FeatureLayer(layer)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     sample = _Sample(max_samples, seed)
-    with tap_features(model, tapped) as tap, evaluating(model), without_compiled_code():
+    with tap_features(model, feature_layer) as tap, evaluating(model), without_compiled_code():
         tap.on_features = sample.take
         for batch in batches:
             sample.is_awaited = True
             model(find_inputs(batch, inputs).to(device))
             if sample.is_awaited:
-                raise ValueError(f"Expected the model to use its features, but {tapped} was not run.")
+                raise ValueError(f"Expected the model to use its features, but {feature_layer} was not run.")
     if sample.vectors is None:
         raise ValueError("Expected at least one batch, but got none.")
     return sample.vectors
 
 
 class _Sample:
-    """Vectors drawn without replacement from a stream of features: a number for each, and the smallest are kept."""
+    """Vectors drawn without replacement from a stream of features: those with the smallest of random numbers."""
 
     def __init__(self, size: int | None, seed: int) -> None:
         self.vectors: Tensor | None = None
@@ -88,18 +88,18 @@ class _Sample:
         self.is_awaited = False
         maps = features.flatten(2) if features.ndim > 2 else features.unsqueeze(2)
         count, _, positions = maps.shape
-        fresh = torch.rand(count * positions, generator=self._generator, dtype=torch.float64)
-        draws, known = torch.cat([self._draws, fresh]), len(self._draws)
-        kept = draws.argsort(stable=True)[: self._size].sort().values
-        new = (kept[kept >= known] - known).to(maps.device)
+        new_draws = torch.rand(count * positions, generator=self._generator, dtype=torch.float64)
+        draws, num_old = torch.cat([self._draws, new_draws]), len(self._draws)
+        smallest = draws.argsort(stable=True)[: self._size].sort().values
+        new = (smallest[smallest >= num_old] - num_old).to(maps.device)
         added = maps[new // positions, :, new % positions].to("cpu", torch.float32)
-        self.vectors = added if self.vectors is None else torch.cat([self.vectors[kept[kept < known]], added])
-        self._draws = draws[kept]
+        self.vectors = added if self.vectors is None else torch.cat([self.vectors[smallest[smallest < num_old]], added])
+        self._draws = draws[smallest]
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every layer then has its mode back."""
+    """Context with the model in evaluation mode and without gradients; every layer's mode is restored afterwards."""
     modes = [(layer, layer.training) for layer in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Where a model's features are: the layer between what represents an input and what classifies it."""
+"""The feature layer of a model: the end of its feature extractor, in front of its classifier."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class LogitsLayer(nn.Module):
 
 
 class FeatureLayer(NamedTuple):
-    """One end of a layer.
+    """The input or the output of a layer.
 
     Attributes:
         path: Name of the layer in the model, as in ``named_modules``.
-        side: Whether its input or its output is meant.
+        side: ``"input"`` or ``"output"``.
 
     """
 
@@ -45,13 +45,13 @@ def find_feature_layer(module: nn.Module) -> FeatureLayer:
 
     In this order: the output of the ``encoder`` of a model that also has a ``decoder`` or a ``segmentation_head``
     (all of ``segmentation_models_pytorch``); the output of the ``backbone`` of one that also has a ``classifier``
-    (torchvision's segmentation models); the input of what :func:`find_classifier` finds.
+    (torchvision's segmentation models); the input of the layer that :func:`find_classifier` finds.
 
     Args:
         module: The model, or a module that holds it.
 
     Returns:
-        Which end of which layer.
+        The layer, and its input or output.
 
     Raises:
         ValueError: If there is no such layer.
@@ -84,7 +84,7 @@ def encoder_of(layer: nn.Module) -> str | None:
 
 
 def require_classifier(module: nn.Module) -> str:
-    """Name that :func:`find_classifier` finds, for those who look for features in front of it.
+    """Name of the layer that :func:`find_classifier` finds, which must exist.
 
     Raises:
         ValueError: If there is no such layer.
@@ -100,10 +100,10 @@ def require_classifier(module: nn.Module) -> str:
 
 
 def find_classifier(module: nn.Module) -> str | None:
-    """Name of the layer that makes the logits.
+    """Name of the layer with the logits as its output.
 
-    It is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, or else what ``get_classifier()`` returns (timm), or the
-    ``segmentation_head`` (``segmentation_models_pytorch``), or the last layer that is linear or a convolution.
+    It is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, or else the result of ``get_classifier()`` (timm), or
+    the ``segmentation_head`` (``segmentation_models_pytorch``), or the last layer that is linear or a convolution.
 
     Args:
         module: The model, or a module that holds it.
@@ -128,8 +128,8 @@ def find_classifier(module: nn.Module) -> str | None:
             return names[id(classifier)]
         if "segmentation_head" in dict(layer.named_children()):
             return f"{name}.segmentation_head".lstrip(".")
-    found = [name for name, layer in layers.items() if isinstance(layer, _CLASSIFIERS)]
-    return found[-1] if found else None
+    names_of_classifiers = [name for name, layer in layers.items() if isinstance(layer, _CLASSIFIERS)]
+    return names_of_classifiers[-1] if names_of_classifiers else None
 
 
 def count_classes(module: nn.Module) -> int | None:
@@ -160,7 +160,7 @@ class FeatureTap:
     Attributes:
         features: Features of the last forward pass, detached, shape ``(N, d)`` or ``(N, d, *size)``; ``None`` before.
             A layer that works in place can change them afterwards.
-        on_features: Called with them at every forward pass, before anything can.
+        on_features: Called with the features in every forward pass, before a later layer can change them.
 
     """
 
@@ -173,7 +173,7 @@ class FeatureTap:
     def read(self, module: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any], output: Any) -> None:
         """The forward hook."""
         values = [*inputs, *named_inputs.values()] if self.layer.side == "input" else [output]
-        features = next((each for each in map(_last_map, values) if each is not None), None)
+        features = next((value for value in map(_last_map, values) if value is not None), None)
         if features is None:
             kinds = ", ".join(type(value).__name__ for value in values)
             raise ValueError(
@@ -187,16 +187,16 @@ class FeatureTap:
 
 @contextmanager
 def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]:
-    """Watches a layer's features.
+    """Context in which a layer's features are read.
 
-    A model that ``torch.compile`` has compiled before does not notice: run it within :func:`without_compiled_code`. If
-    it is compiled meanwhile, its features are read outside its graphs.
+    A model that ``torch.compile`` has compiled before does not call the hook: run it within
+    :func:`without_compiled_code`. If it is compiled inside the context, its features are read outside its graphs.
 
     Args:
         module: The model, or a module that holds it.
-        layer: Which end of which layer. Of several inputs the first is taken, of several feature maps (an encoder's)
-            the last, of a dictionary the entry ``"out"``. The ends of a linear layer have their channels last, all else
-            in the second place.
+        layer: The layer, and its input or output. Of several inputs the first is taken, of several feature maps (an
+            encoder's) the last, of a dictionary the entry ``"out"``. The ends of a linear layer have their channels
+            last, all else in the second place.
 
     Raises:
         ValueError: If the model has no such layer.
@@ -230,13 +230,13 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
 
 
 def without_compiled_code() -> AbstractContextManager[None]:
-    """Runs what ``torch.compile`` has compiled as it was written: compiled code does not see a new hook."""
+    """Context in which compiled models run eagerly, because compiled code does not call a new hook."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6
     return nullcontext() if set_stance is None else set_stance("force_eager")
 
 
 def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Named modules but for metrics, which can hold networks of their own."""
+    """Yields the named modules without metrics, which can hold networks of their own."""
     yield prefix, module
     for name, child in module.named_children():
         if not isinstance(child, Metric | MetricCollection):

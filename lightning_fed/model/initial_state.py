@@ -1,4 +1,4 @@
-"""A module's parameters drawn anew."""
+"""New initial parameters of a module."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_fed.model.entries import copy_state, live_entries, load_entries
 
 
 def initial_state(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """The state that a module has when its layers draw their parameters anew, as if it had been made with that seed.
+    """The state of a module after its layers have drawn new parameters, as if it had been built with that seed.
 
-    Every layer with ``reset_parameters`` is asked to; other initialisation that the module's constructor does is not
-    repeated. The module and PyTorch's generator on the CPU are as they were afterwards.
+    ``reset_parameters`` of every layer is called; other initialisation in the module's constructor is not repeated. The
+    module and PyTorch's generator on the CPU are unchanged afterwards.
 
     Args:
         module: The module.
@@ -25,36 +25,36 @@ def initial_state(module: nn.Module, seed: int) -> dict[str, Tensor]:
         All entries, as :func:`~lightning_fed.model.entries.live_entries` names them.
 
     Raises:
-        ValueError: If parameters belong to layers that cannot draw them anew.
+        ValueError: If parameters belong to layers without ``reset_parameters``.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
-        >>> one, other, again = (initial_state(net, seed) for seed in (1, 2, 1))
-        >>> torch.equal(one["0.weight"], again["0.weight"]), torch.equal(one["0.weight"], other["0.weight"])
+        >>> first, second, repeated = (initial_state(net, seed) for seed in (1, 2, 1))
+        >>> torch.equal(first["0.weight"], repeated["0.weight"]), torch.equal(first["0.weight"], second["0.weight"])
         (True, False)
 
     """
     covered, resets = set(), []
     for layer in module.modules():
-        reset = _reset_of(layer)
+        reset = _reset_method(layer)
         if reset is not None:
             resets.append(reset)
-            covered |= {id(own) for own in layer.parameters(recurse=not isinstance(layer, nn.ModuleList))}
-    left = [name for name, own in module.named_parameters() if id(own) not in covered]
-    if left:
-        raise ValueError(f"Expected layers that can draw their parameters anew, but these cannot: {left[:5]}.")
+            covered |= {id(parameter) for parameter in layer.parameters(recurse=not isinstance(layer, nn.ModuleList))}
+    uncovered = [name for name, parameter in module.named_parameters() if id(parameter) not in covered]
+    if uncovered:
+        raise ValueError(f"Expected layers that can draw their parameters anew, but these cannot: {uncovered[:5]}.")
     entries = live_entries(module)
     before = copy_state(entries)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         for reset in resets:
             reset()
-    made = copy_state(entries)
+    initial = copy_state(entries)
     load_entries(entries, before)
-    return made
+    return initial
 
 
-def _reset_of(layer: nn.Module) -> Callable[[], Any] | None:
+def _reset_method(layer: nn.Module) -> Callable[[], Any] | None:
     for name in ("reset_parameters", "_reset_parameters"):
         reset = getattr(layer, name, None)
         if callable(reset) and not isinstance(reset, nn.Module):

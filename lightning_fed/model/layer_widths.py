@@ -1,4 +1,4 @@
-"""What layers say of their widths, and which of these must fit each other."""
+"""Widths of layers, and ratios of widths that are fixed by the architecture."""
 
 from __future__ import annotations
 
@@ -8,114 +8,119 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-_HAVE_ROWS = (
+_ROW_LAYERS = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.modules.batchnorm._NormBase),  # noqa: SLF001  and its kinds
     *(nn.LayerNorm, nn.GroupNorm),
 )
-_KEEP = (  # the axes as they are
+_ELEMENTWISE = (  # they leave the axes as they are
     *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Hardswish, nn.Sigmoid),
     *(nn.Tanh, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.GroupNorm, nn.LayerNorm),
 )
-_KEEP_CHANNELS = (
+_CHANNELWISE = (
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
     *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
 )
 
 
-class Seam(NamedTuple):
-    """Two numbers of a module, of which one stays the same multiple of the other, whatever the widths are.
+class WidthRatio(NamedTuple):
+    """Two widths in a module with a fixed ratio, however wide its layers are.
 
     Attributes:
-        maker: What has the first, such as ``0.weight``.
-        made: The number.
-        reader: What has the second.
-        read: The number.
+        producer: Layer or entry of the first width, such as ``0.weight``.
+        out_width: The first width.
+        consumer: Layer or entry of the second width.
+        in_width: The second width.
 
     """
 
-    maker: str
-    made: int
-    reader: str
-    read: int
+    producer: str
+    out_width: int
+    consumer: str
+    in_width: int
 
 
-def find_seams(module: nn.Module) -> list[Seam]:
-    """What layers alone say of widths that go together: each of its own tensors, and those in an ``nn.Sequential``.
+def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
+    """Finds widths with fixed ratios: among a layer's own tensors, and along an ``nn.Sequential``.
 
-    How other layers are connected only a run of the module could say.
+    Connections between other layers are not known without a run of the module.
 
     Example:
-        >>> find_seams(nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.Flatten(), nn.Linear(36, 2)))
-        [Seam(maker='2.weight', made=2, reader='2.bias', read=2), Seam(maker='0', made=4, reader='2', read=36)]
+        >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.Flatten(), nn.Linear(36, 2))
+        >>> for ratio in find_width_ratios(net):
+        ...     print(*ratio)
+        2.weight 2 2.bias 2
+        0 4 2 36
 
     """
-    seams = [seam for name, layer in module.named_modules() for seam in _within(name, layer)]
+    ratios = [ratio for name, layer in module.named_modules() for ratio in _ratios_within(name, layer)]
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward:
-            seams += _along(f"{name}." if name else "", layer)
-    return seams
+            ratios += _ratios_along(f"{name}." if name else "", layer)
+    return ratios
 
 
-def _within(name: str, layer: nn.Module) -> Iterator[Seam]:
-    """Rows of a layer's tensors; in a recurrent layer also what reads its units."""
-    own = {
+def _ratios_within(name: str, layer: nn.Module) -> Iterator[WidthRatio]:
+    """Ratios between the rows of a layer's tensors; in a recurrent layer also to the columns for its units."""
+    shapes = {
         key: value.shape
         for key, value in chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))
     }
     if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
-        pairs = list(_in_recurrent(own))
-    elif isinstance(layer, _HAVE_ROWS):
-        keys = [key for key in ("weight", "bias", "running_mean", "running_var") if key in own]
+        pairs = list(_in_recurrent(shapes))
+    elif isinstance(layer, _ROW_LAYERS):
+        keys = [key for key in ("weight", "bias", "running_mean", "running_var") if key in shapes]
         pairs = [((keys[0], 0), (key, 0)) for key in keys[1:]]
     else:
         return
     prefix = f"{name}." if name else ""
-    for (first, axis), (second, other) in pairs:
-        yield Seam(prefix + first, own[first][axis], prefix + second, own[second][other])
+    for (first, first_axis), (second, second_axis) in pairs:
+        yield WidthRatio(prefix + first, shapes[first][first_axis], prefix + second, shapes[second][second_axis])
 
 
 def _in_recurrent(names: Iterable[str]) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
-    """The axes of gates' rows, and those of what a step makes: units, or their projection."""
+    """Pairs of axes of a recurrent layer: rows of its gates, and outputs of a step (units, or their projection)."""
     suffix = next(name for name in names if name.startswith("weight_hh"))[len("weight_hh") :]
-    rows, made = ("weight_ih" + suffix, 0), ("weight_hh" + suffix, 1)
+    rows, outputs = ("weight_ih" + suffix, 0), ("weight_hh" + suffix, 1)
     for name in names:
-        kind, _, place = name.partition("_")[2].partition("_")
+        kind, _, layer_suffix = name.partition("_")[2].partition("_")
         if kind == "hr":
             yield rows, (name, 1)
-            yield made, (name, 0)
+            yield outputs, (name, 0)
             continue
         yield rows, (name, 0)
-        if name.startswith("weight") and (kind == "hh" or (place and not place.startswith("l0"))):
-            yield made, (name, 1)
+        if name.startswith("weight") and (kind == "hh" or (layer_suffix and not layer_suffix.startswith("l0"))):
+            yield outputs, (name, 1)
     if not any(name.startswith("weight_hr") for name in names):
-        yield rows, made
+        yield rows, outputs
 
 
-def _along(prefix: str, layers: nn.Sequential) -> Iterator[Seam]:
-    """What one layer makes and the next one reads. Where the axis is not certain nothing is said."""
-    maker: tuple[str, int] | None = None
+def _ratios_along(prefix: str, layers: nn.Sequential) -> Iterator[WidthRatio]:
+    """Ratios between a layer's outputs and the next layer's inputs, where the axis of the width is certain."""
+    producer: tuple[str, int] | None = None
     is_channels = is_flat = False  # else it is the last axis
     for key, layer in layers._modules.items():  # noqa: SLF001  with layers that are there twice
         numbers = layer_numbers(layer)
         if isinstance(layer, nn.modules.conv._ConvNd | nn.Linear):  # noqa: SLF001  all convolutions
             wants_channels = not isinstance(layer, nn.Linear)
-            read = numbers["in_channels" if wants_channels else "in_features"]
-            if maker is not None and (is_channels and not is_flat) == wants_channels:
-                yield Seam(*maker, prefix + key, read)
-            maker = (prefix + key, numbers["out_channels" if wants_channels else "out_features"])
+            in_width = numbers["in_channels" if wants_channels else "in_features"]
+            if producer is not None and (is_channels and not is_flat) == wants_channels:
+                yield WidthRatio(*producer, prefix + key, in_width)
+            producer = (prefix + key, numbers["out_channels" if wants_channels else "out_features"])
             is_channels, is_flat = wants_channels, False
         elif isinstance(layer, nn.modules.batchnorm._NormBase):  # noqa: SLF001  batch and instance normalisation
-            if maker is not None and is_channels and not is_flat and "num_features" in numbers:
-                yield Seam(*maker, prefix + key, numbers["num_features"])
+            if producer is not None and is_channels and not is_flat and "num_features" in numbers:
+                yield WidthRatio(*producer, prefix + key, numbers["num_features"])
         elif isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1):
             is_flat = True
-        elif not isinstance(layer, _KEEP) and not (is_channels and not is_flat and isinstance(layer, _KEEP_CHANNELS)):
-            maker = None
+        elif not isinstance(layer, _ELEMENTWISE) and not (
+            is_channels and not is_flat and isinstance(layer, _CHANNELWISE)
+        ):
+            producer = None
 
 
 def layer_numbers(layer: nn.Module) -> dict[str, Any]:
-    """What a layer says of its tensors' shapes, as they are."""
+    """The attributes of a layer that state its tensors' shapes, with the values that the tensors have now."""
     if isinstance(layer, nn.modules.conv._ConvNd):  # noqa: SLF001  the base class of all convolutions
         first, second = layer.weight.shape[:2]
         if layer.transposed:

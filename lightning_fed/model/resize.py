@@ -1,4 +1,4 @@
-"""A module whose layers get other widths, in place."""
+"""Changes of the widths of a module's layers, in place."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fed.model.layer_widths import find_seams, layer_numbers
+from lightning_fed.model.layer_widths import find_width_ratios, layer_numbers
 
 
-class Change(NamedTuple):
-    """An attribute of a layer that was given another value."""
+class AttributeChange(NamedTuple):
+    """A changed attribute of a layer, with its former value."""
 
     layer: nn.Module
     name: str
@@ -21,13 +21,13 @@ class Change(NamedTuple):
 
 @torch.no_grad()
 def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Gives a module's entries the values of a state, also where they have other widths.
+    """Loads a state into a module, also where its entries have other widths.
 
-    The `Parameter` objects stay the same, so that optimizers that hold them, tied weights and hooks go on working; what
-    an optimizer remembers of one that got another shape fits no longer, and its gradient is dropped. Layers' own
-    numbers (``out_channels``, ``num_features``, ``hidden_size``, the groups of depthwise convolutions) follow.
+    The `Parameter` objects stay the same, so that optimizers that hold them, tied weights and hooks go on working; an
+    optimizer's state of a parameter with a new shape no longer fits, and the parameter's gradient is dropped. Layers'
+    attributes (``out_channels``, ``num_features``, ``hidden_size``, the groups of depthwise convolutions) follow.
 
-    The state alone says what the widths are: that of a checkpoint makes a module as wide as it was.
+    The widths are those of the state: a checkpoint makes a module as wide as it was.
 
     Args:
         module: The module, changed in place.
@@ -53,16 +53,16 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
                 f"Expected {name!r} to have {tensors[name].ndim} axes, but got the shape {tuple(value.shape)}."
             )
     for name, value in state.items():
-        own = tensors[name]
-        if own.shape == value.shape:
-            own.copy_(value)
+        tensor = tensors[name]
+        if tensor.shape == value.shape:
+            tensor.copy_(value)
         else:
-            exchange(own, value.detach().to(own, copy=True))
-    fit_layers(module)
+            set_tensor_data(tensor, value.detach().to(tensor, copy=True))
+    update_layer_sizes(module)
 
 
-def exchange(owner: Tensor, value: Tensor) -> None:
-    """Makes ``value`` the memory of a parameter or buffer, whose shape may be another. Its gradient is dropped."""
+def set_tensor_data(owner: Tensor, value: Tensor) -> None:
+    """Replaces the data of a parameter or buffer, also by a value of another shape; the gradient is dropped."""
     owner.grad = None
     if value.shape != owner.shape:
         # Where a graph of an earlier step lives on, autograd remembers the old shape; a change of type it notices.
@@ -70,8 +70,8 @@ def exchange(owner: Tensor, value: Tensor) -> None:
     owner.data = value
 
 
-def fit_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Gives a module's layers the widths of a state, where they differ. Names that it does not have are left alone.
+def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Gives a module's layers the widths of a state, where they differ; unknown names are ignored.
 
     Args:
         module: The module, changed in place.
@@ -82,42 +82,42 @@ def fit_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
             layer, or those that come one after another in an ``nn.Sequential``. The module is as it was then.
 
     """
-    own = named_tensors(module)
-    other = {
+    tensors = named_tensors(module)
+    resized = {
         name: value
         for name, value in state.items()
-        if isinstance(value, Tensor) and name in own and own[name].shape != value.shape
+        if isinstance(value, Tensor) and name in tensors and tensors[name].shape != value.shape
     }
-    if not other:
+    if not resized:
         return
-    before, values = find_seams(module), {name: own[name].data for name in other}
-    resize_module(module, other)
-    for old, new in zip(before, find_seams(module), strict=True):
-        if old.made * new.read != new.made * old.read:
+    ratios, values = find_width_ratios(module), {name: tensors[name].data for name in resized}
+    resize_module(module, resized)
+    for old, new in zip(ratios, find_width_ratios(module), strict=True):
+        if old.out_width * new.in_width != new.out_width * old.in_width:
             for name, value in values.items():
-                exchange(own[name], value)
-            fit_layers(module)
+                set_tensor_data(tensors[name], value)
+            update_layer_sizes(module)
             raise ValueError(
-                f"Expected layers that fit each other, where {old.maker} has {old.made} and {old.reader} {old.read},"
-                f" but got {new.made} and {new.read}."
+                f"Expected layers that fit each other, where {old.producer} has {old.out_width} and"
+                f" {old.consumer} {old.in_width}, but got {new.out_width} and {new.in_width}."
             )
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The entries of a module's state themselves, tied ones under every name."""
+    """The parameters and buffers of a module's state by name; tied ones appear under every name."""
     tensors = dict[str, Tensor](module.named_parameters(remove_duplicate=False))
     tensors.update(module.named_buffers(remove_duplicate=False))
     return {name: tensors[name] for name in module.state_dict(keep_vars=True) if name in tensors}
 
 
-def fit_layers(module: nn.Module) -> list[Change]:
-    """Makes the numbers that layers keep those of their tensors; which have changed."""
+def update_layer_sizes(module: nn.Module) -> list[AttributeChange]:
+    """Sets the width attributes of all layers to those of their tensors, and returns the changes."""
     changes = []
     for layer in module.modules():
         for name, value in layer_numbers(layer).items():
             before = getattr(layer, name)
             if before != value:
-                changes.append(Change(layer, name, before))
+                changes.append(AttributeChange(layer, name, before))
                 setattr(layer, name, value)
         if isinstance(layer, nn.RNNBase):
             layer.flatten_parameters()  # for cuDNN

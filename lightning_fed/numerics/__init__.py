@@ -1,1 +1,1 @@
-"""Numbers: float64 sums, weighted means, distances, and how large inputs are cut."""
+"""Numerics: float64 sums, weighted means, distances, and the division of large inputs into chunks."""

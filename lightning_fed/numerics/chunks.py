@@ -1,4 +1,4 @@
-"""How to cut a large input, so that what is computed from it stays small."""
+"""Division of large inputs into chunks, so that intermediate results stay small."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ CHUNK_ELEMENTS = 1 << 22
 _CACHED_ELEMENTS = 1 << 15
 
 
-def pieces(value: Tensor) -> tuple[Tensor, ...]:
-    """The numbers of a tensor, in pieces whose copies fit into a processor's cache; on other devices in one piece.
+def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
+    """The flattened tensor in chunks that fit into a processor's cache; on other devices than the CPU in one chunk.
 
-    What is computed of one piece after another needs no large memory in between, which costs more than the arithmetic.
+    A computation that takes one chunk after another needs no large intermediate tensors, whose memory traffic costs
+    more than the arithmetic.
 
     Args:
-        value: Any tensor; if it is contiguous, the pieces share its memory.
+        value: Any tensor; if it is contiguous, the chunks share its memory.
 
     Example:
-        >>> [len(piece) for piece in pieces(torch.zeros(3, 20_000))]
+        >>> [len(chunk) for chunk in cache_chunks(torch.zeros(3, 20_000))]
         [32768, 27232]
 
     """
@@ -31,17 +32,17 @@ def pieces(value: Tensor) -> tuple[Tensor, ...]:
 
 
 def chunk_steps(count: int, width: int, positions: int, elements: int | None = None) -> tuple[int, int]:
-    """Cuts an input of shape ``(count, width, positions)`` along its first and last dimension.
+    """Sizes of the chunks of an input of shape ``(count, width, positions)``, along its first and last dimension.
 
     Args:
         count: Number of examples.
         width: Number of channels, which stay together.
         positions: Number of pixels of an example.
-        elements: Most numbers in a piece, but for a single pixel that has more channels; by default
+        elements: Most numbers in a chunk, except where a single pixel has more channels; by default
             ``CHUNK_ELEMENTS``.
 
     Returns:
-        Number of examples in a piece, and number of pixels; all of them if it has several examples.
+        Number of examples in a chunk, and number of pixels; all pixels if it has several examples.
 
     Example:
         >>> chunk_steps(100, 4, 10, elements=80), chunk_steps(100, 4, 10, elements=20)

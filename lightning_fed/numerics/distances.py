@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 
-def squared_distances(samples: Tensor, others: Tensor, shift: Tensor) -> Tensor:
+def squared_distances(samples: Tensor, references: Tensor, shift: Tensor) -> Tensor:
     """Squared Euclidean distances, in float64.
 
-    What cannot be told from rounding is 0, so that copies of a sample have no distance.
+    A distance that cannot be told from rounding is 0, so that copies of a sample have the distance 0.
 
     Args:
         samples: Samples, shape ``(m, d)``.
-        others: Samples to compare them with, shape ``(n, d)``.
-        shift: Taken from all of them first, shape ``(d,)``, float64: their mean, say. Near 0 least is lost to rounding.
+        references: Samples to compare them with, shape ``(n, d)``.
+        shift: Vector that is subtracted from all samples first, shape ``(d,)``, float64, such as their mean. The least
+            is lost to rounding near 0.
 
     Returns:
         Distances, shape ``(m, n)``, float64, at least 0.
@@ -24,8 +25,8 @@ def squared_distances(samples: Tensor, others: Tensor, shift: Tensor) -> Tensor:
         tensor([[25.]], dtype=torch.float64)
 
     """
-    samples, others = samples.double() - shift, others.double() - shift
-    lengths = samples.square().sum(1).unsqueeze(1) + others.square().sum(1)
-    distances = torch.addmm(lengths, samples, others.T, alpha=-2)
+    samples, references = samples.double() - shift, references.double() - shift
+    lengths = samples.square().sum(1).unsqueeze(1) + references.square().sum(1)
+    distances = torch.addmm(lengths, samples, references.T, alpha=-2)
     rounding = 4 * samples.shape[1] * torch.finfo(torch.float64).eps
     return distances.masked_fill_(distances <= lengths.mul_(rounding), 0.0)

@@ -1,4 +1,4 @@
-"""Metrics whose sums are kept in float64 wherever the metric is."""
+"""Metrics with sums in float64 on any device."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from lightning_fed.numerics.precision import float64_device
 
 
 class Float64States(Metric):
-    """A metric some of whose states keep their type, and are on the CPU where the metric's device has no float64.
+    """Metric with float64 states, which keep their type and lie on the CPU where the metric's device has no float64.
 
-    ``set_dtype`` is then about the type of the result.
+    ``set_dtype`` sets the type of the result only.
 
     Attributes:
-        wide_states: Names of these states, which are tensors.
+        float64_states: Names of the states that stay in float64; they are tensors.
 
     """
 
-    wide_states: ClassVar[tuple[str, ...]] = ()
+    float64_states: ClassVar[tuple[str, ...]] = ()
 
     def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = ()) -> nn.Module:
-        # How torchmetrics lets a metric see to some of its states itself when it is moved or converted.
-        moved = super()._apply(fn, (*exclude_state, *self.wide_states))
+        # torchmetrics leaves the excluded states to the metric when it moves or converts it.
+        moved = super()._apply(fn, (*exclude_state, *self.float64_states))
         device = float64_device(self.device)
-        for name in self.wide_states:
+        for name in self.float64_states:
             setattr(self, name, getattr(self, name).to(device))
         return moved

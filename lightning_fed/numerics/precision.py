@@ -1,4 +1,4 @@
-"""Numbers in float64, also from devices that have none; or in float32 at least."""
+"""Casts to float64 and back, also for devices that have no float64."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ def float64_device(device: torch.device) -> torch.device:
 
 
 def to_float64(value: Tensor, copy: bool = False) -> Tensor:
-    """The values in float64 (complex128): on their device, or on the CPU where the device has no float64.
+    """Casts values to float64 (complex128), on their device or on the CPU where the device has no float64.
 
     Args:
         value: Numbers of any type and shape.
         copy: Whether the result shares no memory with ``value``.
 
     Example:
-        >>> widen(torch.tensor([1, 2]))
+        >>> to_float64(torch.tensor([1, 2]))
         tensor([1., 2.], dtype=torch.float64)
 
     """
-    near = value.to(float64_device(value.device))
-    return near.to(torch.complex128 if value.is_complex() else torch.float64, copy=copy)
+    moved = value.to(float64_device(value.device))
+    return moved.to(torch.complex128 if value.is_complex() else torch.float64, copy=copy)
 
 
 def cast_back(value: Tensor, like: Tensor) -> Tensor:
-    """What was computed with :func:`widen`, in the type and on the device of ``like``.
+    """Casts a result of :func:`to_float64` to the type of ``like``, on its device.
 
     Example:
-        >>> narrow(torch.tensor([0.5], dtype=torch.float64), torch.tensor([1.0]))
+        >>> cast_back(torch.tensor([0.5], dtype=torch.float64), torch.tensor([1.0]))
         tensor([0.5000])
 
     """
@@ -41,7 +41,7 @@ def cast_back(value: Tensor, like: Tensor) -> Tensor:
 
 
 def at_least_float32(value: Tensor) -> Tensor:
-    """The values in float32, or in float64 if they are.
+    """Casts values to float32, except those that are float64 already.
 
     Example:
         >>> at_least_float32(torch.tensor([0.5], dtype=torch.float16))

@@ -1,4 +1,4 @@
-"""Weighted averages of tables of which every client holds some rows only.
+"""Weighted averages of tables of which every client holds only some rows.
 
 "Federated sampled softmax" (FedSS), Algorithm 1, line 12: the change of a row that a client does not hold is zero.
 """
@@ -28,7 +28,7 @@ class RowSums:
 
     Attributes:
         total: Sum of the weights added so far.
-        num_rows: Rows that are kept: at most about twice those that differ.
+        num_rows: Number of rows in memory: at most about twice the number of different ones.
 
     Example:
         >>> sums = RowSums()
@@ -42,15 +42,15 @@ class RowSums:
     def __init__(self) -> None:
         self.total = 0.0
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, sums, weights
-        self._settled = self.num_rows = 0
+        self._num_merged = self.num_rows = 0
 
     @torch.no_grad()
     def add(self, rows: Tensor, values: Tensor, weight: float) -> None:
         """Adds some rows.
 
         Args:
-            rows: Which, int64, shape ``(rows,)``, each once.
-            values: The rows, shape ``(rows, *)``.
+            rows: Their indices, int64, shape ``(rows,)``, without repetition.
+            values: Their values, shape ``(rows, *)``.
             weight: Their weight, not negative.
 
         """
@@ -62,23 +62,23 @@ class RowSums:
         """Adds rows that are sums already: float64, shape ``(rows, *)``, with a weight each, shape ``(rows,)``."""
         self._parts.append((rows.to(sums.device), sums, weights))
         self.num_rows += len(rows)
-        if self.num_rows > 2 * self._settled:  # so that the rows of many clients take the memory of those that differ
-            self._settle()
+        if self.num_rows > 2 * self._num_merged:  # so that the memory is that of the different rows
+            self._merge_parts()
 
     def merge(self, other: RowSums) -> None:
-        """Joins what ``other`` has added; ``other`` is left as it is."""
+        """Adds the rows that ``other`` has added; ``other`` does not change."""
         for rows, sums, weights in other._parts:
             self.add_sums(rows, sums, weights)
         self.total += other.total
 
     @torch.no_grad()
     def mean(self, base: Tensor, weighting: RowWeighting = "global", total: float | None = None) -> Tensor:
-        """The table after the weighted mean of what was added.
+        """The table with the weighted mean of the rows that were added.
 
         Args:
             base: The table that all started from, shape ``(n, *)``.
-            weighting: What the weights of a row are divided by.
-            total: Sum of all weights, for ``"global"``; by default of those that were added.
+            weighting: Divisor of a row's weights: the sum of all weights, or of those that have the row.
+            total: Sum of all weights for ``"global"``; by default that of the weights added.
 
         Returns:
             A new table, in the type and on the device of ``base``. Rows that nobody added are those of ``base``.
@@ -88,7 +88,7 @@ class RowSums:
 
         """
         check_option("row_weighting", weighting, ("global", "per_row"))
-        self._settle()
+        self._merge_parts()
         table = base.detach().clone()
         if not self._parts:
             return table
@@ -96,26 +96,26 @@ class RowSums:
         weights = weights.view(-1, *[1] * (sums.ndim - 1))
         old = to_float64(base.detach()[rows.to(base.device)])
         if weighting == "global":
-            whole = self.total if total is None else total
-            means = (sums + (whole - weights) * old) / whole
+            all_weights = self.total if total is None else total
+            means = (sums + (all_weights - weights) * old) / all_weights
         else:
             means = torch.where(weights > 0, sums / weights, old)
         table[rows.to(base.device)] = cast_back(means, base)
         return table
 
-    def _settle(self) -> None:
-        """Makes one part of all, with every row once, in increasing order."""
+    def _merge_parts(self) -> None:
+        """Joins all parts into one that has every row once, in increasing order."""
         if len(self._parts) > 1:
             rows, sums, weights = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
-            rows, places = torch.unique(rows, return_inverse=True)
-            sums = sums.new_zeros((len(rows), *sums.shape[1:])).index_add_(0, places, sums)
-            weights = weights.new_zeros(len(rows)).index_add_(0, places, weights)
+            rows, positions = torch.unique(rows, return_inverse=True)
+            sums = sums.new_zeros((len(rows), *sums.shape[1:])).index_add_(0, positions, sums)
+            weights = weights.new_zeros(len(rows)).index_add_(0, positions, weights)
             self._parts = [(rows, sums, weights)]
-        self._settled = self.num_rows = sum(len(rows) for rows, _, _ in self._parts)
+        self._num_merged = self.num_rows = sum(len(rows) for rows, _, _ in self._parts)
 
 
 def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
-    """What is wrong with rows that are asked for of a table, in words, or ``None``.
+    """Describes the fault of a request for some rows of a table; ``None`` if there is none.
 
     Args:
         rows: Should be int64 of shape ``(rows,)``, strictly increasing, within the table.

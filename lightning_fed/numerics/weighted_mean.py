@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_fed.numerics.chunks import pieces
+from lightning_fed.numerics.chunks import cache_chunks
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.row_sums import RowSums, RowWeighting
 
@@ -23,7 +23,7 @@ class WeightedMean:
     Floating-point entries are summed in float64 and cast back once, in :meth:`mean`, so that float32 states of
     identical clients give exactly that client, and the order of the clients does not matter. Integer and boolean
     entries (``num_batches_tracked``) cannot be averaged: they take the value of the state added with the largest
-    ``size``; where sizes are equal, the larger value. Of an entry of which states hold some rows only, see
+    ``size``; where sizes are equal, the larger value. An entry that a state holds in part is averaged by
     :class:`RowSums`.
 
     The object is a monoid: :meth:`merge` joins what another process has added.
@@ -44,7 +44,7 @@ class WeightedMean:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._likes: dict[str, Tensor] = {}  # nothing, of the entries' dtypes and on their devices
+        self._likes: dict[str, Tensor] = {}  # empty tensors of the entries' dtypes, on their devices
         self._integers: dict[str, Tensor] = {}
         self._rows: dict[str, RowSums] = {}
         self._largest = -1
@@ -61,7 +61,7 @@ class WeightedMean:
             state: Entries of any shape; every state added must have the same names and shapes.
             weight: Its weight, not negative.
             size: Number of examples behind it; decides whose integer entries are kept.
-            rows: For entries of which ``state`` holds some rows only, which: int64, shape ``(rows,)``.
+            rows: For entries that ``state`` holds in part, the indices of their rows: int64, shape ``(rows,)``.
 
         Raises:
             ValueError: If ``weight`` is negative or not finite.
@@ -76,8 +76,8 @@ class WeightedMean:
             elif not (value.is_floating_point() or value.is_complex()):
                 self._keep_integer(name, value, size)
             elif name in self._sums:
-                for total, piece in zip(pieces(self._sums[name]), pieces(value.detach()), strict=True):
-                    total.add_(to_float64(piece), alpha=weight)  # adding is faster after a cast of its own
+                for total, addend in zip(cache_chunks(self._sums[name]), cache_chunks(value.detach()), strict=True):
+                    total.add_(to_float64(addend), alpha=weight)  # adding is faster after a cast of its own
             else:
                 self._sums[name] = to_float64(value.detach().contiguous(), copy=True).mul_(weight)
                 self._likes[name] = value.new_empty(0)
@@ -87,7 +87,7 @@ class WeightedMean:
 
     @torch.no_grad()
     def merge(self, other: WeightedMean) -> None:
-        """Joins the states that ``other`` has added; ``other`` is left as it is."""
+        """Adds the states that ``other`` has added; ``other`` does not change."""
         for name, value in other._sums.items():
             if name in self._sums:
                 self._sums[name].add_(value.to(self._sums[name].device))
@@ -106,11 +106,11 @@ class WeightedMean:
     def mean(
         self, base: Mapping[str, Tensor] | None = None, row_weighting: RowWeighting = "global"
     ) -> dict[str, Tensor]:
-        """The weighted mean of what was added, in the entries' own dtypes.
+        """The weighted mean of the states that were added, in the entries' own dtypes.
 
         Args:
-            base: What the states started from; needed for entries of which they hold some rows only.
-            row_weighting: What such rows are weighted by, see :meth:`RowSums.mean`.
+            base: The state before the round; needed for entries that the states hold in part.
+            row_weighting: Weighting of such rows, see :meth:`RowSums.mean`.
 
         Raises:
             ValueError: If nothing with a positive weight was added.
@@ -129,18 +129,18 @@ class WeightedMean:
         return means | {name: value.clone() for name, value in self._integers.items()}
 
     def _with_whole(self, name: str, sums: RowSums) -> RowSums:
-        """The sums of an entry's rows with those of the states that hold all of it."""
+        """The sums of an entry's rows, joined with those of the states that hold the whole entry."""
         if name not in self._sums:
             return sums
         whole, joined = self._sums[name], RowSums()
         joined.merge(sums)
-        every = torch.arange(len(whole), device=whole.device)
-        joined.add_sums(every, whole, whole.new_full((len(whole),), self.total - sums.total))
+        all_rows = torch.arange(len(whole), device=whole.device)
+        joined.add_sums(all_rows, whole, whole.new_full((len(whole),), self.total - sums.total))
         return joined
 
     def _keep_integer(self, name: str, value: Tensor, size: int) -> None:
-        kept = self._integers.get(name)
-        if kept is None or size > self._largest:
+        largest = self._integers.get(name)
+        if largest is None or size > self._largest:
             self._integers[name] = value.detach().clone()
         elif size == self._largest:
-            self._integers[name] = torch.maximum(kept, value)
+            self._integers[name] = torch.maximum(largest, value)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_fed.messages import Client
-from lightning_fed.process_group import ALONE, ProcessGroup
+from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightning_fed.server.interface import RoundReport
 
 
@@ -55,7 +55,7 @@ class FailedRounds:
         min_clients: int = 1,
         num_clients: int = 1,
         errors: Mapping[Client, Exception] | None = None,
-        ranks: ProcessGroup = ALONE,
+        ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         """Counts a round.
 

@@ -190,23 +190,23 @@ def forward_step(module: L.LightningModule) -> str | None:
     return "validation_step" if is_overridden("validation_step", module) else None
 
 
-def one_pass(population: Population, visit: Visit, aside: bool = False) -> Iterator[Any]:
+def one_pass(population: Population, visit: Visit, isolated: bool = False) -> Iterator[Any]:
     """One pass over a client's data, in an order of its own that depends on the visit; raises what the data raise.
 
     Args:
         population: The clients' data.
         visit: The visit whose client's data are asked for.
-        aside: Whether a visit is under way, whose batches go on afterwards. The pass is then over all the data where
+        isolated: Whether a visit is under way, whose batches go on afterwards. The pass is then over all the data where
             their length is known, also over what ``drop_last`` leaves out of training (but a loader of the client's own
             gives what it gives); else over as many batches as a visit has, where visits count steps.
 
     """
     seed = derive_seed(visit.seed, 1)
-    per_epoch = population.batches_per_epoch(visit.client, aside)
-    again = Visit(visit.client, visit.round, seed, steps=None if aside and per_epoch else visit.steps)
+    per_epoch = population.batches_per_epoch(visit.client, isolated)
+    again = Visit(visit.client, visit.round, seed, steps=None if isolated and per_epoch else visit.steps)
     planned = PlannedVisit(again, population.num_samples(visit.client), again.num_batches(per_epoch or 1))
     seed_everything(seed)
-    for item in population.stream([planned], aside):
+    for item in population.stream([planned], isolated):
         if item.error is not None:
             raise item.error
         if item.batch is not None:

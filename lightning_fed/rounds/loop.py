@@ -14,7 +14,7 @@ from lightning_fed.backends.client_parallel.synchronisation import ProcessSynchr
 from lightning_fed.backends.vectorized.stacked_model import StackedModel, joint_loss
 from lightning_fed.backends.vectorized.visit_groups import plan_visit_groups
 from lightning_fed.client.client_store import ClientStore
-from lightning_fed.data.interleave import Stacked, tensors_of
+from lightning_fed.data.interleave import StackedBatch, batch_tensors
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader, VisitGroups
 from lightning_fed.errors import ClientFault
@@ -216,7 +216,7 @@ class RoundLoop:
         the local epoch's last, or the visit's. Of clients that train at once those of the first are counted. Between
         visits nothing changes, and ``None`` is given.
         """
-        place = None if self._loader is None or not self._loader.group else self._loader.epoch_place
+        place = None if self._loader is None or not self._loader.group else self._loader.epoch_position
         if place is None:
             yield None
             return
@@ -252,7 +252,7 @@ class RoundLoop:
             planned.fail(fault, error)
             return self._skip()
 
-    def _step_together(self, training_step: Callable[..., Any], parts: list[Stacked], *rest: Any) -> Any:
+    def _step_together(self, training_step: Callable[..., Any], parts: list[StackedBatch], *rest: Any) -> Any:
         """One step of all who train at once; those who fail by their own fault are left out."""
         assert self.open is not None
         assert self.together is not None
@@ -277,8 +277,8 @@ class RoundLoop:
                     group[index].fault, group[index].error = fault, error.with_traceback(None)
         return joint_loss(losses) if losses else self._skip()
 
-    def _warn_of_forms(self, parts: Sequence[Stacked]) -> bool:
-        shapes = {tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(part.batch)) for part in parts}
+    def _warn_of_forms(self, parts: Sequence[StackedBatch]) -> bool:
+        shapes = {tuple((tensor.shape, tensor.dtype) for tensor in batch_tensors(part.batch)) for part in parts}
         if len(shapes) == 1:
             _log.warning(
                 "`vectorize`: the batches of %d clients have the same shapes, but other texts, numbers or objects in"

@@ -102,7 +102,7 @@ class Round:
         for planned in group:
             if planned.fault is None:
                 self.start_visit(planned)
-                self._memories[planned.place] = self.local.memory
+                self._memories[planned.position] = self.local.memory
                 self.visit = None
             self._stack.take()  # of who failed already there is a row too, on which nothing is trained
         self._stack.enter(self._trainer.optimizers)
@@ -124,7 +124,7 @@ class Round:
         if self._stack is not None:
             self._stack.leave()
         for row, planned in enumerate(group):
-            memory = self._memories.pop(planned.place, None)
+            memory = self._memories.pop(planned.position, None)
             if memory is not None:
                 assert self._stack is not None
                 self.visit, self.local.memory = planned, memory
@@ -157,7 +157,7 @@ class Round:
         if planned.fault is not None:  # it is sent nothing
             return
         try:
-            broadcast = self._broadcasts[planned.place] = self.send(client, request)
+            broadcast = self._broadcasts[planned.position] = self.send(client, request)
             for callback in self._callbacks:
                 callback.on_client_receive(self._trainer, self._module, client, broadcast)
         except ClientFault as error:
@@ -233,7 +233,7 @@ class Round:
             self._stack.clear()
         self.leave()
         for planned in self.group:  # of those who train at once the others
-            if self._memories.pop(planned.place, None) is not None:
+            if self._memories.pop(planned.position, None) is not None:
                 self.visit = planned
                 self.leave()
         self.local.load_global(self.before)
@@ -242,7 +242,7 @@ class Round:
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
         """Puts the global model that the round found into a checkpoint taken meanwhile, for a client's."""
-        state = {**self.before, **self.local.home}
+        state = {**self.before, **self.local.server_entries}
         saved = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, torch.Tensor)}
         firsts = tied_names(saved)
         checkpoint["state_dict"] |= {name: state[first].clone() for name, first in firsts.items() if first in state}
@@ -261,11 +261,11 @@ class Round:
         update = self.local.answer(client, num_samples)
         for callback in self._callbacks:
             callback.on_client_end(self._trainer, self._module, client, update)
-        distance = self.local.distance(update, self._broadcasts[planned.place])
+        distance = self.local.distance(update, self._broadcasts[planned.position])
         if distance is not None and not self._server.aggregator.resizes:  # models of other shapes have no distance
             update.metrics["update_norm"] = distance
         if self.receive(update):
-            self.local.keep(client, planned.visit.round, self.optimizers.end_visit(num_samples, planned.place))
+            self.local.keep(client, planned.visit.round, self.optimizers.end_visit(num_samples, planned.position))
 
     def leave(self) -> None:
         """Ends the visit that is under way, whatever came of it."""

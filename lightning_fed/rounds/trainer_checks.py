@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_fed.process_group import ALONE, ProcessGroup
+from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightning_fed.server.schedule import Schedule
 
 _REFUSED: dict[type[L.Callback], str] = {
@@ -114,7 +114,7 @@ def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.Lightn
 
 def process_group_of(trainer: L.Trainer) -> ProcessGroup:
     """The processes that train the federation's clients: those of a strategy that shares clients out, or this alone."""
-    ranks: ProcessGroup = getattr(trainer.strategy, "ranks", ALONE)
+    ranks: ProcessGroup = getattr(trainer.strategy, "ranks", SINGLE_PROCESS)
     return ranks
 
 

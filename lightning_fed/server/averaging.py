@@ -1,4 +1,4 @@
-"""What all averaging rules share: one running weighted mean; a rule says the weight of an update."""
+"""Base class of the averaging rules: one running weighted mean; a rule gives the weight of an update."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class AveragingAggregator(Aggregator):
     """Weighted mean of the clients' states, in the memory of one state. A rule implements :meth:`weight`.
 
     Args:
-        row_weighting: Of entries of which a client holds some rows only, whose weights a row's changes are divided by:
-            those of all clients of the round (``"global"``, the FedSS paper's), so that a row which few hold moves
+        row_weighting: Divisor of a row's weighted changes, for entries that clients hold in part: the weights of all
+            clients of the round (``"global"``, as in the FedSS paper), so that a row which few clients hold moves
             little, or those of the clients that hold the row (``"per_row"``).
 
     Raises:

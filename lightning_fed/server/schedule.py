@@ -1,7 +1,7 @@
-"""Who takes part in a round, and with which seed: a pure function of (seed, round).
+"""The schedule: cohorts, stragglers, dropouts and seeds, a pure function of (seed, round).
 
-Nothing here reads or moves a global generator, so a resumed run, a run on N processes and two methods under comparison
-see the same rounds. The cost of a round is O(cohort), not O(population).
+The schedule neither reads nor moves a global generator, so a resumed run, a run on N processes and two methods under
+comparison see the same rounds. The cost of a round is O(cohort), not O(population).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Visit:
         seed: Seed of everything random in the visit (data order, dropout, ...).
         epochs: Passes over the client's data, if ``steps`` is ``None``.
         steps: Number of batches, if given.
-        portion: Share in (0, 1) of a single epoch that a straggler gets through; ``None`` for all of it.
+        portion: Share in (0, 1) of a single epoch that a straggler completes; ``None`` for all of it.
         is_straggler: Whether the client does only part of its local work.
 
     """
@@ -75,7 +75,7 @@ class Visit:
     is_straggler: bool = False
 
     def num_batches(self, batches_per_epoch: int) -> int:
-        """Batches the client trains on in this visit.
+        """Number of batches that the client trains on in this visit.
 
         Example:
             >>> Visit("a", 0, 0, epochs=3).num_batches(5), Visit("a", 0, 0, steps=7).num_batches(5)
@@ -207,17 +207,17 @@ class Schedule:
         chosen = self._draw(_COHORT, round if drawn is None else drawn, clients)
         straggling = self._stragglers(round, len(chosen))
         visits, dropped = [], []
-        for place, client in enumerate(chosen):
+        for position, client in enumerate(chosen):
             if self.dropout and self._drops_out(round, client):
                 dropped.append(client)
             else:
-                visits.append(self._visit(round, client, place in straggling, epochs))
+                visits.append(self._visit(round, client, position in straggling, epochs))
         return Cohort(tuple(visits), tuple(dropped))
 
     def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
-        """As many clients again, drawn independently of the cohort, without those that drop out of the round.
+        """A second sample of clients, as large as the cohort and independent of it, without those that drop out.
 
-        For methods that ask two samples of clients in a round (FedDANE).
+        For methods that need two samples of clients in a round (FedDANE).
 
         Args:
             round: Index of the round, from 0.
@@ -228,11 +228,11 @@ class Schedule:
         return [client for client in chosen if not (self.dropout and self._drops_out(round, client))]
 
     def start_seed(self, round: int) -> int:
-        """The seed of what the server draws at the start of a round."""
+        """The seed of the server's draws at the start of a round."""
         return derive_seed(self.seed, round, _START)
 
     def end_seed(self, round: int) -> int:
-        """The seed of what is drawn once a round's visits are over: for the aggregate, and in validation."""
+        """The seed of the draws after a round's visits: in aggregation and in validation."""
         return derive_seed(self.seed, round, _END)
 
     def _draw(self, purpose: int, round: int, clients: Sequence[Client]) -> list[Client]:
@@ -247,7 +247,7 @@ class Schedule:
         if active == size:
             return set()
         order = self._generator(_STRAGGLERS, round).permutation(size)
-        return {int(place) for place in order[active:]}
+        return {int(position) for position in order[active:]}
 
     def _drops_out(self, round: int, client: Client) -> bool:
         return bool(self._generator(_DROPOUT, round, client_key(client)).random() < self.dropout)

@@ -202,7 +202,7 @@ class _Perplexity(Float64States):
     is_differentiable = False
     higher_is_better = False
     full_state_update = False
-    wide_states = ("total", "count")
+    float64_states = ("total", "count")
 
     total: Tensor
     count: Tensor

@@ -1,4 +1,4 @@
-"""Where clients keep what is theirs: versions, going back, crashes, names."""
+"""Stores of the clients' tensors: versions, resuming, crashes, names."""
 
 import copy
 import io
@@ -67,9 +67,9 @@ def reopened(make, store, round):
     buffer = io.BytesIO()
     torch.save(store.checkpoint(round), buffer)
     buffer.seek(0)
-    other = make()
-    other.restore(round, torch.load(buffer, weights_only=True))
-    return other
+    restored = make()
+    restored.restore(round, torch.load(buffer, weights_only=True))
+    return restored
 
 
 # --- both kinds ------------------------------------------------------------------------------------------------------
@@ -95,9 +95,9 @@ def test_copies_are_kept(make):
 
 def test_names(make):
     store = make()
-    for place, client in enumerate(NAMES):
+    for index, client in enumerate(NAMES):
         assert store.get(client) is None
-        store.put(client, 0, value(place))
+        store.put(client, 0, value(index))
     assert [number(store.get(client)) for client in NAMES] == list(range(len(NAMES)))
     names = [client for client in NAMES if client != 10**30]  # a checkpoint holds 64 bits
     resumed = reopened(make, store, 1)
@@ -137,17 +137,17 @@ def test_values_come_back_as_they_were(make):
     store = make()
     store.put("a", 0, state)
     for candidate in (store, reopened(make, store, 1)):
-        got = candidate.get("a")
-        assert got.keys() == state.keys()
+        state_read = candidate.get("a")
+        assert state_read.keys() == state.keys()
         for name, expected in state.items():
-            assert got[name].dtype == expected.dtype
-            assert got[name].shape == expected.shape
-            assert torch.equal(got[name], expected), name
-            assert not got[name].requires_grad
+            assert state_read[name].dtype == expected.dtype
+            assert state_read[name].shape == expected.shape
+            assert torch.equal(state_read[name], expected), name
+            assert not state_read[name].requires_grad
 
 
 def test_going_back_to_the_last_checkpoint(make):
-    """What was put after it is not there any more, also not for a client that had nothing before."""
+    """Later versions are gone, also those of a client without an earlier one."""
     store = make()
     store.put("a", 0, value(0))
     store.put("b", 1, value(1))
@@ -263,7 +263,7 @@ def test_old_versions_are_deleted(tmp_path):
         if round < 2:
             store.put("seldom", round, value(round))
         store.checkpoint(round + 1)
-        assert files(tmp_path) == [f"{kept:08d}.safetensors" for kept in range(max(round - 1, 0), round + 1)]
+        assert files(tmp_path) == [f"{version:08d}.safetensors" for version in range(max(round - 1, 0), round + 1)]
     assert files(tmp_path, "s-seldom") == ["00000001.safetensors"]
     for back, expected in ((6, [5, 1]), (5, [4, 1])):
         resumed = FolderStore(tmp_path)
@@ -401,8 +401,8 @@ def test_checkpoints_of_any_clients_load(kind, tmp_path):
     first = trainer(1)
     first.fit(Module(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))), datamodule=clients)
     path = first.checkpoint_callback.best_model_path
-    kept = torch.load(path, weights_only=True)["callbacks"]["Federation"]["store"]
-    assert kept["clients"] == [str(kind(1)), str(kind(2))] if issubclass(kind, str) else [1, 2]
+    checkpointed = torch.load(path, weights_only=True)["callbacks"]["Federation"]["store"]
+    assert checkpointed["clients"] == [str(kind(1)), str(kind(2))] if issubclass(kind, str) else [1, 2]
     second = trainer(2)
     second.fit(Module(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))), datamodule=clients, ckpt_path=path)
     assert second.callback_metrics["fed/clients"] == 2
@@ -458,7 +458,7 @@ def test_processes_forget_the_same_client(tmp_path, monkeypatch):
     first.put("a", 0, value(0))
     for rank, store in enumerate((first, second)):
         store.restore(1, {"folder": str(tmp_path), "run": 0})
-        store.start(SimpleNamespace(size=2, rank=rank, first=lambda run: run))
+        store.start(SimpleNamespace(size=2, rank=rank, broadcast=lambda run: run))
     save = lightning_fed.client.client_store.save_file
 
     def and_the_other(tensors, path):

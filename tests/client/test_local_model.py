@@ -91,8 +91,8 @@ def assert_equal(left, right):
             assert_equal(left[name], right[name])
     elif isinstance(left, list | tuple):
         assert len(left) == len(right)
-        for ours, theirs in zip(left, right, strict=True):
-            assert_equal(ours, theirs)
+        for left_item, right_item in zip(left, right, strict=True):
+            assert_equal(left_item, right_item)
     else:
         assert left == right or (left != left and right != right)
 
@@ -132,14 +132,14 @@ def test_what_is_packed_comes_back(name, tmp_path):
     store.put("a", 0, pack_optimizers([job.optimizer]))
     values = [parameter.detach().clone() for parameter in job.parameters]
     expected = job.train(3)
-    other = Job(name)
+    restored_job = Job(name)
     with torch.no_grad():
-        for parameter, value in zip(other.parameters, values, strict=True):
+        for parameter, value in zip(restored_job.parameters, values, strict=True):
             parameter.copy_(value)
-    unpack_optimizers([other.optimizer], store.get("a"))
-    for left, right in zip(other.train(3), expected, strict=True):
+    unpack_optimizers([restored_job.optimizer], store.get("a"))
+    for left, right in zip(restored_job.train(3), expected, strict=True):
         assert torch.equal(left, right)
-    assert_equal(other.optimizer.state_dict(), job.optimizer.state_dict())
+    assert_equal(restored_job.optimizer.state_dict(), job.optimizer.state_dict())
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -147,16 +147,16 @@ def test_keeping_optimizer_state(name):
     """Each client goes on with its own; a new one starts with a fresh one."""
     job = Job(name)
     local = LocalOptimizers([job.optimizer], mode="keep")
-    kept = {}
+    stored = {}
     expected = {client: Job(name) for client in "ab"}
     for client in "abaab":
-        local.start_visit(kept.get(client))
+        local.start_visit(stored.get(client))
         with torch.no_grad():
-            for parameter, theirs in zip(job.parameters, expected[client].parameters, strict=True):
-                parameter.copy_(theirs)
+            for parameter, expected_value in zip(job.parameters, expected[client].parameters, strict=True):
+                parameter.copy_(expected_value)
         for left, right in zip(job.train(2), expected[client].train(2), strict=True):
             assert torch.equal(left, right), client
-        kept[client] = {key: value.clone() for key, value in local.end_visit(1).items()}
+        stored[client] = {key: value.clone() for key, value in local.end_visit(1).items()}
     local.end_round()
     assert_equal(job.optimizer.state_dict(), Job(name).optimizer.state_dict())
 
@@ -165,9 +165,9 @@ def test_hyperparameters_are_the_rounds_where_state_is_kept():
     job = Job("Adam")
     job.train(2)
     packed = pack_optimizers([job.optimizer])
-    other = Job("Adam", lr=0.5)
-    unpack_optimizers([other.optimizer], packed)
-    assert [group["lr"] for group in other.optimizer.param_groups] == [0.5, 0.5]
+    restored_job = Job("Adam", lr=0.5)
+    unpack_optimizers([restored_job.optimizer], packed)
+    assert [group["lr"] for group in restored_job.optimizer.param_groups] == [0.5, 0.5]
 
 
 def test_state_that_is_not_of_tensors_and_numbers():
@@ -185,9 +185,9 @@ def test_numbers_and_names_are_packed():
     optimizer.state[parameter] = dict(state)
     packed = pack_optimizers([optimizer])
     assert all(isinstance(value, torch.Tensor) for value in packed.values())
-    other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], 0.1)
-    unpack_optimizers([other], packed)
-    (restored,) = other.state_dict()["state"].values()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], 0.1)
+    unpack_optimizers([optimizer], packed)
+    (restored,) = optimizer.state_dict()["state"].values()
     del state["none"]
     assert_equal(restored, state)
 
@@ -198,9 +198,9 @@ def test_several_optimizers_keep_their_own():
         job.train(2)
     packed = pack_optimizers([job.optimizer for job in jobs])
     others = [Job("Adam"), Job("SGD"), Job("Adagrad")]
-    unpack_optimizers([other.optimizer for other in others], packed)
-    for job, other in zip(jobs, others, strict=True):
-        assert_equal(other.optimizer.state_dict(), job.optimizer.state_dict())
+    unpack_optimizers([restored_job.optimizer for restored_job in others], packed)
+    for job, restored_job in zip(jobs, others, strict=True):
+        assert_equal(restored_job.optimizer.state_dict(), job.optimizer.state_dict())
 
 
 # --- schedulers and the loss scale -----------------------------------------------------------------------------------
@@ -476,9 +476,9 @@ def test_buffers_that_are_replaced_are_as_those_that_are_written_into(options, p
         trainer.fit(module, models.as_datasets(models.vectors()))
         states.append([dict(module.named_parameters()) | dict(module.named_buffers())])
         states[-1] += [store.get(client) or {} for client in models.vectors()]
-    for ours, theirs in zip(*states, strict=True):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    for state, reference in zip(*states, strict=True):
+        assert state.keys() == reference.keys()
+        assert all(torch.equal(value, reference[name]) for name, value in state.items())
     assert bool(states[0][0]["centre"].any()) == (persistent and not options)
 
 
@@ -507,7 +507,7 @@ def test_entries_that_are_added_between_rounds_are_named(federated_trainer):
 
 
 def test_rows_that_do_not_fit_leave_the_module_as_it_was():
-    """Nothing is written: neither the entries that fit nor the rows."""
+    """Neither the entries that fit nor the rows are written."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
     policies = dict.fromkeys(net.state_dict(), "shared") | {"1.weight": "sliced"}

@@ -51,10 +51,10 @@ def assert_same_bits(first: object, second: object) -> None:
     assert type(first) is list
     assert type(second) is list
     assert len(first) == len(second) == 2
-    for one, other in zip(first, second, strict=True):
-        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-        assert one.is_contiguous()
-        assert torch.equal(one, other)
+    for left, right in zip(first, second, strict=True):
+        assert (left.dtype, left.shape, left.stride()) == (right.dtype, right.shape, right.stride())
+        assert left.is_contiguous()
+        assert torch.equal(left, right)
 
 
 @pytest.mark.parametrize("name", DATASETS)
@@ -98,8 +98,8 @@ def test_normalisation_is_that_of_torchvision():
     stored = images(12, 3, 16, 16)
     pipeline = transforms.Compose([transforms.ToTensor(), transforms.Normalize(mean, std)])
     expected = torch.stack([pipeline(image.permute(1, 2, 0).numpy()) for image in stored])
-    got, _ = ArrayDataset(stored, classes(), mean=mean, std=std).get_batch(range(12))
-    assert torch.equal(got, expected)
+    inputs, _ = ArrayDataset(stored, classes(), mean=mean, std=std).get_batch(range(12))
+    assert torch.equal(inputs, expected)
 
 
 def test_types_in_memory_and_handed_out():

@@ -23,11 +23,12 @@ SIZES = {"ann": 9, "bob": 4, "cid": 1, "dan": 11}
 def numbered(sizes=SIZES):
     """Client to a data set whose examples are numbers: 100 for ann's first, 101 for her second, 200 for bob's first."""
     return {
-        name: TensorDataset(torch.arange(size) + 100 * place) for place, (name, size) in enumerate(sizes.items(), 1)
+        name: TensorDataset(torch.arange(size) + 100 * position)
+        for position, (name, size) in enumerate(sizes.items(), 1)
     }
 
 
-def own(batch_size=4, datasets=None, collate=None, **options):
+def separate_datasets(batch_size=4, datasets=None, collate=None, **options):
     return DatasetClients(DatasetsSource(datasets or numbered(), collate), batch_size, **options)
 
 
@@ -53,9 +54,9 @@ def plan(population, *visits):
 
 
 def served(population, *visits):
-    """What the visits are served: (place, numbers of the batch)."""
+    """The batches of the visits: (position of the visit, numbers of the batch)."""
     try:
-        return [(item.place, item.batch[0].tolist()) for item in population.stream(plan(population, *visits))]
+        return [(item.position, item.batch[0].tolist()) for item in population.stream(plan(population, *visits))]
     finally:
         population.close()
 
@@ -94,7 +95,7 @@ def test_batches_are_torchs_but_for_a_single_example_at_the_end(num_samples, bat
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_client_has_as_many_batches_as_are_cut(drop_last):
-    population = own(drop_last=drop_last)
+    population = separate_datasets(drop_last=drop_last)
     assert {name: population.num_samples(name) for name in SIZES} == SIZES
     expected = {"ann": 2, "bob": 1, "cid": 0, "dan": 2} if drop_last else {"ann": 2, "bob": 1, "cid": 1, "dan": 3}
     assert {name: population.batches_per_epoch(name) for name in SIZES} == expected
@@ -104,43 +105,43 @@ def test_a_client_has_as_many_batches_as_are_cut(drop_last):
 def test_a_pass_aside_leaves_nothing_out(workers):
     """Of a client that is too small to train too; the stream that is under way goes on as it was."""
     visits = Visit("dan", 0, 11), Visit("ann", 0, 12)
-    expected = served(own(drop_last=True), *visits)
-    population = own(drop_last=True, loader_options={"num_workers": workers})
+    expected = served(separate_datasets(drop_last=True), *visits)
+    population = separate_datasets(drop_last=True, loader_options={"num_workers": workers})
     training = population.stream(plan(population, *visits))
     first = next(training)
     for client, size in SIZES.items():
         visit = Visit(client, 0, 13)
-        count = visit.num_batches(population.batches_per_epoch(client, aside=True))
-        (*batches,) = population.stream([PlannedVisit(visit, size, count)], aside=True)
+        count = visit.num_batches(population.batches_per_epoch(client, isolated=True))
+        (*batches,) = population.stream([PlannedVisit(visit, size, count)], isolated=True)
         assert [item.batch[0].tolist() for item in batches] == by_hand(client, 13)
-    assert [(item.place, item.batch[0].tolist()) for item in (first, *training)] == expected
+    assert [(item.position, item.batch[0].tolist()) for item in (first, *training)] == expected
     population.close()
 
 
 # --- whose examples, in which order -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [own, parts], ids=["data sets of their own", "parts of one data set"])
+@pytest.mark.parametrize("make", [separate_datasets, parts], ids=["data sets of their own", "parts of one data set"])
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
 def test_the_batches_of_a_round_are_those_cut_by_hand(make, shuffle):
     visits = Visit("dan", 0, 11, epochs=2), Visit("cid", 0, 12), Visit("ann", 0, 13, epochs=3)
     expected = [
-        (place, batch)
-        for place, visit in enumerate(visits)
+        (position, batch)
+        for position, visit in enumerate(visits)
         for batch in by_hand(visit.client, visit.seed, visit.epochs, shuffle=shuffle)
     ]
     assert served(make(shuffle=shuffle), *visits) == expected
 
 
-@pytest.mark.parametrize("make", [own, parts], ids=["data sets of their own", "parts of one data set"])
+@pytest.mark.parametrize("make", [separate_datasets, parts], ids=["data sets of their own", "parts of one data set"])
 def test_a_batch_is_of_one_client_and_an_epoch_has_every_example_once(make):
-    visits = [Visit(name, 0, place, epochs=2) for place, name in enumerate(SIZES)]
+    visits = [Visit(name, 0, position, epochs=2) for position, name in enumerate(SIZES)]
     batches = served(make(batch_size=3), *visits)
-    for place, batch in batches:
-        assert {number // 100 for number in batch} == {place + 1}
-    for place, size in enumerate(SIZES.values()):
-        seen = [number for where, batch in batches if where == place for number in batch]
-        everything = [100 * (place + 1) + number for number in range(size)]
+    for position, batch in batches:
+        assert {number // 100 for number in batch} == {position + 1}
+    for position, size in enumerate(SIZES.values()):
+        seen = [number for where, batch in batches if where == position for number in batch]
+        everything = [100 * (position + 1) + number for number in range(size)]
         assert sorted(seen[:size]) == sorted(seen[size:]) == everything
 
 
@@ -149,33 +150,35 @@ def test_the_order_depends_on_the_visits_seed_alone():
     for state, before in [(0, ()), (1, ()), (0, (Visit("dan", 0, 8),)), (0, (Visit("ann", 0, 9),))]:
         L.seed_everything(state, verbose=False)
         visits = *before, Visit("ann", 3, 5)
-        assert [batch for place, batch in served(own(), *visits) if place == len(before)] == expected
-    assert [batch for _, batch in served(own(), Visit("ann", 3, 6))] != expected
+        assert [
+            batch for position, batch in served(separate_datasets(), *visits) if position == len(before)
+        ] == expected
+    assert [batch for _, batch in served(separate_datasets(), Visit("ann", 3, 6))] != expected
 
 
 def test_fetching_moves_no_global_generator():
     L.seed_everything(1, verbose=False)
     expected = random.random(), np.random.rand(), torch.rand(2).tolist()  # noqa: NPY002
     L.seed_everything(1, verbose=False)
-    served(own(), Visit("ann", 0, 5))
+    served(separate_datasets(), Visit("ann", 0, 5))
     assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == expected  # noqa: NPY002
 
 
 def test_steps_go_on_into_further_epochs():
     endless = by_hand("ann", 5, epochs=4)
     for steps in (1, 2, 5, 7):
-        batches = [batch for _, batch in served(own(), Visit("ann", 0, 5, steps=steps))]
+        batches = [batch for _, batch in served(separate_datasets(), Visit("ann", 0, 5, steps=steps))]
         assert batches == endless[:steps]
 
 
 def test_what_is_not_full_is_left_out_of_every_epoch():
-    batches = [batch for _, batch in served(own(drop_last=True), Visit("dan", 0, 5, epochs=2))]
+    batches = [batch for _, batch in served(separate_datasets(drop_last=True), Visit("dan", 0, 5, epochs=2))]
     orders = [300 + 100 + np.random.default_rng([5, epoch]).permutation(11) for epoch in range(2)]
     assert batches == [order[start : start + 4].tolist() for order in orders for start in (0, 4)]
 
 
 def test_every_round_is_served_anew():
-    population = own()
+    population = separate_datasets()
     expected = [(0, batch) for batch in by_hand("ann", 5)]
     half = population.stream(plan(population, Visit("dan", 0, 1)))
     next(half)  # a round that is cut short
@@ -202,13 +205,13 @@ class Augmented(Dataset):
 
 def augmented(num_workers):
     options = {"num_workers": num_workers, "persistent_workers": True} if num_workers else {}
-    return own(datasets={"ann": Augmented(100), "dan": Augmented(400, 11)}, loader_options=options)
+    return separate_datasets(datasets={"ann": Augmented(100), "dan": Augmented(400, 11)}, loader_options=options)
 
 
 def fetch_augmented(num_workers, *visits):
     population = augmented(num_workers)
     try:
-        return [(item.place, item.batch) for item in population.stream(plan(population, *visits))]
+        return [(item.position, item.batch) for item in population.stream(plan(population, *visits))]
     finally:
         population.close()
 
@@ -217,11 +220,11 @@ def test_workers_serve_the_same_examples_and_their_number_does_not_matter():
     visits = Visit("dan", 0, 11, epochs=2), Visit("ann", 0, 13)
     runs = {workers: fetch_augmented(workers, *visits) for workers in (0, 1, 2)}
     for workers in (1, 2):
-        assert [(place, batch[0].tolist()) for place, batch in runs[workers]] == [
-            (place, batch[0].tolist()) for place, batch in runs[0]
+        assert [(position, batch[0].tolist()) for position, batch in runs[workers]] == [
+            (position, batch[0].tolist()) for position, batch in runs[0]
         ]
-    for (_, one), (_, two) in zip(runs[1], runs[2], strict=True):
-        assert torch.equal(one[1], two[1])
+    for (_, left_batch), (_, two) in zip(runs[1], runs[2], strict=True):
+        assert torch.equal(left_batch[1], two[1])
 
 
 def test_augmentation_in_a_worker_is_drawn_from_the_visits_seed_and_the_number_of_the_batch():
@@ -303,20 +306,20 @@ FETCHED = {
 }
 
 
-def assert_same_batch(one, other):
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert one.stride() == other.stride()
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        assert_same_batch(list(one.values()), list(other.values()))
-    elif isinstance(one, list | tuple):
-        for left, right in zip(one, other, strict=True):
+def assert_same_batch(left_batch, right_batch):
+    assert type(left_batch) is type(right_batch)
+    if isinstance(left_batch, torch.Tensor):
+        assert left_batch.dtype == right_batch.dtype
+        assert left_batch.stride() == right_batch.stride()
+        assert torch.equal(left_batch, right_batch)
+    elif isinstance(left_batch, dict):
+        assert list(left_batch) == list(right_batch)
+        assert_same_batch(list(left_batch.values()), list(right_batch.values()))
+    elif isinstance(left_batch, list | tuple):
+        for left, right in zip(left_batch, right_batch, strict=True):
             assert_same_batch(left, right)
     else:
-        assert one == other
+        assert left_batch == right_batch
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["data sets of their own", "parts of one data set"])
@@ -332,7 +335,7 @@ def test_batches_are_those_of_torchs_own_loader(name, shared):
 
 
 def test_batches_share_no_memory_with_the_data_set():
-    population = own()
+    population = separate_datasets()
     visit = Visit("bob", 0, 0)
     for item in population.stream(plan(population, visit)):
         item.batch[0].zero_()
@@ -370,15 +373,15 @@ def test_a_transform_belongs_to_its_client():
     visits = Visit("ann", 0, 1), Visit("bob", 0, 2), Visit("dan", 0, 3)
     batches = served(parts(transform=transform), *visits)
     expected = [
-        (place, [number + 30_000 * (visit.client != "bob") for number in batch])
-        for place, visit in enumerate(visits)
+        (position, [number + 30_000 * (visit.client != "bob") for number in batch])
+        for position, visit in enumerate(visits)
         for batch in by_hand(visit.client, visit.seed)
     ]
     assert batches == expected
 
 
 def test_a_collation_of_ones_own():
-    population = own(collate=lambda samples: [torch.stack([sample[0] for sample in samples]) + 0.5])
+    population = separate_datasets(collate=lambda samples: [torch.stack([sample[0] for sample in samples]) + 0.5])
     batches = [batch for _, batch in served(population, Visit("ann", 0, 1))]
     assert batches == [[number + 0.5 for number in batch] for batch in by_hand("ann", 1)]
 
@@ -408,16 +411,16 @@ class Builder:
 
 def test_a_clients_data_are_built_once_per_visit_and_let_go():
     build = Builder()
-    population = own(datasets=LazyClients(range(10**9), build))
+    population = separate_datasets(datasets=LazyClients(range(10**9), build))
     assert build.built == []
-    for place, client in enumerate([7, 10**8, 3, 7]):
-        assert {batch[0] // 100 for _, batch in served(population, Visit(client, 0, place))} == {client}
+    for position, client in enumerate([7, 10**8, 3, 7]):
+        assert {batch[0] // 100 for _, batch in served(population, Visit(client, 0, position))} == {client}
     assert build.built == [7, 10**8, 3, 7]
     assert build.most_alive <= 3  # two are kept while a third is built
 
 
 def test_a_clients_data_are_known_by_its_key_alone():
-    population = own(datasets=LazyClients([3, 1], Builder()))
+    population = separate_datasets(datasets=LazyClients([3, 1], Builder()))
     assert list(population.clients) == [3, 1]
     assert served(population, Visit(1, 0, 0))[0][1][0] // 100 == 1
 
@@ -443,12 +446,12 @@ class Breaks(Dataset):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_stands_for_its_batch(workers):
     datasets = {"good": Breaks(-1), "bad": Breaks(5), "better": Breaks(-1, 4)}
-    population = own(2, datasets, shuffle=False, loader_options={"num_workers": workers})
+    population = separate_datasets(2, datasets, shuffle=False, loader_options={"num_workers": workers})
     visits = plan(population, *(Visit(name, 0, 0) for name in datasets))
     items = list(population.stream(visits))
     population.close()
-    places = [item.place for item in items]
-    assert places == [0] * 4 + [1] * 4 + [2] * 2
+    positions = [item.position for item in items]
+    assert positions == [0] * 4 + [1] * 4 + [2] * 2
     faults = [number for number, item in enumerate(items) if item.error is not None]
     assert faults == [6]
     assert "image 5 is truncated" in str(items[6].error)
@@ -457,17 +460,17 @@ def test_an_error_stands_for_its_batch(workers):
 
 
 def test_nothing_more_is_fetched_for_a_visit_with_a_fault():
-    population = own(2, {"bad": Breaks(0), "good": Breaks(-1, 4)}, shuffle=False)
+    population = separate_datasets(2, {"bad": Breaks(0), "good": Breaks(-1, 4)}, shuffle=False)
     visits = plan(population, Visit("bad", 0, 0), Visit("good", 0, 0))
     seen = []
     for item in population.stream(visits):
-        seen.append((item.place, item.error is not None))
+        seen.append((item.position, item.error is not None))
         if item.error is not None:
-            visits[item.place].fault = "image 5 is truncated"
+            visits[item.position].fault = "image 5 is truncated"
     assert seen == [(0, True), (1, False), (1, False)]
 
 
 @pytest.mark.parametrize("batch_size", [0, -1])
 def test_batches_of_nothing(batch_size):
     with pytest.raises(ValueError, match=f"Expected `batch_size` to be at least 1, but got {batch_size}"):
-        own(batch_size)
+        separate_datasets(batch_size)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fed.data.interleave import OwnNumbers, noticing_draws, rebuild, stack_batches, tensors_of
+from lightning_fed.data.interleave import ClientGenerators, batch_tensors, detect_draws, rebuild_batch, stack_batches
 from lightning_fed.data.population import seed_everything
 
 Pair = namedtuple("Pair", ["image", "label"])
@@ -24,19 +24,19 @@ def alone(seed, count):
 
 def test_clients_draw_in_turns_what_they_would_draw_alone():
     expected = {0: alone(7, 3), 1: alone(8, 3)}
-    numbers, drawn = OwnNumbers([7, 8]), {0: [], 1: []}
+    numbers, drawn = ClientGenerators([7, 8]), {0: [], 1: []}
     for client in (0, 1, 1, 0, 0, 1):
-        numbers.turn_to(client)
+        numbers.switch_to(client)
         drawn[client].append(draw())
     assert drawn == expected
 
 
 def test_torchs_numbers_alone():
     """Python's and NumPy's then go on from client to client."""
-    numbers = OwnNumbers([7, 8], everywhere=False)
+    numbers = ClientGenerators([7, 8], everywhere=False)
     drawn = []
     for client in (0, 1, 0):
-        numbers.turn_to(client)
+        numbers.switch_to(client)
         drawn.append(draw())
     expected = alone(7, 2)
     assert (drawn[0], drawn[2][2]) == (expected[0], expected[1][2])
@@ -48,7 +48,7 @@ def test_torchs_numbers_alone():
     [(random.random, True), (np.random.rand, True), (lambda: torch.rand(1), False), (lambda: None, False)],
 )
 def test_draws_are_noticed(draw, drawn):
-    with noticing_draws() as has_drawn:
+    with detect_draws() as has_drawn:
         draw()
     assert has_drawn == [drawn]
 
@@ -63,7 +63,7 @@ def test_batches_of_one_form_are_stacked_whatever_holds_them():
     assert isinstance(parts[0].batch["pair"], Pair)
     for part in parts:
         for row, client in enumerate(part.clients):
-            own = rebuild(part.batch, iter([tensor[row] for tensor in tensors_of(part.batch)]))
-            assert own["name"] == batches[client]["name"]
-            assert torch.equal(own["pair"].image, batches[client]["pair"].image)
-            assert torch.equal(own["pair"].label[0], batches[client]["pair"].label[0])
+            rebuilt = rebuild_batch(part.batch, iter([tensor[row] for tensor in batch_tensors(part.batch)]))
+            assert rebuilt["name"] == batches[client]["name"]
+            assert torch.equal(rebuilt["pair"].image, batches[client]["pair"].image)
+            assert torch.equal(rebuilt["pair"].label[0], batches[client]["pair"].label[0])

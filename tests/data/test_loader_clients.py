@@ -35,14 +35,14 @@ class Measured(Stream):
 class Promising:
     """A loader that promises more or fewer batches than it gives."""
 
-    def __init__(self, length, given):
-        self.dataset, self.length, self.given = DATASET, length, given
+    def __init__(self, length, num_given):
+        self.dataset, self.length, self.num_given = DATASET, length, num_given
 
     def __len__(self):
         return self.length
 
     def __iter__(self):
-        return iter([torch.tensor([number]) for number in range(self.given)])
+        return iter([torch.tensor([number]) for number in range(self.num_given)])
 
 
 class Breaking(Promising):
@@ -64,7 +64,7 @@ def served(loaders, *visits, num_batches=None):
         PlannedVisit(visit, 1, num_batches or visit.num_batches(population.batches_per_epoch(visit.client)))
         for visit in visits
     ]
-    return [(item.place, item.error or numbers(item.batch)) for item in population.stream(planned)]
+    return [(item.position, item.error or numbers(item.batch)) for item in population.stream(planned)]
 
 
 # --- what is counted --------------------------------------------------------------------------------------------------
@@ -175,8 +175,8 @@ def test_an_error_ends_its_visit_and_no_other():
 
 
 def test_a_loader_without_a_batch_is_an_error():
-    ((place, error),) = served({"empty": Promising(2, 0)}, Visit("empty", 0, 0, steps=5))
-    assert place == 0
+    ((position, error),) = served({"empty": Promising(2, 0)}, Visit("empty", 0, 0, steps=5))
+    assert position == 0
     assert isinstance(error, ValueError)
     assert str(error) == "its loader gave no batch"
 

@@ -54,11 +54,11 @@ def test_every_clients_data_are_cut_in_two(partition, fraction):
     assert population.clients == list(split)
     for client, indices in split.items():
         held_out = numbers(data.val_clients()[client])
-        kept = population.source.indices[client].tolist()
+        trained = population.source.indices[client].tolist()
         assert len(held_out) == max(1, int(fraction * len(indices)))
-        assert sorted(held_out + kept) == sorted(indices.tolist())
-        assert kept == numbers([[image[None]] for image, _ in data.clients[client]])
-        assert population.num_samples(client) == len(kept)
+        assert sorted(held_out + trained) == sorted(indices.tolist())
+        assert trained == numbers([[image[None]] for image, _ in data.clients[client]])
+        assert population.num_samples(client) == len(trained)
     everything = sorted(index for indices in split.values() for index in indices.tolist())
     assert sorted(numbers(data.train_dataloader()) + numbers(data.val_dataloader())) == everything
     assert numbers(data.test_dataloader()) == list(range(90))
@@ -72,16 +72,16 @@ def test_the_split_is_that_of_a_federation(federated_trainer):
     source = Numbered()
     trainer.fit(ClassificationTask("mlp", 5, input_size=2), datamodule=source)
     for client, indices in trainer.federation.population.source.indices.items():
-        mine = data.population().source.indices[client].tolist() + numbers(data.val_clients()[client])
-        assert sorted(mine) == sorted(indices.tolist())
+        examples = data.population().source.indices[client].tolist() + numbers(data.val_clients()[client])
+        assert sorted(examples) == sorted(indices.tolist())
 
 
 def test_what_is_held_out_depends_on_seed_and_client():
     split = [{client: numbers(loader) for client, loader in set_up(ByGroup([i % 3 for i in range(90)]), seed=seed)
               .val_clients().items()} for seed in (0, 0, 1)]  # fmt: skip
     assert split[0] == split[1] != split[2]
-    places = [sorted(number // 3 for number in held_out) for held_out in split[0].values()]
-    assert places[0] != places[1]  # clients of equal sizes draw alone
+    held_out_positions = [sorted(number // 3 for number in held_out) for held_out in split[0].values()]
+    assert held_out_positions[0] != held_out_positions[1]  # clients of equal sizes draw alone
 
 
 def test_clients_with_test_data_of_their_own():
@@ -90,8 +90,8 @@ def test_clients_with_test_data_of_their_own():
     for client, indices in split.items():
         parts = [numbers(loaders[client]) for loaders in (data.val_clients(), data.test_clients())]
         assert [len(part) for part in parts] == [max(1, int(share * len(indices))) for share in (0.2, 0.3)]
-        kept = data.population().source.indices[client].tolist()
-        assert sorted(parts[0] + parts[1] + kept) == sorted(indices.tolist())
+        trained = data.population().source.indices[client].tolist()
+        assert sorted(parts[0] + parts[1] + trained) == sorted(indices.tolist())
     assert len(numbers(data.test_dataloader())) == sum(map(len, map(numbers, data.test_clients().values())))
     assert not set_up(Dirichlet(4, 0.5), seed=3).test_clients()
     tiny = set_up(ByGroup([0] * 85 + [1, 1, 1, 2, 2]), val_fraction=0.01, test_fraction=0.01)

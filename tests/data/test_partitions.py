@@ -58,7 +58,7 @@ def test_split_is_the_deal_under_the_clients_numbers(partition, left_over, caplo
     with caplog.at_level(logging.INFO):
         split = partition.split(DATASET, SEED)
     assert list(split) == list(range(K))
-    assert same(split, dict(enumerate(partition.deal(DATASET, SEED))))
+    assert same(split, dict(enumerate(partition.assign(DATASET, SEED))))
     assert all(type(client) is int for client in split)
     dealt = np.concatenate(list(split.values()))
     assert np.unique(dealt).size == dealt.size == N - left_over

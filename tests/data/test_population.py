@@ -1,4 +1,4 @@
-"""Who the clients are: a fixed order, nothing built before it is asked for, generators as Lightning seeds them."""
+"""Populations: a fixed order, lazily built data, generators as Lightning seeds them."""
 
 import random
 import re

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
 from lightning_fed.data.loader_clients import LoaderClients
-from lightning_fed.data.population import LazyClients, StreamItem
+from lightning_fed.data.population import LazyClients, VisitBatch
 from lightning_fed.data.round_loader import RoundLoader, describe
 from lightning_fed.server.schedule import Cohort, Visit
 
@@ -43,11 +43,11 @@ def population(datasets=None, **options):
 
 
 def cohort(*clients, round=0, **options):
-    return Cohort(tuple(Visit(client, round, 10 + place, **options) for place, client in enumerate(clients)))
+    return Cohort(tuple(Visit(client, round, 10 + position, **options) for position, client in enumerate(clients)))
 
 
 def walk(loader):
-    """Whose batch each is, how many are left, and its numbers, if any."""
+    """Client, remaining batches and numbers (if any) of every batch."""
     return [
         (loader.current.visit.client, loader.batches_left, None if batch is None else batch[0].tolist())
         for batch in loader
@@ -124,7 +124,7 @@ def test_a_round_saves_nothing():
 
 @pytest.mark.parametrize("kind", ["data sets", "loaders"])
 def test_a_visit_draws_from_its_own_seed_whoever_came_before(kind):
-    """What augments the batches draws what Lightning's `seed_everything` gives, from the visit's first batch on."""
+    """Augmentation of the batches draws what Lightning's `seed_everything` gives, from the visit's first batch on."""
     clients = {"ann": Numbers(8), "cid": Numbers(4)}
     if kind == "data sets":
         loader = RoundLoader(population(clients), cohort("ann", "cid"))
@@ -190,12 +190,12 @@ WITHOUT = {
 }
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("name", WITHOUT)
-def test_a_client_without_data_has_no_visit_and_a_reason(name, place):
+def test_a_client_without_data_has_no_visit_and_a_reason(name, position):
     make, reason = WITHOUT[name]
     clients = ["ann"]
-    clients.insert(place, "bad")
+    clients.insert(position, "bad")
     loader = RoundLoader(make(), cohort(*clients))
     assert loader.failed == {"bad": reason}
     assert [planned.visit.client for planned in loader.visits] == ["ann"]
@@ -224,12 +224,12 @@ def test_a_round_without_visits_serves_one_none(members):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("breaks_at", [0, 5, 11])
-def test_a_visit_that_fails_is_padded(breaks_at, place, workers):
+def test_a_visit_that_fails_is_padded(breaks_at, position, workers):
     clients = {"ann": Numbers(9), "bob": Numbers(3)}
     names = list(clients)
-    names.insert(place, "bad")
+    names.insert(position, "bad")
     served = population({**clients, "bad": Numbers(12, breaks_at)}, loader_options={"num_workers": workers})
     loader = RoundLoader(served, cohort(*names))
     seen = walk(loader)
@@ -263,9 +263,9 @@ class Ahead(DatasetClients):
     """Serves three items for a visit that has failed already, as workers that ran ahead do."""
 
     def stream(self, visits):
-        yield StreamItem(0, error=OSError("image 7 is truncated"))
-        yield from [StreamItem(0, [torch.tensor([number])]) for number in range(3)]
-        yield StreamItem(1, [torch.tensor([70])])
+        yield VisitBatch(0, error=OSError("image 7 is truncated"))
+        yield from [VisitBatch(0, [torch.tensor([number])]) for number in range(3)]
+        yield VisitBatch(1, [torch.tensor([70])])
 
 
 def test_what_workers_fetched_ahead_for_a_failed_visit_is_passed_over():
@@ -300,8 +300,8 @@ def test_a_limit_cuts_the_rounds_end(limit, counts, caplog):
     assert [(client, left) for client, left, _ in walk(loader)] == expected
     assert len(loader) == 5  # Lightning applies its limit to this number again
     warned = [message for message in caplog.messages if "`limit_train_batches` cuts the round" in message]
-    kept = sum(count > 0 for count in counts)
-    cut = f"from 3 visits and 5 batches to {kept} visits and {len(expected)} batches"
+    num_visits = sum(count > 0 for count in counts)
+    cut = f"from 3 visits and 5 batches to {num_visits} visits and {len(expected)} batches"
     assert len(warned) == (len(expected) < 5)
     assert all(cut in message for message in warned)
 

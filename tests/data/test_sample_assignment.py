@@ -121,7 +121,7 @@ def test_split_is_the_same_in_another_process_with_numpy_alone():
         "    sys.modules[name] = types.ModuleType(name)\n"
         "sys.modules[name].__path__ = [sys.argv[1]]\n"
         "import lightning_fed.data.sample_assignment as m\n"
-        "print(m.deal_evenly(20, 3, 5)[0].tolist(), m.pixel_permutation(9, 4, 5).tolist(),"
+        "print(m.assign_evenly(20, 3, 5)[0].tolist(), m.pixel_permutation(9, 4, 5).tolist(),"
         " {'torch', 'lightning'} & set(sys.modules))"
     )
     result = subprocess.run(
@@ -221,8 +221,10 @@ def test_dirichlet_per_client_concentrations_sum_to_alpha():
 def test_dirichlet_per_class_is_distributed_as_in_the_published_program(balance):
     labels = np.repeat([0, 1, 2], [40, 60, 20])
     rng = np.random.default_rng(0)
-    ours = [dirichlet_per_class(labels, 4, 0.7, seed, balance=balance, min_size=5) for seed in range(400)]
-    theirs = [references.dirichlet_per_class_reference(labels.tolist(), 4, 0.7, rng, balance, 5) for _ in range(400)]
+    splits = [dirichlet_per_class(labels, 4, 0.7, seed, balance=balance, min_size=5) for seed in range(400)]
+    reference_splits = [
+        references.dirichlet_per_class_reference(labels.tolist(), 4, 0.7, rng, balance, 5) for _ in range(400)
+    ]
     statistics = {
         "size of a client": lambda parts: len(parts[1]),
         "largest size": lambda parts: max(len(part) for part in parts),
@@ -231,7 +233,7 @@ def test_dirichlet_per_class_is_distributed_as_in_the_published_program(balance)
         "where they are": lambda parts: float(np.mean([i for i in parts[2] if labels[i] == 1] or [0.0])),
     }
     for name, statistic in statistics.items():
-        assert ks_2samp([*map(statistic, ours)], [*map(statistic, theirs)]).pvalue > 1e-3, name
+        assert ks_2samp([*map(statistic, splits)], [*map(statistic, reference_splits)]).pvalue > 1e-3, name
 
 
 @pytest.mark.parametrize("alpha", [0.3, 3.0])
@@ -240,13 +242,18 @@ def test_dirichlet_per_client_is_distributed_as_in_the_paper(alpha, prior):
     labels = np.repeat([0, 1, 2], [10, 30, 60])
     pi = [0.1, 0.3, 0.6] if prior == "empirical" else [1 / 3] * 3
     rng = np.random.default_rng(0)
-    ours = [dirichlet_per_client(labels, 5, alpha, seed, prior=prior) for seed in range(400)]
-    theirs = [references.dirichlet_per_client_reference(labels.tolist(), 5, alpha, rng, pi) for _ in range(400)]
+    splits = [dirichlet_per_client(labels, 5, alpha, seed, prior=prior) for seed in range(400)]
+    reference_splits = [
+        references.dirichlet_per_client_reference(labels.tolist(), 5, alpha, rng, pi) for _ in range(400)
+    ]
     for client in (0, 2, 4):  # the classes run out for the last ones
         for label in range(3):
-            counts = [[int((labels[parts[client]] == label).sum()) for parts in source] for source in (ours, theirs)]
+            counts = [
+                [int((labels[parts[client]] == label).sum()) for parts in source]
+                for source in (splits, reference_splits)
+            ]
             assert ks_2samp(*counts).pvalue > 1e-3, (client, label)
-    positions = [[float(np.mean(parts[0])) for parts in source] for source in (ours, theirs)]
+    positions = [[float(np.mean(parts[0])) for parts in source] for source in (splits, reference_splits)]
     assert ks_2samp(*positions).pvalue > 1e-3
 
 
@@ -330,12 +337,12 @@ def test_labels_per_client_properties(num_labels):
 
 def test_labels_per_client_chooses_labels_as_the_published_program():
     rng = np.random.default_rng(0)
-    ours, theirs = [], []
+    splits, reference_splits = [], []
     for seed in range(200):
         parts = labels_per_client(BALANCED, 12, 3, seed)
-        ours.append(sum((BALANCED[part] == 9).any() for part in parts))
-        theirs.append(sum(9 in owned for owned in references.label_owners_reference(12, 10, 3, rng)))
-    assert ks_2samp(ours, theirs).pvalue > 1e-3
+        splits.append(sum((BALANCED[part] == 9).any() for part in parts))
+        reference_splits.append(sum(9 in owned for owned in references.label_owners_reference(12, 10, 3, rng)))
+    assert ks_2samp(splits, reference_splits).pvalue > 1e-3
 
 
 def test_labels_per_client_leaves_out_a_label_only_without_owner():
@@ -384,10 +391,10 @@ def test_labels_evenly_assigned_are_random():
 
 def test_quantity_skew_is_distributed_as_in_the_published_program():
     rng = np.random.default_rng(0)
-    ours = [[part.size for part in quantity_skew(200, 5, seed, beta=0.5, min_size=4)] for seed in range(400)]
-    theirs = [references.quantity_skew_reference(200, 5, 0.5, rng, 4) for _ in range(400)]
+    splits = [[part.size for part in quantity_skew(200, 5, seed, beta=0.5, min_size=4)] for seed in range(400)]
+    reference_splits = [references.quantity_skew_reference(200, 5, 0.5, rng, 4) for _ in range(400)]
     for statistic in (max, min, lambda sizes: sizes[0], lambda sizes: sizes[-1]):
-        assert ks_2samp([*map(statistic, ours)], [*map(statistic, theirs)]).pvalue > 1e-3
+        assert ks_2samp([*map(statistic, splits)], [*map(statistic, reference_splits)]).pvalue > 1e-3
 
 
 def test_quantity_skew_lognormal_sizes():

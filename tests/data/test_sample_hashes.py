@@ -23,11 +23,11 @@ def test_one_number_for_each_content(dtype, size):
 
 def test_a_single_bit_makes_another_number():
     sample = torch.randn(1, 3, 5, 5)
-    for place in range(75):
+    for index in range(75):
         for bit in range(0, 32, 5):
-            other = sample.clone()
-            other.view(torch.int32).view(-1)[place] ^= 1 << bit
-            assert sample_hashes(other) != sample_hashes(sample)
+            changed = sample.clone()
+            changed.view(torch.int32).view(-1)[index] ^= 1 << bit
+            assert sample_hashes(changed) != sample_hashes(sample)
 
 
 @pytest.mark.parametrize(

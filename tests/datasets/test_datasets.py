@@ -179,9 +179,9 @@ def write_camvid_npz(folder, drives=DRIVES, plain_masks=False):
 def write_camvid_folder(folder):
     frames, images, masks = camvid_frames()
     for number, split, name in frames:
-        for place, array in ((split, images[number]), (f"{split}annot", masks[number])):
-            (folder / place).mkdir(parents=True, exist_ok=True)
-            Image.fromarray(array).save(folder / place / f"{name}.png")
+        for folder_name, array in ((split, images[number]), (f"{split}annot", masks[number])):
+            (folder / folder_name).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(array).save(folder / folder_name / f"{name}.png")
 
 
 # What all have in common --------------------------------------------------------------------------------------------
@@ -232,9 +232,9 @@ def test_subsets_are_a_pure_function_of_the_seed(module):
 
 def test_a_smaller_training_subset_is_part_of_a_larger_one_in_the_same_order(module):
     small, large = (module(train_size=size).train_dataset.inputs for size in (4, 9))
-    places = [next(i for i, image in enumerate(large) if torch.equal(image, one)) for one in small]
-    assert places == sorted(places)
-    assert len(set(places)) == 4
+    positions = [next(i for i, image in enumerate(large) if torch.equal(image, one)) for one in small]
+    assert positions == sorted(positions)
+    assert len(set(positions)) == 4
 
 
 def test_loaders(module):
@@ -617,9 +617,9 @@ def test_camvid_runs_of_frames(tmp_path):
     data = CamVid(tmp_path, image_size=None, group_by="frames", frames_per_client=4)
     runs = data.train_dataset.groups.tolist()
     assert runs == ["A1/000"] * 5 + ["A1/001"] * 4 + ["B2/000"] * 5
-    kept = CamVid(tmp_path, image_size=None, group_by="frames", frames_per_client=4, train_size=6).train_dataset
-    places = (kept.inputs[:, 0, 0, 0] / 2).round().long().tolist()
-    assert kept.groups.tolist() == [runs[place] for place in places], "a subset keeps its frames' runs"
+    subset = CamVid(tmp_path, image_size=None, group_by="frames", frames_per_client=4, train_size=6).train_dataset
+    positions = (subset.inputs[:, 0, 0, 0] / 2).round().long().tolist()
+    assert subset.groups.tolist() == [runs[position] for position in positions], "a subset keeps its frames' runs"
     ones = CamVid(tmp_path, image_size=None, group_by="frames", frames_per_client=1).train_dataset
     assert len(set(ones.groups)) == 14
 

@@ -155,12 +155,12 @@ def test_real_omniglot():
     background, number = file["split"] == 0, file["drawer"]
     parts = {"train": number <= 14, "val": (number > 14) & (number <= 16), "test": number > 16}
     alphabets = file["alphabet_names"][file["alphabet"]]
-    for split, own in parts.items():
-        dataset, own = getattr(data, f"{split}_dataset"), own & background
-        assert np.array_equal(dataset.inputs[:, 0].numpy(), file["images"][own])
-        assert np.array_equal(dataset.targets.numpy(), file["label"][own])
+    for split, samples in parts.items():
+        dataset, samples = getattr(data, f"{split}_dataset"), samples & background
+        assert np.array_equal(dataset.inputs[:, 0].numpy(), file["images"][samples])
+        assert np.array_equal(dataset.targets.numpy(), file["label"][samples])
         assert (np.bincount(dataset.targets.numpy()) == {"train": 14, "val": 2, "test": 4}[split]).all()  # of 964
-        expected = np.char.add(np.char.add(alphabets[own], "/"), np.char.zfill(number[own].astype(str), 2))
+        expected = np.char.add(np.char.add(alphabets[samples], "/"), np.char.zfill(number[samples].astype(str), 2))
         assert np.array_equal(dataset.groups, expected)
     assert np.array_equal(data.retrieval_dataset.targets.numpy(), file["label"][~background])
     assert np.array_equal(np.unique(data.retrieval_dataset.targets), np.arange(964, 964 + 659))
@@ -186,6 +186,6 @@ def test_real_clients():
     labels = dataset.targets.numpy()
     split = LabelsPerClient(49, 20, "even").split(dataset, 0)
     owned = [np.unique(labels[indices]) for indices in split.values()]
-    assert [len(own) for own in owned] == [20] * 49
+    assert [len(samples) for samples in owned] == [20] * 49
     assert sorted(np.bincount(np.concatenate(owned), minlength=964)) == [1] * 948 + [2] * 16
     assert sum(len(indices) for indices in split.values()) == 964 * 14

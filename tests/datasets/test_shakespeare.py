@@ -68,11 +68,11 @@ def test_every_step_and_strides(tmp_path, stride):
     last.setup()
     for name in (NAMES[0], NAMES[2]):
         text = texts[name]
-        expected = [text[place : place + 11] for place in range(0, int(0.8 * (len(text) - 10)), stride)]
+        expected = [text[start : start + 11] for start in range(0, int(0.8 * (len(text) - 10)), stride)]
         assert pairs(data, data.clients[name]) == [(window[:10], window[1:]) for window in expected]
-        for one, other in ((data.clients, last.clients), (data.val, last.val)):
-            assert torch.equal(one[name].inputs, other[name].inputs)
-            assert torch.equal(one[name].targets[:, -1], other[name].targets)
+        for first, second in ((data.clients, last.clients), (data.val, last.val)):
+            assert torch.equal(first[name].inputs, second[name].inputs)
+            assert torch.equal(first[name].targets[:, -1], second[name].targets)
     shared = data.clients[NAMES[0]].inputs
     assert shared.untyped_storage().nbytes() == 8 * 700  # the windows are views of the text
 
@@ -88,8 +88,8 @@ def test_blocks_of_text(tmp_path):
     (tmp_path / "tinyshakespeare.txt").write_text(text)
     roles = {"First Citizen": "You are all.\nResolved!\nOne word: go.", "All": "Speak, speak."}
     assert read_roles(tmp_path / "tinyshakespeare.txt") == roles
-    for place in (tmp_path, tmp_path / "tinyshakespeare.txt"):
-        data = Shakespeare(place, min_samples=20, seq_length=4, vocabulary="text")
+    for path in (tmp_path, tmp_path / "tinyshakespeare.txt"):
+        data = Shakespeare(path, min_samples=20, seq_length=4, vocabulary="text")
         assert data.vocabulary == "".join(sorted(set("".join(roles.values()))))  # of those left out too
         assert list(data.clients) == ["First Citizen"]
 
@@ -114,7 +114,7 @@ def test_generated_text():
     data = Shakespeare()
     assert data.population().clients == sorted(roles)
     counts = [np.bincount(data.encode(text), minlength=80) / len(text) for text in roles.values()]
-    apart = [np.abs(one - other).sum() for one in counts for other in counts if one is not other]
+    apart = [np.abs(first - second).sum() for first in counts for second in counts if first is not second]
     assert min(apart) > 0.1  # roles differ
     for name, text in roles.items():
         whole = [data.clients[name], data.val[name]]
@@ -134,7 +134,7 @@ def test_federated_and_pooled(federated_trainer, plain_trainer, tmp_path):
     logged = trainer.callback_metrics
     assert {f"client/{name}/val_acc" for name in (NAMES[0], NAMES[2], NAMES[3])} <= set(logged)
     assert float(logged["fed/val_perplexity/mean"]) > 1
-    assert trainer.num_val_batches == [sum(-(-len(own) // 20) for own in data.val.values())]
+    assert trainer.num_val_batches == [sum(-(-len(windows) // 20) for windows in data.val.values())]
     plain = plain_trainer(max_epochs=1)
     plain.fit(task, datamodule=data)
     assert plain.num_training_batches == -(-sum(map(len, data.clients.values())) // 64)
@@ -179,7 +179,7 @@ def test_the_real_plays():
     texts = {}
     for role, speech in content["speeches"]:
         texts.setdefault(content["roles"][role], []).append(speech)
-    texts = {role: "\n".join(own) for role, own in texts.items()}
+    texts = {role: "\n".join(speeches) for role, speeches in texts.items()}
     large = [role for role, text in texts.items() if len(text) >= 10_080]
     assert (len(texts), len(large)) == (1343, 136)
     data.setup()

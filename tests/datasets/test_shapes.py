@@ -38,8 +38,8 @@ def test_a_scene_depends_on_seed_split_and_index_only(scenes):
     # Not on the form of the targets either.
     assert torch.equal(ShapesDataset(7, image_size=SIZE, task="classification").inputs, scenes.inputs[:7])
     for options in ({"seed": 1}, {"split": "val"}, {"split": "test"}):
-        other = ShapesDataset(7, image_size=SIZE, **options)
-        assert not any(torch.equal(a, b) for a in other.inputs for b in scenes.inputs)
+        other_scenes = ShapesDataset(7, image_size=SIZE, **options)
+        assert not any(torch.equal(a, b) for a in other_scenes.inputs for b in scenes.inputs)
     assert len({image.numpy().tobytes() for image in scenes.inputs}) == 400
 
 

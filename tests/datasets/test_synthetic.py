@@ -19,8 +19,8 @@ def test_every_client_is_cut_into_three(fractions):
     assert data.population().clients == sorted(data.val) == sorted(data.test) == list(range(6))
     for client, (inputs, labels) in enumerate(drawn):
         train, val, test = parts(data, client)
-        for place, expected in enumerate((inputs, labels)):
-            joined = np.concatenate([part[place].numpy() for part in (train, val, test)])
+        for index, expected in enumerate((inputs, labels)):
+            joined = np.concatenate([part[index].numpy() for part in (train, val, test)])
             assert np.array_equal(joined, expected)
         num_test = int(fractions.get("test_fraction", 0.1) * len(labels))
         assert len(test[1]) == num_test >= 5
@@ -34,13 +34,17 @@ def test_no_part_is_empty():
 
 def test_the_seed_decides():
     states = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    first, again, other = Synthetic(num_clients=2, seed=1), Synthetic(num_clients=2, seed=1), Synthetic(num_clients=2)
+    first, again, other_seed = (
+        Synthetic(num_clients=2, seed=1),
+        Synthetic(num_clients=2, seed=1),
+        Synthetic(num_clients=2),
+    )
     assert torch.equal(torch.get_rng_state(), states[0])
     assert np.array_equal(np.random.get_state()[1], states[1])  # noqa: NPY002
     for client in range(2):
         for part, same in zip(parts(first, client), parts(again, client), strict=True):
             assert all(torch.equal(left, right) for left, right in zip(part, same, strict=True))
-    assert not torch.equal(first.clients[0].tensors[0][:9], other.clients[0].tensors[0][:9])
+    assert not torch.equal(first.clients[0].tensors[0][:9], other_seed.clients[0].tensors[0][:9])
 
 
 def test_federated_and_pooled(federated_trainer, plain_trainer):
@@ -52,7 +56,7 @@ def test_federated_and_pooled(federated_trainer, plain_trainer):
     scores = [float(trainer.callback_metrics[f"client/{client}/val_acc"]) for client in range(3)]
     assert float(trainer.callback_metrics["fed/val_acc/mean"]) == pytest.approx(np.mean(scores))
     (tested,) = trainer.test(task, datamodule=data, verbose=False)
-    inputs, labels = (torch.cat([parts(data, client)[2][place] for client in range(3)]) for place in (0, 1))
+    inputs, labels = (torch.cat([parts(data, client)[2][index] for client in range(3)]) for index in (0, 1))
     assert tested["test_acc"] == pytest.approx(float((task(inputs).argmax(1) == labels).float().mean()))
     plain = plain_trainer(max_epochs=1)
     plain.fit(task, datamodule=data)

@@ -34,8 +34,8 @@ def test_sizes_are_log_normal():
 @pytest.mark.parametrize(("alpha", "beta"), [(0.0, 0.0), (1.0, 1.0), (0.0, 3.0), (4.0, 0.0)])
 def test_data_are_distributed_as_in_the_published_program(alpha, beta):
     rng = np.random.default_rng(0)
-    ours = synthetic(alpha, beta, num_clients=150, seed=1, num_features=6, num_classes=4)
-    theirs = [references.synthetic_client_reference(alpha, beta, rng, 6, 4) for _ in range(150)]
+    clients = synthetic(alpha, beta, num_clients=150, seed=1, num_features=6, num_classes=4)
+    reference_clients = [references.synthetic_client_reference(alpha, beta, rng, 6, 4) for _ in range(150)]
     statistics = {
         "mean of the inputs": lambda x, y: x.mean(),
         "scale of the first input": lambda x, y: x[:, 0].std(),
@@ -44,7 +44,10 @@ def test_data_are_distributed_as_in_the_published_program(alpha, beta):
         "number of classes": lambda x, y: np.unique(y).size,
     }
     for name, statistic in statistics.items():
-        samples = [[float(statistic(np.asarray(x), np.asarray(y))) for x, y in source] for source in (ours, theirs)]
+        samples = [
+            [float(statistic(np.asarray(x), np.asarray(y))) for x, y in source]
+            for source in (clients, reference_clients)
+        ]
         assert ks_2samp(*samples).pvalue > 1e-3, name
 
 

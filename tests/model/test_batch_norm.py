@@ -39,8 +39,8 @@ def by_hand(net, batches):
                 values = values + layer.bias.view(shape)
             elif not isinstance(layer, nn.Dropout):
                 values = layer(values)
-    joined = {number: np.concatenate(own, 1) for number, own in inputs.items()}
-    return {number: (own.mean(1), own.var(1, ddof=1)) for number, own in joined.items()}
+    joined = {number: np.concatenate(values, 1) for number, values in inputs.items()}
+    return {number: (values.mean(1), values.var(1, ddof=1)) for number, values in joined.items()}
 
 
 @pytest.mark.parametrize("is_training", [False, True])
@@ -71,9 +71,9 @@ def test_layers_that_are_not_reached_and_modules_without_any():
 
 
 def test_where_batches_have_their_inputs():
-    for batch, place in (({"image": torch.ones(4, 1)}, None), ({"scan": torch.ones(4, 1)}, "scan")):
+    for batch, key in (({"image": torch.ones(4, 1)}, None), ({"scan": torch.ones(4, 1)}, "scan")):
         net = nn.Sequential(nn.BatchNorm1d(1))
-        recalibrate_batch_norm(net, [batch], place)
+        recalibrate_batch_norm(net, [batch], key)
         assert net[0].running_mean.item() == 1
 
 

@@ -44,16 +44,14 @@ def test_nothing_there():
 
 
 @pytest.mark.parametrize(
-    ("batch", "place", "has"),
+    ("batch", "key", "has"),
     [((X, Y), "z", "places 0 to 1"), ([X, Y], 2, "places 0 to 1"), ({"a": X}, 1, r"keys \['a'\]"), (3, 0, "type int")],
 )
-def test_places_that_are_not_there(batch, place, has):
-    with pytest.raises(
-        ValueError, match=f"Expected `target` to be in the batch, but got {place!r} for a batch of {has}"
-    ):
-        find_target(batch, place)
+def test_places_that_are_not_there(batch, key, has):
+    with pytest.raises(ValueError, match=f"Expected `target` to be in the batch, but got {key!r} for a batch of {has}"):
+        find_target(batch, key)
     with pytest.raises(ValueError, match="Expected `inputs` to be in the batch"):
-        find_inputs(batch, place)
+        find_inputs(batch, key)
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,10 @@ def test_writing_to_entries_changes_the_module():
     module = net()
     entries = live_entries(module)
     assert list(entries) == list(module.state_dict())
-    for place, value in enumerate(entries.values()):
-        value.fill_(place)
-    for place, value in enumerate(module.state_dict().values()):
-        assert torch.equal(value, torch.full_like(value, place))
+    for index, value in enumerate(entries.values()):
+        value.fill_(index)
+    for index, value in enumerate(module.state_dict().values()):
+        assert torch.equal(value, torch.full_like(value, index))
     assert all(parameter.requires_grad and parameter.grad_fn is None for parameter in module.parameters())
 
 
@@ -131,9 +131,9 @@ def test_copies_share_nothing():
 
 
 def test_loading():
-    module, other = net(), net()
-    load_entries(live_entries(module), copy_state(live_entries(other)))
-    for name, value in other.state_dict().items():
+    module, other_module = net(), net()
+    load_entries(live_entries(module), copy_state(live_entries(other_module)))
+    for name, value in other_module.state_dict().items():
         assert torch.equal(module.state_dict()[name], value)
     load_entries(live_entries(module), {"3.bias": torch.tensor([5.0, 6.0])})
     assert module[3].bias.tolist() == [5.0, 6.0]

@@ -44,8 +44,8 @@ def test_every_position_is_a_vector():
     expected = all_vectors(net, data)
     assert expected.shape == (3 * 4 * 5 * 4, 5)
     for max_samples in (None, 240, 5000):
-        found = extract_features(net, data, "1", max_samples=max_samples)
-        assert torch.equal(found, expected)
+        features_found = extract_features(net, data, "1", max_samples=max_samples)
+        assert torch.equal(features_found, expected)
     assert torch.equal(extract_features(net, data, max_samples=None), expected)  # "auto": the last layer's input
 
 
@@ -53,16 +53,16 @@ def test_every_position_is_a_vector():
 def test_a_sample_is_of_these_vectors_in_their_order(max_samples):
     net, data = maps_net(), batches()
     vectors = all_vectors(net, data)
-    places = []
+    positions = []
     for seed in (0, 1):
-        found = extract_features(net, data, "1", max_samples=max_samples, seed=seed)
-        assert found.shape == (max_samples, 5)
-        matches = (found[:, None] == vectors).all(2)
+        features_found = extract_features(net, data, "1", max_samples=max_samples, seed=seed)
+        assert features_found.shape == (max_samples, 5)
+        matches = (features_found[:, None] == vectors).all(2)
         assert (matches.sum(1) == 1).all()
-        places.append(matches.long().argmax(1))
-        assert (places[-1].diff() > 0).all()  # in order, without replacement
-        assert torch.equal(found, extract_features(net, data, "1", max_samples=max_samples, seed=seed))
-    assert not torch.equal(*places)
+        positions.append(matches.long().argmax(1))
+        assert (positions[-1].diff() > 0).all()  # in order, without replacement
+        assert torch.equal(features_found, extract_features(net, data, "1", max_samples=max_samples, seed=seed))
+    assert not torch.equal(*positions)
 
 
 def test_every_vector_is_drawn_as_often():
@@ -81,12 +81,12 @@ def test_every_vector_is_drawn_as_often():
 def test_two_models_give_the_same_positions():
     """The features of the second are those of the first, doubled."""
     net, data = maps_net(), batches()
-    other = copy.deepcopy(net)
+    scaled_net = copy.deepcopy(net)
     with torch.no_grad():
-        other[1].weight.mul_(2)
-        other[1].bias.mul_(2)
-    found = [extract_features(model, data, "1", max_samples=50) for model in (net, other)]
-    assert torch.equal(2 * found[0], found[1])
+        scaled_net[1].weight.mul_(2)
+        scaled_net[1].bias.mul_(2)
+    features_found = [extract_features(model, data, "1", max_samples=50) for model in (net, scaled_net)]
+    assert torch.equal(2 * features_found[0], features_found[1])
 
 
 def test_vectors_of_classifiers_and_of_linear_layers():
@@ -98,8 +98,8 @@ def test_vectors_of_classifiers_and_of_linear_layers():
     assert torch.allclose(extract_features(net, loader), expected)
     tokens = torch.randn(3, 9, 4)  # the channels of a linear layer are the last
     plain = nn.Sequential(nn.Identity(), nn.Linear(4, 2))
-    found = extract_features(plain, [tokens], "1", max_samples=None)
-    assert torch.allclose(found, plain[1](tokens).reshape(27, 2), atol=1e-6)
+    features_found = extract_features(plain, [tokens], "1", max_samples=None)
+    assert torch.allclose(features_found, plain[1](tokens).reshape(27, 2), atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["lightning", "plain"])
@@ -112,9 +112,9 @@ def test_the_model_is_left_as_it_was(kind):
     seen = []
     net[2].register_forward_hook(lambda *_: seen.append((net[2].training, torch.is_grad_enabled())))
     path = "net.1" if kind == "lightning" else "1"
-    found = extract_features(model, batches(), path)
-    assert torch.equal(found, all_vectors(net, batches()))
-    assert not found.requires_grad
+    features_found = extract_features(model, batches(), path)
+    assert torch.equal(features_found, all_vectors(net, batches()))
+    assert not features_found.requires_grad
     assert seen == [(False, False)] * 3
     assert [layer.training for layer in model.modules()] == modes
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -174,7 +174,7 @@ def test_only_the_sample_and_a_batch_are_held():
     def stream():
         for batch in batches(6):
             gc.collect()
-            assert sum(kept() is not None for kept in alive) <= 1
+            assert sum(reference() is not None for reference in alive) <= 1
             yield batch
 
     net[1].register_forward_hook(lambda layer, inputs, output: alive.append(weakref.ref(output)))
@@ -218,14 +218,14 @@ def test_discrepancy_to_a_centrally_trained_model(plain_trainer):
     """A model that was trained a little is nearer to the trained one than one that was not."""
     x, y = models.vectors({"a": 200})["a"]
     loader = DataLoader(TensorDataset(x, y), 20)
-    found = {}
+    features_found = {}
     for epochs in (0, 2, 12):
         module = models.Module(models.mlp(), models.adam)
         plain_trainer(max_epochs=epochs).fit(module, loader, loader)
-        found[epochs] = extract_features(module, loader, max_samples=150)
+        features_found[epochs] = extract_features(module, loader, max_samples=150)
     distances = {}
-    for epochs, features in found.items():
+    for epochs, features in features_found.items():
         discrepancy = MaximumMeanDiscrepancy()
-        discrepancy.update(features, found[12])
+        discrepancy.update(features, features_found[12])
         distances[epochs] = float(discrepancy.compute())
     assert distances[12] < 1e-6 < distances[2] < distances[0]

@@ -1,4 +1,4 @@
-"""Where features are: of networks as they are in use, against what their extractors return."""
+"""Feature layers of networks in use, against the outputs of their extractors."""
 
 import copy
 
@@ -20,7 +20,7 @@ CLASSES = 5
 
 
 def tapped(net, inputs, layer=None):
-    """What the tap reads in a forward pass."""
+    """The features that the tap reads in a forward pass."""
     with torch.no_grad(), tap_features(net, layer or find_feature_layer(net)) as tap:
         net(inputs)
     return tap.features

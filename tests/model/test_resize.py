@@ -30,11 +30,11 @@ NUMBERS = [
 
 
 def numbers(module):
-    """What layers say of themselves."""
-    found = {}
+    """The width attributes of all layers."""
+    numbers = {}
     for name, layer in module.named_modules():
-        found[name] = {number: getattr(layer, number) for number in NUMBERS if hasattr(layer, number)}
-    return found
+        numbers[name] = {number: getattr(layer, number) for number in NUMBERS if hasattr(layer, number)}
+    return numbers
 
 
 LAYERS = [
@@ -102,7 +102,10 @@ def test_parameters_stay_the_same_objects():
     before = module[2].bias.grad.clone()
     wide = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)).state_dict()
     resize_module(module, wide)
-    assert all(own is other for own, other in zip(module.parameters(), parameters, strict=True))
+    assert all(
+        parameter is parameter_before
+        for parameter, parameter_before in zip(module.parameters(), parameters, strict=True)
+    )
     assert module[0].weight.grad is None
     assert torch.equal(module[2].bias.grad, before)
     module[2].bias.grad = None

@@ -30,7 +30,7 @@ class AppleDevice(TorchFunctionMode):
         if func == torch.Tensor.device.__get__:
             return MPS if on_apple[0] else func(*args)
         if any(on_apple) and func is not torch.Tensor.copy_:
-            strangers = [tensor.ndim for tensor, own in zip(tensors, on_apple, strict=True) if not own]
+            strangers = [tensor.ndim for tensor, is_on_apple in zip(tensors, on_apple, strict=True) if not is_on_apple]
             assert not any(strangers), f"{func} of tensors on two devices"
         moves = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
         is_apple = moves[0] == MPS if moves else any(on_apple) and func is not torch.Tensor.cpu
@@ -67,9 +67,9 @@ def test_the_device_has_no_float64(apple):
 def test_aggregation(rule, apple):
     """The server's arithmetic is in float64 on the CPU, to the last bit; the new state is where the old one was."""
 
-    def aggregate(place):
+    def aggregate(to_device):
         aggregator = rule()
-        state = {"w": place([1.0, 2.0]), "steps": place(3)}
+        state = {"w": to_device([1.0, 2.0]), "steps": to_device(3)}
         aggregator.start_round(0, state)
         for client, size in enumerate((3, 5, 9)):
             change = {"w": state["w"] + 0.1 * (client - 0.7) ** 3, "steps": state["steps"] + client}
@@ -110,7 +110,7 @@ def test_metrics(name, apple):
     assert there.device == MPS
     here.update(*inputs)
     for _ in range(2):
-        there.update(*(apple(each) for each in inputs))
+        there.update(*(apple(tensor) for tensor in inputs))
         value = there.compute()
         assert value.device == MPS
         assert value.to(CPU).item() == here.compute().item()

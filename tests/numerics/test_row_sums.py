@@ -21,9 +21,9 @@ def by_loops(base: Tensor, parts: Parts, weighting: str) -> np.ndarray:
     for row in range(len(table)):
         change, held = np.zeros(table.shape[1:]), 0.0
         for rows, values, weight in parts:
-            for place, held_row in enumerate(rows.tolist()):
+            for index, held_row in enumerate(rows.tolist()):
                 if held_row == row:
-                    change = change + weight * (values[place].double().numpy() - table[row])
+                    change = change + weight * (values[index].double().numpy() - table[row])
                     held += weight
         whole = sum(weight for _, _, weight in parts) if weighting == "global" else held
         if held:
@@ -86,8 +86,8 @@ def test_some_may_hold_all_of_an_entry(weighting: str) -> None:
     for rows, values, weight in parts[:-1]:
         mean.add({"w": values}, weight, 1, {"w": rows})
     mean.add({"w": parts[-1][1]}, 4.0, 1)
-    got = mean.mean({"w": base}, weighting)["w"]  # type: ignore[arg-type]
-    np.testing.assert_allclose(got.numpy(), by_loops(base, parts, weighting), rtol=1e-6, atol=1e-7)
+    result = mean.mean({"w": base}, weighting)["w"]  # type: ignore[arg-type]
+    np.testing.assert_allclose(result.numpy(), by_loops(base, parts, weighting), rtol=1e-6, atol=1e-7)
 
 
 def test_neither_the_order_nor_the_process_matters() -> None:
@@ -153,9 +153,9 @@ def test_an_unknown_weighting() -> None:
     ],
 )
 def test_bad_rows(rows: Tensor, table: Tensor, fault: str | None) -> None:
-    found = find_bad_rows(rows, table)
+    described = find_bad_rows(rows, table)
     if fault is None:
-        assert found is None
+        assert described is None
     else:
-        assert found is not None
-        assert fault in found
+        assert described is not None
+        assert fault in described

@@ -62,7 +62,7 @@ def test_against_numpy():
 def test_identical_states_are_returned_exactly(dtype, count):
     (state,) = random_states(1, dtype, scale=1e3)
     state["w"].view(-1)[:4] = torch.tensor([0.0, 6e-5, 6e4, -1 / 3]).to(dtype)
-    weights = [1 + 13 * place % 17 for place in range(count)]
+    weights = [1 + 13 * index % 17 for index in range(count)]
     assert torch.equal(mean_of([state] * count, weights).mean()["w"], state["w"])
     thirds = [1 / 3] * count
     assert torch.equal(mean_of([state] * count, thirds, [1] * count).mean()["w"], state["w"])
@@ -88,8 +88,8 @@ def test_small_differences_do_not_drown():
     one = torch.tensor([1.0])
     above = torch.nextafter(one, 2 * one)
     mean = WeightedMean()
-    for place in range(10_000):
-        mean.add({"w": above if place % 4 else one}, 1, 1)
+    for index in range(10_000):
+        mean.add({"w": above if index % 4 else one}, 1, 1)
     assert torch.equal(mean.mean()["w"], above)
 
 
@@ -202,8 +202,8 @@ def test_gradients_are_not_recorded():
 
 def test_the_memory_is_that_of_one_state():
     mean = WeightedMean()
-    for place in range(50):
-        mean.add({"w": torch.full((10,), float(place))}, 1, 1)
+    for index in range(50):
+        mean.add({"w": torch.full((10,), float(index))}, 1, 1)
     assert mean.count == 50
     assert sum(value.numel() for value in mean._sums.values()) == 10  # noqa: SLF001
 

@@ -26,7 +26,7 @@ def described(cohort):
 
 
 def print_cohorts():
-    """What the subprocess of `test_hash_seed` runs."""
+    """Program of the subprocess of `test_hash_seed`."""
     schedule = Schedule(seed=11, **OPTIONS)
     sys.stdout.write(json.dumps([described(schedule.cohort(round, NAMES)) for round in range(4)]))
 
@@ -41,11 +41,11 @@ class Counted(Sequence):
     def __len__(self):
         return self.size
 
-    def __getitem__(self, place):
-        if not 0 <= place < self.size:
-            raise IndexError(place)
+    def __getitem__(self, position):
+        if not 0 <= position < self.size:
+            raise IndexError(position)
         self.lookups += 1
-        return place
+        return position
 
 
 def test_a_pure_function_of_seed_and_round():
@@ -54,8 +54,8 @@ def test_a_pure_function_of_seed_and_round():
     backwards = [Schedule(seed=3, **OPTIONS).cohort(round, NAMES) for round in reversed(range(6))]
     assert forwards == backwards[::-1]
     assert len({described(cohort)["visits"][0][2] for cohort in forwards}) == 6
-    other = [Schedule(seed=4, **OPTIONS).cohort(round, NAMES) for round in range(6)]
-    assert all(ours != theirs for ours, theirs in zip(forwards, other, strict=True))
+    other_seed = [Schedule(seed=4, **OPTIONS).cohort(round, NAMES) for round in range(6)]
+    assert all(cohort != other_cohort for cohort, other_cohort in zip(forwards, other_seed, strict=True))
 
 
 def test_global_generators_are_neither_read_nor_moved():
@@ -233,7 +233,7 @@ def test_steps_and_portions_of_stragglers():
 
 
 def test_all_methods_see_the_same_stragglers():
-    """Which clients straggle depends on seed and round only: not on the work they are given, nor on dropouts."""
+    """The choice of stragglers depends on seed and round only, not on their work or on dropouts."""
     expected = set(stragglers_of(Schedule(seed=1, stragglers=0.4, local_epochs=2), 3))
     assert len(expected) == 40
     for options in ({"local_epochs": 20}, {"local_steps": 7}, {"local_epochs": 1}):

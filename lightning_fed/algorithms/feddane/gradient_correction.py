@@ -114,7 +114,7 @@ class GradientCorrection(FederatedCallback):
         local.load_global(state)
         tell_of_model(trainer, module, None)
         whole = WeightedMean()
-        for part in ranks.each(mean):
+        for part in ranks.gather_one_by_one(mean):
             whole.merge(part)
         self._mean = whole.mean() if whole.total else {}
 
@@ -191,7 +191,7 @@ class GradientCorrection(FederatedCallback):
             for name, parameter in module.named_parameters()
             if name in state and parameter.requires_grad
         }
-        batches = until_fault(one_pass(population, visit, aside=True), faults)
+        batches = until_fault(one_pass(population, visit, isolated=True), faults)
         with seeded_generators(), closing(batches):
             try:
                 gradients = full_gradient(trainer, module, parameters, batches, is_reloaded)

@@ -35,10 +35,10 @@ from lightning_fed.matching.groups import PermutationGroups
 from lightning_fed.matching.permutation import PermutationGroup, resize_groups
 from lightning_fed.matching.stages import find_stages
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
-from lightning_fed.model.batches import Place, find_inputs, find_target
+from lightning_fed.model.batches import BatchKey, find_inputs, find_target
 from lightning_fed.model.entries import trainable_entries
 from lightning_fed.model.initial_state import initial_state
-from lightning_fed.model.resize import fit_widths, named_tensors
+from lightning_fed.model.resize import match_widths, named_tensors
 from lightning_fed.rounds.batch_norm import batch_norm_layers, measure_statistics, pool_statistics
 from lightning_fed.rounds.callback import FederatedCallback
 from lightning_fed.rounds.trainer_checks import OverriddenMethod
@@ -90,8 +90,8 @@ class LayerwiseTraining(FederatedCallback):
         example_input: Any = None,
         pin: Sequence[str] = (),
         extra_groups: Sequence[PermutationGroup] = (),
-        target: Place = None,
-        inputs: Place = None,
+        target: BatchKey = None,
+        inputs: BatchKey = None,
     ) -> None:
         self.example_input = example_input
         self.pin = pin
@@ -123,7 +123,7 @@ class LayerwiseTraining(FederatedCallback):
             self._resized = {name: (shape, state[name].shape) for name, shape in shapes.items()}
             if known is not None:
                 check_growth(self._resized, known["growable"])
-            fit_widths(pl_module, state)
+            match_widths(pl_module, state)
             assert self._hook is not None
             self._hook.original(checkpoint)
 
@@ -148,7 +148,7 @@ class LayerwiseTraining(FederatedCallback):
         rule = _rule(federation)
         local = federation.local_model(pl_module)
         check_options(federation, rule, local)
-        pin = [*self.pin, *local.home]
+        pin = [*self.pin, *local.server_entries]
         extra = resize_groups(
             self.extra_groups, [rule.widths.get(group.name, group.size) for group in self.extra_groups]
         )

@@ -31,7 +31,7 @@ from lightning_fed.algorithms.fedmargin.prototypes import Prototypes
 from lightning_fed.algorithms.server_optimizer import averaging_rule
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.federation import Federation, find_federation
-from lightning_fed.data.loader_clients import undisturbed
+from lightning_fed.data.loader_clients import isolated_generators
 from lightning_fed.data.population import PlannedVisit, seed_everything, seeded_generators
 from lightning_fed.data.round_loader import describe
 from lightning_fed.errors import OptionError
@@ -290,7 +290,7 @@ class ClassPrototypes(FederatedCallback):
     ) -> Prototypes | None:
         """Prototypes of the client; ``None`` where its data fail, which does not cost it its update."""
         faults = list[Exception]()
-        batches = until_fault(one_pass(find_federation(trainer).population, planned.visit, aside=True), faults)
+        batches = until_fault(one_pass(find_federation(trainer).population, planned.visit, isolated=True), faults)
         with seeded_generators(), closing(batches):
             prototypes = self._measure(trainer, module, batches)
         if faults:
@@ -354,7 +354,7 @@ class ClassPrototypes(FederatedCallback):
                 " use passes='online'."
             )
         limit = trainer.num_training_batches
-        with seeded_generators(), undisturbed(loader, trainer.current_epoch):
+        with seeded_generators(), isolated_generators(loader, trainer.current_epoch):
             seed_everything(trainer.current_epoch)  # the same at both ends of the epoch
             batches = itertools.islice(loader, None if math.isinf(limit) else int(limit))
             return self._measure(trainer, module, batches)

@@ -15,7 +15,7 @@ from lightning_fed.algorithms.fedmargin.prototypes import (
     class_prototypes,
     class_sums,
 )
-from lightning_fed.model.batches import Place, as_classes, find_target
+from lightning_fed.model.batches import BatchKey, as_classes, find_target
 from lightning_fed.model.features import FeatureLayer, tap_features, without_compiled_code
 from lightning_fed.model.labels import VoidLabel, class_indices
 from lightning_fed.rounds.isolated_pass import forward_step, isolated_pass, prepare_batch, run_prepared
@@ -41,7 +41,7 @@ class FeatureSumOptions:
     num_classes: int
     ignore_index: VoidLabel
     exclude_classes: tuple[int, ...]
-    target: Place
+    target: BatchKey
     normalize_features: bool
     min_count: int
 

@@ -55,7 +55,7 @@ class AggregateMeanMargin(Float64States):
     is_differentiable = False
     higher_is_better = True
     full_state_update = False
-    wide_states = ("sums", "counts")
+    float64_states = ("sums", "counts")
 
     sums: Tensor
     counts: Tensor

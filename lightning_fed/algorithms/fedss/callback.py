@@ -261,7 +261,7 @@ class SampledSoftmax(FederatedCallback):
             )
         labels_of_batches = []
         with seeded_generators():
-            batches = one_pass(population, planned.visit, aside=True)
+            batches = one_pass(population, planned.visit, isolated=True)
             while True:
                 try:
                     batch = next(batches)

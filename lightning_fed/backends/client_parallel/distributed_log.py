@@ -18,7 +18,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fed.numerics.precision import at_least_float32
-from lightning_fed.process_group import ALONE, ProcessGroup
+from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightning_fed.rounds.trainer_checks import IgnoredWarning, OverriddenMethod, process_group_of
 
 REDUCTIONS: dict[Any, str] = {
@@ -90,7 +90,7 @@ class DistributedLog(L.Callback):
     """
 
     def __init__(self) -> None:
-        self._ranks: ProcessGroup = ALONE
+        self._ranks: ProcessGroup = SINGLE_PROCESS
         self._module: L.LightningModule
         self._hooks: list[OverriddenMethod] = []
         self._ignored: list[IgnoredWarning] = []

@@ -86,13 +86,13 @@ class ProcessSynchronisation:
         """Before the round's first batch: from here on every process is on its own."""
         self._apart = ExitStack()
         self._apart.enter_context(unsynchronized(find_metrics(module)))
-        self.ranks.apart = True
+        self.ranks.is_independent = True
         self._log.start_round()
         self._seen, self._should_stop = {}, False
 
     def start_visit(self, planned: PlannedVisit) -> None:
         """Notes when a visit begins."""
-        self._log.start_visit(planned.place)
+        self._log.start_visit(planned.position)
         self._started = time.perf_counter()
 
     def end_visit(self, planned: PlannedVisit) -> None:
@@ -191,16 +191,16 @@ class ProcessSynchronisation:
                 " PyTorch's, NumPy's or Python's global generators, which have the same seed, and what it has noted in"
                 " `on_server_receive` must be shared: see `FederatedCallback.share_round`."
             )
-        local.load_global(self.ranks.first(state))
+        local.load_global(self.ranks.broadcast(state))
 
     def rejoin(self) -> None:
         """The round is over: what is synchronised waits for all processes again."""
-        self.ranks.apart = False
+        self.ranks.is_independent = False
         self.release()
 
     def leave(self) -> None:
         """The fit ends with an error, in this process: from here on it waits for no other one."""
-        self.ranks.apart = True
+        self.ranks.is_independent = True
 
     def release(self) -> None:
         """Gives metrics back what was taken."""
@@ -210,7 +210,7 @@ class ProcessSynchronisation:
         """Has every process's aggregator receive what all have received, in the order of the ranks."""
         aggregator, round = server.aggregator, server.report.round
         known = _tensors([before, aggregator.state_dict()])
-        for rank, part in enumerate(self.ranks.each(aggregator, known)):
+        for rank, part in enumerate(self.ranks.gather_one_by_one(aggregator, known)):
             if rank == 0:  # our own part is on its way by now
                 aggregator.start_round(round, before)
             aggregator.merge(part)

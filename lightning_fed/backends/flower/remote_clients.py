@@ -32,7 +32,7 @@ from lightning_fed.backends.flower.packets import (
     write_train_request,
 )
 from lightning_fed.backends.flower.remote_client_store import RemoteClientStore
-from lightning_fed.data.population import PlannedVisit, Population, StreamItem
+from lightning_fed.data.population import PlannedVisit, Population, VisitBatch
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import find_non_finite
 from lightning_fed.rounds.callback import FederatedCallback
@@ -64,13 +64,13 @@ class RemotePopulation(Population):
         """Not known here."""
         raise self._error(client)
 
-    def batches_per_epoch(self, client: Client, aside: bool = False) -> int | None:
+    def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
         """Not known here."""
         raise self._error(client)
 
     def stream(
-        self, visits: Sequence[PlannedVisit], aside: bool = False, turns: Sequence[range] = ()
-    ) -> Iterator[StreamItem]:
+        self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
+    ) -> Iterator[VisitBatch]:
         """Not here."""
         raise self._error(visits[0].visit.client)
 
@@ -129,7 +129,7 @@ class RemoteClientSide(RemoteSide):
         """
         round = loop.open
         assert round is not None
-        frozen = {name: value for name, value in round.local.home.items() if loop.policies[name] == "frozen"}
+        frozen = {name: value for name, value in round.local.server_entries.items() if loop.policies[name] == "frozen"}
         start = pack_numbers(round.optimizers.start)
         self._train_request = {
             "run": self._client_store.run,

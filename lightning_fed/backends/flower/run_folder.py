@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lightning_fed.files import write_whole
+from lightning_fed.files import write_text_atomically
 from lightning_fed.messages import Client
 
 try:
@@ -54,4 +54,4 @@ def read_clients(clients: int | Sequence[Client], folder: Path) -> int | Sequenc
 
 def write_clients(clients: Sequence[Client], folder: Path) -> None:
     """Writes the clients of a run for :func:`read_clients`."""
-    write_whole(folder / "clients.json", json.dumps(list(clients)))
+    write_text_atomically(folder / "clients.json", json.dumps(list(clients)))

@@ -29,7 +29,7 @@ class PerClientRandom(TorchFunctionMode):
     have alone. What is not known here goes on to ``vmap``, with whose default ``randomness="error"`` it is an error.
 
     Args:
-        turn_to: Makes PyTorch's global generator that of an example, by its index.
+        switch_to: Makes PyTorch's global generator that of an example, by its index.
         places: The index of each example.
         index: Inside the function that is mapped, its own number: an element of ``torch.arange(examples)``.
 
@@ -44,9 +44,9 @@ class PerClientRandom(TorchFunctionMode):
 
     """
 
-    def __init__(self, turn_to: Callable[[int], object], places: Sequence[int], index: Tensor) -> None:
+    def __init__(self, switch_to: Callable[[int], object], places: Sequence[int], index: Tensor) -> None:
         super().__init__()
-        self._turn_to, self._places, self._index = turn_to, places, index
+        self._turn_to, self._places, self._index = switch_to, places, index
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

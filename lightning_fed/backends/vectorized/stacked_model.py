@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from lightning_fed.backends.client_parallel.distributed_log import REDUCTIONS
 from lightning_fed.backends.vectorized.client_random import PerClientRandom
-from lightning_fed.data.interleave import OwnNumbers, Stacked, rebuild, tensors_of
+from lightning_fed.data.interleave import ClientGenerators, StackedBatch, batch_tensors, rebuild_batch
 from lightning_fed.model.entries import copy_state
-from lightning_fed.model.resize import exchange
+from lightning_fed.model.resize import set_tensor_data
 from lightning_fed.numerics.precision import at_least_float32
 
 _LOG_ARGUMENTS = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]  # after the name and the value
@@ -116,7 +116,7 @@ class StackedModel:
     def leave(self) -> None:
         """Gives the module its own tensors back."""
         for name, plain in self._plain.items():
-            exchange(self._parameters[name], plain)
+            set_tensor_data(self._parameters[name], plain)
         self._plain = {}
         self.is_entered = False
 
@@ -136,7 +136,7 @@ class StackedModel:
         self._count, self._ended, self._rows, self._used = 0, {}, {}, {}
 
     def step(
-        self, training_step: Callable[..., Any], part: Stacked, rest: Sequence[Any], numbers: OwnNumbers
+        self, training_step: Callable[..., Any], part: StackedBatch, rest: Sequence[Any], numbers: ClientGenerators
     ) -> Tensor:
         """Runs the training step for the clients of a batch.
 
@@ -161,7 +161,7 @@ class StackedModel:
         if rows is not None:
             for name, own in parameters.items():
                 own.register_hook(partial(_note, used, name))  # type: ignore[no-untyped-call]
-        tensors = tensors_of(part.batch)
+        tensors = batch_tensors(part.batch)
         logged: list[tuple[str, dict[str, Any]]] = []
 
         def one(
@@ -175,8 +175,8 @@ class StackedModel:
 
             own = parameters | buffers
             entries = {name: own[first] for name, first in self._firsts.items()}  # tied ones under every name
-            batch = rebuild(part.batch, iter(tensors))
-            draws = PerClientRandom(numbers.turn_to, part.clients, index) if self._draws else nullcontext()
+            batch = rebuild_batch(part.batch, iter(tensors))
+            draws = PerClientRandom(numbers.switch_to, part.clients, index) if self._draws else nullcontext()
             with Replaced(self._module, "log", log), draws:
                 output = functional_call(self._caller, entries, (training_step, batch, *rest), tie_weights=False)
             loss = output["loss"] if isinstance(output, Mapping) else output
@@ -195,13 +195,15 @@ class StackedModel:
             self._log(part, name, value, options)
         return losses
 
-    def _log(self, part: Stacked, name: str, values: Tensor, options: dict[str, Any]) -> None:
+    def _log(self, part: StackedBatch, name: str, values: Tensor, options: dict[str, Any]) -> None:
         """Logs what all clients have logged, weighed as if one after another had."""
         reduction = reduction_of(options)
         if reduction == "mean":
             size = options.get("batch_size")
             if size is None:
-                size = extract_batch_size(rebuild(part.batch, iter([tensor[0] for tensor in tensors_of(part.batch)])))
+                size = extract_batch_size(
+                    rebuild_batch(part.batch, iter([tensor[0] for tensor in batch_tensors(part.batch)]))
+                )
             options = {**options, "batch_size": size * len(part.clients)}
         self._module.log(name, reduced(values, reduction), **options)
 
@@ -307,4 +309,4 @@ def stack_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor], opt
             for key, kept in state.items():
                 if isinstance(kept, Tensor) and kept.shape == own.shape:
                     state[key] = kept.expand(len(value), *kept.shape).clone()
-        exchange(own, value)
+        set_tensor_data(own, value)

@@ -22,7 +22,7 @@ from lightning_fed.backends.vectorized.stacked_model import (
     reduction_of,
     stack_parameters,
 )
-from lightning_fed.data.interleave import OwnNumbers, noticing_draws, stack_batches
+from lightning_fed.data.interleave import ClientGenerators, detect_draws, stack_batches
 from lightning_fed.data.population import seed_everything
 from lightning_fed.data.round_loader import describe
 from lightning_fed.model.entries import copy_state
@@ -142,7 +142,7 @@ class _Trial:
         self._load(client)
         seed_everything(_SEEDS[client])
         versions = [own._version for own in self._trained]  # noqa: SLF001 - has no public name
-        with noticing_draws() as has_drawn:
+        with detect_draws() as has_drawn:
             output = self._step(batch, *self._rest)
         if versions != [own._version for own in self._trained]:  # noqa: SLF001
             raise Obstacle("`training_step` writes parameters that the optimizer trains")
@@ -161,7 +161,7 @@ class _Trial:
         stack.enter([])
         try:
             parts = stack_batches(dict.fromkeys(range(len(_SEEDS)), batch))
-            numbers = OwnNumbers(_SEEDS, everywhere=False)
+            numbers = ClientGenerators(_SEEDS, everywhere=False)
             if is_apart:
                 stack.part()
                 for own in self._own.values():

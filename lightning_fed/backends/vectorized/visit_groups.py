@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_fed.backends.vectorized.stacked_model import StackedModel
 from lightning_fed.backends.vectorized.vectorisation_check import Obstacle, try_out
-from lightning_fed.data.interleave import noticing_draws
+from lightning_fed.data.interleave import detect_draws
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything, seeded_generators
 from lightning_fed.data.round_loader import VisitGroups, describe
 from lightning_fed.model.entries import Policy
@@ -74,8 +74,8 @@ def plan_visit_groups(
     try:
         check_vectorizable(trainer, module, policies, aggregator, optimizer_state)
         check_entries(module, names)
-        if "turns" not in inspect.signature(population.stream).parameters:
-            raise Obstacle(f"`{type(population).__name__}.stream` has no argument `turns`")
+        if "groups" not in inspect.signature(population.stream).parameters:
+            raise Obstacle(f"`{type(population).__name__}.stream` has no argument `groups`")
         with seeded_generators():
             batch, has_drawn = _first_batch(population, schedule)
             draws = try_out(trainer, module, names, batch)
@@ -95,8 +95,8 @@ def _first_batch(population: Population, schedule: Schedule) -> tuple[Any, bool]
             if planned.num_samples < 2:  # BatchNorm cannot train on it
                 continue
             seed_everything(visit.seed)
-            with noticing_draws() as has_drawn:
-                item = next(population.stream([planned], aside=True))
+            with detect_draws() as has_drawn:
+                item = next(population.stream([planned], isolated=True))
         except Exception as error:
             _log.debug("Client %r cannot be tried: %s", visit.client, describe(error))
             continue

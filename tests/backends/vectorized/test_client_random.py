@@ -7,17 +7,17 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from lightning_fed.backends.vectorized.client_random import PerClientRandom
-from lightning_fed.data.interleave import OwnNumbers
+from lightning_fed.data.interleave import ClientGenerators
 
 SEEDS = (3, 4, 5)
 INPUTS = torch.linspace(-1, 1, 3 * 4 * 5 * 6).reshape(3, 4, 5, 6)
 
 
 def together(function, inputs=INPUTS):
-    numbers = OwnNumbers(SEEDS)
+    numbers = ClientGenerators(SEEDS)
 
     def one(index, own):
-        with PerClientRandom(numbers.turn_to, range(len(SEEDS)), index):
+        with PerClientRandom(numbers.switch_to, range(len(SEEDS)), index):
             return function(own)
 
     return vmap(one)(torch.arange(len(SEEDS)), inputs)

@@ -648,8 +648,8 @@ def test_what_falls_back(make, options, reason, federated_trainer, caplog):
 
 def test_a_population_that_takes_no_turns(federated_trainer, caplog):
     class Plain(DatasetClients):
-        def stream(self, visits, aside=False):
-            return super().stream(visits, aside)
+        def stream(self, visits, isolated=False):
+            return super().stream(visits, isolated)
 
     class Data(FederatedDataModule):
         def population(self):
@@ -658,7 +658,7 @@ def test_a_population_that_takes_no_turns(federated_trainer, caplog):
     fit(
         federated_trainer, models.Module(models.mlp()), Data({"unused": models.as_datasets(models.vectors())["ann"]}), 3
     )
-    assert "because `Plain.stream` has no argument `turns`" in caplog.text
+    assert "because `Plain.stream` has no argument `groups`" in caplog.text
 
 
 def test_a_callback_may_say_that_it_takes_stacks(federated_trainer, caplog):
