@@ -136,8 +136,8 @@ NEEDED = {
 }  # fmt: skip
 NO_OBJECTS = {  # messages, tables, functions, what is abstract
     "Aggregator", "AveragingAggregator", "AGGREGATORS", "build_aggregator", "MarginReport", "Confusion", "PartTraffic",
-    "Traffic", "find_federation", "segmentation_grid", "Partition", "PlannedVisit", "Population", "StreamItem",
-    "DatasetClients", "LoaderClients", "sample_hashes",
+    "Traffic", "find_federation", "segmentation_grid", "Partition", "PlannedVisit", "Population", "VisitBatch",
+    "DatasetClients", "LoaderClients", "sample_hashes", "synthetic_clients",
 }  # fmt: skip
 MADE = {
     name: getattr(package, name)

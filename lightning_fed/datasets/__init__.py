@@ -11,7 +11,7 @@ from lightning_fed.datasets.shakespeare import Shakespeare as Shakespeare
 from lightning_fed.datasets.shapes import Shapes as Shapes
 from lightning_fed.datasets.shapes import ShapesDataset as ShapesDataset
 from lightning_fed.datasets.synthetic import Synthetic as Synthetic
-from lightning_fed.datasets.synthetic_generator import synthetic as synthetic
+from lightning_fed.datasets.synthetic_generator import synthetic_clients as synthetic_clients
 
 __all__ = [
     "CIFAR10",
@@ -25,5 +25,5 @@ __all__ = [
     "Shapes",
     "ShapesDataset",
     "Synthetic",
-    "synthetic",
+    "synthetic_clients",
 ]

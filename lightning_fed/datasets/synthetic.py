@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.data.federated import ClientData, FederatedDataModule
-from lightning_fed.datasets.synthetic_generator import synthetic
+from lightning_fed.datasets.synthetic_generator import synthetic_clients
 from lightning_fed.messages import Client
 
 
@@ -17,7 +17,7 @@ class Synthetic(FederatedDataModule):
     """The generated classification data of the FedProx paper: 60 features, 10 classes, clients of unlike sizes.
 
     The clients are called 0, 1, ..., each with at least 50 examples and a linear model of its own behind its labels
-    (:func:`~lightning_fed.datasets.synthetic`). The share `test_fraction` of every client's examples, the last ones, is
+    (:func:`~lightning_fed.datasets.synthetic_clients`). The share `test_fraction` of every client's examples, the last ones, is
     for the test, as in the paper; the share `val_fraction` of the others, again the last ones, is for validation. Both
     are rounded down, but at least one. Examples are independent, so their order does not matter. No file is read, and
     the data are a pure function of the arguments.
@@ -67,7 +67,9 @@ class Synthetic(FederatedDataModule):
             if not 0 < value < 1:
                 raise ValueError(f"Expected `{name}` to be in (0, 1), but got {value}.")
         check_count("batch_size", batch_size)
-        drawn = synthetic(alpha, beta, num_clients, seed, num_features=self.num_features, num_classes=self.num_classes)
+        drawn = synthetic_clients(
+            alpha, beta, num_clients, seed, num_features=self.num_features, num_classes=self.num_classes
+        )
         train: dict[Client, ClientData] = {}
         val, test = {}, {}
         for client, (inputs, labels) in enumerate(drawn):

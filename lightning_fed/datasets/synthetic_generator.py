@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-def synthetic(
+def synthetic_clients(
     alpha: float = 1.0,
     beta: float = 1.0,
     num_clients: int = 30,
@@ -55,7 +55,7 @@ def synthetic(
         ValueError: If an argument is out of its range.
 
     Example:
-        >>> inputs, labels = synthetic(1.0, 1.0, num_clients=3)[0]
+        >>> inputs, labels = synthetic_clients(1.0, 1.0, num_clients=3)[0]
         >>> inputs.shape[1], inputs.dtype.name, len(inputs) == len(labels) >= 50
         (60, 'float32', True)
 

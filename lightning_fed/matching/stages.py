@@ -140,8 +140,9 @@ def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[
 
 
 def _are_patterns(patterns: object) -> bool:
-    is_list = isinstance(patterns, Sequence) and not isinstance(patterns, str)
-    return is_list and all(isinstance(pattern, str) for pattern in patterns)
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+        return False
+    return all(isinstance(pattern, str) for pattern in patterns)
 
 
 def _layer(name: str) -> str:

@@ -151,4 +151,4 @@ def _address(value: Tensor) -> int:
 
 def _tensor_fingerprint(value: Tensor) -> Any:
     numbers = value.resolve_conj().resolve_neg().contiguous().cpu().reshape(-1)
-    return tuple(value.shape), value.dtype, zlib.crc32(memoryview(numbers.view(torch.uint8).numpy()))
+    return tuple(value.shape), value.dtype, zlib.crc32(numbers.view(torch.uint8).numpy().data)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fed.datasets import Synthetic, synthetic
+from lightning_fed.datasets import Synthetic, synthetic_clients
 from lightning_fed.tasks import ClassificationTask
 
 
@@ -15,7 +15,7 @@ def parts(data, client):
 @pytest.mark.parametrize("fractions", [{}, {"val_fraction": 0.25, "test_fraction": 0.5}])
 def test_every_client_is_cut_into_three(fractions):
     data = Synthetic(0.5, 2.0, num_clients=6, seed=3, **fractions)
-    drawn = synthetic(0.5, 2.0, 6, 3)
+    drawn = synthetic_clients(0.5, 2.0, 6, 3)
     assert data.population().clients == sorted(data.val) == sorted(data.test) == list(range(6))
     for client, (inputs, labels) in enumerate(drawn):
         train, val, test = parts(data, client)

@@ -3,21 +3,21 @@ import pytest
 from scipy.optimize import linprog
 from scipy.stats import ks_2samp, kstest
 
-from lightning_fed.datasets.synthetic_generator import synthetic
+from lightning_fed.datasets.synthetic_generator import synthetic_clients
 from tests import references
 
 
 def test_clients_depend_on_seed_and_client_alone():
-    few, many = synthetic(num_clients=3, seed=4), synthetic(num_clients=5, seed=4)
+    few, many = synthetic_clients(num_clients=3, seed=4), synthetic_clients(num_clients=5, seed=4)
     for (x, y), (x_again, y_again) in zip(few, many[:3], strict=True):
         assert np.array_equal(x, x_again)
         assert np.array_equal(y, y_again)
-    assert not np.array_equal(few[0][0][:50], synthetic(num_clients=1, seed=5)[0][0][:50])
+    assert not np.array_equal(few[0][0][:50], synthetic_clients(num_clients=1, seed=5)[0][0][:50])
     assert not np.array_equal(few[0][0][:50], few[1][0][:50])
 
 
 def test_shapes_and_types():
-    for x, y in synthetic(num_clients=5, num_features=7, num_classes=3):
+    for x, y in synthetic_clients(num_clients=5, num_features=7, num_classes=3):
         assert x.shape == (y.size, 7)
         assert (x.dtype, y.dtype) == (np.float32, np.int64)
         assert y.min() >= 0
@@ -26,7 +26,7 @@ def test_shapes_and_types():
 
 
 def test_sizes_are_log_normal():
-    sizes = np.array([y.size for _, y in synthetic(num_clients=400, num_features=1, num_classes=2)])
+    sizes = np.array([y.size for _, y in synthetic_clients(num_clients=400, num_features=1, num_classes=2)])
     logarithms = np.log(sizes - 50 + 0.5)
     assert kstest(logarithms, "norm", args=(4, 2)).pvalue > 1e-3
 
@@ -34,7 +34,7 @@ def test_sizes_are_log_normal():
 @pytest.mark.parametrize(("alpha", "beta"), [(0.0, 0.0), (1.0, 1.0), (0.0, 3.0), (4.0, 0.0)])
 def test_data_are_distributed_as_in_the_published_program(alpha, beta):
     rng = np.random.default_rng(0)
-    clients = synthetic(alpha, beta, num_clients=150, seed=1, num_features=6, num_classes=4)
+    clients = synthetic_clients(alpha, beta, num_clients=150, seed=1, num_features=6, num_classes=4)
     reference_clients = [references.synthetic_client_reference(alpha, beta, rng, 6, 4) for _ in range(150)]
     statistics = {
         "mean of the inputs": lambda x, y: x.mean(),
@@ -52,7 +52,7 @@ def test_data_are_distributed_as_in_the_published_program(alpha, beta):
 
 
 def test_labels_are_a_linear_function_of_the_inputs():
-    clients = synthetic(num_clients=40, num_features=3, num_classes=2)
+    clients = synthetic_clients(num_clients=40, num_features=3, num_classes=2)
     x, y = max(clients, key=lambda client: min(np.bincount(client[1], minlength=2)[:2]) / client[1].size)
     assert np.bincount(y).min() > 10
 
@@ -78,5 +78,5 @@ def test_labels_are_a_linear_function_of_the_inputs():
 )
 def test_errors_name_the_argument_and_its_value(arguments, message):
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is compared below
-        synthetic(**arguments)
+        synthetic_clients(**arguments)
     assert message in str(error.value)
