@@ -19,7 +19,7 @@ from lightning_fed import (
     FederatedTrainer,
     Federation,
     MemoryStore,
-    aggregators,
+    algorithms,
     callbacks,
     metrics,
 )
@@ -134,13 +134,13 @@ NEEDED = {
     **{name: lambda cls: cls("nowhere") for name in ("FashionMNIST", "Omniglot")},
 }  # fmt: skip
 NO_OBJECTS = {  # messages, tables, functions, what is abstract
-    "Aggregator", "AveragingAggregator", "AGGREGATORS", "build_aggregator", "MarginReport", "Confusion", "PartTraffic",
-    "Traffic", "find_federation", "segmentation_grid", "Partition", "PlannedVisit", "Population", "StreamItem",
-    "DatasetClients", "LoaderClients",
+    "Aggregator", "AveragingAggregator", "METHODS", "build_method", "method_names", "register", "MarginReport",
+    "Confusion", "PartTraffic", "Traffic", "find_federation", "segmentation_grid", "Partition", "PlannedVisit",
+    "Population", "StreamItem", "DatasetClients", "LoaderClients",
 }  # fmt: skip
 MADE = {
     name: getattr(package, name)
-    for package in (aggregators, callbacks, data_package, metrics)
+    for package in (algorithms, callbacks, data_package, metrics)
     for name in package.__all__
     if name not in NO_OBJECTS
 }
@@ -161,7 +161,7 @@ def test_a_model_is_the_same_with_a_fusion_before_it(operator):
     plain = nn.Linear(4, 3)
     draw(1)
     callbacks.FeatureFusion(operator=operator)
-    callbacks.FedFusion(operator)
+    algorithms.FedFusion(operator)
     Federation("fedmargin")
     FederatedTrainer(max_rounds=1, **QUIET)
     ClientParallelStrategy()

@@ -1,8 +1,8 @@
 """Recipes for the tests of `compare`, and a callback in them that notes what trains; run as a process, it waits to be
 killed.
 
-As a process, `python -m tests.compare_script PLACE COMMAND...`, it runs a command of `lightning-fed`; when a run
-reaches the place (as JSON), the process writes the file `reached` and waits.
+As a process, `python -m tests.compare.compare_script PLACE COMMAND...`, it runs a command of `lightning-fed`; when a
+run reaches the place (as JSON), the process writes the file `reached` and waits.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from lightning_fed import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.cli import main as cli
+from lightning_fed.cli.main import main
 from tests.resume_script import Data
 
 # A model with BatchNorm, dropout and schedulers, on 60 examples; 3 of 6 clients in a round.
@@ -30,7 +30,7 @@ trainer:
   default_root_dir: .
   partition: {class_path: Dirichlet, init_args: {num_clients: 6, alpha: 1.0, min_size: 4}}
   callbacks:
-    - class_path: tests.compare_script.Notes
+    - class_path: tests.compare.compare_script.Notes
     - class_path: ModelCheckpoint
       init_args: {dirpath: checkpoints, filename: '{epoch}', monitor: val_loss, mode: min, save_top_k: -1}
 """
@@ -47,7 +47,7 @@ trainer:
   local_epochs: 2
   accelerator: cpu
   callbacks:
-    - class_path: tests.compare_script.Notes
+    - class_path: tests.compare.compare_script.Notes
     - class_path: ModelCheckpoint
       init_args: {monitor: val_acc, mode: max}
 """
@@ -121,4 +121,4 @@ if __name__ == "__main__":
     from tests.compare.compare_script import Notes as Named
 
     Named.place, Named.action = json.loads(sys.argv[1]), staticmethod(wait_for_the_end)
-    cli.main(sys.argv[2:])
+    main(sys.argv[2:])

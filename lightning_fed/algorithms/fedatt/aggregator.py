@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.fedatt.softmax_mean import SoftmaxMean
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.method import register
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.weighted_mean import WeightedMean
@@ -18,6 +19,7 @@ from lightning_fed.server.schedule import derive_seed
 from lightning_fed.server.server import Aggregator
 
 
+@register
 class FedAtt(Aggregator):
     r"""A step towards the clients' models, with weights by layer that are a softmax of the distances.
 
