@@ -36,7 +36,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     L.seed_everything(seed, verbose=False)
     task = ClassificationTask("vgg9", 10, 3, 32, model_kwargs={"width": 0.25, "init": "kaiming"}, lr=LR, momentum=0.9)
     curve = Curve(f"{name} {seed}:")
-    trainer = FederatedTrainer(max_rounds=1, aggregator=RULES[name](), seed=seed, callbacks=[curve], **QUIET)
+    trainer = FederatedTrainer(max_rounds=1, method=RULES[name](), seed=seed, callbacks=[curve], **QUIET)
     scores = []
     for step in range(1, 2 if arguments.quick else CLIENTS // GROUP + 1):
         trainer.fit_loop.max_epochs = step * ROUNDS  # the same Trainer goes on, with more clients

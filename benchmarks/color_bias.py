@@ -73,7 +73,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
             "colored": TensorDataset(inputs[~first], labels[~first]),
         }
         trainer = FederatedTrainer(
-            max_rounds=rounds, local_epochs=EPOCHS, aggregator=rule, seed=seed, callbacks=[curve], **QUIET
+            max_rounds=rounds, local_epochs=EPOCHS, method=rule, seed=seed, callbacks=[curve], **QUIET
         )
         trainer.fit(task, FederatedDataModule(clients, val=validation, batch_size=BATCH))
     else:

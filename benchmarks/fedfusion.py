@@ -23,7 +23,7 @@ import newcomers
 import tuning
 from common import load_json, machine, parser, picture, prepare, table, write_section
 
-from lightning_fed.compare import Method, Plan, draw, load_results, run_comparison, summarize
+from lightning_fed.compare import MethodChoice, Plan, draw, load_results, run_comparison, summarize
 from lightning_fed.compare.run import Run
 
 ROOT = Path(__file__).parents[1]
@@ -137,7 +137,7 @@ def make_plan(name: str, methods: Sequence[str], arguments: argparse.Namespace, 
         overrides += ["--trainer.max_rounds", "2", study.data.replace("data_dir", "train_size"), size]
     return Plan(
         recipe=ROOT / "recipes" / study.recipe,
-        methods=[Method.parse(text) for text in methods],
+        methods=[MethodChoice.parse(text) for text in methods],
         seeds=arguments.seeds,
         out=folder(name, arguments),
         monitor=study.monitors[0],
@@ -199,7 +199,7 @@ def report(
     name: str, results: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], arguments: argparse.Namespace
 ) -> str:
     study, last = STUDIES[name], arguments.last
-    labels = [Method.parse(text).label for text in study.readings]
+    labels = [MethodChoice.parse(text).label for text in study.readings]
     main = [run for run in results if run["method"] not in labels]
     rate, rounds = best_rate(name, arguments), max(len(run["rounds"]) for run in results)
     parts = [
@@ -258,7 +258,7 @@ def run_study(name: str, arguments: argparse.Namespace) -> None:
             run_comparison(plan)
         results += load_results(plan)
     for result in results:
-        run = Run(Method.parse(result["method"]), result["seed"], result["stragglers"])
+        run = Run(MethodChoice.parse(result["method"]), result["seed"], result["stragglers"])
         is_there = (folder(name, arguments) / "runs" / run.name / newcomers.FILE).exists()
         is_due = study.newcomers is not None and arguments.epochs and run.method.label in METHODS
         if study.newcomers is not None and (is_there or (is_due and not arguments.report)):

@@ -18,7 +18,7 @@ from typing import Any
 import tuning
 from common import load_json, machine, parser, picture, prepare, spread, table, write_section
 
-from lightning_fed.compare import CENTRAL, Method, Plan, load_results, run_comparison
+from lightning_fed.compare import CENTRAL, MethodChoice, Plan, load_results, run_comparison
 
 ROOT = Path(__file__).parents[1]
 METHODS = (
@@ -108,7 +108,9 @@ def make_plan(name: str, arguments: argparse.Namespace, rate: float | None) -> P
     overrides += ["--trainer.max_rounds", "1"] if arguments.quick else []
     return Plan(
         recipe=ROOT / "recipes" / study.recipe,
-        methods=[Method.parse(text) for text in study.methods if not arguments.methods or text in arguments.methods],
+        methods=[
+            MethodChoice.parse(text) for text in study.methods if not arguments.methods or text in arguments.methods
+        ],
         seeds=arguments.seeds,
         stragglers=[0.0],
         out=folder(name, arguments),

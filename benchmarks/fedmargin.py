@@ -16,7 +16,7 @@ from typing import Any
 
 from common import machine, parser, prepare, spread, table, write_section
 
-from lightning_fed.compare import CENTRAL, Method, Plan, draw, load_results, markdown, run_comparison, summarize
+from lightning_fed.compare import CENTRAL, MethodChoice, Plan, draw, load_results, markdown, run_comparison, summarize
 
 ROOT = Path(__file__).parents[1]
 BASELINES = ("central", "fedavg", "fairavg", "fedprox:mu=0.1", "fedatt", "feddane", "fesem", "fedper", "fedrep")
@@ -110,7 +110,7 @@ def make_plan(
     overrides += ["--trainer.max_rounds", "1"] if arguments.quick else []
     return Plan(
         recipe=ROOT / "recipes" / study.recipe,
-        methods=[Method.parse(text) for text in methods],
+        methods=[MethodChoice.parse(text) for text in methods],
         seeds=arguments.seeds,
         stragglers=stragglers,
         out=arguments.runs / "fedmargin" / " ".join([name, *study.variants[variant][1:]]).replace(" ", "_"),
@@ -141,7 +141,7 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
     study = STUDIES[name]
     command = f"python benchmarks/fedmargin.py --data DATA --studies {name} --out docs/results.md"
     parts = [f"`{command}`. {study.words}; `recipes/{study.recipe}`. {machine(arguments.threads)}."]
-    options = [Method.parse(text).label for text in study.options]
+    options = [MethodChoice.parse(text).label for text in study.options]
     main = {variant: [run for run in found if run["method"] not in options] for variant, found in results.items()}
     if len(results) > 1:
         parts += [
@@ -224,7 +224,7 @@ def main() -> None:
             results[variant] = found
             if arguments.figures is not None:
                 arguments.figures.mkdir(parents=True, exist_ok=True)
-                options = [Method.parse(text).label for text in STUDIES[name].options]
+                options = [MethodChoice.parse(text).label for text in STUDIES[name].options]
                 curves = [run for run in found if run["method"] not in options]
                 draw(curves, arguments.figures / f"fedmargin_{plans[0].out.name}.png", last=arguments.last)
             write_section(arguments.out, f"fedmargin-{name}", report(name, results, arguments))

@@ -154,7 +154,7 @@ def run(
         if method.spread_out:
             options["callbacks"].append(SpreadOut(strength=arguments.spread_out or method.spread_out))
         trainer = FederatedTrainer(
-            max_rounds=rounds, clients_per_round=COHORT, aggregator=FedAvgM(1.0, 0.9), seed=seed, **options
+            max_rounds=rounds, clients_per_round=COHORT, method=FedAvgM(1.0, 0.9), seed=seed, **options
         )
     trainer.fit(model, datamodule=data)
     parameters = sum(value.numel() for value in model.body.parameters())

@@ -79,7 +79,7 @@ def run(setting: Setting, method: str, rounds: int) -> tuple[float, float]:
     callbacks = [] if method == "fedavg" else [ClassPrototypes(passes=method)]  # type: ignore[arg-type]
     trainer = FederatedTrainer(
         max_rounds=rounds + 1,
-        aggregator="fedavg" if method == "fedavg" else "fedmargin",
+        method="fedavg" if method == "fedavg" else "fedmargin",
         batch_norm="average",
         seed=0,
         callbacks=[*callbacks, watch],

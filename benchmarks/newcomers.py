@@ -52,7 +52,7 @@ def measure(plan: Plan, run: Run, count: int, size: int, epochs: int) -> dict[st
             Unseen(cli.datamodule.source, count * size), partition, val_fraction=0.5, seed=1_000 + run.seed
         )
         data.setup("fit")
-        for callback in run.method.federation(cli.trainer.federation).client_callbacks:
+        for callback in run.method.federation(cli.trainer.federation).method.callbacks:
             if isinstance(callback, FeatureFusion):
                 callback.setup(L.Trainer(logger=False, enable_checkpointing=False), cli.model, "validate")
         cli.model.load_state_dict(torch.load(folder / CHECKPOINT, weights_only=True)["state_dict"])

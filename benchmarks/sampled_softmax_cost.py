@@ -90,7 +90,7 @@ def fit(rule: str, num_classes: int, held: int, rounds: int) -> dict[str, float]
     own = {client: dataset.tensors[1].unique() for client, dataset in data.items()}
     negatives = held - len(own[0])
     callbacks = [clock, SampledSoftmax(negatives, classes={client: rows.tolist() for client, rows in own.items()})]
-    trainer = FederatedTrainer(max_rounds=rounds + 1, aggregator=rule, callbacks=callbacks, seed=0, **QUIET)
+    trainer = FederatedTrainer(max_rounds=rounds + 1, method=rule, callbacks=callbacks, seed=0, **QUIET)
     trainer.fit(module, datamodule=FederatedDataModule(data, batch_size=BATCH))
     visits = sum(clock.visits[CLIENTS:])
     whole = time.process_time() - clock.rounds[1]

@@ -10,7 +10,7 @@ from typing import Any
 
 from common import load_json, save_json
 
-from lightning_fed.compare import Method, Plan, run_comparison, summarize
+from lightning_fed.compare import MethodChoice, Plan, run_comparison, summarize
 
 SEED = 1_000
 """Other seeds train what is reported."""
@@ -30,7 +30,9 @@ def tune(name: str, rates: Iterable[float], folder: Path, make_plan: Callable[[f
     scores = {}
     for rate in rates:
         print(f"{name}, learning rate {rate:g}", flush=True)
-        plan = replace(make_plan(rate), methods=[Method.parse("fedavg")], seeds=[SEED], out=folder / f"rate_{rate:g}")
+        plan = replace(
+            make_plan(rate), methods=[MethodChoice.parse("fedavg")], seeds=[SEED], out=folder / f"rate_{rate:g}"
+        )
         scores[f"{rate:g}"] = score(run_comparison(plan), last)
     if scores:
         save_json(folder / "rates.json", scores)

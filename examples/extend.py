@@ -87,13 +87,13 @@ def median(values):
     return (low + high) / 2 if values.is_floating_point() else low
 
 
-def train(aggregator, callbacks, rounds, samples):
+def train(method, callbacks, rounds, samples):
     """Validation accuracy after a federated fit."""
     L.seed_everything(1)
     trainer = FederatedTrainer(
         max_rounds=rounds,
         local_epochs=2,
-        aggregator=aggregator,
+        method=method,
         partition=IID(10),
         callbacks=callbacks,
         logger=False,
@@ -111,10 +111,10 @@ def main():
     parser.add_argument("--samples", type=int, default=1000)
     args = parser.parse_args()
 
-    for aggregator in (FedAvg(), CoordinateMedian()):
+    for method in (FedAvg(), CoordinateMedian()):
         callbacks = [ClipAndNoise(clip=5.0, noise=1e-4), Poison(clients={3, 7})]
-        accuracy = train(aggregator, callbacks, args.rounds, args.samples)
-        print(f"{type(aggregator).__name__}: validation accuracy {accuracy:.3f}")
+        accuracy = train(method, callbacks, args.rounds, args.samples)
+        print(f"{type(method).__name__}: validation accuracy {accuracy:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,185 @@
-"""Aggregators by name, for recipes and the command line."""
+"""One notion of a federated method: a name for the server's rule, its callbacks, and what it sets of a federation.
+
+The methods of :mod:`lightning_fed.algorithms` enter themselves with :func:`register`. Every door looks them up here:
+``FederatedTrainer("fedss:num_negatives=40")``, ``Federation(FedSS(num_negatives=40))``, ``method:`` in a recipe, and
+``lightning-fed compare --methods fedss:num_negatives=40``.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, TypeVar
+
+import yaml  # type: ignore[import-untyped]
+from lightning.pytorch.callbacks import Callback
+
 from lightning_fed.server.server import Aggregator
 
-AGGREGATORS: dict[str, type[Aggregator]] = {}
-"""The rules that ``aggregator="name"`` can mean; :mod:`lightning_fed.algorithms` enters them."""
+
+class Method:
+    """A server's rule, the callbacks that belong to it, and the arguments of a federation that the method sets.
+
+    An :class:`~lightning_fed.Aggregator` by itself is a method too: it has the callbacks that it requires, and sets
+    nothing. All others are objects of this class, or of a subclass whose ``__init__`` takes the method's options.
+
+    Args:
+        aggregator: The server's rule, by name or as an object.
+        callbacks: Callbacks for a Trainer that has none of their kind. Those that the rule requires come after them.
+        settings: Arguments of :class:`~lightning_fed.Federation` that the method sets: of ``local_epochs``,
+            ``local_steps``, ``partial_work``, ``personal``, ``frozen``, ``batch_norm`` and ``optimizer_state``.
+
+    Attributes:
+        name: The name of its class, or of its rule's.
+
+    Example:
+        >>> from lightning_fed import Federation
+        >>> method = Method("fedavg", batch_norm="personal")  # what `FedBN()` is
+        >>> Federation(method, clients_per_round=10).batch_norm
+        'personal'
+
+    """
+
+    def __init__(
+        self, aggregator: str | Aggregator = "fedavg", callbacks: Sequence[Callback] = (), **settings: Any
+    ) -> None:
+        self.aggregator = build_aggregator(aggregator)
+        self.callbacks: tuple[Callback, ...] = (*callbacks, *self.aggregator.required_callbacks())
+        self.settings = settings
+
+    @property
+    def name(self) -> str:
+        """The name of its class, or of its rule's where it has no class of its own."""
+        return type(self.aggregator if type(self) is Method else self).__name__
+
+
+METHODS: dict[str, type[Method] | type[Aggregator]] = {}
+"""All methods, by their names in lower case."""
+
+_MethodType = TypeVar("_MethodType", bound=type[Method] | type[Aggregator])
+
+
+def register(method: _MethodType) -> _MethodType:
+    """Enters a method under its class's name in lower case; a decorator.
+
+    Args:
+        method: A subclass of :class:`Method`, or of :class:`~lightning_fed.Aggregator`. Its options are the arguments
+            of its ``__init__``, and the first line of its docstring says what it is.
+
+    Returns:
+        The class itself.
+
+    Raises:
+        ValueError: If there is another method of the name.
+
+    """
+    name = method.__name__.lower()
+    known = METHODS.setdefault(name, method)
+    if (known.__module__, known.__qualname__) != (method.__module__, method.__qualname__):  # not a module read again
+        raise ValueError(f"Expected a new name of a method, but {name!r} is that of {known.__module__}.")
+    METHODS[name] = method
+    return method
+
+
+def method_names() -> list[str]:
+    """The names of all methods, sorted."""
+    return sorted(METHODS)
+
+
+def find_method(name: str) -> type[Method] | type[Aggregator]:
+    """The class of a method.
+
+    Args:
+        name: Its name, in any case, or the path of a class that is not entered: ``"my_project.FedMine"``.
+
+    Raises:
+        ValueError: If there is none.
+
+    Example:
+        >>> find_method("fedbn").__name__
+        'FedBN'
+
+    """
+    if name.lower() in METHODS:
+        return METHODS[name.lower()]
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise ValueError(f"Expected `method` to be one of {method_names()}, but got {name!r}.")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"Expected `method` to be a name or the path of a class, but got {name!r}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Method | Aggregator)):
+        raise ValueError(f"Expected `method` to be the path of a Method or an Aggregator, but got {name!r}.")
+    return found
+
+
+def parse_method(text: str) -> tuple[str, dict[str, Any]]:
+    """A method as it is written in recipes and on the command line: ``name[:option=value[:option=value...]]``.
+
+    Args:
+        text: The text. Values are YAML.
+
+    Returns:
+        The name as it is written, and the options.
+
+    Raises:
+        ValueError: If an option has no value or is there twice.
+
+    Example:
+        >>> parse_method("fedprox:mu=1e-2")
+        ('fedprox', {'mu': 0.01})
+
+    """
+    name, *pairs = text.strip().split(":")
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        option, _, value = pair.partition("=")
+        if not (option and value):
+            raise ValueError(f"Expected options as `option=value`, but got {pair!r} in {text!r}.")
+        if option in options:
+            raise ValueError(f"Expected every option once, but got {option!r} again in {text!r}.")
+        options[option] = _parse_value(value)
+    return name, options
+
+
+def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
+    """A method by its name, with its options; or the object itself.
+
+    Args:
+        method: The name, in any case, options behind it if need be (``"fedss:num_negatives=40"``); or a method or rule.
+        options: With a name: arguments of the method's class, or of a callback that it brings.
+
+    Raises:
+        ValueError: If the name or an option is unknown, or an option without default is missing.
+        TypeError: If it is neither a name nor a method nor a rule.
+
+    Example:
+        >>> build_method("fedmargin", combine="lpm", layer="model.encoder").callbacks[0].layer
+        'model.encoder'
+
+    """
+    if isinstance(method, str):
+        name, written = parse_method(method)
+        return _build_by_name(name, {**written, **options})
+    if options:
+        raise TypeError(f"Expected options beside the name of a method, but got {sorted(options)} beside {method!r}.")
+    if isinstance(method, Aggregator):
+        return Method(method)
+    if isinstance(method, Method):
+        return method
+    raise TypeError(f"Expected `method` to be a name, a Method or an Aggregator object, but got {method!r}.")
 
 
 def build_aggregator(aggregator: str | Aggregator) -> Aggregator:
-    """The rule by its name (in any case), or the object itself.
+    """A rule by its name (in any case), or the object itself.
 
     Raises:
-        ValueError: If the name is not known.
-        TypeError: If it is neither a name nor an aggregator.
+        ValueError: If there is no rule of the name; not every method is one.
+        TypeError: If it is neither a name nor a rule.
 
     Example:
         >>> type(build_aggregator("FedAvg")).__name__
@@ -24,6 +190,49 @@ def build_aggregator(aggregator: str | Aggregator) -> Aggregator:
         return aggregator
     if not isinstance(aggregator, str):
         raise TypeError(f"Expected `aggregator` to be a name or an Aggregator object, but got {aggregator!r}.")
-    if aggregator.lower() not in AGGREGATORS:
-        raise ValueError(f"Expected `aggregator` to be one of {sorted(AGGREGATORS)}, but got {aggregator!r}.")
-    return AGGREGATORS[aggregator.lower()]()
+    rules = {name: rule for name, rule in METHODS.items() if issubclass(rule, Aggregator)}
+    if aggregator.lower() not in rules:
+        raise ValueError(f"Expected `aggregator` to be one of {sorted(rules)}, but got {aggregator!r}.")
+    return rules[aggregator.lower()]()
+
+
+def list_options(method: type | Callback) -> dict[str, Any]:
+    """The options of a method or callback: name to default, ``inspect.Parameter.empty`` where there is none."""
+    kind = method if isinstance(method, type) else type(method)
+    return {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+
+
+def _build_by_name(name: str, options: Mapping[str, Any]) -> Method:
+    method_class = find_method(name)
+    defaults = list_options(method_class)
+    required = [option for option, value in defaults.items() if value is inspect.Parameter.empty]
+    missing = [option for option in required if option not in options]
+    if missing:
+        raise ValueError(
+            f"Expected {name!r} with its options {missing}, which have no default: `{name}:{missing[0]}=VALUE`."
+        )
+    method = build_method(method_class(**{option: options[option] for option in options if option in defaults}))
+    others = {option: value for option, value in options.items() if option not in defaults}
+    known = dict.fromkeys([*defaults, *(option for callback in method.callbacks for option in list_options(callback))])
+    unknown = [option for option in others if option not in known]
+    if unknown:
+        raise ValueError(f"Expected options of {name!r} to be of {list(known)}, but got {unknown}.")
+    if others:
+        method = copy.copy(method)
+        method.callbacks = tuple(_with_options(callback, others) for callback in method.callbacks)
+    return method
+
+
+def _with_options(callback: Callback, options: Mapping[str, Any]) -> Callback:
+    """The callback once more, with those of the options that it has; its arguments are attributes of their names."""
+    names = list_options(callback)
+    changes = {name: value for name, value in options.items() if name in names}
+    return type(callback)(**{name: getattr(callback, name) for name in names} | changes) if changes else callback
+
+
+def _parse_value(text: str) -> Any:
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)  # YAML 1.1 takes 1e-3 for a word
+    return value

@@ -17,6 +17,7 @@ from lightning_fed.callbacks.progress_bar import FederatedProgressBar
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.data.federated import FederatedDataModule, LoaderDataModule
 from lightning_fed.data.partitions import Partition
+from lightning_fed.method import Method
 from lightning_fed.model.entries import Selector
 from lightning_fed.server.server import Aggregator
 
@@ -29,9 +30,9 @@ class FederatedTrainer(L.Trainer):
     ``L.Trainer`` pass through.
 
     Args:
+        method: The federated method; see :class:`~lightning_fed.callbacks.Federation`, as for all below ``federation``.
         max_rounds: Rounds to train: Lightning's ``max_epochs``.
-        federation: A ready callback (a preset, say), instead of the arguments below.
-        aggregator: See :class:`~lightning_fed.callbacks.Federation`, as for all that follow.
+        federation: A ready callback, instead of ``method`` and the arguments below.
         partition: How one training loader is split into clients.
         clients_per_round: Number (int) or fraction (float) of clients in a round.
         local_epochs: Passes over a client's data in a visit.
@@ -59,7 +60,7 @@ class FederatedTrainer(L.Trainer):
     Example:
         >>> from lightning_fed.data import Dirichlet
         >>> trainer = FederatedTrainer(
-        ...     max_rounds=50, clients_per_round=10, local_epochs=2, partition=Dirichlet(100, alpha=0.1), logger=False
+        ...     "fedprox:mu=0.1", max_rounds=50, clients_per_round=10, partition=Dirichlet(100, alpha=0.1), logger=False
         ... )
         >>> trainer.max_epochs
         50
@@ -68,10 +69,10 @@ class FederatedTrainer(L.Trainer):
 
     def __init__(
         self,
+        method: str | Method | Aggregator = "fedavg",
         *,
         max_rounds: int | None = None,
         federation: Federation | None = None,
-        aggregator: str | Aggregator = "fedavg",
         partition: Partition | None = None,
         clients_per_round: int | float = 1.0,
         local_epochs: int = 1,
@@ -92,7 +93,7 @@ class FederatedTrainer(L.Trainer):
         **trainer_kwargs: Any,
     ) -> None:
         options = {
-            "aggregator": aggregator,
+            "method": method,
             "partition": partition,
             "clients_per_round": clients_per_round,
             "local_epochs": local_epochs,

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FederatedCallback, FederatedDataModule, Federation
-from lightning_fed.algorithms import AGGREGATORS, FedAwS, FedBN, FedFusion, FedPer, FedRep, FedSS
+from lightning_fed import Aggregator, FederatedCallback, FederatedDataModule, Federation
+from lightning_fed.algorithms import METHODS, FedAwS, FedBN, FedFusion, FedPer, FedRep, FedSS
 from lightning_fed.modules import SampledSoftmaxHead
 from tests.conftest import QUIET
 
@@ -116,16 +116,16 @@ def in_shares(processes):
 
 OPTIONS = {"clients_per_round": 3, "seed": 3}
 JOBS = {
-    **{name: by_rule(name) for name in AGGREGATORS},
-    "fedatt with noise": lambda processes: fit(Federation(AGGREGATORS["fedatt"](noise=0.1), **OPTIONS), processes),
-    "fedper": lambda processes: fit(FedPer(**OPTIONS), processes),
-    "fedrep": lambda processes: fit(FedRep(head_epochs=1, **OPTIONS), processes),
-    "fedbn": lambda processes: fit(FedBN(**OPTIONS), processes, module=Net(batch_norm=True)),
+    **{name: by_rule(name) for name, method in METHODS.items() if issubclass(method, Aggregator)},
+    "fedatt with noise": lambda processes: fit(Federation("fedatt:noise=0.1", **OPTIONS), processes),
+    "fedper": lambda processes: fit(Federation(FedPer(), **OPTIONS), processes),
+    "fedrep": lambda processes: fit(Federation(FedRep(head_epochs=1), **OPTIONS), processes),
+    "fedbn": lambda processes: fit(Federation(FedBN(), **OPTIONS), processes, module=Net(batch_norm=True)),
     "recalibrated": lambda processes: fit(Federation(**OPTIONS), processes, module=Net(batch_norm=True)),
-    "fedfusion": lambda processes: fit(FedFusion("conv", at="net.1", **OPTIONS), processes),
-    "fedss": lambda processes: fit(FedSS(2, **OPTIONS), processes, classes=12),
-    "fedss by batch": lambda processes: fit(FedSS(2, resample="batch", **OPTIONS), processes, classes=12),
-    "fedaws": lambda processes: fit(FedAwS(k=2, comparison=3, **OPTIONS), processes, classes=12),
+    "fedfusion": lambda processes: fit(Federation(FedFusion("conv", at="net.1"), **OPTIONS), processes),
+    "fedss": lambda processes: fit(Federation(FedSS(2), **OPTIONS), processes, classes=12),
+    "fedss by batch": lambda processes: fit(Federation(FedSS(2, resample="batch"), **OPTIONS), processes, classes=12),
+    "fedaws": lambda processes: fit(Federation(FedAwS(k=2, comparison=3), **OPTIONS), processes, classes=12),
     "stragglers": lambda processes: fit(Federation(stragglers=0.5, dropout=0.2, local_epochs=2, seed=3), processes),
     "noise of the server": lambda processes: fit(Federation(**OPTIONS), processes, [ServerNoise()]),
     "shares": in_shares,

@@ -53,28 +53,28 @@ RUNS = {
     # What the server remembers of prototypes, and each client of its own.
     "margins-in-memory": {
         "prototypes": {"lpm_before": "last_local"},
-        "federation": {"aggregator": "fedmargin", "clients_per_round": 3, "local_epochs": 2},
+        "federation": {"method": "fedmargin", "clients_per_round": 3, "local_epochs": 2},
     },
     "margins-in-folder": {
         "prototypes": {"lpm_before": "last_local", "passes": "online"},
-        "federation": {"aggregator": "fedmargin", "clients_per_round": 3, "local_epochs": 2, "store": "clients"},
+        "federation": {"method": "fedmargin", "clients_per_round": 3, "local_epochs": 2, "store": "clients"},
     },
     # Several models of the server, and clients' own; gradients that are asked for before the visits.
-    "centers": {"federation": {"aggregator": "fesem", "clients_per_round": 4, "local_epochs": 2}},
+    "centers": {"federation": {"method": "fesem", "clients_per_round": 4, "local_epochs": 2}},
     "corrected-gradients": {
         "model": {"schedulers": True},
-        "federation": {"aggregator": "feddane", "clients_per_round": 3, "local_steps": 4, "dropout": 0.2},
+        "federation": {"method": "feddane", "clients_per_round": 3, "local_steps": 4, "dropout": 0.2},
     },
     # What the server's optimizer remembers.
-    "server-momentum": {"federation": {"aggregator": "fedavgm", "clients_per_round": 3, "local_epochs": 2}},
+    "server-momentum": {"federation": {"method": "fedavgm", "clients_per_round": 3, "local_epochs": 2}},
     "server-moments": {
-        "federation": {"aggregator": "fedadam", "clients_per_round": 3, "batch_norm": "average", "dropout": 0.2},
+        "federation": {"method": "fedadam", "clients_per_round": 3, "batch_norm": "average", "dropout": 0.2},
     },
     # What a client draws and holds, and rows that momentum moves.
     "sampled-classes": {
         "model": {"batch_norm": False, "num_classes": 9},
         "sampled": {"num_negatives": 3, "resample": "batch"},
-        "federation": {"aggregator": "fedavgm", "clients_per_round": 3, "local_epochs": 2, "dropout": 0.2},
+        "federation": {"method": "fedavgm", "clients_per_round": 3, "local_epochs": 2, "dropout": 0.2},
     },
     # The extractor that the global model is evaluated with, and weights that the server smooths.
     "fused-features": {

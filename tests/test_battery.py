@@ -218,7 +218,7 @@ ONCE = {"deeplab": "fedavg", "unet": "fairavg"}  # large models: with one rule
 def fit(row, door, aggregator, plain_trainer, federated_trainer):
     """Trains a row through a door."""
     recorder, module = Recorder(), row.module()
-    options = {"batch_norm": "average", **row.options, "aggregator": aggregator, "seed": SEED}
+    options = {"batch_norm": "average", **row.options, "method": aggregator, "seed": SEED}
     trainer_options = {**row.trainer, "callbacks": [recorder]}
     validation = tuple(tensor[:7] for tensor in next(iter(row.clients.values())))
     if door == "trainer":
@@ -536,8 +536,8 @@ def test_too_few_clients_leave_the_global_model_as_it_was(federated_trainer, cap
 @pytest.mark.parametrize("preset", ["FedPer", "FedBN"])
 def test_presets(preset, federated_trainer):
     recorder = Recorder()
-    federation = FedPer("net.head.*", local_epochs=2) if preset == "FedPer" else FedBN(local_epochs=2)
-    trainer = federated_trainer(max_rounds=2, federation=federation, callbacks=[recorder])
+    method = FedPer("net.head.*") if preset == "FedPer" else FedBN()
+    trainer = federated_trainer(max_rounds=2, method=method, local_epochs=2, callbacks=[recorder])
     trainer.fit(models.Module(models.BaseAndHead(), models.momentum), models.as_datasets(models.vectors()))
     at_home = "net.head." if preset == "FedPer" else "net.base.1."
     names = [name for name in state_of(models.Module(models.BaseAndHead())) if not name.startswith(at_home)]
@@ -554,7 +554,7 @@ def test_presets(preset, federated_trainer):
 def test_a_clients_own_model(preset, store, plain_trainer, federated_trainer, tmp_path):
     """Its personal entries are those of its last visit, and a plain Trainer finds what was logged for the client."""
     options = {"local_epochs": 2, "clients_per_round": 2, "seed": SEED, "store": store and tmp_path / store}
-    federation = FedPer("net.head.*", **options) if preset == "FedPer" else FedBN(**options)
+    federation = Federation(FedPer("net.head.*") if preset == "FedPer" else FedBN(), **options)
     at_home = "net.head." if preset == "FedPer" else "net.base.1."
     recorder, module = Recorder(), models.Module(models.BaseAndHead(), models.momentum)
     held_out = models.vectors({name: 20 + size for name, size in models.SIZES.items()})

@@ -30,7 +30,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation, scheduler_steps
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation, Method, scheduler_steps
 from lightning_fed.algorithms import FairAvg, FedAvg, FedBN, FedPer
 from lightning_fed.data import IID, ByGroup, Dirichlet, LazyClients
 from lightning_fed.errors import OptionError
@@ -221,8 +221,8 @@ def test_tuners_are_refused(tune, federated_trainer):
 
 
 BAD_ARGUMENTS = [
-    ({"aggregator": "fedsgd"}, ValueError, r"one of \['fairavg', 'fedadagrad', 'fedadam'.*\], but got 'fedsgd'"),
-    ({"aggregator": FedAvg}, TypeError, "a name or an Aggregator object, but got <class"),
+    ({"method": "fedsgd"}, ValueError, r"one of \['fairavg', 'fedadagrad', 'fedadam'.*\], but got 'fedsgd'"),
+    ({"method": FedAvg}, TypeError, "a name, a Method or an Aggregator object, but got <class"),
     ({"clients_per_round": 0}, ValueError, "`clients_per_round` to be at least 1, but got 0"),
     ({"clients_per_round": 0.0}, ValueError, r"in \(0, 1\], but got 0.0"),
     ({"clients_per_round": 2.0}, ValueError, r"in \(0, 1\], but got 2.0. Pass an int for a number"),
@@ -285,13 +285,21 @@ def test_what_is_ignored_meanwhile_is_shown_again(federated_trainer):
     assert warnings.filters[0][:2] == ("ignore", re.compile("mine", re.IGNORECASE))
 
 
-def test_presets_say_what_they_fix():
-    with pytest.raises(ValueError, match=r"`FedBN` without `batch_norm`, which is 'personal' there, .*='average'"):
-        FedBN(batch_norm="average")
-    with pytest.raises(ValueError, match=r"`FedPer` without `personal`, which is its `head`, but got personal=\['a'\]"):
-        FedPer("head.*", personal=["a"])
-    assert FedBN(personal=["head.*"], local_epochs=2).personal == ("head.*",)
-    assert FedPer(["head.*", torch.nn.LSTM], batch_norm="average").personal == ("head.*", torch.nn.LSTM)
+def test_methods_say_what_they_set():
+    """A user's own value is refused, unless it is the same or an empty one, which recipes pass on."""
+    with pytest.raises(ValueError, match=r"`FedBN` without `batch_norm`, which it sets itself, but got 'average'"):
+        Federation(FedBN(), batch_norm="average")
+    with pytest.raises(ValueError, match=r"`FedPer` without `personal`, which it sets itself, but got \['a'\]"):
+        FederatedTrainer(FedPer("head.*"), personal=["a"], **QUIET)
+    assert Federation(FedBN(), batch_norm="personal").batch_norm == "personal"
+    assert Federation(FedPer("head.*"), personal=[]).personal == ("head.*",)
+    assert Federation(FedBN(), personal=["head.*"], local_epochs=2).personal == ("head.*",)
+    federation = Federation(FedPer(["head.*", torch.nn.LSTM]), batch_norm="average")
+    assert federation.personal == ("head.*", torch.nn.LSTM)
+    assert federation.replace(method="fedavg", seed=3).personal == ()  # what a method sets goes with it
+    assert federation.replace(seed=3).personal == ("head.*", torch.nn.LSTM)
+    with pytest.raises(ValueError, match=r"settings of `FedAvg` to be of \('local_epochs', .*, but got 'seed'"):
+        Federation(Method("fedavg", seed=1))
 
 
 BAD_SELECTORS = [
@@ -464,7 +472,7 @@ def test_aggregators_by_name_and_as_objects(federated_trainer):
     results = []
     for aggregator in ("fairavg", "FairAvg", FairAvg()):
         own = module(optimizer=models.momentum)
-        federated_trainer(max_rounds=1, aggregator=aggregator).fit(own, datasets())
+        federated_trainer(max_rounds=1, method=aggregator).fit(own, datasets())
         results.append(state_of(own))
     assert_same(results[0], results[1])
     assert_same(results[0], results[2])
@@ -727,7 +735,7 @@ def test_the_signatures_agree():
 def test_every_option_reaches_the_federation():
     aggregator, partition = FairAvg(), Dirichlet(3, alpha=1.0)
     options = {
-        "aggregator": aggregator, "partition": partition, "clients_per_round": 2, "local_epochs": 3, "stragglers": 0.5,
+        "method": aggregator, "partition": partition, "clients_per_round": 2, "local_epochs": 3, "stragglers": 0.5,
         "partial_work": "drop", "dropout": 0.25, "min_clients": 2, "max_failed_rounds": 7, "personal": ["a"],
         "frozen": ["b"], "batch_norm": "frozen", "optimizer_state": "keep", "evaluate_clients_every": 5, "seed": 11,
     }  # fmt: skip
@@ -767,7 +775,7 @@ def test_callbacks_and_the_bar(tmp_path):
 
 
 def test_a_ready_federation():
-    federation = FedPer("head.*", local_epochs=2)
+    federation = Federation(FedPer("head.*"), local_epochs=2)
     assert FederatedTrainer(federation=federation, **QUIET).callbacks[0] is federation
     with pytest.raises(ValueError, match=r"`federation` or its arguments, but got `federation` and \['local_steps'\]"):
         FederatedTrainer(federation=federation, local_steps=3, **QUIET)

@@ -135,7 +135,7 @@ NEEDED = {
     **{name: lambda cls: cls("nowhere") for name in ("FashionMNIST", "Omniglot")},
 }  # fmt: skip
 NO_OBJECTS = {  # messages, tables, functions, what is abstract
-    "Aggregator", "AveragingAggregator", "AGGREGATORS", "build_aggregator", "MarginReport", "Confusion", "PartTraffic",
+    "Aggregator", "AveragingAggregator", "METHODS", "build_method", "method_names", "register", "MarginReport", "Confusion", "PartTraffic",
     "Traffic", "find_federation", "segmentation_grid", "Partition", "PlannedVisit", "Population", "VisitBatch",
     "DatasetClients", "LoaderClients", "sample_hashes", "synthetic_clients",
 }  # fmt: skip

@@ -613,7 +613,7 @@ def test_too_few_good_clients_and_too_few_at_all():
 
 def test_an_aggregate_that_is_never_finite_ends_the_fit():
     with pytest.raises(RuntimeError, match="the aggregate was not used"):
-        train(good_clients(), aggregator=Exploding())
+        train(good_clients(), method=Exploding())
 
 
 class SaveSecond(L.Callback):
@@ -683,7 +683,7 @@ class Exploding(AveragingAggregator):
 
 def test_an_aggregate_that_is_not_finite(caplog):
     options = {"batch_norm": "recalibrate", "max_failed_rounds": None}
-    module, rows = train(good_clients(), aggregator=Exploding(), **options)
+    module, rows = train(good_clients(), method=Exploding(), **options)
     assert_nothing_changed(module, rows)
     assert (
         sum("the aggregate is not used: entry 'body.0.weight' has NaN" in message for message in caplog.messages) == 3

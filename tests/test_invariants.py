@@ -191,9 +191,7 @@ def through_loader_with_workers(clients, module, callbacks, **options):
 
 def plain(callbacks, options, **federation):
     own = {
-        name: options.pop(name)
-        for name in list(options)
-        if name in ("aggregator", *OPTIONS, "local_epochs", "local_steps")
+        name: options.pop(name) for name in list(options) if name in ("method", *OPTIONS, "local_epochs", "local_steps")
     }
     return L.Trainer(
         max_epochs=options.pop("max_rounds"), callbacks=[Federation(**own, **federation), *callbacks], **options
@@ -262,7 +260,7 @@ def test_both_rules_on_images(aggregator, steps, federated_trainer):
         rounds=2, cohort_size=5, seed=0, batch_size=32, epochs=1, steps=steps, equal=aggregator == "fairavg",
     )  # fmt: skip
     module = models.Module(models.cnn(), models.adam)
-    trainer = federated_trainer(max_rounds=2, aggregator=aggregator, local_steps=steps, batch_norm="average")
+    trainer = federated_trainer(max_rounds=2, method=aggregator, local_steps=steps, batch_norm="average")
     trainer.fit(module, models.as_datasets(clients))
     assert_same(expected[-1], module.net.state_dict())
     if aggregator == "fedavg":
@@ -275,7 +273,7 @@ def test_one_step_of_gradient_descent_on_quadratics(federated_trainer):
     results = {}
     for aggregator in ("fedavg", "fairavg"):
         module = models.Quadratic()
-        federated_trainer(max_rounds=1, aggregator=aggregator).fit(module, models.as_datasets(clients))
+        federated_trainer(max_rounds=1, method=aggregator).fit(module, models.as_datasets(clients))
         results[aggregator] = module.w.tolist()
     assert results == {"fedavg": [3.25, 1.25], "fairavg": [2.5, 1.5]}
 
@@ -362,7 +360,7 @@ def test_optimizer_state_is_reset_for_every_visit(plain_trainer, federated_train
 def test_identical_clients_are_one_of_them(aggregator, either_trainer):
     tensors = models.vectors({"x": 37})["x"]
     recorder = Recorder()
-    trainer = either_trainer(max_rounds=2, aggregator=aggregator, local_epochs=2, callbacks=[recorder])
+    trainer = either_trainer(max_rounds=2, method=aggregator, local_epochs=2, callbacks=[recorder])
     data = FederatedDataModule({name: TensorDataset(*tensors) for name in "abcdefg"}, batch_size=8, shuffle=False)
     trainer.fit(models.Module(models.BaseAndHead(), models.adam), datamodule=data)
     for number, aggregate in enumerate(recorder.aggregates):
@@ -394,7 +392,7 @@ def test_the_order_of_the_clients_does_not_matter(aggregator, cohort, either_tra
     for names in (list(clients), list(clients)[::-1], sorted(clients, key=lambda name: name[-1])):
         module, recorder = models.Module(models.norm_mlp(), models.momentum), Recorder()
         trainer = either_trainer(
-            max_rounds=3, clients_per_round=cohort, aggregator=aggregator, local_epochs=2, stragglers=0.5, dropout=0.2,
+            max_rounds=3, clients_per_round=cohort, method=aggregator, local_epochs=2, stragglers=0.5, dropout=0.2,
             seed=SEED, callbacks=[recorder],
         )  # fmt: skip
         trainer.fit(module, datamodule=FederatedDataModule({name: clients[name] for name in names}))
@@ -423,16 +421,14 @@ def test_the_rules_agree_on_equal_sizes(either_trainer):
     states = []
     for aggregator in ("fedavg", "fairavg"):
         module = models.Module(models.norm_mlp(), models.momentum)
-        either_trainer(max_rounds=2, aggregator=aggregator, local_epochs=2).fit(
+        either_trainer(max_rounds=2, method=aggregator, local_epochs=2).fit(
             module, datamodule=FederatedDataModule(clients)
         )
         states.append(state_of(module))
     assert_same(*states)
     module = models.Module(models.norm_mlp(), models.momentum)
     unequal = models.as_datasets(models.vectors({"a": 24, "b": 3, "c": 24, "d": 50}))
-    either_trainer(max_rounds=2, aggregator="fairavg", local_epochs=2).fit(
-        module, datamodule=FederatedDataModule(unequal)
-    )
+    either_trainer(max_rounds=2, method="fairavg", local_epochs=2).fit(module, datamodule=FederatedDataModule(unequal))
     assert not torch.equal(states[0]["net.0.weight"], module.net[0].weight)
 
 
@@ -464,7 +460,7 @@ def test_only_shared_entries_travel_and_every_byte_is_counted(aggregator, federa
     """A tied language model whose mixing layer stays with its client and whose bias is frozen."""
     recorder = Recorder()
     trainer = federated_trainer(
-        max_rounds=3, clients_per_round=3, aggregator=aggregator, personal=["net.mix.*"], frozen=["net.output.bias"],
+        max_rounds=3, clients_per_round=3, method=aggregator, personal=["net.mix.*"], frozen=["net.output.bias"],
         callbacks=[recorder],
     )  # fmt: skip
     module = models.Module(models.Tied(), models.momentum)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.algorithms import AGGREGATORS, FeSEM, ServerOptimizer
+from lightning_fed.algorithms import METHODS, FeSEM, ServerOptimizer
 from lightning_fed.client.client_store import ClientStore, FolderStore, MemoryStore
 from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
 from lightning_fed.data.population import PlannedVisit
@@ -17,7 +17,7 @@ from lightning_fed.data.visit_costs import VisitCosts, balance_loads
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.process_group import ProcessGroup, pack, unpack
 from lightning_fed.server.schedule import Schedule, Visit
-from lightning_fed.server.server import RoundReport
+from lightning_fed.server.server import Aggregator, RoundReport
 from tests import models
 from tests.recorders import assert_same
 
@@ -78,7 +78,7 @@ def updates(round):
 
 
 RULES = {
-    **{name: rule for name, rule in AGGREGATORS.items() if not rule.resizes},
+    **{name: rule for name, rule in METHODS.items() if issubclass(rule, Aggregator) and not rule.resizes},
     "fesem, random": lambda: FeSEM(num_centers=2, init="random"),
     "Adam of fairavg": lambda: ServerOptimizer("Adam", "fairavg", lr=0.1),
 }

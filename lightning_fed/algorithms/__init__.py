@@ -1,10 +1,13 @@
-"""The methods, each in one place, by their papers' names."""
+"""The methods, each in one place, by their papers' names. A line here enters a method in the table of methods."""
 
 from lightning_fed.algorithms.fairavg import FairAvg as FairAvg
 from lightning_fed.algorithms.fedatt import FedAtt as FedAtt
 from lightning_fed.algorithms.fedavg import FedAvg as FedAvg
 from lightning_fed.algorithms.fedavgm import FedAvgM as FedAvgM
+from lightning_fed.algorithms.fedaws.method import FedAwS as FedAwS
+from lightning_fed.algorithms.fedbn import FedBN as FedBN
 from lightning_fed.algorithms.feddane.aggregator import FedDANE as FedDANE
+from lightning_fed.algorithms.fedfusion.method import FedFusion as FedFusion
 from lightning_fed.algorithms.fedma.aggregator import FedMA as FedMA
 from lightning_fed.algorithms.fedma.pfnm import PFNM as PFNM
 from lightning_fed.algorithms.fedmargin.aggregator import FedMargin as FedMargin
@@ -13,39 +16,21 @@ from lightning_fed.algorithms.fedopt import AdaptiveOptimizer as AdaptiveOptimiz
 from lightning_fed.algorithms.fedopt import FedAdagrad as FedAdagrad
 from lightning_fed.algorithms.fedopt import FedAdam as FedAdam
 from lightning_fed.algorithms.fedopt import FedYogi as FedYogi
+from lightning_fed.algorithms.fedper import FedPer as FedPer
 from lightning_fed.algorithms.fedprox import FedProx as FedProx
+from lightning_fed.algorithms.fedrep import FedRep as FedRep
+from lightning_fed.algorithms.fedss.method import FedSS as FedSS
 from lightning_fed.algorithms.fesem.aggregator import FeSEM as FeSEM
-from lightning_fed.algorithms.presets import FedAwS as FedAwS
-from lightning_fed.algorithms.presets import FedBN as FedBN
-from lightning_fed.algorithms.presets import FedFusion as FedFusion
-from lightning_fed.algorithms.presets import FedPer as FedPer
-from lightning_fed.algorithms.presets import FedRep as FedRep
-from lightning_fed.algorithms.presets import FedSS as FedSS
 from lightning_fed.algorithms.server_optimizer import ServerOptimizer as ServerOptimizer
-from lightning_fed.method import AGGREGATORS as AGGREGATORS
-from lightning_fed.method import build_aggregator as build_aggregator
+from lightning_fed.method import METHODS as METHODS
+from lightning_fed.method import Method as Method
+from lightning_fed.method import build_method as build_method
+from lightning_fed.method import method_names as method_names
+from lightning_fed.method import register as register
 from lightning_fed.server.averaging import AveragingAggregator as AveragingAggregator
 
-AGGREGATORS.update(
-    {
-        "fairavg": FairAvg,
-        "fedadagrad": FedAdagrad,
-        "fedadam": FedAdam,
-        "fedatt": FedAtt,
-        "fedavg": FedAvg,
-        "fedavgm": FedAvgM,
-        "feddane": FedDANE,
-        "fedma": FedMA,
-        "fedmargin": FedMargin,
-        "fedprox": FedProx,
-        "fedyogi": FedYogi,
-        "fesem": FeSEM,
-        "pfnm": PFNM,
-    }
-)
-
 __all__ = [
-    "AGGREGATORS",
+    "METHODS",
     "PFNM",
     "AdaptiveOptimizer",
     "AveragingAggregator",
@@ -68,6 +53,9 @@ __all__ = [
     "FedSS",
     "FedYogi",
     "MarginReport",
+    "Method",
     "ServerOptimizer",
-    "build_aggregator",
+    "build_method",
+    "method_names",
+    "register",
 ]

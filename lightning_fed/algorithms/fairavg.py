@@ -6,9 +6,11 @@ Michieli & Ozay, "Are All Users Treated Fairly in Federated Learning Systems?", 
 from __future__ import annotations
 
 from lightning_fed.messages import ClientUpdate
+from lightning_fed.method import register
 from lightning_fed.server.averaging import AveragingAggregator
 
 
+@register
 class FairAvg(AveragingAggregator):
     r"""The plain average of the clients' models, whatever their numbers of examples.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.method import register
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.weighted_mean import WeightedMean
@@ -19,6 +20,7 @@ from lightning_fed.server.schedule import derive_seed
 from lightning_fed.server.server import Aggregator
 
 
+@register
 class FedAtt(Aggregator):
     r"""A step towards the clients' models, with weights by layer that are a softmax of the distances.
 

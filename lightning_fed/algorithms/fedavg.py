@@ -7,9 +7,11 @@ Data", AISTATS 2017, Algorithm 1. https://arxiv.org/abs/1602.05629
 from __future__ import annotations
 
 from lightning_fed.messages import ClientUpdate
+from lightning_fed.method import register
 from lightning_fed.server.averaging import AveragingAggregator
 
 
+@register
 class FedAvg(AveragingAggregator):
     r"""The average of the clients' models, weighted by their numbers of examples.
 

@@ -10,9 +10,11 @@ import torch
 
 from lightning_fed.algorithms.server_optimizer import ServerOptimizer
 from lightning_fed.argument_checks import check_share
+from lightning_fed.method import register
 from lightning_fed.server.server import Aggregator
 
 
+@register
 class FedAvgM(ServerOptimizer):
     r"""The mean change of the clients is added to a velocity, which moves the global model.
 

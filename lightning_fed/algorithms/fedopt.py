@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_fed.algorithms.server_optimizer import ServerOptimizer
 from lightning_fed.argument_checks import check_option, check_share
+from lightning_fed.method import register
 from lightning_fed.server.server import Aggregator
 
 SecondMoment: TypeAlias = Literal["adagrad", "adam", "yogi"]
@@ -116,6 +117,7 @@ def _second_moment(moment: Tensor, square: Tensor, kind: SecondMoment, beta2: fl
         moment.sub_((1 - beta2) * square * torch.sign(moment - square))
 
 
+@register
 class FedAdagrad(ServerOptimizer):
     """The mean change of the clients, divided by the root of the sum of its squares over all rounds.
 
@@ -153,6 +155,7 @@ class FedAdagrad(ServerOptimizer):
         super().__init__(AdaptiveOptimizer, aggregator, lazy_rows, **options)
 
 
+@register
 class FedAdam(ServerOptimizer):
     """The decaying mean of the clients' changes, divided by the root of that of their squares.
 
@@ -194,8 +197,9 @@ class FedAdam(ServerOptimizer):
         super().__init__(AdaptiveOptimizer, aggregator, lazy_rows, **options)
 
 
+@register
 class FedYogi(ServerOptimizer):
-    """As :class:`FedAdam`, but the second moment moves towards the new square by no more than a part of that square.
+    """FedAdam whose second moment moves towards the new square by no more than a part of that square.
 
     :class:`ServerOptimizer` with Yogi as the paper has it (:class:`AdaptiveOptimizer`).
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_fed.algorithms.proximal_term import ProximalTerm
 from lightning_fed.messages import ClientUpdate
+from lightning_fed.method import register
 from lightning_fed.numerics.row_sums import RowWeighting
 from lightning_fed.server.averaging import AveragingAggregator
 
 
+@register
 class FedProx(AveragingAggregator):
     r"""The average of the clients' models by their numbers of examples; clients train with a proximal term.
 
@@ -57,6 +60,4 @@ class FedProx(AveragingAggregator):
 
     def required_callbacks(self) -> Sequence[Any]:
         """The proximal term."""
-        from lightning_fed.algorithms.proximal_term import ProximalTerm  # a room above this one
-
         return [ProximalTerm(self.mu)]

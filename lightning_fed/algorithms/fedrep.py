@@ -1,4 +1,4 @@
-"""A visit in two phases: what stays at home trains first, then what travels.
+"""A shared representation and a personal head per client, which train one after the other.
 
 Collins, Hassani, Mokhtari & Shakkottai, "Exploiting Shared Representations for Personalized Federated Learning", ICML
 2021, Algorithm 1. https://arxiv.org/abs/2102.07078
@@ -6,17 +6,21 @@ Collins, Hassani, Mokhtari & Shakkottai, "Exploiting Shared Representations for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_fed.algorithms.fedper import head_selectors
 from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
+from lightning_fed.method import Method, register
+from lightning_fed.model.entries import Selector
 from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.server.server import Aggregator
 
 
 class HeadThenBody(FederatedCallback):
@@ -118,3 +122,68 @@ class HeadThenBody(FederatedCallback):
             parameter.requires_grad_(True)
         self._frozen = []
         self._left = 0
+
+
+@register
+class FedRep(Method):
+    """A shared representation and a personal head per client, which train one after the other.
+
+    A visit has ``head_epochs`` epochs in which the head trains and the body does not, then ``body_epochs`` the other
+    way round (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent and averaged.
+
+    After the last round the authors let every client train its head once more, on the final body. That is one more
+    round, with all clients and ``body_epochs=0``, resumed from the last checkpoint.
+
+    Args:
+        head: The personal entries: a name pattern (``"head.*"``), a module type, or several. ``"auto"`` is the layer
+            that makes the logits (:func:`~lightning_fed.modules.find_classifier`), which is named in the log.
+        head_epochs: Epochs of a visit that train the head; ``None`` for 10, or for what ``local_epochs`` leaves.
+        body_epochs: Epochs of a visit that train the body; 0 leaves the body as it is. ``None`` for 1, or for what
+            ``local_epochs`` and ``head_epochs`` leave.
+        local_epochs: Epochs of a visit, where both together are given.
+        aggregator: The rule for the body, by name or as an object.
+
+    Raises:
+        ValueError: If ``head_epochs`` is below 1 or ``body_epochs`` below 0, or they do not add up to ``local_epochs``;
+            in ``fit``, if a selector matches nothing.
+
+    Example:
+        >>> from lightning_fed import Federation
+        >>> Federation(FedRep("head.*", head_epochs=10, body_epochs=5)).schedule.local_epochs
+        15
+
+    References:
+        Collins et al., ICML 2021, Algorithm 1.
+
+    """
+
+    def __init__(
+        self,
+        head: Selector | Sequence[Selector] = "auto",
+        head_epochs: int | None = None,
+        body_epochs: int | None = None,
+        local_epochs: int | None = None,
+        aggregator: str | Aggregator = "fedavg",
+    ) -> None:
+        head_epochs, body_epochs = _divide_epochs(head_epochs, body_epochs, local_epochs)
+        super().__init__(
+            aggregator,
+            [HeadThenBody(head_epochs)],
+            personal=head_selectors(head),
+            local_epochs=head_epochs + body_epochs,
+            local_steps=None,
+        )
+
+
+def _divide_epochs(head: int | None, body: int | None, total: int | None) -> tuple[int, int]:
+    """Epochs that train the head, and the body."""
+    if body is None:
+        body = 1 if head is None or total is None else total - head
+    if head is None:
+        head = 10 if total is None else total - body
+    if total is not None and (head < 1 or head + body != total):
+        raise ValueError(
+            f"Expected `head_epochs` (at least 1) and `body_epochs` to add up to `local_epochs`, {total}, but got"
+            f" {head} and {body}."
+        )
+    return head, check_count("body_epochs", body, lowest=0)

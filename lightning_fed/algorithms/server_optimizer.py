@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.method import build_aggregator
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.chunks import chunk_steps
 from lightning_fed.numerics.precision import cast_back, to_float64
@@ -79,8 +80,6 @@ class ServerOptimizer(Aggregator):
         lazy_rows: bool = False,
         **optimizer_kwargs: Any,
     ) -> None:
-        from lightning_fed.method import build_aggregator  # which knows the rules of this file
-
         self.optimizer = _find_optimizer(optimizer)
         self.optimizer_kwargs = optimizer_kwargs
         self.lazy_rows = lazy_rows

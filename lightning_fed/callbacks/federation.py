@@ -6,8 +6,9 @@ import copy
 import inspect
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import lightning as L
@@ -22,7 +23,7 @@ from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.messages import Client, State
-from lightning_fed.method import build_aggregator
+from lightning_fed.method import Method, build_method
 from lightning_fed.model.entries import Policy, Selector, check_selectors
 from lightning_fed.rounds.client_errors import note_on
 from lightning_fed.rounds.clients import Clients
@@ -39,6 +40,9 @@ from lightning_fed.server.server import Aggregator, Server
 
 _log = logging.getLogger(__name__)
 
+_SETTINGS = ("local_epochs", "local_steps", "partial_work", "personal", "frozen", "batch_norm", "optimizer_state")
+"""What a method may set: what a visit does, and what of a model travels. Who takes part is the experiment's."""
+
 
 class Federation(L.Callback):
     r"""Federated training on an ordinary Trainer: one epoch is one round.
@@ -48,7 +52,8 @@ class Federation(L.Callback):
     ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint`` and epoch-interval schedulers count rounds.
 
     Args:
-        aggregator: The server's rule, an object or a name of :data:`~lightning_fed.algorithms.AGGREGATORS`.
+        method: The federated method: its name, with options behind it if need be (``"fedss:num_negatives=40"``), a
+            :class:`~lightning_fed.Method`, or the server's rule. What it sets of the following arguments is its own.
         partition: How the data of a datamodule's or module's ``train_dataloader`` are split into clients; ``None`` with
             a :class:`~lightning_fed.data.FederatedDataModule`, which brings them.
         clients_per_round: Number of clients in a round (int) or fraction of all (float in (0, 1]).
@@ -76,11 +81,11 @@ class Federation(L.Callback):
 
     Attributes:
         arguments: What it was built with, by name.
-        client_callbacks: Callbacks that belong to the method, added to the Trainer as those of the aggregator are.
+        method: The method. Its callbacks are added to a Trainer that has none of their kind.
 
     Raises:
-        ValueError: If an argument is out of its range, or a selector matches nothing.
-        TypeError: If ``aggregator`` is neither a name nor an aggregator, or ``partition`` is not a partition.
+        ValueError: If an argument is out of its range or is the method's to set, or a selector matches nothing.
+        TypeError: If ``method`` is neither a name nor a method nor a rule, or ``partition`` is not a partition.
         MisconfigurationException: In ``setup``, if the Trainer is asked for what cannot be right in a round.
 
     Note:
@@ -104,7 +109,7 @@ class Federation(L.Callback):
 
     def __init__(
         self,
-        aggregator: str | Aggregator = "fedavg",
+        method: str | Method | Aggregator = "fedavg",
         partition: Partition | None = None,
         clients_per_round: int | float = 1.0,
         local_epochs: int = 1,
@@ -125,26 +130,30 @@ class Federation(L.Callback):
     ) -> None:
         given = locals()
         self.arguments = {name: given[name] for name in inspect.signature(Federation).parameters}
-        check_option("partial_work", partial_work, ("keep", "drop"))
-        check_option("batch_norm", batch_norm, ("average", "recalibrate", "personal", "frozen"))
-        check_option("optimizer_state", optimizer_state, ("reset", "keep"))
+        self.method = build_method(method)
+        options = SimpleNamespace(**_settle(self.method, self.arguments))
+        check_option("partial_work", options.partial_work, ("keep", "drop"))
+        check_option("batch_norm", options.batch_norm, ("average", "recalibrate", "personal", "frozen"))
+        check_option("optimizer_state", options.optimizer_state, ("reset", "keep"))
         if not (partition is None or isinstance(partition, Partition)):
             raise TypeError(f"Expected `partition` to be a Partition object such as `IID(10)`, but got {partition!r}.")
-        self.server: ServerInterface = Server(build_aggregator(aggregator), min_clients)
+        self.server: ServerInterface = Server(self.method.aggregator, min_clients)
         self._fresh_aggregator = copy.deepcopy(self.server.aggregator.state_dict())
         self.partition = partition
         seed = default_seed() if seed is None else seed
-        self.schedule = Schedule(seed, clients_per_round, local_epochs, local_steps, stragglers, dropout)
+        work = options.local_epochs, options.local_steps
+        self.schedule = Schedule(seed, clients_per_round, *work, stragglers, dropout)
         self.max_failed_rounds = (
             None if max_failed_rounds is None else check_count("max_failed_rounds", max_failed_rounds)
         )
-        self.personal = check_selectors("personal", personal)
-        self.frozen = check_selectors("frozen", frozen)
-        self.batch_norm, self.optimizer_state, self.partial_work = batch_norm, optimizer_state, partial_work
+        self.personal = check_selectors("personal", options.personal)
+        self.frozen = check_selectors("frozen", options.frozen)
+        self.batch_norm: BatchNormMode = options.batch_norm
+        self.optimizer_state: Literal["reset", "keep"] = options.optimizer_state
+        self.partial_work: Literal["keep", "drop"] = options.partial_work
         self.store = build_store(store)
         self.evaluate_clients_every = check_count("evaluate_clients_every", evaluate_clients_every, lowest=0)
         self.vectorize = check_count("vectorize", vectorize)
-        self.client_callbacks: list[L.Callback] = []
         self._is_fit = True
         self._is_planned = False  # whether the fit's first round is
         self._trainer: L.Trainer | None = None
@@ -165,9 +174,7 @@ class Federation(L.Callback):
             2
 
         """
-        made = Federation(**{**self.arguments, **changes})
-        made.client_callbacks = self.client_callbacks
-        return made
+        return Federation(**{**self.arguments, **changes})
 
     def take_apart(self, remote: RemoteSide) -> None:
         """Leaves one half of the federation to another machine: what an engine does before a fit."""
@@ -255,11 +262,11 @@ class Federation(L.Callback):
         return "Federation"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Checks the Trainer, puts the round's loader in place, adds the callbacks that the aggregator needs."""
+        """Checks the Trainer, puts the round's loader in place, adds the method's callbacks."""
         self._is_fit, self._clients.is_lost = stage == "fit", False
         self._is_planned = False
         pooled = [DistributedLog()] if process_group_of(trainer).size > 1 else []
-        add_callbacks(trainer, self, [*self.client_callbacks, *self.server.aggregator.required_callbacks(), *pooled])
+        add_callbacks(trainer, self, [*self.method.callbacks, *pooled])
         previous, self._trainer = self._trainer, trainer
         if stage != "fit":
             return
@@ -442,6 +449,23 @@ class Federation(L.Callback):
         self._loop.give_back()
         self._clients.close()
         self._generators.close()
+
+
+def _settle(method: Method, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a federation, with those that its method sets.
+
+    Raises:
+        ValueError: If the method sets what it may not, or what the user sets to another value.
+
+    """
+    parameters = inspect.signature(Federation).parameters
+    for name, value in method.settings.items():
+        if name not in _SETTINGS:
+            raise ValueError(f"Expected the settings of `{method.name}` to be of {_SETTINGS}, but got {name!r}.")
+        given, default = arguments[name], parameters[name].default
+        if given not in (default, value) and (given or default):  # a recipe's empty list is not given
+            raise ValueError(f"Expected `{method.name}` without `{name}`, which it sets itself, but got {given!r}.")
+    return {**arguments, **method.settings}
 
 
 def find_federation(trainer: L.Trainer) -> Federation:

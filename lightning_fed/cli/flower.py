@@ -73,7 +73,7 @@ def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recip
         OptionError: If it does not give the number of rounds.
 
     """
-    from lightning_fed.cli.main import FederatedCLI
+    from lightning_fed.recipe import FederatedCLI
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # Flower's processes have arguments too

@@ -1,4 +1,4 @@
-"""The command line: recipes through ``LightningCLI``, and the demo."""
+"""The command line: recipes, and the commands around them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,14 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-# Imported classes can be named without their path in recipes: `class_path: Dirichlet`.
-import lightning_fed.algorithms
-import lightning_fed.callbacks
-import lightning_fed.data
-import lightning_fed.datasets
-import lightning_fed.tasks  # noqa: F401
 from lightning_fed import __version__
-from lightning_fed.callbacks.federation import Federation
 from lightning_fed.data.sample_assignment import PartitionError
 from lightning_fed.errors import OptionError
-from lightning_fed.model.entries import Selector
-from lightning_fed.trainer import FederatedTrainer
-
-_COMMANDS = {
-    "fit": "Train a model federatedly; one epoch is one round.",
-    "validate": "Evaluate a checkpoint (--ckpt_path) on the validation data; without one, the model as it is made.",
-    "test": "Evaluate a checkpoint (--ckpt_path) on the test data; without one, the model as it is made.",
-    "predict": "Run a checkpoint (--ckpt_path) on the data to predict; without one, the model as it is made.",
-}
+from lightning_fed.recipe import COMMANDS, FederatedCLI
 
 _HELP = """\
 usage: lightning-fed COMMAND [options]
@@ -47,6 +29,7 @@ commands:
   test -c RECIPE            the same on test data
   predict -c RECIPE         run a checkpoint on the data to predict
   compare RECIPE            train with several methods on equal rounds: --methods fedavg fedmargin --seeds 3
+  methods                   list the methods and their options
   merge CKPT CKPT -o CKPT   match the neurons of trained models, and average them
   flower new DIR -c RECIPE  write a Flower app: the same federation, across machines
 
@@ -56,142 +39,11 @@ commands:
 
 examples:
   lightning-fed demo
-  lightning-fed fit -c recipes/shapes_deeplab.yaml --trainer.max_rounds 5 --trainer.aggregator fairavg
+  lightning-fed fit -c recipes/shapes_deeplab.yaml --trainer.max_rounds 5 --trainer.method fairavg
 
 A recipe names a model, data and the options of the Trainer. Each can be changed on the command line, and model and
 data may be your own: --model my_project.MyModule. `fit -c RECIPE --print_config` shows everything that can be set.
 """
-
-
-class FederatedCLI(LightningCLI):
-    """``LightningCLI`` with a :class:`~lightning_fed.FederatedTrainer`, and errors without a traceback.
-
-    Model and data are named by their class path, or by name alone where lightning_fed has them. The environment
-    variable ``JSONARGPARSE_DEBUG=true`` brings the tracebacks back.
-
-    Args:
-        args: The command line; ``None`` for the process's own.
-        run: Whether the command line starts with a command, which is run; otherwise only the objects are built.
-
-    """
-
-    def __init__(self, args: ArgsType = None, run: bool = True) -> None:
-        self._kept_path: str | None = None
-        super().__init__(
-            trainer_class=federated_trainer,
-            # A run's configuration goes where its logs are. With `logger: false` that is one folder for all runs.
-            save_config_kwargs={"overwrite": True},
-            seed_everything_default=0,
-            parser_kwargs={
-                "prog": "lightning-fed",
-                "usage": "lightning-fed COMMAND [options]",
-                "version": __version__,
-                # Without these an error would be preceded by the names of some sixty options.
-                **{name: {"usage": f"lightning-fed {name} -c RECIPE [options]", "description": text}
-                   for name, text in _COMMANDS.items()},
-            },
-            args=args,
-            run=run,
-        )  # fmt: skip
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Reads the command line; a checkpoint's hyper-parameters replace the recipe's where it says whose they are.
-
-        Lightning takes those of a checkpoint that was saved without its command line for another recipe's model, which
-        they are not: they do not name a class.
-        """
-        super().parse_arguments(parser, args)
-        own = self.config.get(self.config.get("subcommand", ""), {})
-        path = own.get("ckpt_path")
-        if path and Path(path).is_file():
-            saved = torch.load(path, weights_only=True, map_location="cpu", mmap=True).get("hyper_parameters")
-            if saved and "_class_path" not in saved:
-                self._kept_path, own["ckpt_path"] = path, None
-                sys.stderr.write(
-                    f"note: {path} was saved from Python: the model is the recipe's, with its arguments.\n"
-                )
-
-    def before_instantiate_classes(self) -> None:
-        """Takes up the checkpoint that Lightning was not to look into."""
-        if self._kept_path is not None:
-            self.config[self.config.subcommand].ckpt_path = self._kept_path
-
-    def instantiate_classes(self) -> None:
-        """Builds data, model and Trainer; a value that one of them refuses is an error of the command line."""
-        try:
-            super().instantiate_classes()
-        except ValueError as error:
-            self.parser.error(str(error), error)
-
-    def before_validate(self) -> None:
-        """Says that there is nothing to evaluate but the model as it is made."""
-        self._look_for_checkpoint()
-
-    def before_test(self) -> None:
-        """Likewise."""
-        self._look_for_checkpoint()
-
-    def before_predict(self) -> None:
-        """Likewise."""
-        self._look_for_checkpoint()
-
-    def _look_for_checkpoint(self) -> None:
-        if self.config[self.subcommand].ckpt_path is None:
-            sys.stderr.write("warning: There is no `--ckpt_path`: the model has the weights that it is made with.\n")
-
-    def predict(self, **arguments: Any) -> None:
-        """Predicts, and saves the list of the batches' predictions as ``predictions.pt`` beside the logs.
-
-        With several processes each saves its own batches (``predictions_0.pt``, ...); with ``--return_predictions
-        false`` nothing is saved, which is for a ``BasePredictionWriter`` among the callbacks.
-
-        Args:
-            arguments: Those of ``Trainer.predict``.
-
-        """
-        predictions = self.trainer.predict(**arguments)
-        if predictions:
-            rank = f"_{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
-            path = Path(self.trainer.log_dir or self.trainer.default_root_dir) / f"predictions{rank}.pt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(predictions, path)
-            sys.stdout.write(f"Predictions of {len(predictions)} batches: {path}\n")
-
-
-def federated_trainer(
-    *,
-    max_rounds: int | None = None,
-    federation: Federation | None = None,
-    personal: Sequence[Selector] = (),
-    frozen: Sequence[Selector] = (),
-    callbacks: list[Callback] | Callback | None = None,
-    enable_progress_bar: bool | None = None,
-    **options: Any,
-) -> FederatedTrainer:
-    """Federation and Trainer.
-
-    A :class:`~lightning_fed.FederatedTrainer`, with the types that the command line checks.
-
-    Args:
-        max_rounds: Rounds to train: Lightning's ``max_epochs``.
-        federation: A ready callback, such as a preset, instead of the arguments below:
-            ``{class_path: lightning_fed.algorithms.FedPer, init_args: {head: "head.*"}}``.
-        personal: Entries that stay with their client: name patterns, or module types by class path.
-        frozen: Entries that never travel, likewise.
-        callbacks: Callbacks beside the federation's own.
-        enable_progress_bar: Whether to show a progress bar.
-        options: Further arguments of ``FederatedTrainer``, and those of ``L.Trainer``.
-
-    """
-    return FederatedTrainer(
-        max_rounds=max_rounds,
-        federation=federation,
-        personal=tuple(personal),  # an empty list is not the default
-        frozen=tuple(frozen),
-        callbacks=callbacks,
-        enable_progress_bar=enable_progress_bar is not False,
-        **options,
-    )
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -214,14 +66,16 @@ def main(args: Sequence[str] | None = None) -> None:
         _demo(given[1:])
     elif command == "compare":
         _compare(given[1:])
+    elif command == "methods":
+        _methods(given[1:])
     elif command == "merge":
         _merge(given[1:])
     elif command == "flower":
         _flower(given[1:])
-    elif command in _COMMANDS:
+    elif command in COMMANDS:
         _run(None if args is None else given)
     else:
-        known = ["demo", "compare", "merge", "flower", *_COMMANDS]
+        known = ["demo", "compare", "methods", "merge", "flower", *COMMANDS]
         sys.stderr.write(f"{_HELP}\nerror: Expected a command of {known}, but got {command!r}.\n")
         raise SystemExit(2)
 
@@ -254,8 +108,7 @@ def _demo(args: Sequence[str]) -> None:
 
 
 def _compare(args: Sequence[str]) -> None:
-    # Which builds what `FederatedCLI` builds.
-    from lightning_fed.compare.methods import CENTRAL, Method, method_names
+    from lightning_fed.compare.methods import CENTRAL, MethodChoice, method_choices
     from lightning_fed.compare.plan import Plan, run_comparison
     from lightning_fed.compare.report import write_report
 
@@ -272,8 +125,8 @@ def _compare(args: Sequence[str]) -> None:
         nargs="+",
         required=True,
         metavar="METHOD",
-        help=f"of {', '.join(method_names())}; with options: fedprox:mu=0.1 fedmargin:combine=lpm. {CENTRAL} trains on"
-        " all data at once. fedper, fedrep, fedbn and fesem give clients models of their own, which only"
+        help=f"of {', '.join(method_choices())}; with options: fedprox:mu=0.1 fedmargin:combine=lpm. {CENTRAL} trains"
+        " on all data at once. fedper, fedrep, fedbn and fesem give clients models of their own, which only"
         " `--monitor fed/<metric>/mean` measures",
     )
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, from 0 on (default: %(default)s)")
@@ -292,12 +145,13 @@ def _compare(args: Sequence[str]) -> None:
     parser.add_argument("--test", action="store_true", help="evaluate the finished models on the test data")
     mine, own = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, ())
     options = parser.parse_args(mine)
+    _find_own_modules()
     try:
         if options.last < 1 or not 0 < options.target <= 1:
             raise ValueError("Expected `--last` to be at least 1 and `--target` to be in (0, 1].")
         plan = Plan(
             recipe=options.recipe,
-            methods=[Method.parse(text) for part in options.methods for text in _split(part) if text.strip()],
+            methods=[MethodChoice.parse(text) for part in options.methods for text in _split(part) if text.strip()],
             seeds=range(options.seeds),
             stragglers=options.stragglers,
             out=options.out,
@@ -308,13 +162,19 @@ def _compare(args: Sequence[str]) -> None:
         )
     except ValueError as error:
         parser.error(str(error))
-    _find_own_modules()
     try:
         results = run_comparison(plan)
     except (FileNotFoundError, MisconfigurationException, OptionError, PartitionError) as error:
         _stop(error)
     table = write_report(results, options.out, options.target, options.last)
     sys.stdout.write(f"\n{table}\n\nTables, curves, checkpoints and logs: {options.out}\n")
+
+
+def _methods(args: Sequence[str]) -> None:
+    from lightning_fed.cli.methods import run_methods  # not for those who do not want it
+
+    _find_own_modules()
+    run_methods(args)
 
 
 def _merge(args: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """The same training with several methods: one recipe, the same clients, rounds and initial weights, and a table."""
 
 from lightning_fed.compare.methods import CENTRAL as CENTRAL
-from lightning_fed.compare.methods import Method as Method
-from lightning_fed.compare.methods import method_names as method_names
+from lightning_fed.compare.methods import MethodChoice as MethodChoice
+from lightning_fed.compare.methods import method_choices as method_choices
 from lightning_fed.compare.newcomers import epochs_to_converge as epochs_to_converge
 from lightning_fed.compare.newcomers import train_newcomers as train_newcomers
 from lightning_fed.compare.plan import Plan as Plan
@@ -18,14 +18,14 @@ from lightning_fed.compare.report import write_report as write_report
 __all__ = [
     "CENTRAL",
     "Cell",
-    "Method",
+    "MethodChoice",
     "Plan",
     "Progress",
     "draw",
     "epochs_to_converge",
     "load_results",
     "markdown",
-    "method_names",
+    "method_choices",
     "run_comparison",
     "summarize",
     "train_newcomers",

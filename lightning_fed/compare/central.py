@@ -16,11 +16,11 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from torch import nn
 
 from lightning_fed.callbacks.federation import Federation
-from lightning_fed.cli.main import FederatedCLI
 from lightning_fed.compare.methods import CENTRAL
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_loader
 from lightning_fed.data.population import seed_everything
 from lightning_fed.model.entries import entry_policies
+from lightning_fed.recipe import FederatedCLI
 from lightning_fed.rounds.client_evaluation import Stage, evaluate_clients
 from lightning_fed.rounds.entry_policies import freeze_parameters
 from lightning_fed.rounds.trainer_checks import OverriddenMethod, find_loader_owner

@@ -18,13 +18,13 @@ from typing import Any, TextIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_fed.cli.main import FederatedCLI
 from lightning_fed.compare.central import check_central
-from lightning_fed.compare.methods import CENTRAL, Method
+from lightning_fed.compare.methods import CENTRAL, MethodChoice
 from lightning_fed.compare.run import Run, evaluate, quiet, train
 from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.files import write_text_atomically
 from lightning_fed.model.entries import entry_policies
+from lightning_fed.recipe import FederatedCLI
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Plan:
     """
 
     recipe: Path
-    methods: Sequence[Method]
+    methods: Sequence[MethodChoice]
     seeds: Sequence[int] = (0,)
     stragglers: Sequence[float] | None = None
     out: Path = Path("runs/compare")
@@ -196,10 +196,13 @@ def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str]]:
     return runs, _metric(plan, trainer)
 
 
-def _check_method(method: Method, cli: FederatedCLI) -> None:
+def _check_method(method: MethodChoice, cli: FederatedCLI) -> None:
     trainer: Any = cli.trainer
-    if trainer.federation.client_callbacks:
-        raise MisconfigurationException("Expected a recipe without a preset, whose callbacks all methods would get.")
+    if settings := trainer.federation.method.settings:  # the others would train for another number of epochs, say
+        raise MisconfigurationException(
+            f"Expected a recipe whose `method` sets nothing else, but {trainer.federation.method.name} sets"
+            f" {sorted(settings)}."
+        )
     if trainer.federation.partition is None and not isinstance(cli.datamodule, FederatedDataModule):
         raise MisconfigurationException("Expected a `partition` of the training data, or a FederatedDataModule.")
     if method.name == CENTRAL:
@@ -209,8 +212,12 @@ def _check_method(method: Method, cli: FederatedCLI) -> None:
         entry_policies(cli.model, federation.personal, federation.frozen)
     except ValueError as error:
         raise MisconfigurationException(str(error)) from error
-    for brought in federation.client_callbacks:
-        if any(isinstance(callback, type(brought)) for callback in trainer.callbacks):
+    if method.name == CENTRAL:
+        return
+    replaceable = () if method.options else federation.method.aggregator.required_callbacks()
+    for brought in federation.method.callbacks:
+        in_recipe = any(isinstance(callback, type(brought)) for callback in trainer.callbacks)
+        if in_recipe and type(brought) not in map(type, replaceable):
             raise MisconfigurationException(
                 f"Expected a recipe without `{type(brought).__name__}`, which {method.label!r} brings with its options."
             )

@@ -17,10 +17,10 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ModelSummary, Prog
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_fed.cli.main import FederatedCLI
 from lightning_fed.compare.central import central_trainer
-from lightning_fed.compare.methods import Method
+from lightning_fed.compare.methods import MethodChoice
 from lightning_fed.files import RoundCheckpoint
+from lightning_fed.recipe import FederatedCLI
 from lightning_fed.server.server import Aggregator
 
 CHECKPOINT = "last.ckpt"
@@ -42,7 +42,7 @@ class Run:
 
     """
 
-    method: Method
+    method: MethodChoice
     seed: int
     stragglers: float | None
 

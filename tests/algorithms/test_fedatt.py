@@ -61,7 +61,7 @@ def test_the_example_in_a_fit(federated_trainer):
     clients = {"a": (torch.tensor([[0.0]]),), "b": (torch.full((3, 1), 3.0),)}
     module = models.Quadratic(size=1)
     module.w.data.fill_(1.0)
-    federated_trainer(max_rounds=1, aggregator="fedatt").fit(module, models.as_datasets(clients))
+    federated_trainer(max_rounds=1, method="fedatt").fit(module, models.as_datasets(clients))
     assert module.w.item() == pytest.approx(2.4318109, abs=1e-6)
 
 
@@ -92,7 +92,7 @@ def test_a_fit_against_a_plain_loop(net, federated_trainer):
     )  # fmt: skip
     recorder = Recorder()
     trainer = federated_trainer(
-        max_rounds=3, clients_per_round=3, aggregator="fedatt", seed=4, batch_norm="average", callbacks=[recorder]
+        max_rounds=3, clients_per_round=3, method="fedatt", seed=4, batch_norm="average", callbacks=[recorder]
     )
     trainer.fit(models.Module(net(), models.momentum), models.as_datasets(clients))
     for expected, aggregate in zip(history, recorder.aggregates, strict=True):

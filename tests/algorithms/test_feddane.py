@@ -58,7 +58,7 @@ def test_the_example_of_the_paper(federated_trainer):
     module, keep, recorder = models.Quadratic(size=1, lr=0.1), Keep(), Recorder()
     module.w.data.fill_(1.0)
     callbacks = [keep, recorder, Steps()]
-    federated_trainer(max_rounds=1, local_steps=2, aggregator=FedDANE(mu=1.0), callbacks=callbacks).fit(module, clients)
+    federated_trainer(max_rounds=1, local_steps=2, method=FedDANE(mu=1.0), callbacks=callbacks).fit(module, clients)
     assert [extras["gradient:w"].item() for extras in keep.extras] == [-0.5, -0.5]
     assert [correction["w"].item() for correction in keep.corrections] == [-1.5, 1.5]
     assert values == pytest.approx([1.0, 1.05, 1.0, 1.05])
@@ -69,7 +69,7 @@ def test_gradients_are_weighted_by_examples(federated_trainer):
     clients = {"a": TensorDataset(torch.zeros(1, 1)), "b": TensorDataset(torch.full((3, 1), 3.0))}
     module, keep = models.Quadratic(size=1, lr=0.1), Keep()
     module.w.data.fill_(1.0)
-    federated_trainer(max_rounds=1, aggregator="feddane", callbacks=[keep]).fit(module, clients)
+    federated_trainer(max_rounds=1, method="feddane", callbacks=[keep]).fit(module, clients)
     assert keep.extras[0]["gradient:w"].item() == (1 * 1 + 3 * -2) / 4
 
 
@@ -83,7 +83,7 @@ def test_a_fit_against_a_plain_loop(mu, batch_size, federated_trainer):
         batch_size=batch_size, epochs=2,
     )  # fmt: skip
     trainer = federated_trainer(
-        max_rounds=3, clients_per_round=3, local_epochs=2, aggregator=FedDANE(mu), seed=4, callbacks=[recorder]
+        max_rounds=3, clients_per_round=3, local_epochs=2, method=FedDANE(mu), seed=4, callbacks=[recorder]
     )
     data = FederatedDataModule(models.as_datasets(clients), batch_size=batch_size)
     trainer.fit(models.Module(models.mlp(), models.momentum), datamodule=data)
@@ -98,7 +98,7 @@ def test_clients_that_are_alike_need_no_correction(count, federated_trainer):
     data, states = models.vectors({"x": 37})["x"], []
     for aggregator in ("fedavg", "feddane"):
         module = models.Module(models.norm_mlp(), models.momentum)
-        trainer = federated_trainer(max_rounds=2, local_epochs=2, aggregator=aggregator)
+        trainer = federated_trainer(max_rounds=2, local_epochs=2, method=aggregator)
         clients = {name: TensorDataset(*data) for name in "abcd"[:count]}
         trainer.fit(module, datamodule=FederatedDataModule(clients, batch_size=8, shuffle=False))
         states.append(state_of(module))
@@ -132,7 +132,7 @@ def test_every_byte_is_counted(federated_trainer):
     """The model and a gradient per parameter, both ways, for two samples of three; statistics have no gradient."""
     recorder, module = Recorder(), models.Module(models.norm_mlp())
     trainer = federated_trainer(
-        max_rounds=2, clients_per_round=3, aggregator="feddane", batch_norm="average", callbacks=[recorder]
+        max_rounds=2, clients_per_round=3, method="feddane", batch_norm="average", callbacks=[recorder]
     )
     trainer.fit(module, models.as_datasets(models.vectors()))
     model, gradients = bytes_of(state_of(module)), bytes_of(dict(module.named_parameters()))
@@ -146,7 +146,7 @@ def test_only_shared_parameters_are_corrected(federated_trainer):
     """A tied language model whose mixing layer stays with its client and whose bias is frozen."""
     keep = Keep()
     trainer = federated_trainer(
-        max_rounds=2, aggregator=FedDANE(), personal=["net.mix.*"], frozen=["net.output.bias"], callbacks=[keep]
+        max_rounds=2, method=FedDANE(), personal=["net.mix.*"], frozen=["net.output.bias"], callbacks=[keep]
     )
     trainer.fit(models.Module(models.Tied(), models.momentum), models.as_datasets(models.sentences()))
     assert all(set(extras) == {"gradient:net.embedding.weight"} for extras in keep.extras)
@@ -167,7 +167,7 @@ def test_gradients_are_of_each_clients_own_model(federated_trainer):
     module, keep, recorder = Product(), Keep(), Recorder()
     module.w.data.fill_(1.0)
     trainer = federated_trainer(
-        max_rounds=2, local_steps=1, aggregator="feddane", personal=["scale"], callbacks=[keep, recorder]
+        max_rounds=2, local_steps=1, method="feddane", personal=["scale"], callbacks=[keep, recorder]
     )
     data = {"a": 0.0, "b": 3.0}
     trainer.fit(module, {name: TensorDataset(torch.full((1, 1), value)) for name, value in data.items()})
@@ -228,7 +228,7 @@ def test_training_draws_the_same_random_numbers(kind, federated_trainer):
         recorder, module = Recorder(), models.Module(models.norm_mlp(), models.momentum)
         work = {"local_steps": 3} if kind == "steps" else {"local_epochs": 2}
         trainer = federated_trainer(
-            max_rounds=2, clients_per_round=3, aggregator=aggregator, seed=2, **work,
+            max_rounds=2, clients_per_round=3, method=aggregator, seed=2, **work,
             callbacks=[recorder] if aggregator == "fedavg" else [Uncorrected(), recorder],
         )  # fmt: skip
         trainer.fit(module, datamodule=data)
@@ -250,7 +250,7 @@ def test_the_gradient_is_of_all_the_data_without_dropout(federated_trainer):
     for steps in (1, 2):
         keeps.append(Keep())
         trainer = federated_trainer(
-            max_rounds=1, local_steps=steps, aggregator="feddane", callbacks=[keeps[-1]], batch_norm="average"
+            max_rounds=1, local_steps=steps, method="feddane", callbacks=[keeps[-1]], batch_norm="average"
         )
         trainer.fit(models.Module(models.dropout_mlp()), models.as_datasets(clients))
     assert_same(keeps[0].extras[0], keeps[1].extras[0])
@@ -264,7 +264,7 @@ def test_the_gradient_is_of_all_the_data_without_dropout(federated_trainer):
 def test_a_round_starts_with_the_global_model(federated_trainer):
     """Whatever the sample had at home: for callbacks that look at it afterwards."""
     watch, clients = Watch(), models.as_datasets(models.vectors())
-    trainer = federated_trainer(max_rounds=2, aggregator="feddane", personal=["net.head.*"], callbacks=[watch])
+    trainer = federated_trainer(max_rounds=2, method="feddane", personal=["net.head.*"], callbacks=[watch])
     trainer.fit(models.Module(models.BaseAndHead(), models.momentum), clients)
     assert_same(watch.ends[0], watch.models[1])
 
@@ -276,12 +276,10 @@ def test_nothing_is_held_after_a_fit(federated_trainer):
                 raise KeyError("broken")
 
     clients, correction = models.as_datasets(models.vectors()), GradientCorrection()
-    federated_trainer(max_rounds=1, aggregator="feddane", callbacks=[correction]).fit(
-        models.Module(models.mlp()), clients
-    )
+    federated_trainer(max_rounds=1, method="feddane", callbacks=[correction]).fit(models.Module(models.mlp()), clients)
     assert held_bytes(correction) == 0
     with pytest.raises(KeyError, match="broken"):
-        federated_trainer(max_rounds=1, aggregator="feddane", callbacks=[correction, Break()]).fit(
+        federated_trainer(max_rounds=1, method="feddane", callbacks=[correction, Break()]).fit(
             models.Module(models.mlp()), clients
         )
     assert held_bytes(correction) == 0
@@ -305,13 +303,13 @@ def test_clients_that_cannot_answer_are_left_out(federated_trainer, caplog):
     nan[0].fill_(float("nan"))
     clients = models.as_datasets(vectors) | {"lost": Lost(), "nan": TensorDataset(*nan)}
     keep, alone = Keep(), Keep()
-    trainer = federated_trainer(max_rounds=1, aggregator="feddane", callbacks=[keep])
+    trainer = federated_trainer(max_rounds=1, method="feddane", callbacks=[keep])
     trainer.fit(models.Module(models.mlp()), clients)
     assert "client 'lost''s gradient is left out: its data raised OSError: lost" in caplog.text.replace('"', "'")
     assert "client 'nan''s gradient is left out: entry 'gradient:net.0.weight' has NaN" in caplog.text.replace('"', "'")
     assert set(trainer.federation.server.report.received) == {"a", "b"}
     assert set(trainer.federation.server.report.failed) == {"lost", "nan"}
-    federated_trainer(max_rounds=1, aggregator="feddane", callbacks=[alone]).fit(
+    federated_trainer(max_rounds=1, method="feddane", callbacks=[alone]).fit(
         models.Module(models.mlp()), models.as_datasets(vectors)
     )
     assert_same(alone.extras[0], keep.extras[0])
@@ -335,7 +333,7 @@ def test_a_cohort_whose_own_gradients_fail(federated_trainer):
 
     vectors = models.vectors({"a": 20, "b": 20})
     clients = {"a": TensorDataset(*vectors["a"]), "b": Once(vectors["b"])}
-    trainer = federated_trainer(max_rounds=1, aggregator="feddane")
+    trainer = federated_trainer(max_rounds=1, method="feddane")
     trainer.fit(models.Module(models.mlp()), clients)
     assert set(trainer.federation.server.report.received) == {"a"}
     assert trainer.federation.server.report.failed == {"b": "its data raised OSError: gone"}
@@ -345,7 +343,7 @@ def test_a_client_with_a_single_example(federated_trainer):
     """BatchNorm cannot train on it, and so gives no gradient; the reason is that of any other method."""
     failed = []
     for aggregator in ("fedavg", "feddane"):
-        trainer = federated_trainer(max_rounds=1, aggregator=aggregator)
+        trainer = federated_trainer(max_rounds=1, method=aggregator)
         clients = models.as_datasets(models.vectors({"a": 20, "b": 1}))
         trainer.fit(models.Module(models.norm_mlp()), clients)
         failed.append(trainer.federation.server.report.failed)
@@ -378,7 +376,7 @@ def test_nothing_comes_of_a_round_without_any_gradient(federated_trainer):
 
     module, failed = models.Module(models.mlp()), []
     states = [state_of(module)]
-    trainer = federated_trainer(max_rounds=2, aggregator="feddane", callbacks=[Reasons()])
+    trainer = federated_trainer(max_rounds=2, method="feddane", callbacks=[Reasons()])
     trainer.fit(module, {name: Late(tensors) for name, tensors in models.vectors({"a": 20, "b": 12}).items()})
     assert failed == [dict.fromkeys("ab", "no client of the sample could send its gradient"), {}]
     assert_same(states[0], states[1])
@@ -408,7 +406,7 @@ def test_what_fails_in_the_module_ends_the_fit(index, federated_trainer):
 
     module, keep = Unready(models.mlp()), Asked()
     with pytest.raises(ZeroDivisionError) as caught:
-        federated_trainer(max_rounds=1, aggregator="feddane", callbacks=[keep]).fit(
+        federated_trainer(max_rounds=1, method="feddane", callbacks=[keep]).fit(
             module, models.as_datasets(models.vectors({"a": 20, "b": 12}))
         )
     client = "a" if index == "in the gradient of" else "b"
@@ -426,7 +424,7 @@ def test_recurrent_layers(federated_trainer):
 
     clients, keep, modes = models.sentences({"a": 20, "b": 31}), Keep(), set()
     module = Watched(models.Recurrent())
-    federated_trainer(max_rounds=1, aggregator="feddane", callbacks=[keep]).fit(module, models.as_datasets(clients))
+    federated_trainer(max_rounds=1, method="feddane", callbacks=[keep]).fit(module, models.as_datasets(clients))
     assert modes == {(False, True, 0.0), (True, True, 0.3)}
     net = models.Recurrent().eval()
     pooled = [torch.cat(parts) for parts in zip(*clients.values(), strict=True)]
@@ -457,7 +455,7 @@ def test_what_a_step_writes_is_taken_back(federated_trainer):
     states, counts[:] = [], []
     for aggregator, callbacks in (("fedavg", []), ("feddane", [Uncorrected()])):
         module = Following()
-        trainer = federated_trainer(max_rounds=2, aggregator=aggregator, callbacks=callbacks, batch_norm="average")
+        trainer = federated_trainer(max_rounds=2, method=aggregator, callbacks=callbacks, batch_norm="average")
         trainer.fit(module, models.as_datasets(models.vectors()))
         states.append(state_of(module))
     assert len(counts) == 10
@@ -466,7 +464,7 @@ def test_what_a_step_writes_is_taken_back(federated_trainer):
 
 def test_manual_optimization_is_refused(federated_trainer):
     with pytest.raises(MisconfigurationException, match=r"FedDANE .* needs automatic optimization"):
-        federated_trainer(max_rounds=1, aggregator="feddane").fit(
+        federated_trainer(max_rounds=1, method="feddane").fit(
             models.ManualModule(models.mlp()), models.as_datasets(models.vectors())
         )
 
@@ -488,7 +486,7 @@ def test_resuming(federated_trainer, tmp_path):
     def run(logger, *callbacks, **options):
         module = models.Module(models.norm_mlp(), models.momentum)
         trainer = federated_trainer(
-            max_rounds=3, clients_per_round=3, local_epochs=2, aggregator=FedDANE(0.1), logger=logger,
+            max_rounds=3, clients_per_round=3, local_epochs=2, method=FedDANE(0.1), logger=logger,
             callbacks=[SavesOnException(broken), *callbacks],
         )  # fmt: skip
         trainer.fit(module, models.as_datasets(models.vectors()), **options)

@@ -29,7 +29,7 @@ def test_it_brings_its_term_unless_there_is_one(federated_trainer):
     clients = models.as_datasets(models.vectors({"a": 9, "b": 5}))
     own = ProximalTerm(0.5)
     for callbacks, strength in (([], 0.1), ([own], 0.5)):
-        trainer = federated_trainer(max_rounds=1, aggregator=FedProx(mu=0.1), callbacks=callbacks)
+        trainer = federated_trainer(max_rounds=1, method=FedProx(mu=0.1), callbacks=callbacks)
         trainer.fit(models.Module(models.mlp()), clients)
         (found,) = [callback for callback in trainer.callbacks if isinstance(callback, ProximalTerm)]
         assert found.mu == strength
@@ -50,7 +50,7 @@ def test_the_same_clients_straggle_for_every_method(aggregator, federated_traine
     for rule in ("fedavg", aggregator):
         recorder = Recorder()
         trainer = federated_trainer(
-            max_rounds=3, clients_per_round=4, local_epochs=5, stragglers=0.5, seed=11, aggregator=rule,
+            max_rounds=3, clients_per_round=4, local_epochs=5, stragglers=0.5, seed=11, method=rule,
             callbacks=[recorder],
         )  # fmt: skip
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(dict.fromkeys("abcdef", 32))))
@@ -67,7 +67,7 @@ def test_without_pull_it_is_fedavg_bit_for_bit(federated_trainer):
     for aggregator in ("fedavg", FedProx(mu=0.0)):
         module = models.Module(models.norm_mlp(), models.momentum)
         trainer = federated_trainer(
-            max_rounds=3, clients_per_round=3, local_epochs=3, stragglers=0.4, aggregator=aggregator,
+            max_rounds=3, clients_per_round=3, local_epochs=3, stragglers=0.4, method=aggregator,
             gradient_clip_val=0.5,
         )  # fmt: skip
         trainer.fit(module, models.as_datasets(models.vectors()))

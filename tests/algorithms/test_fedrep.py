@@ -32,12 +32,11 @@ def is_head(name):
 
 
 def fit(federated_trainer, module=None, clients=None, rounds=3, callbacks=(), head="*head*", trainer=(), **options):
-    """A federation with FedRep's preset on small data; trainer and module."""
+    """A federation with FedRep on small data; trainer and module."""
     module = models.Module(models.BaseAndHead(), models.momentum) if module is None else module
     options = {"head_epochs": 2, "body_epochs": 1, "batch_norm": "average", **options}
-    made = federated_trainer(
-        max_rounds=rounds, federation=FedRep(head, **options), callbacks=list(callbacks), **dict(trainer)
-    )
+    method = FedRep(head, options.pop("head_epochs"), options.pop("body_epochs"))
+    made = federated_trainer(method=method, max_rounds=rounds, callbacks=list(callbacks), **dict(trainer), **options)
     made.fit(module, models.as_datasets(models.vectors() if clients is None else clients))
     return made, module
 
@@ -155,8 +154,8 @@ def test_straggling_is_that_of_other_methods(federated_trainer):
     seen = []
     for federation in (
         Federation(local_epochs=4, stragglers=0.5, clients_per_round=4, seed=9),
-        FedRep("*head*", 2, 2, stragglers=0.5, clients_per_round=4, seed=9),
-        FedPer("*head*", local_epochs=4, stragglers=0.5, clients_per_round=4, seed=9),
+        Federation(FedRep("*head*", 2, 2), stragglers=0.5, clients_per_round=4, seed=9),
+        Federation(FedPer("*head*"), local_epochs=4, stragglers=0.5, clients_per_round=4, seed=9),
     ):
         recorder = Recorder()
         trainer = federated_trainer(max_rounds=2, federation=federation, callbacks=[recorder])
@@ -210,7 +209,7 @@ def test_a_client_whose_data_break_does_not_disturb_the_next(federated_trainer):
 
     heads = []
     clients = {"a": Broken(), "b": TensorDataset(*models.vectors({"b": 32})["b"])}
-    trainer = federated_trainer(max_rounds=1, federation=FedRep("*head*", 2, 1), callbacks=[Untouched()])
+    trainer = federated_trainer(max_rounds=1, method=FedRep("*head*", 2, 1), callbacks=[Untouched()])
     trainer.fit(models.Module(models.BaseAndHead()), clients)
     assert heads == [True, True, False]
     assert set(trainer.federation.server.report.failed) == {"a"}
@@ -252,7 +251,7 @@ def test_resuming(federated_trainer, tmp_path):
     def run(logger, *callbacks, **options):
         module = models.Module(models.BaseAndHead(), models.momentum)
         trainer = federated_trainer(
-            max_rounds=3, federation=FedRep("*head*", 2, 1, clients_per_round=3, stragglers=0.4), logger=logger,
+            max_rounds=3, method=FedRep("*head*", 2, 1), clients_per_round=3, stragglers=0.4, logger=logger,
             callbacks=[SavesOnException(broken), *callbacks],
         )  # fmt: skip
         trainer.fit(module, models.as_datasets(models.vectors()), **options)
@@ -280,7 +279,8 @@ def test_the_last_head_epochs_are_one_more_round(federated_trainer, tmp_path):
     saver = ModelCheckpoint(tmp_path, save_last=True)
     first = federated_trainer(
         max_rounds=2,
-        federation=FedRep("*head*", 2, 1, clients_per_round=2),
+        method=FedRep("*head*", 2, 1),
+        clients_per_round=2,
         callbacks=[saver],
         enable_checkpointing=True,
     )
@@ -289,9 +289,7 @@ def test_the_last_head_epochs_are_one_more_round(federated_trainer, tmp_path):
     body = {name: value for name, value in state_of(module).items() if "running" not in name and "batches" not in name}
     heads = {client: first.federation.store.get(client) for client in models.SIZES}
     recorder = Recorder()
-    last = federated_trainer(
-        max_rounds=3, federation=FedRep("*head*", head_epochs=2, body_epochs=0), callbacks=[recorder]
-    )
+    last = federated_trainer(max_rounds=3, method=FedRep("*head*", head_epochs=2, body_epochs=0), callbacks=[recorder])
     last.fit(module, clients, ckpt_path=saver.last_model_path)
     assert {visit.client for visit in recorder.visits} == set(models.SIZES)
     after = state_of(module)
@@ -312,10 +310,16 @@ def test_the_last_head_epochs_are_one_more_round(federated_trainer, tmp_path):
         (lambda: HeadThenBody(0), ValueError, "`head_epochs` to be at least 1, but got 0"),
         (lambda: FedRep("*head*", 0), ValueError, "`head_epochs` to be at least 1, but got 0"),
         (lambda: FedRep("*head*", 1, -1), ValueError, "`body_epochs` to be at least 0, but got -1"),
-        (lambda: FedRep(local_epochs=3), ValueError, "`FedRep` without `local_epochs`, which `head_epochs`"),
-        (lambda: FedRep(local_steps=3), ValueError, "`FedRep` without `local_steps`"),
-        (lambda: FedRep(personal=["x"]), ValueError, "`FedRep` without `personal`, which is its `head`"),
-        (lambda: FedPer(personal=["x"]), ValueError, "`FedPer` without `personal`, which is its `head`"),
+        (
+            lambda: FedRep(head_epochs=2, body_epochs=2, local_epochs=3),
+            ValueError,
+            "up to `local_epochs`, 3, but got 2",
+        ),
+        (lambda: FedRep(local_epochs=1), ValueError, "up to `local_epochs`, 1, but got 0 and 1"),
+        (lambda: Federation("fedrep", local_epochs=3), ValueError, "`FedRep` without `local_epochs`, which it sets"),
+        (lambda: Federation("fedrep", local_steps=3), ValueError, "`FedRep` without `local_steps`, which it sets"),
+        (lambda: Federation("fedrep", personal=["x"]), ValueError, "`FedRep` without `personal`, which it sets"),
+        (lambda: Federation("fedper", personal=["x"]), ValueError, "`FedPer` without `personal`, which it sets"),
     ],
 )
 def test_options_that_cannot_be(make, error, message):
@@ -387,7 +391,7 @@ def test_automatic_heads(name, preset):
     from lightning_fed.model.entries import entry_policies
 
     make, expected = HEADS[name]
-    policies = entry_policies(make(), preset().personal)
+    policies = entry_policies(make(), Federation(preset()).personal)
     chosen = {entry for entry, policy in policies.items() if policy == "personal"}
     assert {entry.rpartition(".")[0] for entry in chosen} == expected
     assert {entry.rpartition(".")[2] for entry in chosen} <= {"weight", "bias"}
@@ -395,7 +399,7 @@ def test_automatic_heads(name, preset):
 
 def test_the_chosen_head_is_logged(federated_trainer, caplog):
     recorder = Recorder()
-    trainer = federated_trainer(max_rounds=1, federation=FedPer(clients_per_round=2), callbacks=[recorder])
+    trainer = federated_trainer(max_rounds=1, method=FedPer(), clients_per_round=2, callbacks=[recorder])
     with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
         trainer.fit(models.Module(models.BaseAndHead()), models.as_datasets(models.vectors()))
     assert "The head that stays with every client is 'net.head'" in caplog.text
@@ -404,7 +408,7 @@ def test_the_chosen_head_is_logged(federated_trainer, caplog):
 
 
 def test_models_without_a_head(federated_trainer):
-    trainer = federated_trainer(max_rounds=1, federation=FedPer())
+    trainer = federated_trainer(max_rounds=1, method=FedPer())
     with pytest.raises(ValueError, match="Quadratic to have a linear layer or a convolution that makes the logits"):
         trainer.fit(models.Quadratic(6), {"a": TensorDataset(torch.zeros(4, 6))})
 
@@ -412,7 +416,7 @@ def test_models_without_a_head(federated_trainer):
 def test_heads_that_are_named(federated_trainer):
     """A pattern, a type, several, a function."""
     for head in ("net.head.*", nn.BatchNorm1d, ["net.head.weight", "net.head.bias"], lambda module: ["net.head.bias"]):
-        trainer = federated_trainer(max_rounds=1, federation=FedPer(head))
+        trainer = federated_trainer(max_rounds=1, method=FedPer(head))
         trainer.fit(models.Module(models.BaseAndHead()), models.as_datasets(models.vectors({"a": 9, "b": 8})))
         kept = set(trainer.federation.store.get("a"))
         if head is nn.BatchNorm1d:
@@ -424,7 +428,7 @@ def test_heads_that_are_named(federated_trainer):
 def test_client_evaluation_uses_each_clients_head(federated_trainer):
     clients = models.as_datasets(models.vectors())
     module = models.Module(models.BaseAndHead(), models.momentum)
-    trainer = federated_trainer(max_rounds=2, federation=FedRep(head_epochs=2, body_epochs=1))
+    trainer = federated_trainer(max_rounds=2, method=FedRep(head_epochs=2, body_epochs=1))
     trainer.fit(module, clients, clients)
     for name, (inputs, targets) in models.vectors().items():
         net = models.BaseAndHead().eval()

@@ -53,9 +53,7 @@ def test_the_example_of_the_paper(aggregator, federated_trainer):
     """F = (w - 3)^2 / 2, rate 0.1, mu = 1, from 1: 1.2, 1.36; the callback by itself works with any rule."""
     steps, module = Steps(), quadratic()
     callbacks = [steps] if isinstance(aggregator, FedProx) else [steps, ProximalTerm(1.0)]
-    federated_trainer(max_rounds=1, local_steps=2, aggregator=aggregator, callbacks=callbacks).fit(
-        module, {"a": at(3.0)}
-    )
+    federated_trainer(max_rounds=1, local_steps=2, method=aggregator, callbacks=callbacks).fit(module, {"a": at(3.0)})
     assert steps.values == pytest.approx([1.2, 1.36])
     assert module.w.item() == pytest.approx(1.36)
 
@@ -96,7 +94,7 @@ def test_sparse_gradients(aggregator, federated_trainer):
     states = []
     for sparse in (False, True):
         module = models.Module(Words(sparse))
-        trainer = federated_trainer(max_rounds=2, local_epochs=2, aggregator=copy.deepcopy(aggregator))
+        trainer = federated_trainer(max_rounds=2, local_epochs=2, method=copy.deepcopy(aggregator))
         trainer.fit(module, clients)
         states.append(state_of(module))
     for name, value in states[0].items():
@@ -121,7 +119,7 @@ def test_sparse_adam(federated_trainer):
     norms = []
     for mu in (0.0, 10.0):
         recorder = Recorder()
-        trainer = federated_trainer(max_rounds=1, local_epochs=4, aggregator=FedProx(mu), callbacks=[recorder])
+        trainer = federated_trainer(max_rounds=1, local_epochs=4, method=FedProx(mu), callbacks=[recorder])
         trainer.fit(Table(), clients)
         norms.append(trainer.callback_metrics["fed/update_norm"].item())
     assert 0 < norms[1] < norms[0]
@@ -137,7 +135,7 @@ def test_a_fit_against_a_plain_loop(net, data, clip, federated_trainer):
         net(), clients, cross_entropy, models.momentum, mu=0.5, rounds=3, cohort_size=3, seed=4, epochs=3, clip=clip
     )
     trainer = federated_trainer(
-        max_rounds=3, clients_per_round=3, local_epochs=3, aggregator=FedProx(mu=0.5), seed=4, batch_norm="average",
+        max_rounds=3, clients_per_round=3, local_epochs=3, method=FedProx(mu=0.5), seed=4, batch_norm="average",
         gradient_clip_val=clip, callbacks=[recorder],
     )  # fmt: skip
     trainer.fit(models.Module(net(), models.momentum), models.as_datasets(clients))
@@ -153,9 +151,7 @@ def test_with_another_rule_against_a_plain_loop(federated_trainer):
         models.mlp(), clients, cross_entropy, models.momentum, mu=0.2, rounds=2, cohort_size=5, seed=0, epochs=2,
         combine=lambda start, states, sizes: attention_reference(start, states, sizes, 1.2),
     )  # fmt: skip
-    trainer = federated_trainer(
-        max_rounds=2, local_epochs=2, aggregator=FedAtt(), callbacks=[recorder, ProximalTerm(0.2)]
-    )
+    trainer = federated_trainer(max_rounds=2, local_epochs=2, method=FedAtt(), callbacks=[recorder, ProximalTerm(0.2)])
     trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(clients))
     for expected, aggregate in zip(history, recorder.aggregates, strict=True):
         for name, value in expected.items():

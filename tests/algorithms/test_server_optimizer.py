@@ -28,7 +28,7 @@ from lightning_fed.algorithms import (
     server_optimizer,
 )
 from lightning_fed.callbacks import AttentionMap, ClassPrototypes, PrototypePlots, ProximalTerm
-from lightning_fed.compare.methods import Method
+from lightning_fed.compare.methods import MethodChoice
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.server.server import Server
@@ -282,7 +282,7 @@ def test_a_fit_with_a_plain_step_is_the_averaging_rules(inner, federated_trainer
     for aggregator in (inner, FedAvgM(momentum=0.0, aggregator=copy.deepcopy(inner))):
         module = models.Module(models.norm_mlp(), models.momentum)
         trainer = federated_trainer(
-            max_rounds=3, clients_per_round=3, local_epochs=3, stragglers=0.4, aggregator=aggregator
+            max_rounds=3, clients_per_round=3, local_epochs=3, stragglers=0.4, method=aggregator
         )
         trainer.fit(module, models.as_datasets(models.vectors()))
         runs.append((state_of(module), [type(callback) for callback in trainer.callbacks], trainer.callback_metrics))
@@ -316,7 +316,7 @@ def test_what_does_not_train_is_averaged(outer, federated_trainer):
     """Weight decay would shrink it; momentum and adaptive steps leave it alone only as long as all clients agree."""
     rule, module, recorder = ServerOptimizer("AdamW", lr=0.1, weight_decay=0.1, **outer), Frozen(), Recorder()
     start = state_of(module)
-    trainer = federated_trainer(max_rounds=2, aggregator=rule, batch_norm="average", callbacks=[recorder])
+    trainer = federated_trainer(max_rounds=2, method=rule, batch_norm="average", callbacks=[recorder])
     trainer.fit(module, models.as_datasets(models.vectors()))
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     assert set(rule.state_dict()["entries"]) == trained
@@ -333,9 +333,7 @@ def test_the_pictures_of_fedmargin_find_it(federated_trainer, monkeypatch):
     """Behind the server's optimizer: its aggregate prototypes, which remember, and its attention."""
     drawn, attention, rule = [], AttentionMap(), FedMargin(proto_ema=0.5)
     monkeypatch.setattr(PrototypePlots, "_draw", lambda self, trainer, prototypes, title: drawn.append(prototypes))
-    trainer = federated_trainer(
-        max_rounds=2, aggregator=FedAvgM(aggregator=rule), callbacks=[attention, PrototypePlots()]
-    )
+    trainer = federated_trainer(max_rounds=2, method=FedAvgM(aggregator=rule), callbacks=[attention, PrototypePlots()])
     trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
     assert drawn[-1] is rule.prototypes
     noted = attention.state_dict()["attention"]
@@ -567,7 +565,7 @@ def test_a_fit_against_a_plain_loop(name, federated_trainer):
         rounds=3, cohort_size=3, seed=4, combine=ServerReference(PRESETS[name][1]),
     )  # fmt: skip
     trainer = federated_trainer(
-        max_rounds=3, clients_per_round=3, aggregator=name, seed=4, batch_norm="average", callbacks=[recorder]
+        max_rounds=3, clients_per_round=3, method=name, seed=4, batch_norm="average", callbacks=[recorder]
     )
     trainer.fit(models.Module(models.cnn(), models.momentum), models.as_datasets(clients))
     for expected, aggregate in zip(history, recorder.aggregates, strict=True):
@@ -576,10 +574,10 @@ def test_a_fit_against_a_plain_loop(name, federated_trainer):
 
 
 def test_methods_on_the_command_line():
-    rule = Method.parse("fedavgm:momentum=0.5:aggregator=fairavg").federation(Federation()).server.aggregator
+    rule = MethodChoice.parse("fedavgm:momentum=0.5:aggregator=fairavg").federation(Federation()).server.aggregator
     assert (type(rule), rule.optimizer_kwargs["momentum"], type(rule.inner)) == (FedAvgM, 0.5, FairAvg)
     with pytest.raises(ValueError, match=r"Expected `momentum` to be in \[0, 1\), but got 2"):
-        Method.parse("fedavgm:momentum=2")
+        MethodChoice.parse("fedavgm:momentum=2")
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------

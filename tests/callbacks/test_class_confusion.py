@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed import FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.algorithms import FedPer
 from lightning_fed.callbacks import Confusion, OwnClassConfusion, SampledSoftmax, pictures
 from lightning_fed.callbacks.class_confusion import confusion_counts, confusion_picture
@@ -110,7 +110,7 @@ def test_chosen_clients():
 
 def test_personal_entries_are_the_clients_own():
     confusion, data = OwnClassConfusion(every_n_epochs=1), clients()
-    federation = FedPer(batch_norm="average")
+    federation = Federation(FedPer(), batch_norm="average")
     trainer = FederatedTrainer(**QUIET, federation=federation, max_rounds=4, callbacks=[confusion])
     module = models.Module(net(), models.momentum)
     trainer.fit(module, datamodule=FederatedDataModule(data, batch_size=8))

@@ -149,7 +149,7 @@ def test_messages_count_as_they_travel(position):
 def test_what_stays_at_home_is_saved():
     report = CommunicationReport()
     module = models.Module(models.mlp())
-    trainer = FederatedTrainer(**QUIET, federation=FedPer(batch_norm="average"), max_rounds=2, callbacks=[report])
+    trainer = FederatedTrainer(**QUIET, method=FedPer(), batch_norm="average", max_rounds=2, callbacks=[report])
     data = FederatedDataModule(models.as_datasets(models.vectors(SIZES)), batch_size=8)
     trainer.fit(module, datamodule=data)
     shares = {row.part: row.share for row in report.summary()}

@@ -220,7 +220,7 @@ def test_features_of_an_smp_model_in_a_federation(tmp_path, caplog):
     for callbacks in ([], [SegmentationImages(every_n_epochs=1, num_images=2, maps=MAPS)]):
         logger = TensorBoardLogger(tmp_path, name=str(len(callbacks)))
         trainer = FederatedTrainer(
-            **{**QUIET, "logger": logger, "max_rounds": 2, "callbacks": callbacks, "aggregator": FedMargin()}
+            **{**QUIET, "logger": logger, "max_rounds": 2, "callbacks": callbacks, "method": FedMargin()}
         )
         data = models.as_datasets(models.scenes({"a": 4, "b": 6}))
         module = models.Module(models.unet())

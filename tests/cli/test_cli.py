@@ -11,11 +11,11 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_fed import FederatedTrainer
-from lightning_fed.algorithms import AGGREGATORS, FairAvg, FedAvg, FedAvgM, FedProx
+import lightning_fed
+from lightning_fed import Aggregator, FederatedTrainer
+from lightning_fed.algorithms import METHODS, FairAvg, FedAvg, FedAvgM, FedProx
 from lightning_fed.callbacks import HeadThenBody
-from lightning_fed.cli import main as cli
-from lightning_fed.cli.main import FederatedCLI, main
+from lightning_fed.cli.main import main
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.data import IID, ByGroup, Dirichlet, LabelsPerClient, PartitionedData, PermutedPixels, Shards
 from lightning_fed.datasets import (
@@ -30,6 +30,7 @@ from lightning_fed.datasets import (
     Synthetic,
 )
 from lightning_fed.errors import OptionError
+from lightning_fed.recipe import FederatedCLI
 from lightning_fed.tasks import CharLanguageTask, ClassificationTask, SegmentationTask
 from tests.datasets.test_datasets import write_camvid_npz, write_cifar_npz, write_femnist, write_mnist, write_omniglot
 from tests.datasets.test_shakespeare import write_roles
@@ -265,17 +266,18 @@ def test_fit_validate_test_and_predict(tmp_path, capsys):
 # What can be said in YAML and on the command line
 
 
-def test_aggregators_by_name_and_by_class():
-    assert type(federation_of("--trainer.aggregator", "fairavg").server.aggregator) is FairAvg
-    assert type(federation_of("--trainer.aggregator", "{class_path: FairAvg}").server.aggregator) is FairAvg
-    fedprox = federation_of("--trainer.aggregator", "{class_path: FedProx, init_args: {mu: 0.3}}").server.aggregator
+def test_methods_by_name_and_by_class():
+    assert type(federation_of("--trainer.method", "fairavg").server.aggregator) is FairAvg
+    assert type(federation_of("--trainer.method", "{class_path: FairAvg}").server.aggregator) is FairAvg
+    fedprox = federation_of("--trainer.method", "{class_path: FedProx, init_args: {mu: 0.3}}").server.aggregator
     assert (type(fedprox), fedprox.mu) == (FedProx, 0.3)
     for optimizer in ("Adam", "torch.optim.Adam"):
         given = f"{{class_path: ServerOptimizer, init_args: {{optimizer: {optimizer}}}, dict_kwargs: {{lr: 0.5}}}}"
-        rule = federation_of("--trainer.aggregator", given).server.aggregator
+        rule = federation_of("--trainer.method", given).server.aggregator
         assert (rule.optimizer, rule.optimizer_kwargs) == (torch.optim.Adam, {"lr": 0.5})
-    for name, rule in AGGREGATORS.items():
-        assert type(federation_of("--trainer.aggregator", name).server.aggregator) is rule
+    for name, rule in METHODS.items():
+        if issubclass(rule, Aggregator):
+            assert type(federation_of("--trainer.method", name).server.aggregator) is rule
 
 
 def test_another_partition_than_the_recipes():
@@ -284,22 +286,21 @@ def test_another_partition_than_the_recipes():
     assert partition.num_clients == 5
 
 
-def test_presets_by_class_path():
-    bare = (
-        *("--trainer.partition", "null", "--trainer.clients_per_round", "1.0", "--trainer.local_epochs", "1"),
-        *("--trainer.batch_norm", "recalibrate", "--trainer.federation"),
-    )
-    fedrep = federation_of(*bare, "{class_path: lightning_fed.algorithms.FedRep, init_args: {body_epochs: 5}}")
-    assert fedrep.schedule.local_epochs == 15
-    assert [type(callback) for callback in fedrep.client_callbacks] == [HeadThenBody]
-    federation = federation_of(
-        *bare,
-        "{class_path: lightning_fed.algorithms.FedPer, init_args: {head: 'model.segmentation_head.*',"
-        " clients_per_round: 3, partition: {class_path: IID, init_args: {num_clients: 4}}}}",
-    )
-    assert federation.personal == ("model.segmentation_head.*",)
-    assert federation.schedule.clients_per_round == 3
-    assert federation.partition.num_clients == 4
+def test_methods_with_callbacks_and_settings():
+    epochs = ("--trainer.local_epochs", "1", "--trainer.method")
+    for given in ("{class_path: FedRep, init_args: {body_epochs: 5}}", "fedrep:body_epochs=5"):
+        fedrep = federation_of(*epochs, given)
+        assert fedrep.schedule.local_epochs == 15
+        assert [type(callback) for callback in fedrep.method.callbacks] == [HeadThenBody]
+    for path in ("FedPer", "lightning_fed.algorithms.FedPer"):
+        federation = federation_of(
+            "--trainer.method", f"{{class_path: {path}, init_args: {{head: 'model.segmentation_head.*'}}}}",
+            "--trainer.clients_per_round", "3",
+        )  # fmt: skip
+        assert federation.personal == ("model.segmentation_head.*",)
+        assert federation.schedule.clients_per_round == 3
+    federation = federation_of("--trainer.method", "FedSS", "--trainer.method.num_negatives", "7")
+    assert federation.method.callbacks[0].num_negatives == 7
 
 
 def test_personal_entries_by_pattern_and_by_type():
@@ -316,15 +317,16 @@ SELECTORS = {
         "{federation: {class_path: lightning_fed.Federation, init_args: {personal: ['a.b', torch.nn.GroupNorm]}}}",
         ("a.b", torch.nn.GroupNorm),
     ),
-    "preset with a type": (
-        "{federation: {class_path: lightning_fed.algorithms.FedPer, init_args: {head: torch.nn.Linear}}}",
+    "method with a type": (
+        "{method: {class_path: FedPer, init_args: {head: torch.nn.Linear}}}",
         (torch.nn.Linear,),
     ),
-    "preset with a pattern": (
-        "{federation: {class_path: lightning_fed.algorithms.FedPer, init_args: {head: head.weight}}}", ("head.weight",)
+    "method with a pattern": (
+        "{method: {class_path: lightning_fed.algorithms.FedPer, init_args: {head: head.weight}}}", ("head.weight",)
     ),
-    "preset with both": (
-        "{federation: {class_path: lightning_fed.algorithms.FedPer, init_args: {head: [torch.nn.Linear, 'head.*']}}}",
+    "method with both": (
+        "{federation: {class_path: Federation, init_args: {method: {class_path: FedPer,"
+        " init_args: {head: [torch.nn.Linear, 'head.*']}}}}}",
         (torch.nn.Linear, "head.*"),
     ),
 }  # fmt: skip
@@ -374,7 +376,7 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--trainer.aggregator", "fedag"], 2, "Expected `aggregator` to be one of ['fairavg', 'fedadagrad'"),
+        (["--trainer.method", "fedag"], 2, "Expected `method` to be one of ['fairavg', 'fedadagrad'"),
         (["--trainer.batch_norm", "averge"], 2, "'recalibrate', 'personal', 'frozen']. Got value: averge"),
         (["--trainer.clients_per_round", "0"], 2, "Expected `clients_per_round` to be at least 1, but got 0"),
         (["--trainer.local_epochs", "two"], 2, 'Parser key "trainer.local_epochs"'),
@@ -455,7 +457,7 @@ def test_help(arguments, capsys):
 
 def test_version(capsys):
     main(["--version"])
-    assert capsys.readouterr().out == f"lightning-fed {cli.__version__}\n"
+    assert capsys.readouterr().out == f"lightning-fed {lightning_fed.__version__}\n"
 
 
 def test_an_unknown_command(capsys):
@@ -484,4 +486,4 @@ def test_as_a_module_and_without_the_command_line():
         "runpy.run_module('lightning_fed', run_name='__main__')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.splitlines() == ["[]", f"lightning-fed {cli.__version__}"]
+    assert done.stdout.splitlines() == ["[]", f"lightning-fed {lightning_fed.__version__}"]

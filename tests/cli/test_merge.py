@@ -126,7 +126,7 @@ def test_fedmas_recipe_evaluates_a_grown_checkpoint(capsys):
     recipe = {
         "model": {"class_path": "ClassificationTask", "init_args": {"model": "mlp", **options}},
         "data": {"class_path": "Synthetic", "init_args": {"num_clients": 2}},
-        "trainer": {"aggregator": "fedma", "accelerator": "cpu", "logger": False, "enable_progress_bar": False},
+        "trainer": {"method": "fedma", "accelerator": "cpu", "logger": False, "enable_progress_bar": False},
     }
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
     for seed in range(2):

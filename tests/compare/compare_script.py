@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from lightning_fed import FederatedCallback
 from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.cli import main as cli
+from lightning_fed.cli.main import main
 from tests.resume_script import Data
 
 # A model with BatchNorm, dropout and schedulers, on 60 examples; 3 of 6 clients in a round.
@@ -121,4 +121,4 @@ if __name__ == "__main__":
     from tests.compare.compare_script import Notes as Named
 
     Named.place, Named.action = json.loads(sys.argv[1]), staticmethod(wait_for_the_end)
-    cli.main(sys.argv[2:])
+    main(sys.argv[2:])

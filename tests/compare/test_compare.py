@@ -22,28 +22,29 @@ import torch
 from PIL import Image
 
 from lightning_fed.callbacks import ClassPrototypes, Federation
-from lightning_fed.cli.main import FederatedCLI, main
+from lightning_fed.cli.main import main
 from lightning_fed.compare import (
     CENTRAL,
-    Method,
+    MethodChoice,
     Plan,
     Progress,
     load_results,
     markdown,
-    method_names,
+    method_choices,
     run_comparison,
     summarize,
     write_report,
 )
 from lightning_fed.compare.central import central_trainer
 from lightning_fed.datasets import Synthetic
+from lightning_fed.recipe import FederatedCLI
 from lightning_fed.tasks import ClassificationTask
 from tests.compare.compare_script import CLIENTS, OWN, Interruption, Notes
 from tests.generators import same_random_numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 MANY_CLASSES = ("fedaws", "fedss")  # they need a head of their own
-METHODS = [name for name in method_names() if name not in (CENTRAL, *MANY_CLASSES)]
+METHODS = [name for name in method_choices() if name not in (CENTRAL, *MANY_CLASSES)]
 
 # Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -421,19 +422,16 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ("own.yaml --methods central -- --trainer.partition null", 1, "Expected a `partition` of the training data"),
         ("own.yaml --methods central -- --trainer.local_epochs 1 --trainer.local_steps 4", 1, "with `local_epochs`"),
         ("own.yaml --methods fedper -- --trainer.personal ['head.*']", 1, "Expected `FedPer` without `personal`"),
-        ("own.yaml --methods fedmargin:lair=body", 2, "'lpm_before', 'clients_per_round'"),
+        ("own.yaml --methods fedmargin:lair=body", 2, "'lpm_before'], but got ['lair']"),
         ("own.yaml --methods fedmargin:passes=some", 2, "'fedmargin:passes=some' does not work: Expected `passes`"),
         ("layer.yaml --methods fedavg,fedmargin:layer=head", 1, "Expected a recipe without `ClassPrototypes`, which"),
-        ("preset.yaml --methods fedavg", 1, "Expected a recipe without a preset"),
+        ("fedrep.yaml --methods fedavg", 1, "Expected a recipe whose `method` sets nothing else, but FedRep sets"),
         ("plain.yaml --methods fedavg", 1, "Expected `monitor`, because the recipe has no ModelCheckpoint with one"),
     ],
 )
 def test_a_mistake_gets_a_short_answer(arguments, status, message, tmp_path, capsys):
-    preset = re.sub(r"  max_rounds(.*\n)*?  accelerator", "  max_rounds: 1\n  federation: PRESET\n  accelerator", OWN)
-    preset = re.sub(r"  partition.*\n", "", preset)
-    iid = "{class_path: IID, init_args: {num_clients: 2}}"
-    fedrep = f"{{class_path: lightning_fed.algorithms.FedRep, init_args: {{partition: {iid}}}}}"
-    (tmp_path / "preset.yaml").write_text(preset.replace("PRESET", fedrep))
+    fedrep = "  max_rounds: 1\n  method: {class_path: FedRep, init_args: {body_epochs: 2}}\n  accelerator"
+    (tmp_path / "fedrep.yaml").write_text(re.sub(r"  max_rounds(.*\n)*?  accelerator", fedrep, OWN))
     (tmp_path / "layer.yaml").write_text(OWN + "    - class_path: ClassPrototypes\n")
     (tmp_path / "plain.yaml").write_text(re.sub(r"    - class_path: ModelCheckpoint\n.*\n", "", OWN))
     with pytest.raises(SystemExit) as stopped:
@@ -511,7 +509,7 @@ class Terminal:
 
 def test_progress_on_a_terminal(tmp_path):
     terminal = Terminal()
-    plan = Plan(Path("own.yaml"), [Method.parse("fedavg")], out=tmp_path / "out")
+    plan = Plan(Path("own.yaml"), [MethodChoice.parse("fedavg")], out=tmp_path / "out")
     (run,) = run_comparison(plan, Progress(terminal))
     values = [f"val_loss {values['val_loss']:.4f}" for values in run["rounds"]]
     name, again = "1/1 fedavg, seed 0, 0% stragglers", "\r\x1b[K"
@@ -552,13 +550,14 @@ def test_labels_that_look_alike_as_folders(capsys):
 def test_the_guide_names_all_methods():
     guide = (ROOT / "docs" / "guides" / "compare.md").read_text()
     table = "".join(re.findall(r"^\| `.*", guide.split("## Methods")[1].split("\n## ")[0], re.M))
-    assert set(re.findall(r"`(\w+)[:`]", table)) == set(method_names())
+    assert set(re.findall(r"`(\w+)[:`]", table)) == set(method_choices())
 
 
 def test_values_of_options():
-    options = Method.parse("fedmargin:proto_ema=1e-1:combine=lpm:size_weighting=true:min_clients=2").options
+    options = MethodChoice.parse("fedmargin:proto_ema=1e-1:combine=lpm:size_weighting=true:min_clients=2").options
     assert options == {"proto_ema": 0.1, "combine": "lpm", "size_weighting": True, "min_clients": 2}
-    assert Method.parse("fedper:head=[head.*,body.1.*]").federation(Federation()).personal == ("head.*", "body.1.*")
+    federation = MethodChoice.parse("fedper:head=[head.*,body.1.*]").federation(Federation())
+    assert federation.personal == ("head.*", "body.1.*")
 
 
 def test_options_of_the_callbacks_that_a_method_brings(tmp_path):
@@ -572,14 +571,15 @@ def test_options_of_the_callbacks_that_a_method_brings(tmp_path):
     fedavg, *others = (float(row["comm/up_bytes"]) for row in first.values())
     assert fedavg < min(others)
     recipe = Federation(local_epochs=2)
-    (callback,) = Method.parse("fedmargin:margin=relative:layer=body:min_count=3").federation(recipe).client_callbacks
+    federation = MethodChoice.parse("fedmargin:margin=relative:layer=body:min_count=3").federation(recipe)
+    (callback,) = federation.method.callbacks
     assert isinstance(callback, ClassPrototypes)
     assert (callback.margin, callback.layer, callback.min_count, callback.passes) == ("relative", "body", 3, "exact")
-    assert not recipe.client_callbacks
+    assert not recipe.method.callbacks
 
 
 def test_seeds_of_methods_are_those_of_their_runs(tmp_path):
-    plan = Plan(Path("own.yaml"), [Method.parse("fesem"), Method.parse("fesem:seed=7")], seeds=[0, 3])
+    plan = Plan(Path("own.yaml"), [MethodChoice.parse("fesem"), MethodChoice.parse("fesem:seed=7")], seeds=[0, 3])
     for seed in plan.seeds:
         recipe = plan.build(seed).trainer.federation
         found = [method.federation(recipe).server.aggregator.seed for method in plan.methods]
@@ -591,10 +591,10 @@ def test_seeds_of_methods_are_those_of_their_runs(tmp_path):
     [("fedrep", (4, 1)), ("fedrep:body_epochs=2", (3, 2)), ("fedrep:head_epochs=3", (3, 2))],
 )
 def test_fedrep_divides_the_recipes_epochs(text, epochs):
-    federation = Method.parse(text).federation(Federation(local_epochs=5, clients_per_round=2))
+    federation = MethodChoice.parse(text).federation(Federation(local_epochs=5, clients_per_round=2))
     assert federation.schedule.local_epochs == 5
     assert federation.schedule.clients_per_round == 2
-    assert federation.client_callbacks[0].head_epochs == epochs[0]
+    assert federation.method.callbacks[0].head_epochs == epochs[0]
 
 
 def test_clients_with_models_of_their_own(tmp_path, capsys):
@@ -669,7 +669,7 @@ def test_models_of_groups_on_the_test_data(tmp_path):
 
 def test_results_that_are_there(tmp_path):
     Notes.place = [2, "on_train_batch_start", 1, 0]
-    plan = Plan(Path("own.yaml"), [Method.parse(name) for name in ("fedavg", "fairavg")], out=tmp_path / "out")
+    plan = Plan(Path("own.yaml"), [MethodChoice.parse(name) for name in ("fedavg", "fairavg")], out=tmp_path / "out")
     assert load_results(plan) == []
     with pytest.raises(Interruption):
         run_comparison(plan, Progress(Terminal()))
@@ -867,10 +867,10 @@ def test_without_tensorboard(tmp_path, monkeypatch):
 
 
 def test_presets_for_very_many_classes():
-    federation = Method.parse("fedss:num_negatives=7:server_momentum=0.5").federation(Federation(local_epochs=3))
-    assert federation.client_callbacks[0].num_negatives == 7
+    federation = MethodChoice.parse("fedss:num_negatives=7:server_momentum=0.5").federation(Federation(local_epochs=3))
+    assert federation.method.callbacks[0].num_negatives == 7
     assert federation.server.aggregator.optimizer_kwargs["momentum"] == 0.5
     assert federation.schedule.local_epochs == 3
-    assert Method.parse("fedaws:strength=2.5").federation(Federation()).client_callbacks[1].strength == 2.5
+    assert MethodChoice.parse("fedaws:strength=2.5").federation(Federation()).method.callbacks[1].strength == 2.5
     with pytest.raises(ValueError, match=r"'fedss' does not work: .*'num_negatives'"):
-        Method.parse("fedss")
+        MethodChoice.parse("fedss")

@@ -167,7 +167,10 @@ def test_what_no_visit_leaves_to_the_next_is_not_named(federated_trainer, caplog
 
 
 def test_layers_of_the_package_are_not_named(federated_trainer, caplog):
-    module, federation = models.Module(models.cnn(), models.momentum), FedFusion("conv", batch_norm="average")
+    module, federation = (
+        models.Module(models.cnn(), models.momentum),
+        Federation(FedFusion("conv"), batch_norm="average"),
+    )
     federated_trainer(federation=federation, max_rounds=1).fit(module, models.as_datasets(models.images()))
     assert not carried(caplog)
 

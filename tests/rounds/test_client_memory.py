@@ -183,7 +183,7 @@ def test_what_an_aggregator_reports_is_logged(federated_trainer):
 
     seen, logger = [], MemoryLogger()
     clients = models.as_datasets(models.vectors({"a": 40, "b": 20}))
-    trainer = federated_trainer(max_rounds=3, aggregator=Reporting(), callbacks=[Nonsense(), Look()], logger=logger)
+    trainer = federated_trainer(max_rounds=3, method=Reporting(), callbacks=[Nonsense(), Look()], logger=logger)
     trainer.fit(models.Module(models.mlp()), clients, clients)
     assert logger.curve("reporting/count") == [(0, 2.0), (2, 4.0)]
     assert seen[0] == 2.0

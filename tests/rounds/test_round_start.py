@@ -132,6 +132,6 @@ def test_clients_models_outside_of_visits_are_told_of(federated_trainer):
     """Of FedDANE's sample, while statistics are measured, and in evaluation."""
     loaded, clients = Loaded(), models.as_datasets(models.vectors({"a": 9, "b": 6}))
     federated_trainer(
-        max_rounds=2, aggregator="feddane", batch_norm="recalibrate", personal=["net.head.*"], callbacks=[loaded]
+        max_rounds=2, method="feddane", batch_norm="recalibrate", personal=["net.head.*"], callbacks=[loaded]
     ).fit(models.Module(models.BaseAndHead()), datamodule=FederatedDataModule(clients, clients))
     assert loaded.seen == ["a", "b", None, "round", "aggregate", "a", "b", None, "end", "a", "b", None] * 2

@@ -96,9 +96,9 @@ OPTIMIZERS = [models.sgd, plain_momentum, models.adam, adagrad]
 def test_it_is_training_with_the_whole_table(aggregator, optimizer, federated_trainer):
     options = {"max_rounds": 4, "clients_per_round": 3, "local_epochs": 2, "seed": 3}
     whole, rows = reader(optimizer), reader(optimizer)
-    federated_trainer(aggregator=aggregator(), **options).fit(whole, texts())
+    federated_trainer(method=aggregator(), **options).fit(whole, texts())
     asking = OwnWords(texts())
-    federated_trainer(aggregator=aggregator(), callbacks=[asking], **options).fit(rows, texts())
+    federated_trainer(method=aggregator(), callbacks=[asking], **options).fit(rows, texts())
     # The table has other rows, so vector instructions take them in other groups; adaptive rates enlarge the difference.
     torch.testing.assert_close(state_of(rows), state_of(whole), rtol=1e-4, atol=2e-5)
     assert {shape[0] for shape in asking.shapes} < {len(asking.rows[client]) for client in asking.rows} | {0}
@@ -109,9 +109,9 @@ def test_it_is_training_with_the_whole_table(aggregator, optimizer, federated_tr
 def test_the_proximal_term_pulls_to_the_rows(federated_trainer):
     whole, rows = reader(), reader()
     options = {"max_rounds": 3, "clients_per_round": 3, "local_epochs": 2}
-    federated_trainer(aggregator=FedProx(mu=0.5), **options).fit(whole, texts())
+    federated_trainer(method=FedProx(mu=0.5), **options).fit(whole, texts())
     callbacks = [OwnWords(texts()), ProximalTerm(0.5)]
-    federated_trainer(aggregator=FedProx(mu=0.5), callbacks=callbacks, **options).fit(rows, texts())
+    federated_trainer(method=FedProx(mu=0.5), callbacks=callbacks, **options).fit(rows, texts())
     assert_same(state_of(rows), state_of(whole))
     plain = reader()
     federated_trainer(**options).fit(plain, texts())
@@ -121,7 +121,7 @@ def test_the_proximal_term_pulls_to_the_rows(federated_trainer):
 def test_rows_are_weighted_by_their_holders(federated_trainer):
     start, new = reader(), reader()
     recorder, data = Recorder(), texts()
-    federated_trainer(aggregator=FedAvg("per_row"), callbacks=[OwnWords(data), recorder], max_rounds=1).fit(new, data)
+    federated_trainer(method=FedAvg("per_row"), callbacks=[OwnWords(data), recorder], max_rounds=1).fit(new, data)
     table = start.net.words.weight.detach().double().clone()
     for row in range(WORDS):
         held = [
@@ -183,7 +183,7 @@ def test_the_whole_table_is_never_copied(federated_trainer):
             places.append(state["net.words.weight"].data_ptr())
 
     module = reader()
-    federated_trainer(aggregator=Rule(), callbacks=[OwnWords(data), Watch()], max_rounds=3).fit(module, data)
+    federated_trainer(method=Rule(), callbacks=[OwnWords(data), Watch()], max_rounds=3).fit(module, data)
     assert given == places[::2]
     assert places[1:5:2] == places[2:6:2]
     assert module.net.words.weight.data_ptr() == places[-1]
@@ -302,7 +302,7 @@ def test_lightnings_hooks_see_the_batch_as_it_came(federated_trainer):
 @pytest.mark.parametrize(
     ("options", "callback", "message"),
     [
-        ({"aggregator": FeSEM(2)}, {}, "FeSEM needs whole entries"),
+        ({"method": FeSEM(2)}, {}, "FeSEM needs whole entries"),
         ({"optimizer_state": "keep"}, {}, "use optimizer_state='reset'"),
         ({}, {"sliced": ()}, r"asks for rows of \['net.words.weight'\], which travel as a whole"),
         ({}, {"sliced": ["net.word"]}, "'net.word', .*, but the model has no such entry"),

@@ -139,7 +139,7 @@ def test_fedma_on_generated_roles(federated_trainer, tmp_path):
         def on_validation_end(self, trainer, pl_module):
             seen.append(float(trainer.callback_metrics["val_perplexity"]))
 
-    trainer = federated_trainer(max_rounds=4, local_epochs=5, aggregator=FedMA(), callbacks=[Scores()])
+    trainer = federated_trainer(max_rounds=4, local_epochs=5, method=FedMA(), callbacks=[Scores()])
     trainer.fit(task, datamodule=data)
     assert seen[:3] == [seen[0]] * 3
     assert seen[3] < 30 < seen[0]

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_fed.messages import ClientUpdate
+from lightning_fed.method import register
 from lightning_fed.server.averaging import AveragingAggregator
 
 
+@register
 class FedDANE(AveragingAggregator):
     r"""The average of the clients' models by their numbers of examples; clients train with corrected gradients.
 

@@ -63,7 +63,7 @@ class GradientCorrection(FederatedCallback):
 
     Example:
         >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(max_rounds=10, aggregator="feddane", logger=False)  # adds it by itself
+        >>> trainer = FederatedTrainer(max_rounds=10, method="feddane", logger=False)  # adds it by itself
 
     References:
         Li et al., Asilomar 2019, "FedDANE".

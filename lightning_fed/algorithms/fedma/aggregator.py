@@ -25,6 +25,7 @@ from lightning_fed.matching.one_shot import MatchMode, MatchOrder, StateMatch, m
 from lightning_fed.matching.permutation import PermutationGroup, grow_neurons
 from lightning_fed.matching.stages import Stage, StageChoice, check_stages, find_outputs
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
+from lightning_fed.method import register
 from lightning_fed.model.entries import find_non_finite
 from lightning_fed.server.schedule import client_key
 from lightning_fed.server.server import Aggregator, RoundPlan
@@ -32,6 +33,7 @@ from lightning_fed.server.server import Aggregator, RoundPlan
 _log = logging.getLogger(__name__)
 
 
+@register
 class FedMA(Aggregator):
     r"""Matched averaging, layer by layer, with training in between; one exchange is one round.
 

@@ -80,7 +80,7 @@ class LayerwiseTraining(FederatedCallback):
         >>> from lightning_fed import FederatedTrainer
         >>> from lightning_fed.algorithms import FedMA
         >>> trainer = FederatedTrainer(
-        ...     max_rounds=4, aggregator=FedMA(), callbacks=[LayerwiseTraining(pin=["embedding.*"])], logger=False
+        ...     max_rounds=4, method=FedMA(), callbacks=[LayerwiseTraining(pin=["embedding.*"])], logger=False
         ... )
 
     """

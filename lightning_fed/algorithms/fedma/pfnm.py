@@ -9,8 +9,10 @@ from typing import Literal
 
 from lightning_fed.algorithms.fedma.aggregator import FedMA
 from lightning_fed.matching.neuron_matching import MatchScore
+from lightning_fed.method import register
 
 
+@register
 class PFNM(FedMA):
     """Probabilistic federated neural matching: all layers are matched at once, without training in between.
 

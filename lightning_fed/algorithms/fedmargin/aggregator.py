@@ -49,6 +49,7 @@ from lightning_fed.algorithms.fedmargin.prototypes import (
 from lightning_fed.argument_checks import check_count, check_number, check_option
 from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.method import register
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.weighted_mean import WeightedMean
@@ -77,6 +78,7 @@ class MarginReport:
     amm: float = math.nan
 
 
+@register
 class FedMargin(Aggregator):
     r"""Weighted mean of the clients' models; the weights are attention by margins of class prototypes.
 

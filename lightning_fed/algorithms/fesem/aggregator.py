@@ -18,6 +18,7 @@ from lightning_fed.algorithms.fesem.clustering import embed, k_means
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.method import register
 from lightning_fed.model.entries import copy_state, is_running_statistic
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.weighted_mean import WeightedMean
@@ -27,6 +28,7 @@ from lightning_fed.server.server import Aggregator
 _log = logging.getLogger(__name__)
 
 
+@register
 class FeSEM(Aggregator):
     r"""Federated stochastic expectation maximisation: clients are grouped by their weights around several centres.
 

@@ -27,7 +27,7 @@ class CenterEvaluation(L.Callback):
 
     Example:
         >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(max_rounds=10, aggregator="fesem", logger=False)  # adds it by itself
+        >>> trainer = FederatedTrainer(max_rounds=10, method="fesem", logger=False)  # adds it by itself
 
     """
 

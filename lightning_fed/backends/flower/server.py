@@ -153,9 +153,8 @@ def run_server(
 
 def _check(half: Federation, module: L.LightningModule, callbacks: Sequence[L.Callback]) -> None:
     """Refuses what would need the clients' data on the server."""
-    own = (*callbacks, *half.client_callbacks, *half.server.aggregator.required_callbacks())
     has_statistics = half.batch_norm == "recalibrate" and batch_norm_layers(module)
-    for callback in own:
+    for callback in (*callbacks, *half.method.callbacks):
         reason = next((why for kind, why in _ASIDE.items() if isinstance(callback, kind)), None)
         if reason is None and has_statistics and isinstance(callback, FeatureFusion | LayerwiseTraining):
             reason = "with batch_norm='recalibrate' its clients would be asked for more: choose another `batch_norm`"

@@ -100,7 +100,7 @@ def test_the_nearest_classes(aggregator, federated_trainer):
     """Clients that hold the whole layer: all classes take part."""
     module = models.Module(models.mlp())
     before, after, _ = fit(
-        federated_trainer, module, models.vectors(), SpreadOut(k=1, strength=2.0), rounds=2, aggregator=aggregator
+        federated_trainer, module, models.vectors(), SpreadOut(k=1, strength=2.0), rounds=2, method=aggregator
     )
     for old, new in zip(before.aggregates, after.aggregates, strict=True):
         assert_stepped(old, new, 2.0 * 0.1, lambda rows: spreadout_top_k_reference(rows, range(3), 1))
@@ -148,7 +148,7 @@ def test_the_servers_momentum_does_not_see_it(federated_trainer):
     memories, states = [], []
     for strength in (0.0, 2.0):
         rule, module = FedAvgM(), models.Module(models.mlp())
-        fit(federated_trainer, module, models.vectors(), SpreadOut(strength=strength), aggregator=rule)
+        fit(federated_trainer, module, models.vectors(), SpreadOut(strength=strength), method=rule)
         memories.append({name: memory["momentum_buffer"] for name, memory in rule.state_dict()["entries"].items()})
         states.append(state_of(module))
     assert_same(*memories)
@@ -303,7 +303,7 @@ def test_the_order_of_the_clients_does_not_matter(federated_trainer):
     for names in (list(clients), list(clients)[::-1]):
         module = models.Module(wide_head())
         callbacks = [SampledSoftmax(2), SpreadOut(k=2, comparison=5)]
-        trainer = federated_trainer(max_rounds=3, aggregator="fedavgm", callbacks=callbacks, seed=3)
+        trainer = federated_trainer(max_rounds=3, method="fedavgm", callbacks=callbacks, seed=3)
         trainer.fit(module, LazyClients(names, clients.__getitem__))
         states.append(state_of(module))
     assert_same(*states)
@@ -320,7 +320,7 @@ def test_a_resumed_fit_ends_as_one_without_break(federated_trainer, tmp_path):
     def run(folder, *others, **options):
         module, saver = models.Module(wide_head()), ModelCheckpoint(tmp_path / folder, save_last=True)
         callbacks = [SampledSoftmax(2), SpreadOut(k=2, comparison=5), saver, *others]
-        trainer = federated_trainer(max_rounds=4, aggregator="fedavgm", callbacks=callbacks, enable_checkpointing=True)
+        trainer = federated_trainer(max_rounds=4, method="fedavgm", callbacks=callbacks, enable_checkpointing=True)
         trainer.fit(module, datamodule=FederatedDataModule(models.as_datasets(some_classes())), **options)
         return state_of(module)
 

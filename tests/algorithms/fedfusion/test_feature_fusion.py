@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_fed import FederatedCallback, FederatedDataModule
 from lightning_fed.algorithms import FedAvgM, FedBN, FedFusion
 from lightning_fed.callbacks import FeatureFusion, Federation, SampledSoftmax
-from lightning_fed.compare import Method
+from lightning_fed.compare import MethodChoice
 from lightning_fed.data import IID
 from lightning_fed.datasets import CamVid
 from lightning_fed.modules import FusedExtractor, find_fusion, unwrap
@@ -417,12 +417,12 @@ def test_before_the_first_round_both_references_are_one(federated_trainer):
 # --- together with others ---------------------------------------------------------------------------------------------
 
 TOGETHER = {
-    "fedmargin": {"aggregator": "fedmargin"},
-    "fedprox": {"aggregator": "fedprox"},
-    "fedavgm": {"aggregator": "fedavgm"},
-    "fedatt": {"aggregator": "fedatt"},
-    "fesem": {"aggregator": "fesem", "clients_per_round": 3},
-    "feddane": {"aggregator": "feddane"},
+    "fedmargin": {"method": "fedmargin"},
+    "fedprox": {"method": "fedprox"},
+    "fedavgm": {"method": "fedavgm"},
+    "fedatt": {"method": "fedatt"},
+    "fesem": {"method": "fesem", "clients_per_round": 3},
+    "feddane": {"method": "feddane"},
     "head at home": {"personal": ["net.classifier.*"]},
     "operator at home": {"personal": ["feature_fusion.*"]},
     "operator frozen": {"frozen": ["feature_fusion.*"]},
@@ -496,8 +496,8 @@ def test_an_operator_at_home_adds_nothing_to_what_travels(federated_trainer):
 
 def test_the_preset_is_the_callback(federated_trainer):
     results = []
-    for federation in (FedFusion("multi", ema=0.5, seed=1), Federation(seed=1)):
-        callbacks = [] if federation.client_callbacks else [make("multi", ema=0.5)]
+    for federation in (Federation(FedFusion("multi", ema=0.5), seed=1), Federation(seed=1)):
+        callbacks = [] if federation.method.callbacks else [make("multi", ema=0.5)]
         trainer = federated_trainer(max_rounds=2, federation=federation, callbacks=callbacks)
         module = models.Module(Net(), models.momentum)
         trainer.fit(module, models.as_datasets(models.images(FEW)))
@@ -511,22 +511,23 @@ def test_the_presets_arguments_are_the_callbacks():
         "operator": "multi", "at": "net.features.0", "levels": [0], "ema": 0.5, "eval_reference": "current",
         "cache_global_features": True, "conv_init": "local", "conv_bias": False, "clamp": (0, 1),
     }  # fmt: skip
-    parameters = [name for name in inspect.signature(FedFusion).parameters if name != "options"]
+    parameters = [name for name in inspect.signature(FedFusion).parameters if name != "aggregator"]
     assert sorted(parameters) == sorted(given)
-    (callback,) = FedFusion(**given, clients_per_round=2).client_callbacks
+    (callback,) = FedFusion(**given).callbacks
     assert {name: getattr(callback, name) for name in given} == given
-    (callback,) = FedFusion().client_callbacks
+    (callback,) = FedFusion().callbacks
     assert vars(callback) == vars(FeatureFusion())
 
 
 def test_the_method_of_a_comparison():
     recipe = Federation(local_epochs=3)
-    federation = Method.parse("fedfusion:operator=single:clients_per_round=5").federation(recipe)
-    (callback,) = federation.client_callbacks
+    federation = MethodChoice.parse("fedfusion:operator=single:clients_per_round=5").federation(recipe)
+    (callback,) = federation.method.callbacks
     assert (callback.operator, federation.arguments["clients_per_round"]) == ("single", 5)
     assert federation.schedule.local_epochs == 3
-    federation = Method.parse("fedfusion:operator=conv:conv_init=local:cache_global_features=true").federation(recipe)
-    (callback,) = federation.client_callbacks
+    choice = MethodChoice.parse("fedfusion:operator=conv:conv_init=local:cache_global_features=true")
+    federation = choice.federation(recipe)
+    (callback,) = federation.method.callbacks
     assert (callback.conv_init, callback.cache_global_features) == ("local", True)
 
 
@@ -538,7 +539,7 @@ def test_prototypes_are_measured_with_the_reference_of_the_visit(federated_train
             assert_same(fusion.frozen.state(), state_of(module.net.features))
 
     for callbacks in ([First(), make("conv")], [make("conv"), First()]):
-        trainer = federated_trainer(max_rounds=2, aggregator="fedmargin", callbacks=callbacks, batch_norm="average")
+        trainer = federated_trainer(max_rounds=2, method="fedmargin", callbacks=callbacks, batch_norm="average")
         trainer.fit(models.Module(Net()), models.as_datasets(models.images(FEW)))
         assert [type(callback) for callback in trainer.callbacks[:2]] == [Federation, FeatureFusion]
 
@@ -551,7 +552,7 @@ def test_personal_batch_norm_has_the_clients_own_statistics_in_both_extractors(f
             frozen.setdefault(client, []).append(find_fusion(module).frozen.state()["1.running_mean"])
 
     module = models.Module(Net())
-    trainer = federated_trainer(max_rounds=2, federation=FedBN(seed=0), callbacks=[Start(), make("conv")])
+    trainer = federated_trainer(max_rounds=2, method=FedBN(), seed=0, callbacks=[Start(), make("conv")])
     trainer.fit(module, models.as_datasets(models.images(FEW)))
     assert not torch.equal(frozen["ann"][1], frozen["bob"][1])
     assert torch.equal(frozen["ann"][0], frozen["bob"][0])
@@ -645,7 +646,7 @@ def test_statistics_are_measured_beside_what_evaluates(eval_reference, federated
 
 def test_one_of_several_models_is_evaluated_with_its_own_extractor(federated_trainer):
     module = Evaluated(Net(), models.momentum)
-    federated_trainer(max_rounds=3, aggregator="fesem", callbacks=[make("conv")], seed=0).fit(module, datamodule=data())
+    federated_trainer(max_rounds=3, method="fesem", callbacks=[make("conv")], seed=0).fit(module, datamodule=data())
     assert len(module.noted.seen) > 6
     assert all(reference is None for _, _, reference in module.noted.seen)
 
@@ -661,7 +662,7 @@ def test_gradients_beforehand_are_those_of_a_visit(federated_trainer):
             state_of(
                 fit(
                     federated_trainer, make("conv"), models.Module(net), models.images({"ann": 24}), rounds=3,
-                    local_epochs=2, aggregator=aggregator,
+                    local_epochs=2, method=aggregator,
                 )
             )
         )  # fmt: skip
@@ -686,7 +687,7 @@ def test_weights_stay_in_their_range_whatever_the_server_does(federated_trainer)
     recorder = Recorder()
     fit(
         federated_trainer, make("multi", clamp=(-0.001, 0.002), ema=0.0), callbacks=[recorder], local_epochs=3,
-        rounds=4, aggregator=FedAvgM(lr=3.0, momentum=0.9),
+        rounds=4, method=FedAvgM(lr=3.0, momentum=0.9),
     )  # fmt: skip
     sent = torch.stack([visit.broadcast[WEIGHT] for visit in recorder.visits])
     assert sent.min().item() == pytest.approx(-0.001)
@@ -878,7 +879,7 @@ def test_a_fit_needs_a_federation(plain_trainer):
 
 def test_neurons_that_change_places_are_refused(federated_trainer):
     with pytest.raises(MisconfigurationException, match="that keeps neurons in their places, but got FedMA"):
-        fit(federated_trainer, make("conv"), aggregator="fedma")
+        fit(federated_trainer, make("conv"), method="fedma")
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_a_pass_is_that_of_the_reference(either_trainer, mode, last):
         mode, retrain_epochs=2, last_epochs=4, last_layer=last, score="published", gamma=7.0, max_width=None, seed=5
     )
     module = models.Module(mlp(), momentum)
-    trainer = either_trainer(max_rounds=3, aggregator=rule, local_epochs=3)
+    trainer = either_trainer(max_rounds=3, method=rule, local_epochs=3)
     fit(trainer, module, data_of(clients_data))
     clients = sorted(clients_data, key=client_key)
     expected, _ = fedma_pass(
@@ -71,7 +71,7 @@ def test_the_next_pass_starts_from_each_clients_own_neurons(federated_trainer):
                 seen[client] = layers_of(module.net)
 
     module = models.Module(mlp(), momentum)
-    trainer = federated_trainer(max_rounds=3, aggregator=rule, callbacks=[Watch()])
+    trainer = federated_trainer(max_rounds=3, method=rule, callbacks=[Watch()])
     fit(trainer, module, data_of(clients_data))
     wide = layers_of(module.net)
     clients = sorted(clients_data, key=client_key)
@@ -110,7 +110,7 @@ def test_matched_layers_stay(federated_trainer):
 
     rule = FedMA("grow")
     module = models.Module(mlp(), models.momentum)
-    fit(federated_trainer(max_rounds=3, aggregator=rule, callbacks=[Watch()]), module, data_of(parts()))
+    fit(federated_trainer(max_rounds=3, method=rule, callbacks=[Watch()]), module, data_of(parts()))
     for client in parts():
         for name in ("net.0.weight", "net.0.bias"):
             values = [seen[round, client][0][name] for round in (1, 2)]
@@ -131,7 +131,7 @@ def test_one_client_is_freezing_layer_after_layer(either_trainer, mode):
     inputs, targets = examples(0, 12)
     module = models.Module(mlp(), models.momentum)
     fit(
-        either_trainer(max_rounds=3, aggregator=FedMA(mode), local_epochs=2),
+        either_trainer(max_rounds=3, method=FedMA(mode), local_epochs=2),
         module,
         data_of({"a": (inputs, targets)}, 12),
     )
@@ -155,9 +155,9 @@ def test_identical_clients_are_one_client(federated_trainer, mode):
     """The width stays, and so does the model, up to the rounding of a mean."""
     part = examples(0, 12)
     alone, many = models.Module(mlp(), momentum), models.Module(mlp(), momentum)
-    fit(federated_trainer(max_rounds=3, aggregator=FedMA(mode), local_epochs=2), alone, data_of({"a": part}))
+    fit(federated_trainer(max_rounds=3, method=FedMA(mode), local_epochs=2), alone, data_of({"a": part}))
     fit(
-        federated_trainer(max_rounds=3, aggregator=FedMA(mode), local_epochs=2),
+        federated_trainer(max_rounds=3, method=FedMA(mode), local_epochs=2),
         many,
         data_of({"a": part, "b": part, "c": part}),
     )
@@ -170,7 +170,7 @@ def test_without_matching_in_one_exchange_it_is_federated_averaging(federated_tr
     states = []
     for rule in (FedAvg(), FedMA("none", stages=1, last_layer="size")):
         module = models.Module(mlp(), momentum)
-        fit(federated_trainer(max_rounds=3, aggregator=rule, local_epochs=2), module, data_of(parts(), 4))
+        fit(federated_trainer(max_rounds=3, method=rule, local_epochs=2), module, data_of(parts(), 4))
         states.append(state_of(module))
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
@@ -180,7 +180,7 @@ def test_permuting_that_finds_the_identity_is_averaging(federated_trainer):
     states = []
     for mode in ("permute", "none"):
         module = models.Module(mlp(), lambda parameters: torch.optim.SGD(parameters, lr=0.01))
-        fit(federated_trainer(max_rounds=3, aggregator=FedMA(mode)), module, data_of(parts()))
+        fit(federated_trainer(max_rounds=3, method=FedMA(mode)), module, data_of(parts()))
         states.append(state_of(module))
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
@@ -281,7 +281,7 @@ def test_pfnm_is_one_exchange(federated_trainer):
     """All layers of the clients' updates matched at once, from the last to the first."""
     logger, module, watch = MemoryLogger(), models.Module(mlp(), momentum), Recorder()
     rule = PFNM(last_layer="size", seed=4)
-    fit(federated_trainer(max_rounds=1, aggregator=rule, logger=logger, callbacks=[watch]), module, data_of(parts()))
+    fit(federated_trainer(max_rounds=1, method=rule, logger=logger, callbacks=[watch]), module, data_of(parts()))
     model = 4 * sum(a * b + b for a, b in itertools.pairwise(WIDTHS))
     assert logged(logger, "comm/up_bytes") == [3 * model]
     visits = sorted(watch.visits, key=lambda visit: client_key(visit.client))

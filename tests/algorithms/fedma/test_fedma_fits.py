@@ -29,7 +29,7 @@ def test_resumed_in_a_pass_it_ends_with_the_same_model(federated_trainer, tmp_pa
     def make(name, *callbacks):
         return federated_trainer(
             max_rounds=6,
-            aggregator=FedMA("grow", score="published", gamma=7.0, max_width=None),
+            method=FedMA("grow", score="published", gamma=7.0, max_width=None),
             callbacks=list(callbacks),
             enable_checkpointing=bool(callbacks),
             store=None if store == "memory" else tmp_path / name,
@@ -56,13 +56,13 @@ def test_validation_and_checkpoints_go_on_with_a_grown_model(federated_trainer, 
     validation = DataLoader(TensorDataset(*examples(9, 40)), 16)
     saver = ModelCheckpoint(tmp_path, save_last=True)
     rule = FedMA("grow", score="published", gamma=7.0, max_width=None)
-    trainer = federated_trainer(max_rounds=3, aggregator=rule, callbacks=[saver], enable_checkpointing=True)
+    trainer = federated_trainer(max_rounds=3, method=rule, callbacks=[saver], enable_checkpointing=True)
     module = models.Module(mlp(), momentum)
     trainer.fit(module, {client: TensorDataset(*part) for client, part in clients_data.items()}, validation)
     expected = trainer.callback_metrics["val_loss"]
     assert trainer.validate(module, validation, verbose=False)[0]["val_loss"] == pytest.approx(float(expected))
     fresh = models.Module(mlp(seed=8), momentum)
-    second_trainer = federated_trainer(max_rounds=3, aggregator=FedMA(), callbacks=[saver], enable_checkpointing=True)
+    second_trainer = federated_trainer(max_rounds=3, method=FedMA(), callbacks=[saver], enable_checkpointing=True)
     scores = second_trainer.validate(fresh, validation, ckpt_path=tmp_path / "last.ckpt", verbose=False)
     assert scores[0]["val_loss"] == pytest.approx(float(expected))
     assert fresh.net[0].out_features > 7
@@ -75,9 +75,7 @@ def test_a_checkpoint_with_other_classes_is_refused(federated_trainer, tmp_path,
 
     def run(aggregator, rounds, widths, **arguments):
         module = models.Module(mlp(widths), momentum)
-        trainer = federated_trainer(
-            max_rounds=rounds, aggregator=aggregator, callbacks=[saver], enable_checkpointing=True
-        )
+        trainer = federated_trainer(max_rounds=rounds, method=aggregator, callbacks=[saver], enable_checkpointing=True)
         try:
             fit(trainer, module, data_of(parts()), **arguments)
         finally:
@@ -90,7 +88,7 @@ def test_a_checkpoint_with_other_classes_is_refused(federated_trainer, tmp_path,
     if kind == "fedma":
         assert run.module.net[4].out_features == 3
         module = models.Module(mlp(), momentum)
-        trainer = federated_trainer(max_rounds=3, aggregator=FedMA())
+        trainer = federated_trainer(max_rounds=3, method=FedMA())
         with pytest.raises(ValueError, match=words):
             trainer.predict(module, DataLoader(torch.zeros(4, 4), 2), ckpt_path=tmp_path / "last.ckpt")
         assert [module.net[index].out_features for index in (0, 4)] == [7, 3]
@@ -129,7 +127,7 @@ def test_what_cannot_be_in_a_fit(federated_trainer):
     """Each error says what to do instead."""
 
     def run(rule=None, optimizer=momentum, **arguments):
-        trainer = federated_trainer(max_rounds=2, aggregator=rule or FedMA(), **arguments)
+        trainer = federated_trainer(max_rounds=2, method=rule or FedMA(), **arguments)
         fit(trainer, models.Module(mlp(), optimizer), data_of(parts()))
 
     with pytest.raises(MisconfigurationException, match="optimizer_state='reset'"):
@@ -159,7 +157,7 @@ def test_lbfgs_trains_where_nothing_grows_in_a_pass(federated_trainer, options):
     """In one exchange layers grow too, but clients train at their own widths: the optimizer's vectors fit them."""
     module = models.Module(mlp(), lambda parameters: torch.optim.LBFGS(parameters, lr=0.05, max_iter=3))
     rule = FedMA(score="published", gamma=7.0, **options)
-    trainer = federated_trainer(max_rounds=6, aggregator=rule)
+    trainer = federated_trainer(max_rounds=6, method=rule)
     fit(trainer, module, data_of(parts()))
     assert (module.net[0].out_features > 7) == ("stages" in options)
     with torch.no_grad():
@@ -178,7 +176,7 @@ def test_groups_of_the_users_grow_with_a_model_that_is_resumed(federated_trainer
         module = models.Module(mlp(), momentum)
         trainer = federated_trainer(
             max_rounds=rounds,
-            aggregator=FedMA(score="published", gamma=7.0, max_width=None),
+            method=FedMA(score="published", gamma=7.0, max_width=None),
             callbacks=[saver, LayerwiseTraining(extra_groups=[extra])],
             enable_checkpointing=True,
         )
@@ -195,7 +193,7 @@ def test_the_stages_of_a_pass_that_goes_on_cannot_change(federated_trainer, tmp_
     saver = ModelCheckpoint(tmp_path, save_last=True, save_on_train_epoch_end=True)
 
     def run(rule, rounds, **arguments):
-        trainer = federated_trainer(max_rounds=rounds, aggregator=rule, callbacks=[saver], enable_checkpointing=True)
+        trainer = federated_trainer(max_rounds=rounds, method=rule, callbacks=[saver], enable_checkpointing=True)
         fit(trainer, models.Module(mlp(), momentum), data_of(parts()), **arguments)
 
     rule = FedMA(score="published", gamma=7.0)
@@ -221,9 +219,9 @@ def test_a_module_whose_inputs_are_not_found_says_what_to_give(federated_trainer
     }
     module = Two(mlp(), momentum)
     with pytest.raises(MisconfigurationException, match="give `LayerwiseTraining` an `example_input`"):
-        fit(federated_trainer(max_rounds=3, aggregator=FedMA()), module, FederatedDataModule(data, batch_size=4))
+        fit(federated_trainer(max_rounds=3, method=FedMA()), module, FederatedDataModule(data, batch_size=4))
     side = LayerwiseTraining(example_input={"tokens": torch.randn(2, 4), "mask": torch.ones(2, 4)})
-    trainer = federated_trainer(max_rounds=3, aggregator=FedMA(score="published", gamma=7.0), callbacks=[side])
+    trainer = federated_trainer(max_rounds=3, method=FedMA(score="published", gamma=7.0), callbacks=[side])
     fit(trainer, module, FederatedDataModule(data, batch_size=4))
     assert module.net[0].out_features > 7
 
@@ -233,7 +231,7 @@ def test_a_module_whose_inputs_are_not_found_says_what_to_give(federated_trainer
 )
 def test_rounds_of_which_nothing_comes_are_named(federated_trainer, caplog, rounds, patience, texts):
     stopping = EarlyStopping("train_loss", patience=patience)
-    trainer = federated_trainer(max_rounds=rounds, aggregator=FedMA(), callbacks=[stopping])
+    trainer = federated_trainer(max_rounds=rounds, method=FedMA(), callbacks=[stopping])
     fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
     warned = [record.getMessage() for record in caplog.records if record.name.endswith("fedma.checks")]
     assert len(warned) == len(texts)
@@ -261,7 +259,7 @@ def test_counts_that_cannot_be_leave_the_client_out(federated_trainer, caplog, b
                 if len(received) == 1:
                     update.extras["fedma:counts"] = breaks(update.extras["fedma:counts"])
 
-    trainer = federated_trainer(max_rounds=3, aggregator=FedMA(), callbacks=[Broken()])
+    trainer = federated_trainer(max_rounds=3, method=FedMA(), callbacks=[Broken()])
     fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
     assert len(received) == 3
     assert list(trainer.federation.server.report.failed) == received[:1]
@@ -275,7 +273,7 @@ def test_targets_without_classes_are_averaged_by_size(federated_trainer):
     states = []
     for last in ("class", "size"):
         module = models.Module(mlp(), momentum, loss=F.mse_loss)
-        trainer = federated_trainer(max_rounds=3, aggregator=FedMA(last_layer=last))
+        trainer = federated_trainer(max_rounds=3, method=FedMA(last_layer=last))
         if last == "class":
             with pytest.warns(UserWarning, match="by numbers of examples, because the labels are torch.float32"):
                 fit(trainer, module, data_of(clients_data))

@@ -27,7 +27,7 @@ def test_statistics_of_a_matched_stage_are_measured_and_kept(federated_trainer):
             modes[trainer.current_epoch] = [module.net[index].training for index in (1, 4)]
 
     module = models.Module(norm_net(), momentum)
-    trainer = federated_trainer(max_rounds=3, aggregator=FedMA("permute"), callbacks=[Watch()])
+    trainer = federated_trainer(max_rounds=3, method=FedMA("permute"), callbacks=[Watch()])
     fit(trainer, module, data_of(clients_data))
     assert modes == {0: [True, True], 1: [False, True], 2: [False, False]}
     inputs = torch.cat([part[0] for part in clients_data.values()])
@@ -54,7 +54,7 @@ def test_statistics_that_the_user_holds_stay(federated_trainer):
 
     module = Held(norm_net(), momentum)
     module.net[1].running_mean.fill_(0.5)
-    fit(federated_trainer(max_rounds=3, aggregator=FedMA("none")), module, data_of(parts()))
+    fit(federated_trainer(max_rounds=3, method=FedMA("none")), module, data_of(parts()))
     assert torch.equal(module.net[1].running_mean, torch.full((6,), 0.5))
     assert not torch.equal(module.net[4].running_mean, torch.zeros(5))
 
@@ -76,7 +76,7 @@ def test_statistics_of_instance_norm_stay_when_they_are_matched(federated_traine
     )
     clients_data = {f"c{c}": pictures(c) for c in range(2)}
     module = models.Module(net, momentum)
-    fit(federated_trainer(max_rounds=3, aggregator=FedMA("none"), callbacks=[Watch()]), module, data_of(clients_data))
+    fit(federated_trainer(max_rounds=3, method=FedMA("none"), callbacks=[Watch()]), module, data_of(clients_data))
     assert not torch.equal(seen[0, "c0"], seen[0, "c1"])
     assert all(torch.equal(seen[round, client], net[1].running_mean) for round in (1, 2) for client in clients_data)
 
@@ -85,7 +85,7 @@ def test_a_stage_that_comes_to_nothing_is_not_measured(federated_trainer, caplog
     """Its mean is infinite; the clients have gone on. A new pass begins."""
     rule, faults = FedMA("permute"), iter([None, "entry 'net.3.weight' has NaN or infinite values"])
     monkeypatch.setattr("lightning_fed.algorithms.fedma.aggregator.find_non_finite", lambda state: next(faults, None))
-    trainer = federated_trainer(max_rounds=5, aggregator=rule)
+    trainer = federated_trainer(max_rounds=5, method=rule)
     fit(trainer, models.Module(norm_net(), momentum), data_of(parts()))
     assert "the stage is not used" in caplog.text
     assert rule.state_dict()["last"]["origin"] == 2
@@ -100,7 +100,7 @@ def test_a_recurrent_network_grows(federated_trainer):
     clients_data = {f"c{c}": texts(c) for c in range(3)}
     module = models.Module(Reader(), lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5))
     rule = FedMA("grow", score="published", gamma=7.0)
-    trainer = federated_trainer(max_rounds=18, aggregator=rule, local_epochs=8)
+    trainer = federated_trainer(max_rounds=18, method=rule, local_epochs=8)
     fit(trainer, module, data_of(clients_data, 8))
     assert module.net.rnn.hidden_size == 7 == module.net.rnn.weight_hh_l0.shape[1]
     assert module.net.rnn.weight_hh_l0.shape[0] == 28 == len(module.net.rnn.bias_hh_l0)
@@ -120,7 +120,7 @@ def test_a_residual_network_with_batch_norm(federated_trainer, mode, stages):
     ):
         module = models.Module(Residual(), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
         rounds = 2 if name == "matched" and stages != 1 else 1
-        fit(federated_trainer(max_rounds=rounds, aggregator=rule, local_epochs=12), module, data_of(clients_data, 8))
+        fit(federated_trainer(max_rounds=rounds, method=rule, local_epochs=12), module, data_of(clients_data, 8))
         assert rule.unfinished is None
         assert rule.state_dict()["last"]["stage"] == rounds
         scores[name] = float((module.eval()(images).argmax(1) == targets).float().mean())
@@ -137,7 +137,7 @@ def test_deeplab_grows_and_goes_on(federated_trainer):
     module = models.Module(net, lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
     masks = {f"c{c}": (torch.randn(4, 3, 64, 64), torch.randint(0, 3, (4, 64, 64))) for c in range(2)}
     rule = FedMA("grow", 4, score="published", gamma=7.0)
-    trainer = federated_trainer(max_rounds=5, aggregator=rule)
+    trainer = federated_trainer(max_rounds=5, method=rule)
     fit(trainer, module, data_of(masks, 4))
     assert net.encoder.conv1.out_channels > 64
     assert net.decoder.block2[0][0].groups == net.decoder.block2[0][0].in_channels
@@ -162,7 +162,7 @@ def test_a_module_that_cannot_be_followed_is_averaged_in_one_exchange(federated_
     states = []
     for rule in (FedMA("none", stages=1, last_layer="size"), FedMA()):
         module = NoForward(norm_net(), momentum)
-        trainer = federated_trainer(max_rounds=2, aggregator=rule)
+        trainer = federated_trainer(max_rounds=2, method=rule)
         if rule.mode == "none":
             fit(trainer, models.Module(norm_net(), momentum), data_of(parts()))
             states.append(state_of(trainer.lightning_module))
@@ -178,7 +178,7 @@ def test_a_stage_in_which_nothing_trains_goes_with_the_one_before(federated_trai
     net = mlp()
     net[4].requires_grad_(False)
     module, rule = models.Module(net, momentum), FedMA(score="published", gamma=7.0, max_width=None)
-    fit(federated_trainer(max_rounds=2, aggregator=rule), module, data_of(parts()))
+    fit(federated_trainer(max_rounds=2, method=rule), module, data_of(parts()))
     assert rule.state_dict()["last"]["stage"] == 2
     assert net[2].out_features > 6
     assert [parameter.requires_grad for parameter in net.parameters()] == [True] * 4 + [False] * 2
@@ -193,7 +193,7 @@ def test_rows_of_a_hidden_layer_are_not_those_of_classes(federated_trainer, how)
         options = {"personal": ["net.4.*"]} if how == "personal" else {}
         side = LayerwiseTraining(pin=["net.2.bias"] if how == "pinned" else [])
         rule = FedMA("permute", last_layer=last)
-        fit(federated_trainer(max_rounds=2, aggregator=rule, callbacks=[side], **options), module, data_of(parts()))
+        fit(federated_trainer(max_rounds=2, method=rule, callbacks=[side], **options), module, data_of(parts()))
         states.append(state_of(module))
     same = {name for name, value in states[0].items() if torch.equal(value, states[1][name])}
     head = {"net.4.weight", "net.4.bias"}
@@ -212,7 +212,7 @@ def test_a_parametrized_output_layer(federated_trainer):
     net, clients_data = mlp(), parts()
     net[4] = nn.utils.parametrizations.spectral_norm(net[4])
     module = models.Module(net, momentum)
-    fit(federated_trainer(max_rounds=2, aggregator=FedMA(), callbacks=[Watch()]), module, data_of(clients_data))
+    fit(federated_trainer(max_rounds=2, method=FedMA(), callbacks=[Watch()]), module, data_of(clients_data))
     assert all({"net.4.bias", "net.4.parametrizations.weight.original"} < state.keys() for state in updates.values())
     counts = torch.stack([torch.bincount(part[1], minlength=3) for part in clients_data.values()]).double()
     biases = torch.stack([updates[client]["net.4.bias"] for client in clients_data]).double()

@@ -51,7 +51,7 @@ def test_bytes_of_a_pass(federated_trainer):
     """Every layer goes up once; down goes the model, then each matched layer with the positions of the neurons."""
     logger, clients_data = MemoryLogger(), parts()
     rule = FedMA("permute")
-    trainer = federated_trainer(max_rounds=6, aggregator=rule, logger=logger)
+    trainer = federated_trainer(max_rounds=6, method=rule, logger=logger)
     fit(trainer, models.Module(mlp(), momentum), data_of(clients_data))
     layer = [4 * (a * b + b) for a, b in itertools.pairwise(WIDTHS)]
     up = logged(logger, "comm/up_bytes")
@@ -84,7 +84,7 @@ def test_a_client_without_its_model_is_sent_its_own_neurons_of_the_global_one(fe
         # bytes of a message depend on that.
         rule = FedMA(mode, score="published", gamma=7.0, max_width=None)
         callbacks = [report, Watch(), *([Forget(3)] if lost else [])]
-        trainer = federated_trainer(max_rounds=6, aggregator=rule, logger=logger, callbacks=callbacks)
+        trainer = federated_trainer(max_rounds=6, method=rule, logger=logger, callbacks=callbacks)
         module = models.Module(net(), momentum)
         fit(trainer, module, data_of(parts()))
         states.append(state_of(module))
@@ -117,7 +117,7 @@ def test_a_model_is_in_a_checkpoint_once(federated_trainer):
     for rounds, stages in ((3, 0), (4, 1), (5, 2)):
         rule = FedMA("permute")
         module = models.Module(mlp(), momentum)
-        fit(federated_trainer(max_rounds=rounds, aggregator=rule), module, data_of(parts()))
+        fit(federated_trainer(max_rounds=rounds, method=rule), module, data_of(parts()))
         kept = rule.state_dict()
         assert kept["last"]["matched_state"] == {}
         assert len(kept.get("current", {"matched_state": ()})["matched_state"]) == 2 * stages
@@ -134,7 +134,7 @@ def test_independent_clients_are_sent_nothing_at_the_start(federated_trainer):
     for _ in range(2):
         logger = MemoryLogger()
         trainer = federated_trainer(
-            max_rounds=1, aggregator=FedMA(start="independent"), callbacks=[Watch()], logger=logger, seed=3
+            max_rounds=1, method=FedMA(start="independent"), callbacks=[Watch()], logger=logger, seed=3
         )
         fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
         assert logged(logger, "comm/down_bytes") == [3 * 16]
@@ -151,7 +151,7 @@ def test_independent_clients_are_sent_nothing_at_the_start(federated_trainer):
         def forward(self, inputs):
             return self.net(inputs) + self.shift
 
-    trainer = federated_trainer(max_rounds=1, aggregator=FedMA(start="independent"))
+    trainer = federated_trainer(max_rounds=1, method=FedMA(start="independent"))
     with pytest.raises(ValueError, match=r"these cannot: \['net.shift'\]"):
         fit(trainer, models.Module(Bare(), momentum), data_of(parts()))
 
@@ -164,7 +164,7 @@ def test_a_pass_has_the_same_clients_and_the_next_one_others(federated_trainer):
     watch = Visitors()
     rule = FedMA("grow", score="published", gamma=7.0, max_width=None)
     module = models.Module(mlp(), momentum)
-    trainer = federated_trainer(max_rounds=6, aggregator=rule, clients_per_round=3, callbacks=[watch], seed=1)
+    trainer = federated_trainer(max_rounds=6, method=rule, clients_per_round=3, callbacks=[watch], seed=1)
     fit(trainer, module, data_of(many()))
     assert watch.rounds[0] == watch.rounds[1] == watch.rounds[2]
     assert watch.rounds[3] == watch.rounds[4] == watch.rounds[5]
@@ -209,7 +209,7 @@ def test_a_client_that_fails_is_left_out_for_the_rest_of_the_pass(federated_trai
             if trainer.current_epoch == 1 and client == "c1":
                 next(iter(update.state.values())).fill_(float("nan"))
 
-    trainer = federated_trainer(max_rounds=4, aggregator=FedMA(), callbacks=[watch, Broken()])
+    trainer = federated_trainer(max_rounds=4, method=FedMA(), callbacks=[watch, Broken()])
     fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
     assert [sorted(watch.rounds[round]) for round in range(4)] == [
         ["c0", "c1", "c2"],
@@ -230,7 +230,7 @@ def test_a_new_pass_begins_where_nothing_came_of_a_round(federated_trainer, capl
 
     rule = FedMA()
     module = models.Module(mlp(), momentum)
-    fit(federated_trainer(max_rounds=5, aggregator=rule, callbacks=[watch, Broken()]), module, data_of(parts()))
+    fit(federated_trainer(max_rounds=5, method=rule, callbacks=[watch, Broken()]), module, data_of(parts()))
     untrained = models.Module(mlp(), momentum)
     assert "a new pass begins" in caplog.text
     assert rule.unfinished is None
@@ -257,7 +257,7 @@ def test_a_pass_after_one_that_came_to_nothing_starts_from_the_last_model(federa
     for watch, rounds in ((Visitors(), 4), (Broken(), broken + 4)):
         rule = FedMA(score="published", gamma=7.0, max_width=None)
         module = models.Module(mlp(), momentum)
-        trainer = federated_trainer(max_rounds=rounds, aggregator=rule, callbacks=[watch], min_clients=min_clients)
+        trainer = federated_trainer(max_rounds=rounds, method=rule, callbacks=[watch], min_clients=min_clients)
         fit(trainer, module, data_of(parts()))
         states.append(rule.state_dict()["last"])
     assert (states[0]["origin"], states[1]["origin"]) == (0, broken + 1)
@@ -267,7 +267,7 @@ def test_a_pass_after_one_that_came_to_nothing_starts_from_the_last_model(federa
 
 
 def test_a_client_that_has_lost_its_model_is_left_out(federated_trainer, caplog):
-    trainer = federated_trainer(max_rounds=3, aggregator=FedMA(), callbacks=[Forget(1)])
+    trainer = federated_trainer(max_rounds=3, method=FedMA(), callbacks=[Forget(1)])
 
     fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
     assert "client 'c2' is left out: it does not have its model of the stage before any more" in caplog.text

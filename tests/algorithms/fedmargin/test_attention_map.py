@@ -137,9 +137,7 @@ def test_the_same_trainer_goes_on_with_its_map(tmp_path):
     """`max_epochs` raised after the fit: the rounds before are still there. Another fit starts anew."""
     callback, logger = AttentionMap(1), TensorBoardLogger(tmp_path)
     data = {name: DataLoader(part, 8) for name, part in clients().items()}
-    trainer = FederatedTrainer(
-        **{**QUIET, "logger": logger}, aggregator=FedMargin(), max_rounds=2, callbacks=[callback]
-    )
+    trainer = FederatedTrainer(**{**QUIET, "logger": logger}, method=FedMargin(), max_rounds=2, callbacks=[callback])
     module = models.Module(net())
     trainer.fit(module, data)
     trainer.fit_loop.max_epochs = 3
@@ -163,7 +161,7 @@ def test_the_state_is_a_copy(tmp_path):
 
 def test_it_needs_fedmargin(tmp_path):
     with pytest.raises(MisconfigurationException, match="needs a federation whose aggregator is FedMargin"):
-        federate([AttentionMap()], False, 1, aggregator="fedavg")
+        federate([AttentionMap()], False, 1, method="fedavg")
     with pytest.raises(MisconfigurationException, match="has no `Federation` callback"):
         train([AttentionMap()], False, 1)
 

@@ -581,7 +581,7 @@ def test_a_fit_goes_on_without_one_client(change, per_round, margin, federated_t
 
     rule = FedMargin(margin)
     trainer = federated_trainer(
-        max_rounds=3, aggregator=rule, clients_per_round=per_round, callbacks=[Tampers(first, change), Notes()]
+        max_rounds=3, method=rule, clients_per_round=per_round, callbacks=[Tampers(first, change), Notes()]
     )
     trainer.fit(models.Module(models.mlp()), models.as_datasets(data))
     assert failed == [[] if is_alone and change is narrowed else [first], [], []]
@@ -610,7 +610,7 @@ def test_resuming_with_another_layer(kind, federated_trainer, tmp_path):
         )
         rules = {"fedmargin": FedMargin(), "with momentum": ServerOptimizer("SGD", "fedmargin", lr=1.0, momentum=0.9)}
         aggregator = rules.get(kind, FedAvg())
-        trainer = federated_trainer(max_rounds=rounds, aggregator=aggregator, callbacks=[prototypes, recorder])
+        trainer = federated_trainer(max_rounds=rounds, method=aggregator, callbacks=[prototypes, recorder])
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()), ckpt_path=path)
         return trainer
 
@@ -677,7 +677,7 @@ def test_fits_are_the_reference(cohort, door, federated_trainer, plain_trainer):
         rounds=3, cohort_size=cohort, seed=SEED, batch_size=32, epochs=2,
     )  # fmt: skip
     recorder, logger, module = Recorder(), MemoryLogger(), models.Module(models.dropout_mlp(), models.momentum)
-    options = {"aggregator": "fedmargin", "clients_per_round": cohort, "local_epochs": 2, "seed": SEED}
+    options = {"method": "fedmargin", "clients_per_round": cohort, "local_epochs": 2, "seed": SEED}
     if door == "trainer":
         trainer = federated_trainer(max_rounds=3, callbacks=[recorder], logger=logger, **options)
         trainer.fit(module, models.as_datasets(clients))
@@ -707,7 +707,7 @@ def test_a_segmentation_model(federated_trainer):
     clients = models.scenes({"ann": 6, "bob": 5, "cid": 3})
     recorder, module = Recorder(), models.Module(models.deeplab(), models.momentum)
     trainer = federated_trainer(
-        max_rounds=2, aggregator="fedmargin", callbacks=[recorder], seed=SEED, batch_norm="recalibrate"
+        max_rounds=2, method="fedmargin", callbacks=[recorder], seed=SEED, batch_norm="recalibrate"
     )
     trainer.fit(module, models.as_datasets(clients))
     for number in range(2):
@@ -745,7 +745,7 @@ def test_clients_that_cannot_be_measured(federated_trainer, caplog):
     data = models.as_datasets(clients)
     data["bob"] = Fails(*clients["bob"])
     trainer = federated_trainer(
-        max_rounds=1, aggregator="fedmargin", callbacks=[Break(True), ClassPrototypes(), Break(False)]
+        max_rounds=1, method="fedmargin", callbacks=[Break(True), ClassPrototypes(), Break(False)]
     )
     trainer.fit(models.Module(models.mlp()), FederatedDataModule(data, batch_size=8))
     assert trainer.callback_metrics["fed/clients"] == 5
@@ -760,7 +760,7 @@ def test_the_callback_is_added_where_there_is_none(federated_trainer, plain_trai
     def of(trainer):
         return [callback for callback in trainer.callbacks if isinstance(callback, ClassPrototypes)]
 
-    trainer = federated_trainer(max_rounds=1, aggregator=FedMargin(margin="gain"))
+    trainer = federated_trainer(max_rounds=1, method=FedMargin(margin="gain"))
     trainer.fit(models.Module(models.mlp()), clients)
     assert [callback.margin for callback in of(trainer)] == ["gain"]
     prototypes = ClassPrototypes(layer="net.0")
@@ -771,7 +771,7 @@ def test_the_callback_is_added_where_there_is_none(federated_trainer, plain_trai
 
 def test_options_that_contradict_those_of_the_callback(federated_trainer):
     trainer = federated_trainer(
-        max_rounds=1, aggregator=FedMargin(margin="hypothesis"), callbacks=[ClassPrototypes(margin="semantic")]
+        max_rounds=1, method=FedMargin(margin="hypothesis"), callbacks=[ClassPrototypes(margin="semantic")]
     )
     with pytest.raises(ValueError, match="give `ClassPrototypes` and `FedMargin` the same `margin`") as caught:
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
@@ -781,7 +781,7 @@ def test_options_that_contradict_those_of_the_callback(federated_trainer):
 def test_what_travels_is_counted(federated_trainer):
     """With a margin that needs other classes, the aggregate goes down from the second round on."""
     recorder = Recorder()
-    trainer = federated_trainer(max_rounds=2, aggregator=FedMargin(margin="hypothesis"), callbacks=[recorder])
+    trainer = federated_trainer(max_rounds=2, method=FedMargin(margin="hypothesis"), callbacks=[recorder])
     trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
     size = bytes_of(state_of(models.mlp()))
     assert recorder.down_bytes == [5 * size, 5 * (size + 3 * (8 * 4 + 8 + 8))]
@@ -794,7 +794,7 @@ def test_many_clients_are_not_logged_by_name(federated_trainer):
     clients = models.as_datasets(models.vectors({f"c{index}": 8 for index in range(21)}))
     logged = []
     for count in (20, 21):
-        trainer = federated_trainer(max_rounds=1, aggregator="fedmargin", clients_per_round=count)
+        trainer = federated_trainer(max_rounds=1, method="fedmargin", clients_per_round=count)
         trainer.fit(models.Module(models.mlp()), clients)
         logged.append([name for name in trainer.callback_metrics if name.startswith("fedmargin/")])
     assert len(logged[0]) == 2 + 3 * 20
@@ -822,7 +822,7 @@ def test_a_round_that_comes_to_nothing_is_not_remembered(federated_trainer):
             seen.append((state_of(pl_module), copy.deepcopy(rule.state_dict())))
 
     rule, seen = FedMargin(), []
-    trainer = federated_trainer(max_rounds=2, aggregator=rule, min_clients=2, callbacks=[Nonsense(), Look()])
+    trainer = federated_trainer(max_rounds=2, method=rule, min_clients=2, callbacks=[Nonsense(), Look()])
     trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
     for first, second in zip(*seen, strict=True):
         assert_same(first, second)

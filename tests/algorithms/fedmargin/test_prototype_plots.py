@@ -120,7 +120,7 @@ class StopAt(L.Callback):
 
 def federate(callbacks, logger, rounds, data=None, ckpt_path=None, **options):
     """A federation with FedMargin, unless told otherwise; returns the module."""
-    arguments = {**QUIET, "logger": logger, "aggregator": FedMargin(proto_ema=0.5), "seed": 3, **options}
+    arguments = {**QUIET, "logger": logger, "method": FedMargin(proto_ema=0.5), "seed": 3, **options}
     trainer = FederatedTrainer(**arguments, max_rounds=rounds, callbacks=callbacks)
     module = models.Module(net(), models.momentum)
     trainer.fit(
@@ -188,7 +188,7 @@ def test_pictures_of_an_aggregator_without_prototypes(tmp_path):
             sent.append([])
 
     plots = PrototypePlots(1, class_colors=COLORS, basis="first")
-    federate([ClassPrototypes(), plots, Mail()], logger, 2, aggregator="fedavg")
+    federate([ClassPrototypes(), plots, Mail()], logger, 2, method="fedavg")
     sent[1].pop()
     history = []
     for extras in sent:
@@ -219,9 +219,9 @@ def test_prototypes_that_cannot_be_drawn(tmp_path, caplog, name, changed, reason
                 update.extras[name] = changed(update.extras[name])
 
     logger = TensorBoardLogger(tmp_path)
-    module = federate([ClassPrototypes(), PrototypePlots(1), Tampers()], logger, 2, aggregator="fedavg")
+    module = federate([ClassPrototypes(), PrototypePlots(1), Tampers()], logger, 2, method="fedavg")
     assert len(logged(logger, TAG)) == 2
-    assert_same(module.state_dict(), federate([], False, 2, aggregator="fedavg").state_dict())
+    assert_same(module.state_dict(), federate([], False, 2, method="fedavg").state_dict())
     assert f"The prototypes of client 'a' are not drawn: {reason}" in caplog.text
 
 
@@ -432,7 +432,7 @@ def test_something_has_to_measure_prototypes(tmp_path):
     with pytest.raises(MisconfigurationException, match="needs a `ClassPrototypes` among the Trainer's callbacks"):
         train([PrototypePlots()], logger, 1)
     with pytest.raises(MisconfigurationException, match="needs a `ClassPrototypes` among the Trainer's callbacks"):
-        federate([PrototypePlots()], logger, 1, aggregator="fedavg")
+        federate([PrototypePlots()], logger, 1, method="fedavg")
     with pytest.raises(MisconfigurationException, match="Expected `ClassPrototypes` before `PrototypePlots`"):
         train([PrototypePlots(), ClassPrototypes()], logger, 1)
 

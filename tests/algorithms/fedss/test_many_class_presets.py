@@ -18,12 +18,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 def test_fedss_is_its_parts(federated_trainer):
     preset, parts = models.Module(net(), plain_sgd), models.Module(net(), plain_sgd)
-    federated_trainer(max_rounds=3, federation=FedSS(5, clients_per_round=2, server_momentum=0.5)).fit(
-        preset, clients()
+    federated_trainer(max_rounds=3, clients_per_round=2, method=FedSS(5, server_momentum=0.5)).fit(preset, clients())
+    federated_trainer(max_rounds=3, clients_per_round=2, method=FedAvgM(1.0, 0.5), callbacks=[SampledSoftmax(5)]).fit(
+        parts, clients()
     )
-    federated_trainer(
-        max_rounds=3, clients_per_round=2, aggregator=FedAvgM(1.0, 0.5), callbacks=[SampledSoftmax(5)]
-    ).fit(parts, clients())
     assert_same(state_of(preset), state_of(parts))
 
 
@@ -38,22 +36,22 @@ def test_the_parts_arguments_are_the_presets(preset):
     }  # fmt: skip
     takes = inspect.signature(preset).parameters
     said = {name: value for name, value in said.items() if name in takes}
-    assert set(said) == set(takes) - {"num_negatives", "options"}
+    assert set(said) == set(takes) - {"num_negatives"}
     for options in ({}, said):
-        federation = preset(**options)
-        averaging = federation.server.aggregator
+        method = preset(**options)
+        averaging = method.aggregator
         assert averaging.lazy_rows == options.get("lazy_rows", False)
         assert averaging.inner.row_weighting == options.get("row_weighting", "global")
         expected = {"lr": options.get("server_lr", 1.0), "momentum": options.get("server_momentum")}
         assert expected["momentum"] in (None, averaging.optimizer_kwargs["momentum"])
         assert expected["lr"] == averaging.optimizer_kwargs["lr"]
-        for part in federation.client_callbacks:
+        for part in method.callbacks:
             for name, parameter in inspect.signature(type(part)).parameters.items():
                 if name in takes and name != "num_negatives":
                     assert getattr(part, name) == options.get(name, parameter.default), name
                     assert takes[name].default == parameter.default
-    assert federation.client_callbacks[0].head == "logits"
-    assert getattr(federation.client_callbacks[-1], "entry", "logits.weight") == "logits.weight"
+    assert method.callbacks[0].head == "logits"
+    assert getattr(method.callbacks[-1], "entry", "logits.weight") == "logits.weight"
 
 
 def test_fedaws_spreads_the_rounds_classes(federated_trainer):
@@ -62,8 +60,7 @@ def test_fedaws_spreads_the_rounds_classes(federated_trainer):
     plain, spread, recorder = models.Module(net(), plain_sgd), models.Module(net(), plain_sgd), Recorder()
     options = {"max_rounds": 1, "clients_per_round": 2, "seed": 0}
     federated_trainer(callbacks=[SampledSoftmax(0, "posonly"), recorder], **options).fit(plain, data)
-    options.pop("max_rounds")
-    federated_trainer(max_rounds=1, federation=FedAwS(strength=2.0, k=3, **options)).fit(spread, data)
+    federated_trainer(method=FedAwS(strength=2.0, k=3), **options).fit(spread, data)
     held = torch.cat([data[visit.client].tensors[1] for visit in recorder.visits]).unique()
     assert 0 < len(held) < CLASSES
     weight = state_of(plain)[WEIGHT].requires_grad_()
@@ -75,16 +72,10 @@ def test_fedaws_spreads_the_rounds_classes(federated_trainer):
     assert torch.equal(state_of(spread)["net.0.weight"], state_of(plain)["net.0.weight"])
 
 
-@pytest.mark.parametrize("preset", [lambda **options: FedSS(5, **options), FedAwS])
-def test_the_rule_is_the_presets_own(preset):
-    with pytest.raises(ValueError, match="without `aggregator`, which averages with `server_momentum`"):
-        preset(aggregator="fedavg")
-
-
 def test_the_margin_variant(federated_trainer):
-    federation = FedAwS(variant="margin", margin=0.5, server_momentum=0.9)
-    step = next(callback for callback in federation.client_callbacks if isinstance(callback, SpreadOut))
+    method = FedAwS(variant="margin", margin=0.5, server_momentum=0.9)
+    step = next(callback for callback in method.callbacks if isinstance(callback, SpreadOut))
     assert (step.variant, step.margin) == ("margin", 0.5)
     module = models.Module(net(), plain_sgd)
-    federated_trainer(max_rounds=1, federation=federation).fit(module, clients())
+    federated_trainer(max_rounds=1, method=method).fit(module, clients())
     assert all(value.isfinite().all() for value in state_of(module).values())

@@ -446,7 +446,7 @@ def test_two_of_them(federated_trainer):
 
 
 def test_rules_that_need_whole_entries(federated_trainer):
-    for options in ({"aggregator": "feddane"}, {"callbacks": [GradientCorrection()]}):
+    for options in ({"method": "feddane"}, {"callbacks": [GradientCorrection()]}):
         callbacks = [SampledSoftmax(5), *options.pop("callbacks", [])]
         with pytest.raises(MisconfigurationException, match=r"whole entries"):
             federated_trainer(max_rounds=1, callbacks=callbacks, **options).fit(
@@ -509,7 +509,7 @@ def test_with_prototypes_and_a_proximal_term(federated_trainer):
         prototypes = [ClassPrototypes(layer="net.0", num_classes=CLASSES, ignore_index=None), ProximalTerm(0.1)]
         module = models.Module(net(), plain_sgd)
         trainer = federated_trainer(
-            aggregator=FedMargin(),
+            method=FedMargin(),
             max_rounds=2,
             callbacks=[*prototypes, *sampled] if number else [*sampled, *prototypes],
         )
@@ -519,7 +519,7 @@ def test_with_prototypes_and_a_proximal_term(federated_trainer):
     assert_same(states[1], states[2])
     module = models.Module(net(), plain_sgd)
     prototypes = [ClassPrototypes(layer="net.0", num_classes=CLASSES, ignore_index=None), ProximalTerm(0.1)]
-    federated_trainer(aggregator=FedMargin(), max_rounds=2, callbacks=[*prototypes, SampledSoftmax(5)]).fit(
+    federated_trainer(method=FedMargin(), max_rounds=2, callbacks=[*prototypes, SampledSoftmax(5)]).fit(
         module, clients()
     )
     assert not torch.equal(module.net[1].weight, states[2][WEIGHT])
@@ -624,9 +624,7 @@ def test_rows_that_few_hold(federated_trainer):
     for weighting in ("global", "per_row"):
         module = models.Module(net(), plain_sgd)
         before = state_of(module)
-        federated_trainer(aggregator=FedAvg(weighting), max_rounds=1, callbacks=[SampledSoftmax(2)]).fit(
-            module, clients()
-        )
+        federated_trainer(method=FedAvg(weighting), max_rounds=1, callbacks=[SampledSoftmax(2)]).fit(module, clients())
         moved[weighting] = (module.net[1].weight - before[WEIGHT]).norm(dim=1).detach().numpy()
     held = moved["global"] > 0
     assert (moved["per_row"][held] >= moved["global"][held] * (1 - 1e-5)).all()

@@ -281,7 +281,7 @@ def test_a_fit_against_a_plain_loop(num_centers, pattern, init, federated_traine
             seen.append((copy.deepcopy(rule.centers), dict(rule.assignments)))
 
     trainer = federated_trainer(
-        max_rounds=5, clients_per_round=3, local_epochs=2, aggregator=rule, seed=4, callbacks=[recorder, Look()]
+        max_rounds=5, clients_per_round=3, local_epochs=2, method=rule, seed=4, callbacks=[recorder, Look()]
     )
     trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(clients))
     for (state, centers, assigned), aggregate, (ours, indices) in zip(history, recorder.aggregates, seen, strict=True):
@@ -298,7 +298,7 @@ def test_one_centre_is_fedavg_in_a_fit(batch_norm, federated_trainer):
     for aggregator in ("fedavg", FeSEM(1)):
         recorder, module = Recorder(), models.Module(models.cnn(), models.momentum)
         trainer = federated_trainer(
-            max_rounds=3, clients_per_round=3, aggregator=aggregator, batch_norm=batch_norm, callbacks=[recorder]
+            max_rounds=3, clients_per_round=3, method=aggregator, batch_norm=batch_norm, callbacks=[recorder]
         )
         trainer.fit(module, models.as_datasets(clients))
         runs.append((recorder, state_of(module)))
@@ -324,7 +324,7 @@ def opposed():
 def fit_opposed(federated_trainer, aggregator, rounds=8, net=models.mlp, **options):
     clients = models.as_datasets(opposed())
     module = models.Module(net(), models.momentum)
-    trainer = federated_trainer(max_rounds=rounds, local_epochs=3, aggregator=aggregator, **options)
+    trainer = federated_trainer(max_rounds=rounds, local_epochs=3, method=aggregator, **options)
     trainer.fit(module, datamodule=FederatedDataModule(clients, val=clients, batch_size=8))
     return trainer, module
 
@@ -388,10 +388,10 @@ def test_centres_are_evaluated_where_lightning_validates(federated_trainer, capl
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
             return super().validation_step(batch, batch_idx)
 
-    trainer = federated_trainer(max_rounds=1, aggregator="fesem")
+    trainer = federated_trainer(max_rounds=1, method="fesem")
     trainer.fit(TwoLoaders(models.mlp()), clients, val)
     assert "there are 2 validation loaders" in caplog.text
-    trainer = federated_trainer(max_rounds=1, aggregator="fesem")
+    trainer = federated_trainer(max_rounds=1, method="fesem")
     trainer.fit(models.Module(models.mlp()), clients, val[:1])
     assert "fesem/val_acc" in trainer.callback_metrics
 
@@ -420,7 +420,7 @@ def test_callbacks_that_monitor_the_centres_see_this_validation(
     if first:
         trainer = plain_trainer(callbacks=[stopping, saving, Federation(FeSEM(2))], max_epochs=4, **options)
     else:
-        trainer = federated_trainer(callbacks=[stopping, saving], aggregator=FeSEM(2), max_rounds=4, **options)
+        trainer = federated_trainer(callbacks=[stopping, saving], method=FeSEM(2), max_rounds=4, **options)
     clients = models.as_datasets(opposed())
     module = models.Module(models.mlp(), models.momentum)
     trainer.fit(module, datamodule=FederatedDataModule(clients, val=clients, batch_size=8))
@@ -450,7 +450,7 @@ def test_centres_of_a_checkpoint_are_evaluated(stage, fresh, federated_trainer, 
             self.log("test_loss", cross_entropy(self.net, batch))
 
     if fresh:
-        trainer = federated_trainer(max_rounds=2, aggregator=FeSEM(2))
+        trainer = federated_trainer(max_rounds=2, method=FeSEM(2))
     module, loader = Tested(models.mlp()), torch.utils.data.DataLoader(val, 8)
     getattr(trainer, stage)(module, loader, ckpt_path=tmp_path / "two.ckpt", verbose=False)
     name = "val_loss" if stage == "validate" else "test_loss"
@@ -461,7 +461,7 @@ def test_centres_of_a_checkpoint_are_evaluated(stage, fresh, federated_trainer, 
 
 
 def test_nothing_is_evaluated_before_there_is_a_round(federated_trainer):
-    trainer = federated_trainer(max_rounds=1, aggregator="fesem")
+    trainer = federated_trainer(max_rounds=1, method="fesem")
     val = torch.utils.data.DataLoader(TensorDataset(torch.randn(8, 6), torch.arange(8) % 3), 8)
     trainer.validate(models.Module(models.mlp()), val, verbose=False)
     assert "fesem/val_loss" not in trainer.callback_metrics
@@ -509,7 +509,7 @@ def test_a_broken_off_run_ends_like_a_whole_one(federated_trainer, tmp_path):
     assert 0 < max(step for step, _ in loggers[0].curve("fed/clients")) < 5
     clients = models.as_datasets(opposed())
     again = models.Module(models.mlp(), models.momentum)
-    trainer = federated_trainer(max_rounds=6, local_epochs=3, aggregator=FeSEM(2), seed=0, **options(loggers[1]))
+    trainer = federated_trainer(max_rounds=6, local_epochs=3, method=FeSEM(2), seed=0, **options(loggers[1]))
     torch.load(broken, weights_only=True)  # tensors and primitives only
     data = FederatedDataModule(clients, val=clients, batch_size=8)
     trainer.fit(again, datamodule=data, ckpt_path=broken)
@@ -541,7 +541,7 @@ def test_a_fit_that_breaks_after_the_aggregation_takes_the_centres_back(federate
             seen.append((copy.deepcopy(rule.centers), dict(rule.assignments)))
 
     seen, rule, clients = [], FeSEM(2), models.as_datasets(opposed())
-    trainer = federated_trainer(max_rounds=4, aggregator=rule, callbacks=[Look()])
+    trainer = federated_trainer(max_rounds=4, method=rule, callbacks=[Look()])
     with pytest.raises(Gone):
         trainer.fit(Breaks(models.norm_mlp(), models.momentum), clients)
     assert rule.assignments == seen[-1][1]
@@ -582,6 +582,6 @@ def test_failed_rounds_leave_the_centres(federated_trainer):
 def test_fit_with_data_sets_of_one_example(federated_trainer):
     clients = {name: TensorDataset(torch.full((1, 1), value)) for name, value in {"a": 0.0, "b": 3.0}.items()}
     rule = FeSEM(2)
-    federated_trainer(max_rounds=4, local_epochs=2, aggregator=rule).fit(models.Quadratic(1, lr=0.5), clients)
+    federated_trainer(max_rounds=4, local_epochs=2, method=rule).fit(models.Quadratic(1, lr=0.5), clients)
     centers = sorted(center["w"].item() for center in rule.centers)
     assert centers == pytest.approx([0.0, 3 * (1 - 0.5**8)])

@@ -365,7 +365,7 @@ def counted(folder, processes):
     report = CommunicationReport()
     torch.manual_seed(0)
     module = ManyClasses()
-    federation = FedSS(num_negatives=2, clients_per_round=3, seed=3)
+    federation = Federation(FedSS(num_negatives=2), clients_per_round=3, seed=3)
     trainer = L.Trainer(max_epochs=3, callbacks=[federation, report], **QUIET, **processes)
     trainer.fit(module, datamodule=FederatedDataModule(ManyClasses.clients(), batch_size=4))
     return {**result(trainer, module), "rows": [list(row) for row in report.rows], "table": report.table()}
@@ -375,7 +375,7 @@ def spread_out(folder, processes):
     """FedAwS: the server must know the classes of all clients."""
     torch.manual_seed(0)
     module = ManyClasses()
-    federation = FedAwS(clients_per_round=3, seed=3)
+    federation = Federation(FedAwS(), clients_per_round=3, seed=3)
     trainer = L.Trainer(max_epochs=3, callbacks=[federation], **QUIET, **processes)
     trainer.fit(module, datamodule=FederatedDataModule(ManyClasses.clients(), batch_size=4))
     return result(trainer, module)
@@ -384,7 +384,7 @@ def spread_out(folder, processes):
 def matched(folder, processes):
     """FedMA: three passes of two rounds; the module gets wider, clients keep their models at home and forget them."""
     data = FederatedDataModule(clients(), batch_size=4)
-    options = {"clients_per_round": 3, "local_epochs": 3, "aggregator": "fedma", "store": f"{folder}/of-clients"}
+    options = {"clients_per_round": 3, "local_epochs": 3, "method": "fedma", "store": f"{folder}/of-clients"}
     found = train(folder, processes, Net, data, 6, **options)
     found["logged"] = {name: value for name, value in found["logged"].items() if not name.endswith("/seconds")}
     return {**found, "lines": []}
@@ -402,7 +402,7 @@ def evaluated_locally(folder, processes):
 
 def own_rule(folder, processes):
     rule = Plain()
-    found = train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), aggregator=rule)
+    found = train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), method=rule)
     return {**found, "seen": rule.seen}
 
 
@@ -437,7 +437,7 @@ def second_door(folder, processes):
 def resumed(folder, processes):
     """Two rounds, and two more in another Trainer."""
     options = {**QUIET, "enable_checkpointing": True, **processes}
-    federation = {"clients_per_round": 3, "personal": ["net.4.*"], "aggregator": "fedavgm", "seed": 3}
+    federation = {"clients_per_round": 3, "personal": ["net.4.*"], "method": "fedavgm", "seed": 3}
     for rounds, path in ((2, None), (4, f"{folder}/resumed.ckpt")):
         torch.manual_seed(0)
         module = Net()
@@ -450,7 +450,7 @@ def resumed(folder, processes):
 def four_rounds(folder, processes):
     data = FederatedDataModule(clients(), batch_size=4)
     personal = ["net.4.*"]
-    return train(folder, processes, Net, data, 4, clients_per_round=3, personal=personal, aggregator="fedavgm")
+    return train(folder, processes, Net, data, 4, clients_per_round=3, personal=personal, method="fedavgm")
 
 
 class Raise(L.Callback):
@@ -494,13 +494,13 @@ def killed(folder, processes):
     checkpoint = ModelCheckpoint(folder, "killed", enable_version_counter=False)
     return train(
         folder, processes, Net, FederatedDataModule(clients(), batch_size=4), 4, [checkpoint, Reach(folder)],
-        {"enable_checkpointing": True}, clients_per_round=3, personal=["net.4.*"], aggregator="fedavgm",
+        {"enable_checkpointing": True}, clients_per_round=3, personal=["net.4.*"], method="fedavgm",
     )  # fmt: skip
 
 
 def after_kill(folder, processes):
     options = {**QUIET, **processes}
-    federation = {"clients_per_round": 3, "personal": ["net.4.*"], "aggregator": "fedavgm", "seed": 3}
+    federation = {"clients_per_round": 3, "personal": ["net.4.*"], "method": "fedavgm", "seed": 3}
     torch.manual_seed(0)
     module, logger = Net(), MemoryLogger()
     trainer = FederatedTrainer(max_rounds=4, **federation, **{**options, "logger": logger})
@@ -566,10 +566,10 @@ def refusals(folder, processes):
     """The errors of what is refused, by name."""
     said = {}
 
-    def attempt(name, module=Net, callbacks=(), aggregator="fedavg", trainer=None, data=None, **federation):
+    def attempt(name, module=Net, callbacks=(), method="fedavg", trainer=None, data=None, **federation):
         data = data or FederatedDataModule(clients(), batch_size=4)
         try:
-            train(folder, processes, module, data, 1, callbacks, trainer, aggregator=aggregator, **federation)
+            train(folder, processes, module, data, 1, callbacks, trainer, method=method, **federation)
         except Exception as error:
             said[name] = f"{type(error).__name__}: {error}"
         torch.distributed.barrier()
@@ -586,7 +586,7 @@ def refusals(folder, processes):
     attempt("sync_batch_norm", Synchronized)
     attempt("sync_batchnorm", trainer={"sync_batchnorm": True})
     attempt("module", Wider)
-    attempt("lambda", aggregator=Lambda())
+    attempt("lambda", method=Lambda())
     attempt("on_server_aggregate", callbacks=[Diverging()])
     attempt("store", store=OwnStore())
     attempt("skipping", Skipping)

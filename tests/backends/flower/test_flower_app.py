@@ -21,7 +21,8 @@ from lightning_fed.backends.flower.packets import STAY, Packet, read_packet, wri
 from lightning_fed.backends.flower.server import run_server
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records, to_records
 from lightning_fed.backends.flower.worker import serve
-from lightning_fed.cli.main import FederatedCLI, main
+from lightning_fed.cli.main import main
+from lightning_fed.recipe import FederatedCLI
 from tests import models
 from tests.backends.flower.grids import FakeGrid
 from tests.backends.flower.halves import OPTIONS, SIZES, clients_of, in_process

@@ -208,7 +208,7 @@ def head_module():
 
 RESUMED = {
     "fedavg": (lambda: Federation(seed=1), make_module, list),
-    "fedper": (lambda: FedPer("net.head.*", optimizer_state="keep"), head_module, list),
+    "fedper": (lambda: Federation(FedPer("net.head.*"), optimizer_state="keep"), head_module, list),
     "fedmargin": (lambda: Federation("fedmargin"), make_module, lambda: [ClassPrototypes(lpm_before="last_local")]),
 }  # fmt: skip
 
@@ -259,8 +259,8 @@ def test_a_client_whose_folder_is_lost(tmp_path, caplog):
 
     lost = []
     on_flower(
-        tmp_path, lambda: models.Module(models.BaseAndHead()), data, lambda: FedPer("net.head.*"), change=lose,
-        rounds=2, server_callbacks=[Lose()],
+        tmp_path, lambda: models.Module(models.BaseAndHead()), data, lambda: Federation(FedPer("net.head.*")),
+        change=lose, rounds=2, server_callbacks=[Lose()],
     )  # fmt: skip
     assert "client 'bob' is left out: it does not have any more what it kept in round 0." in caplog.text
 
@@ -379,7 +379,7 @@ def test_what_needs_data_on_the_server_is_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match="`OwnClassConfusion` does not work yet"):
         on_flower(tmp_path, make_module, data, Federation, server_callbacks=[OwnClassConfusion()])
     with pytest.raises(MisconfigurationException, match=r"`FeatureFusion` does not work yet.*batch_norm='recalibrate'"):
-        on_flower(tmp_path, lambda: models.Module(models.cnn()), models.images(SIZES), FedFusion)
+        on_flower(tmp_path, lambda: models.Module(models.cnn()), models.images(SIZES), lambda: Federation(FedFusion()))
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,15 @@ def an_order(tmp_path, runner_of):
             train_requests.append(from_records(message.content))
         return [content]
 
-    on_flower(tmp_path / "run", runner_of, models.vectors(SIZES), lambda: FedPer("net.head.*"), 1, change=listen)
+    on_flower(
+        tmp_path / "run", runner_of, models.vectors(SIZES), lambda: Federation(FedPer("net.head.*")), 1, change=listen
+    )
     app = client_app(
-        FedPer("net.head.*"), runner_of, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "a" / "store"
+        Federation(FedPer("net.head.*")),
+        runner_of,
+        clients_of(models.vectors(SIZES)),
+        OPTIONS,
+        store=tmp_path / "a" / "store",
     )
     return app.runner, train_requests[0]
 
@@ -127,7 +133,7 @@ def test_another_optimizer_is_no_other_learning_rate(tmp_path):
 @pytest.mark.parametrize(
     ("federation", "callbacks"),
     [
-        (lambda: FedPer("net.head.*"), list),
+        (lambda: Federation(FedPer("net.head.*")), list),
         (lambda: Federation("fedmargin"), lambda: [ClassPrototypes(lpm_before="last_local")]),
     ],
     ids=["personal layers", "what callbacks remember"],

@@ -143,9 +143,9 @@ def test_batch_norm(mode, federated_trainer):
     [
         {"stragglers": 0.5, "local_epochs": 3},
         {"local_steps": 3, "clients_per_round": 4},
-        {"aggregator": "fesem", "max_rounds": 3},
-        {"aggregator": "fedadam"},
-        {"aggregator": "fedprox", "local_epochs": 2},
+        {"method": "fesem", "max_rounds": 3},
+        {"method": "fedadam"},
+        {"method": "fedprox", "local_epochs": 2},
         {"callbacks": lambda: [ProximalTerm(1.0)], "local_epochs": 2},
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
         {"accumulate_grad_batches": 2, "local_steps": 4},

@@ -1,0 +1,69 @@
+"""A method of one's own in one file: clients with a larger loss count for more.
+
+python my_method.py
+lightning-fed fit -c RECIPE --trainer.method my_method.FedLoss --trainer.method.q 2
+lightning-fed compare RECIPE --methods fedavg my_method.FedLoss:q=2
+"""
+
+import argparse
+
+import lightning as L
+import torch
+from lightning_fed import FederatedCallback, FederatedTrainer, Method
+from lightning_fed.algorithms import AveragingAggregator
+from lightning_fed.data import Dirichlet
+
+from classifier import Classifier, DigitsDataModule  # the plain project beside this file
+
+
+class ReportLoss(FederatedCallback):
+    """The client's half: it sends the mean loss of the visit along."""
+
+    def on_client_start(self, trainer, module, client, broadcast):
+        self.losses = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].detach())
+
+    def on_client_end(self, trainer, module, client, update):
+        update.extras["loss"] = torch.stack(self.losses).mean()
+
+
+class LossAverage(AveragingAggregator):
+    """The server's half: the mean of the clients' models by their numbers of examples times their loss to the ``q``."""
+
+    def __init__(self, q: float):
+        super().__init__()
+        self.q = q
+
+    def weight(self, update):
+        return update.num_samples * float(update.extras["loss"]) ** self.q
+
+
+class FedLoss(Method):
+    """Averaging in which clients with a larger loss count for more; with ``q=0`` it is FedAvg."""
+
+    def __init__(self, q: float = 1.0):
+        super().__init__(LossAverage(q), [ReportLoss()])
+
+
+def train(method, rounds, samples):
+    """Validation accuracy after a federated fit."""
+    L.seed_everything(1)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = FederatedTrainer(method, max_rounds=rounds, partition=Dirichlet(10, alpha=0.3), **options)
+    trainer.fit(Classifier(), datamodule=DigitsDataModule(samples))
+    return float(trainer.callback_metrics["val_acc"])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=1000)
+    args = parser.parse_args()
+    for name, method in (("FedAvg", "fedavg"), ("FedLoss", FedLoss(q=2.0))):
+        print(f"{name}: validation accuracy {train(method, args.rounds, args.samples):.3f}")
+
+
+if __name__ == "__main__":
+    main()

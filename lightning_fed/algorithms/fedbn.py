@@ -1,0 +1,36 @@
+"""Federated averaging of everything but the BatchNorm layers.
+
+Li, Jiang, Zhang, Kamp & Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021.
+https://arxiv.org/abs/2102.07623
+"""
+
+from __future__ import annotations
+
+from lightning_fed.method import Method, register
+from lightning_fed.server.server import Aggregator
+
+
+@register
+class FedBN(Method):
+    """Averaging of everything but the BatchNorm layers, which stay with their clients.
+
+    Layers are told by their type, so that normalisation layers of any name are found.
+
+    Args:
+        aggregator: The rule for the other layers, by name or as an object.
+
+    Raises:
+        ValueError: In ``fit``, if the model has no BatchNorm.
+
+    Example:
+        >>> from lightning_fed import Federation
+        >>> Federation(FedBN()).batch_norm
+        'personal'
+
+    References:
+        Li et al., ICLR 2021.
+
+    """
+
+    def __init__(self, aggregator: str | Aggregator = "fedavg") -> None:
+        super().__init__(aggregator, batch_norm="personal")

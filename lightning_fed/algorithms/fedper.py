@@ -1,0 +1,73 @@
+"""Federated averaging of a base, with a personal head per client.
+
+Arivazhagan, Aggarwal, Singh & Choudhary, "Federated Learning with Personalization Layers", 2019.
+https://arxiv.org/abs/1912.00818
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_fed.method import Method, register
+from lightning_fed.model.entries import Selector, live_entries
+from lightning_fed.model.features import find_classifier
+from lightning_fed.server.server import Aggregator
+
+
+@register
+class FedPer(Method):
+    """Averaging of a base, with a personal head per client.
+
+    All layers train together; only the base is sent and averaged.
+
+    Args:
+        head: The personal entries: a name pattern (``"head.*"``), a module type, or several. ``"auto"`` is the layer
+            that makes the logits (:func:`~lightning_fed.modules.find_classifier`), which is named in the log.
+        aggregator: The rule for the base, by name or as an object.
+
+    Raises:
+        ValueError: In ``fit``, if a selector matches nothing.
+
+    Example:
+        >>> from lightning_fed import Federation
+        >>> Federation(FedPer("head.*"), clients_per_round=10).personal
+        ('head.*',)
+
+    References:
+        Arivazhagan et al., 2019.
+
+    """
+
+    def __init__(self, head: Selector | Sequence[Selector] = "auto", aggregator: str | Aggregator = "fedavg") -> None:
+        super().__init__(aggregator, personal=head_selectors(head))
+
+
+def head_selectors(head: Selector | Sequence[Selector]) -> Sequence[Selector]:
+    """The selectors of a model's head.
+
+    Args:
+        head: One selector or several; ``"auto"`` is the layer that makes the logits, found when a fit begins.
+
+    Example:
+        >>> head_selectors("head.*")
+        ['head.*']
+
+    """
+    if head == "auto":
+        return [_find_head]
+    return head if isinstance(head, Sequence) and not isinstance(head, str) else [head]
+
+
+def _find_head(module: nn.Module) -> list[str]:
+    """Entries of the layer that makes the logits."""
+    name = find_classifier(module)
+    if name is None:
+        raise ValueError(
+            f"Expected {type(module).__name__} to have a linear layer or a convolution that makes the logits: name the"
+            " entries of the head."
+        )
+    rank_zero_info(f"The head that stays with every client is {name!r}.")
+    return [entry for entry in live_entries(module) if entry.startswith(f"{name}.")]

@@ -1,0 +1,68 @@
+"""``lightning-fed methods``: the methods that there are, and their options."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Iterable, Sequence
+from textwrap import fill
+from typing import Any
+
+from lightning_fed.method import build_method, find_method, list_options, method_names
+
+
+def run_methods(args: Sequence[str]) -> None:
+    """The command.
+
+    Args:
+        args: The command line after ``methods``.
+
+    """
+    parser = argparse.ArgumentParser(
+        prog="lightning-fed methods",
+        description="Lists the methods: what each is, its options with their defaults, and those of its callbacks.",
+        epilog="In a recipe: `method: fedprox:mu=0.1`. A method of your own is named by the path of its class:"
+        " my_project.FedMine:option=value",
+    )
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help="only these (default: all)")
+    options = parser.parse_args(args)
+    try:
+        texts = [describe_method(name) for name in options.methods or method_names()]
+    except ValueError as error:
+        parser.error(str(error))
+    sys.stdout.write("\n".join(texts))
+
+
+def describe_method(name: str) -> str:
+    """A method's name, first line of documentation, options with defaults, and those of the callbacks that it brings.
+
+    Args:
+        name: Its name, or the path of its class.
+
+    Raises:
+        ValueError: If there is none.
+
+    Example:
+        >>> print(describe_method("fedprox"))
+        fedprox
+            The average of the clients' models by their numbers of examples; clients train with a proximal term.
+            mu=0.01, row_weighting='global'
+        <BLANKLINE>
+
+    """
+    method_class = find_method(name)
+    options = list_options(method_class)
+    lines = [(inspect.getdoc(method_class) or "").partition("\n")[0], _write(options.items())]
+    if inspect.Parameter.empty not in options.values():
+        for callback in build_method(name).callbacks:
+            others = [option for option in list_options(callback) if option not in options]
+            if others:
+                values = _write((option, getattr(callback, option)) for option in others)
+                lines.append(f"{type(callback).__name__}: {values}")
+    paragraphs = [fill(line, 120, initial_indent="    ", subsequent_indent="    ") for line in lines if line]
+    return "\n".join([name, *paragraphs, ""])
+
+
+def _write(options: Iterable[tuple[str, Any]]) -> str:
+    return ", ".join(option if value is inspect.Parameter.empty else f"{option}={value!r}" for option, value in options)

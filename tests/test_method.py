@@ -1,0 +1,215 @@
+"""One notion of a method: what a name, a class and an object mean, and what is wrong with them."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fed import Aggregator, FederatedDataModule, FederatedTrainer, Federation, Method, algorithms
+from lightning_fed.algorithms import (
+    METHODS,
+    FairAvg,
+    FedAvg,
+    FedAvgM,
+    FedBN,
+    FedProx,
+    FedSS,
+    build_method,
+    method_names,
+    register,
+)
+from lightning_fed.callbacks import ClassPrototypes, ProximalTerm, SampledSoftmax
+from lightning_fed.cli.main import main
+from lightning_fed.compare import MethodChoice
+from tests import models
+from tests.recorders import assert_same, state_of
+
+ROOT = Path(__file__).parents[1]
+
+# The fits here only train, with modules that could validate.
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_every_method_of_the_room_is_in_the_table():
+    made = [getattr(algorithms, name) for name in algorithms.__all__]
+    classes = {kind for kind in made if inspect.isclass(kind) and issubclass(kind, Method | Aggregator)}
+    helpers = {Method, algorithms.AveragingAggregator, algorithms.ServerOptimizer}
+    assert classes - helpers == set(METHODS.values())
+    assert method_names() == sorted(kind.__name__.lower() for kind in METHODS.values())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_name_builds_its_class(name):
+    options = {"num_negatives": 4} if name == "fedss" else {}
+    method = build_method(name.upper(), **options)
+    assert method.name == METHODS[name].__name__
+    assert type(method if issubclass(METHODS[name], Method) else method.aggregator) is METHODS[name]
+    assert Federation(method).server.aggregator is method.aggregator
+
+
+def test_a_rule_comes_with_its_callbacks():
+    rule = FedProx(mu=0.3)
+    method = build_method(rule)
+    assert (method.name, method.aggregator, method.settings) == ("FedProx", rule, {})
+    assert [(type(callback), callback.mu) for callback in method.callbacks] == [(ProximalTerm, 0.3)]
+    assert [type(callback) for callback in build_method(FedAvgM(aggregator=rule)).callbacks] == [ProximalTerm]
+    assert [type(callback) for callback in FedBN(aggregator="fedprox").callbacks] == [ProximalTerm]
+    assert build_method(method) is method
+
+
+def test_a_method_is_registered_once(monkeypatch):
+    monkeypatch.setattr("lightning_fed.method.METHODS", dict(METHODS))
+
+    class FedMine(FedAvg):
+        """Mine."""
+
+    assert register(FedMine) is FedMine
+    assert register(FedMine) is FedMine
+    assert type(build_method("fedmine").aggregator) is FedMine
+    with pytest.raises(ValueError, match=r"a new name of a method, but 'fedavg' is that of lightning_fed\.algorithms"):
+        register(type("FedAvg", (FedAvg,), {}))
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["fedss:num_negatives=4:server_momentum=0.5", "fedss"])
+def test_options_in_the_text_and_beside_it(given):
+    options = {} if ":" in given else {"num_negatives": 4, "server_momentum": 0.5}
+    method = build_method(given, **options)
+    assert isinstance(method.callbacks[0], SampledSoftmax)
+    assert method.callbacks[0].num_negatives == 4
+    assert method.aggregator.optimizer_kwargs["momentum"] == 0.5
+
+
+def test_options_of_its_callbacks():
+    method = build_method("fedmargin:margin=relative:layer=body", min_count=3)
+    (callback,) = method.callbacks
+    assert isinstance(callback, ClassPrototypes)
+    assert (callback.margin, callback.layer, callback.min_count) == ("relative", "body", 3)
+    assert method.aggregator.margin == "relative"
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: build_method("fedsgd"), ValueError, r"`method` to be one of \['fairavg', .*\], but got 'fedsgd'"),
+        (lambda: build_method("nowhere.FedX"), ValueError, "the path of a class, but got 'nowhere.FedX': No module"),
+        (lambda: build_method("torch.FedX"), ValueError, "the path of a class, but got 'torch.FedX': module 'torch'"),
+        (lambda: build_method("torch.nn.Linear"), ValueError, "the path of a Method or an Aggregator, but got 'torch"),
+        (lambda: build_method("fedss"), ValueError, r"'fedss' with its options \['num_negatives'\], which have no def"),
+        (lambda: build_method("fedprox", nu=1), ValueError, r"'fedprox' to be of \['mu', 'row_.*\], but got \['nu'\]"),
+        (lambda: build_method("fedprox:mu"), ValueError, "`option=value`, but got 'mu' in 'fedprox:mu'"),
+        (lambda: build_method("fedprox:mu=1:mu=2"), ValueError, "every option once, but got 'mu' again"),
+        (lambda: build_method(FedAvg(), mu=1), TypeError, r"beside the name of a method, but got \['mu'\] beside"),
+        (lambda: build_method(FedBN), TypeError, "a name, a Method or an Aggregator object, but got <class"),
+        (lambda: Method("fedbn"), ValueError, r"`aggregator` to be one of \['fairavg', .*\], but got 'fedbn'"),
+    ],
+)
+def test_what_is_no_method(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+# --- the doors --------------------------------------------------------------------------------------------------------
+
+
+def test_what_means_the_same_trains_the_same(either_trainer):
+    """A name, a text with options, a rule, and a method around it, through both doors."""
+    given = ["fedavgm", FedAvgM(), "fedavgm:momentum=0.9", Method(FedAvgM()), Method("fedavgm")]
+    states = []
+    for method in given:
+        module = models.Module(models.BaseAndHead(), models.momentum)
+        data = FederatedDataModule(models.as_datasets(models.vectors()))
+        either_trainer(max_rounds=2, method=method, seed=3).fit(module, datamodule=data)
+        states.append(state_of(module))
+    for state in states[1:]:
+        assert_same(states[0], state)
+
+
+def test_the_first_argument_of_both_doors():
+    for federation in (FederatedTrainer("fairavg", logger=False).federation, Federation("fairavg")):
+        assert type(federation.server.aggregator) is FairAvg
+    trainer = FederatedTrainer(FedSS(num_negatives=4), logger=False)
+    assert type(trainer.federation.method) is FedSS
+    with pytest.raises(ValueError, match=r"`federation` or its arguments, but got `federation` and \['method'\]"):
+        FederatedTrainer("fairavg", federation=Federation(), logger=False)
+
+
+# --- a method of one's own --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def my_method(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import my_method
+
+    yield my_method
+    for name in ("my_method", "classifier"):
+        sys.modules.pop(name, None)
+
+
+def test_the_example_without_its_option_is_fedavg(my_method, federated_trainer):
+    states = {}
+    for method in ("fedavg", my_method.FedLoss(q=0.0), my_method.FedLoss(q=3.0)):
+        module = models.Module(models.mlp(), models.momentum)
+        federated_trainer(max_rounds=2, method=method, seed=1).fit(module, models.as_datasets(models.vectors()))
+        states[method if isinstance(method, str) else method.aggregator.q] = state_of(module)
+    assert_same(states["fedavg"], states[0.0])
+    assert any(not torch.equal(value, states["fedavg"][name]) for name, value in states[3.0].items())
+
+
+def test_the_example_by_its_path(my_method):
+    assert build_method("my_method.FedLoss:q=2").aggregator.q == 2
+    choice = MethodChoice.parse("my_method.FedLoss:q=2:clients_per_round=5")
+    federation = choice.federation(Federation(local_epochs=2))
+    assert (federation.method.name, federation.method.aggregator.q) == ("FedLoss", 2)
+    assert (federation.schedule.clients_per_round, federation.schedule.local_epochs) == (5, 2)
+    assert choice.label == "my_method.FedLoss:q=2:clients_per_round=5"
+
+
+def test_the_example_runs(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "my_method.py"), "--rounds", "1", "--samples", "200"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=200)
+    assert re.findall(r"^(\w+): validation accuracy 0\.\d+$", done.stdout, re.M) == ["FedAvg", "FedLoss"]
+
+
+def test_the_guide_shows_the_example():
+    """The classes of the file, word for word."""
+    example = (ROOT / "examples" / "my_method.py").read_text()
+    guide = (ROOT / "docs" / "guides" / "extending.md").read_text()
+    shown = example[example.index("class ReportLoss") : example.index("def train")].rstrip()
+    assert shown in guide
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_of_methods(capsys):
+    main(["methods"])
+    said = capsys.readouterr().out
+    names = re.findall(r"^(\w+)$", said, re.M)
+    assert names == method_names()
+    for name, kind in METHODS.items():
+        text = re.search(rf"^{name}\n((?: .*\n)+)", said, re.M)[1]
+        words = " ".join(text.split())
+        assert inspect.getdoc(kind).splitlines()[0] in words
+        for option in inspect.signature(kind).parameters:
+            assert re.search(rf"\b{option}\b", words), (name, option)
+    assert max(map(len, said.splitlines())) <= 120
+    main(["methods", "FedAwS"])
+    assert "SampledSoftmax: num_negatives=0, objective='posonly'" in capsys.readouterr().out
+
+
+def test_a_list_of_what_there_is_not(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["methods", "fedsgd"])
+    assert stopped.value.code == 2
+    assert "Expected `method` to be one of" in capsys.readouterr().err
