@@ -20,7 +20,8 @@ from lightning_fed.data.population import batch_length, seeded_generators
 from lightning_fed.messages import Client
 from lightning_fed.process_group import ProcessGroup
 from lightning_fed.rounds.isolated_pass import find_metrics, isolated_pass, run_step
-from lightning_fed.rounds.trainer_checks import process_group_of
+from lightning_fed.rounds.lightning_internals import callbacks_of
+from lightning_fed.rounds.synchronisation import process_group_of
 
 _log = logging.getLogger(__name__)
 
@@ -250,7 +251,7 @@ def _limited(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
 
 def _monitored(trainer: L.Trainer) -> dict[str, bool]:
     """Which end is good, of values that the user's callbacks watch: for the client's values as for their mean."""
-    watching = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint | EarlyStopping)]  # type: ignore[attr-defined]
+    watching = [each for each in callbacks_of(trainer) if isinstance(each, ModelCheckpoint | EarlyStopping)]
     found = {each.monitor: each.mode == "max" for each in watching if each.monitor is not None}
     parts = {name: _CLIENTS_VALUE.fullmatch(name) for name in found}
     return {name if part is None else part["name"]: found[name] for name, part in parts.items()}

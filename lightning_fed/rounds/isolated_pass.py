@@ -7,17 +7,16 @@ import inspect
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything
 from lightning_fed.model.feature_extraction import evaluating
+from lightning_fed.rounds.lightning_internals import datamodule_of, is_overridden, lightning_attributes
 from lightning_fed.server.schedule import Visit, derive_seed
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
@@ -57,7 +56,7 @@ def isolated_pass(
             if not is_reloaded:
                 stack.enter_context(_values_aside(module))
             for layer in {id(each): each for each in (*module.modules(), *metrics)}.values():
-                own = lightnings_own() if isinstance(layer, L.LightningModule) else frozenset()
+                own = lightning_attributes() if isinstance(layer, L.LightningModule) else frozenset()
                 stack.enter_context(_aside(layer, own))
             for metric in metrics:
                 if isinstance(metric, Metric):
@@ -135,7 +134,7 @@ def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
     paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
     noted: dict[str, Any] = {}
     for layer in {id(each): each for each in (*module.modules(), *find_metrics(module))}.values():
-        own = _INTERNAL | (lightnings_own() if isinstance(layer, L.LightningModule) else frozenset())
+        own = _INTERNAL | (lightning_attributes() if isinstance(layer, L.LightningModule) else frozenset())
         path = paths.get(id(layer), f"{type(layer).__name__}.")
         noted |= {f"{path}{name}": _copied(value) for name, value in _plain_attributes(layer, own).items()}
     return noted
@@ -156,7 +155,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 def to_device(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> Any:
     """The batch as a step gets it, with the transfer hooks of the datamodule or else the module."""
-    owner: Any = getattr(trainer, "datamodule", None)
+    owner: Any = datamodule_of(trainer)
     if not is_overridden("on_before_batch_transfer", owner):  # nor if there is none
         owner = module
     batch = owner.on_before_batch_transfer(batch, 0)
@@ -285,12 +284,6 @@ def _copied_container(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_copied_container, value))
     return copy.copy(value) if type(value) in _CONTAINERS else value
-
-
-@cache
-def lightnings_own() -> frozenset[str]:
-    """Attributes that every LightningModule has, and other modules have not."""
-    return frozenset(vars(L.LightningModule())) - _INTERNAL
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

@@ -111,7 +111,7 @@ KEPT = {
 
 def carried(caplog):
     """The messages that name attributes."""
-    return [record.getMessage() for record in caplog.records if record.name.endswith(".carried")]
+    return [record.getMessage() for record in caplog.records if record.name.endswith(".carried_attributes")]
 
 
 @pytest.mark.parametrize("kind", KEPT)

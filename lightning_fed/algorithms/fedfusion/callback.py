@@ -93,6 +93,8 @@ class FeatureFusion(FederatedCallback):
 
     """
 
+    can_recalibrate_remotely = False
+
     def __init__(
         self,
         at: str = "auto",

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.optim import Optimizer
@@ -21,6 +20,7 @@ from lightning_fed.data.interleave import OwnNumbers, Stacked, rebuild, tensors_
 from lightning_fed.model.entries import copy_state
 from lightning_fed.model.resize import exchange
 from lightning_fed.numerics.precision import at_least_float32
+from lightning_fed.rounds.lightning_internals import batch_size_of
 
 _LOG_ARGUMENTS = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]  # after the name and the value
 
@@ -201,7 +201,7 @@ class StackedModel:
         if reduction == "mean":
             size = options.get("batch_size")
             if size is None:
-                size = extract_batch_size(rebuild(part.batch, iter([tensor[0] for tensor in tensors_of(part.batch)])))
+                size = batch_size_of(rebuild(part.batch, iter([tensor[0] for tensor in tensors_of(part.batch)])))
             options = {**options, "batch_size": size * len(part.clients)}
         self._module.log(name, reduced(values, reduction), **options)
 

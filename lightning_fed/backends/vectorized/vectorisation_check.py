@@ -1,4 +1,4 @@
-"""A trial of whether two clients can be trained at once: at once and one after the other, compared."""
+"""Check of whether a module's clients can be trained at once: two are, and one after the other, and compared."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_fed.backends.vectorized.obstacles import Obstacle
 from lightning_fed.backends.vectorized.stacked_model import (
     StackedModel,
     joint_loss,
@@ -27,19 +28,16 @@ from lightning_fed.data.population import seed_everything
 from lightning_fed.data.round_loader import describe
 from lightning_fed.model.entries import copy_state
 from lightning_fed.rounds.isolated_pass import is_same, isolated_pass, noted_attributes, prepare_batch
+from lightning_fed.rounds.lightning_internals import is_vmap_tensor, tensor_version
 
 _WRITES = "`training_step` writes the attribute {!r}, which would be all clients'"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_SEEDS = (1, 2)  # of the two clients of the trial
+_SEEDS = (1, 2)  # of the two clients
 _TOLERANCE = 0.01  # of rounding, also of devices that round early; what is wrong is so by more
 _LOW_TOLERANCE = 0.1  # likewise in low precision
 
 
-class Obstacle(Exception):
-    """Why visits cannot be trained at once, in words."""
-
-
-def try_out(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str], batch: Any) -> bool:
+def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str], batch: Any) -> bool:
     """Trains two clients on a batch at once and one after the other, beside the fit, and compares.
 
     The module's values, metrics and attributes are as before afterwards; random numbers are the caller's to put aside.
@@ -59,14 +57,14 @@ def try_out(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str],
     """
     (optimizer,) = trainer.optimizers
     modes = [(layer, layer.training) for layer in module.modules()]
-    trial = _Trial(module, names)
-    with _restored(_helpers_of(module).values()), isolated_pass(module, trial.log, gradients=True):
+    check = _TwoClients(module, names)
+    with _restored(_helpers_of(module).values()), isolated_pass(module, check.log, gradients=True):
         for layer, mode in modes:
             layer.training = mode
         try:
             with trainer.precision_plugin.forward_context():
                 batch = prepare_batch(trainer, module, batch)
-                draws = trial.run(batch, trainer.precision in ("32-true", "64-true"))
+                draws = check.run(batch, trainer.precision in ("32-true", "64-true"))
         except Obstacle:
             raise
         except Exception as error:
@@ -80,7 +78,7 @@ def try_out(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str],
     return draws
 
 
-class _Trial:
+class _TwoClients:
     """The training steps of two clients whose models differ, on the same batch."""
 
     def __init__(self, module: L.LightningModule, names: Sequence[str]) -> None:
@@ -141,10 +139,10 @@ class _Trial:
     def _alone(self, client: int, batch: Any) -> tuple[Tensor, ...]:
         self._load(client)
         seed_everything(_SEEDS[client])
-        versions = [own._version for own in self._trained]  # noqa: SLF001 - has no public name
+        versions = [tensor_version(parameter) for parameter in self._trained]
         with noticing_draws() as has_drawn:
             output = self._step(batch, *self._rest)
-        if versions != [own._version for own in self._trained]:  # noqa: SLF001
+        if versions != [tensor_version(parameter) for parameter in self._trained]:
             raise Obstacle("`training_step` writes parameters that the optimizer trains")
         if has_drawn[0]:
             raise Obstacle("`training_step` draws from Python's or NumPy's random numbers, which would be all clients'")
@@ -242,7 +240,7 @@ def _restored(helpers: Iterable[Any]) -> Iterator[None]:
 def _has_escaped(value: Any) -> bool:
     """Whether there is a tensor in it of a ``vmap`` that is over."""
     if isinstance(value, Tensor):
-        return bool(torch._C._functorch.is_batchedtensor(value))  # noqa: SLF001 - has no public name
+        return is_vmap_tensor(value)
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
     return any(map(_has_escaped, inside))
 
