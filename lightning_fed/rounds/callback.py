@@ -135,7 +135,7 @@ class FederatedCallback(L.Callback):
         """Client side, when the visit is over, also where nothing came of it: to take back what it changed."""
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        """Where several processes share the clients: what this one has noted of its visits that all must know.
+        """Notes of this process on its visits that all processes must know, where several share the clients.
 
         Asked before :meth:`on_server_aggregate`; tensors, numbers and plain containers. A callback that notes something
         in
@@ -160,7 +160,7 @@ class FederatedCallback(L.Callback):
         """
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """When the module has become a client's model outside of its visit, to be evaluated or measured with.
+        """Called when the module has become a client's model outside of its visit, to be evaluated or measured with.
 
         ``client`` is ``None`` when it is the global model again.
         """

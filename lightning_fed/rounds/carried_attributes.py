@@ -106,7 +106,7 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _fingerprint(value: Any, memory: set[int], is_attribute: bool = False) -> Any:
-    """What is the same as long as a value is.
+    """Fingerprint of a value: the same as long as the value is.
 
     Args:
         value: The value.

@@ -54,7 +54,7 @@ _CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10)")
 
 @dataclass
 class ClientResults:
-    """What the validation step logged, per client.
+    """Values that the validation step logged, per client.
 
     Args:
         values: Metric name to client to value.
@@ -148,9 +148,9 @@ def evaluate_clients(
 
     """
     results, ranks = ClientResults(), process_group_of(trainer)
-    own = clients if is_pooled else itertools.islice(clients, ranks.rank, None, ranks.size)
+    evaluated = clients if is_pooled else itertools.islice(clients, ranks.rank, None, ranks.size)
     with nullcontext() if is_pooled else ranks.parted():
-        for client in own:
+        for client in evaluated:
             load(client)
             values, directions = _evaluate(trainer, module, clients[client], stage, ranks if is_pooled else None)
             for name, value in values.items():
@@ -178,7 +178,7 @@ def _evaluate(
     pool: ProcessGroup | None = None,
     keeps: bool = False,
 ) -> tuple[dict[str, float], dict[str, bool]]:
-    """What a pass over the data logs, and which end of it is good, where it is known.
+    """Values that a pass over the data logs, and which end of each is good, where it is known.
 
     Args:
         trainer: The Trainer.
@@ -251,10 +251,10 @@ def _limited(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
 
 def _monitored(trainer: L.Trainer) -> dict[str, bool]:
     """Which end is good, of values that the user's callbacks watch: for the client's values as for their mean."""
-    watching = [each for each in callbacks_of(trainer) if isinstance(each, ModelCheckpoint | EarlyStopping)]
-    found = {each.monitor: each.mode == "max" for each in watching if each.monitor is not None}
-    parts = {name: _CLIENTS_VALUE.fullmatch(name) for name in found}
-    return {name if part is None else part["name"]: found[name] for name, part in parts.items()}
+    watching = [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelCheckpoint | EarlyStopping)]
+    is_max = {callback.monitor: callback.mode == "max" for callback in watching if callback.monitor is not None}
+    parts = {name: _CLIENTS_VALUE.fullmatch(name) for name in is_max}
+    return {name if part is None else part["name"]: is_max[name] for name, part in parts.items()}
 
 
 def _collected(module: L.LightningModule) -> dict[str, bool]:
@@ -269,7 +269,7 @@ def _collected(module: L.LightningModule) -> dict[str, bool]:
 
 
 def is_score(name: str) -> bool:
-    """Whether higher is better, as far as a name says.
+    """True if higher is better, as far as a name says.
 
     Example:
         >>> is_score("val_acc"), is_score("val_loss"), is_score("valRMSE"), is_score("macer")

@@ -87,7 +87,7 @@ class FederatedFit:
 
     @property
     def has_server(self) -> bool:
-        """Whether the server half is in this process."""
+        """True if the server half is in this process."""
         return self.remote is None or self.remote.has_server
 
     @property
@@ -97,7 +97,7 @@ class FederatedFit:
 
     @property
     def is_population_known(self) -> bool:
-        """Whether the fit has asked for its clients."""
+        """True once the fit has asked for its clients."""
         return self._population is not None
 
     @property

@@ -95,12 +95,12 @@ def datamodule_of(trainer: L.Trainer) -> Any:
 
 
 def is_fitting(trainer: L.Trainer) -> bool:
-    """Whether the Trainer is in ``fit``, also in its validation: ``trainer.state.fn`` says which method was called."""
+    """True if the Trainer is in ``fit``, also in its validation: ``trainer.state.fn`` says which method was called."""
     return trainer.state.fn == TrainerFn.FITTING
 
 
 def is_validating(trainer: L.Trainer) -> bool:
-    """Whether ``trainer.validate`` was called, likewise; ``trainer.validating`` is true in a fit's validation too."""
+    """True if ``trainer.validate`` was called, likewise; ``trainer.validating`` is true in a fit's validation too."""
     return trainer.state.fn == TrainerFn.VALIDATING
 
 
@@ -243,10 +243,10 @@ def tensor_version(tensor: Tensor) -> int:
 
 
 def is_vmap_tensor(tensor: Tensor) -> bool:
-    """Whether a tensor stands for several under ``torch.func.vmap``, also one that is over; has no public name."""
+    """True if a tensor stands for several under ``torch.func.vmap``, also one that is over; has no public name."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))  # noqa: SLF001
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether ``register_post_accumulate_grad_hook`` was called on a parameter: it keeps the hooks as an attribute."""
+    """True if ``register_post_accumulate_grad_hook`` was called on a parameter: it keeps the hooks as an attribute."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

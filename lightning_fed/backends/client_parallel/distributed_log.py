@@ -174,7 +174,7 @@ class DistributedLog(L.Callback):
         self._position, self._batch = position, None
 
     def taken(self) -> dict[str, _Entry]:
-        """What has been summed up, in numbers; from now on everything goes to Lightning."""
+        """The sums so far, in numbers; from now on everything goes to Lightning."""
         entries, self._entries, self._is_on, self._batch = self._entries, {}, False, None
         return {name: entry.as_numbers() for name, entry in entries.items()}
 

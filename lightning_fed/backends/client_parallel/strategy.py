@@ -93,7 +93,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         self._processes = ProcessGroup()
 
     @property
-    def process_group(self) -> ProcessGroup:  # type: ignore[override]
+    def process_group(self) -> ProcessGroup:
         """The processes; this one alone before they are joined."""
         return self._processes
 
@@ -144,7 +144,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What process ``src`` has; what this one has while each is on its own."""
+        """The object of process ``src``; that of this one while each is on its own."""
         return obj if self._processes.apart else super().broadcast(obj, src)
 
     def teardown(self) -> None:

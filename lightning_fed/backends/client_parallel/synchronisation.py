@@ -236,7 +236,7 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
 
 
 def shares_notes(callback: FederatedCallback) -> bool:
-    """Whether a callback has anything to share at the end of a round."""
+    """True if a callback has anything to share at the end of a round."""
     return is_overridden("share_round", callback, FederatedCallback)
 
 
