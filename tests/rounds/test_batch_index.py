@@ -1,4 +1,4 @@
-"""The index of a batch that `training_step` is given: in a visit that of the client's epoch, beside visits the pass's."""
+"""The index of a batch that `training_step` is given: in a visit that of the client's epoch, beside it the pass's."""
 
 import lightning as L
 import torch

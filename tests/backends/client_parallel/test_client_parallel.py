@@ -47,7 +47,7 @@ class Pair:
 
     def __init__(self, folder):
         self.folder = folder
-        command = [sys.executable, "-m", "tests.parallel_script", str(folder)]
+        command = [sys.executable, "-m", "tests.backends.client_parallel.parallel_script", str(folder)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.script = subprocess.Popen(command, cwd=Path(__file__).parents[3], **pipes)
         self.ends = {}
@@ -241,7 +241,7 @@ def test_what_is_refused_is_refused_in_all(case, two):
 
 
 def test_lightnings_own_launcher(two, tmp_path):
-    command = [sys.executable, "-m", "tests.parallel_script", str(tmp_path), "three-clients"]
+    command = [sys.executable, "-m", "tests.backends.client_parallel.parallel_script", str(tmp_path), "three-clients"]
     subprocess.run(command, cwd=Path(__file__).parents[3], check=True, capture_output=True)
     first, second = (torch.load(tmp_path / f"three-clients-{rank}.pt", weights_only=False) for rank in range(2))
     assert_same(first["state"], second["state"])
@@ -250,7 +250,7 @@ def test_lightnings_own_launcher(two, tmp_path):
 
 @pytest.mark.slow
 def test_lightnings_own_launcher_ends_all(tmp_path):
-    command = [sys.executable, "-m", "tests.parallel_script", str(tmp_path), "raising"]
+    command = [sys.executable, "-m", "tests.backends.client_parallel.parallel_script", str(tmp_path), "raising"]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True)
     assert done.returncode != 0
     assert "ValueError: in the second process" in done.stderr
