@@ -1,6 +1,7 @@
 """Federated training for PyTorch Lightning: one callback, one Trainer, one epoch per round."""
 
 from lightning_fed.backends.client_parallel.strategy import ClientParallelStrategy as ClientParallelStrategy
+from lightning_fed.backends.vectorized import vectorized_visits as _vectorized_visits  # noqa: F401 - enters itself
 from lightning_fed.callbacks.federation import Federation as Federation
 from lightning_fed.callbacks.federation import scheduler_steps as scheduler_steps
 from lightning_fed.client.client_store import ClientStore as ClientStore

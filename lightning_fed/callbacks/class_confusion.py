@@ -26,8 +26,8 @@ from lightning_fed.data.round_loader import describe
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
 from lightning_fed.model.batches import as_classes, find_inputs, find_target
+from lightning_fed.rounds.callback import tell_of_model
 from lightning_fed.rounds.isolated_pass import isolated_pass, one_pass, prepare_batch
-from lightning_fed.rounds.round import tell_of_model
 from lightning_fed.server.schedule import Visit, client_key, derive_seed
 
 _log = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class OwnClassConfusion(L.Callback):
 
     tag = "confusion"
     """Name of the images in TensorBoard; a client's is added to it."""
+    needs_local_clients = "its pictures are of the clients' data"
 
     def __init__(
         self,

@@ -7,33 +7,38 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.backends.client_parallel.distributed_log import DistributedLog
 from lightning_fed.client.client_store import ClientStore, build_store
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.data.partitions import Partition
-from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
-from lightning_fed.data.round_loader import RoundLoader
+from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, build_method
 from lightning_fed.model.entries import Policy, Selector, check_selectors
-from lightning_fed.rounds.client_errors import note_on
-from lightning_fed.rounds.clients import Clients
+from lightning_fed.rounds.callback import federated_callbacks
+from lightning_fed.rounds.client_errors import describe_visit
+from lightning_fed.rounds.client_models import ClientModels
 from lightning_fed.rounds.entry_policies import check_sliced, decide_policies
-from lightning_fed.rounds.loop import BatchNormMode, RoundLoop
-from lightning_fed.rounds.overridden import TrainerOverrides, check_loader
+from lightning_fed.rounds.fit import BatchNormMode, FederatedFit
+from lightning_fed.rounds.lightning_internals import (
+    callbacks_of,
+    forget_step,
+    is_fitting,
+    is_validating,
+    log_step,
+)
+from lightning_fed.rounds.loop import RoundLoop
 from lightning_fed.rounds.remote import RemoteSide
-from lightning_fed.rounds.round import federated_callbacks
 from lightning_fed.rounds.round_log import RoundLog
-from lightning_fed.rounds.trainer_checks import add_callbacks, check_schedulers, process_group_of, put_first
+from lightning_fed.rounds.scheduler_steps import check_estimate, count_scheduler_steps
+from lightning_fed.rounds.synchronisation import process_group_of, sharing_strategy
+from lightning_fed.rounds.trainer_checks import add_callbacks, check_schedulers, put_first
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Schedule, default_seed
 from lightning_fed.server.server import Aggregator, Server
@@ -155,16 +160,14 @@ class Federation(L.Callback):
         self.evaluate_clients_every = check_count("evaluate_clients_every", evaluate_clients_every, lowest=0)
         self.vectorize = check_count("vectorize", vectorize)
         self._is_fit = True
-        self._is_planned = False  # whether the fit's first round is
         self._trainer: L.Trainer | None = None
-        self._taken: TrainerOverrides | None = None
-        self._generators = ExitStack()  # as the fit has found them
         self._reset()
 
     def _reset(self, remote: RemoteSide | None = None) -> None:
-        parts = self.server, self.schedule, self.store, self.batch_norm, self.optimizer_state, self.partial_work
-        self._loop = RoundLoop(*parts, self.max_failed_rounds, remote)
-        self._clients = Clients(self._loop)
+        options = self.batch_norm, self.optimizer_state, self.partial_work
+        self._fit = FederatedFit(self.server, self.schedule, self.store, *options, remote)
+        self._loop = RoundLoop(self._fit, self.max_failed_rounds)
+        self._models = ClientModels(self._fit)
 
     def replace(self, **changes: Any) -> Federation:
         """A new federation with the same arguments, but for the changes.
@@ -176,30 +179,30 @@ class Federation(L.Callback):
         """
         return Federation(**{**self.arguments, **changes})
 
-    def take_apart(self, remote: RemoteSide) -> None:
-        """Leaves one half of the federation to another machine: what an engine does before a fit."""
-        self.server = remote.interface(self.server)
+    def split(self, remote: RemoteSide) -> None:
+        """Leaves one half of the federation to another machine: what a backend does before a fit."""
+        self.server = remote.connect(self.server)
         self._reset(remote)
 
     @property
     def rounds(self) -> int:
         """Number of rounds that are over, also those of which nothing came."""
-        return self._loop.rounds
+        return self._fit.rounds
 
     @property
     def round_log(self) -> RoundLog:
-        """Where a round's numbers are logged."""
-        return self._loop.round_log
+        """Log of the rounds."""
+        return self._fit.round_log
 
     @property
     def current_visit(self) -> PlannedVisit | None:
         """The visit that is under way; ``None`` between visits."""
-        return self._loop.visit
+        return None if self._fit.round is None else self._fit.round.visit
 
     @property
     def cohort(self) -> Cohort:
         """The clients of the round that is under way, or was last."""
-        return self._loop.cohort
+        return self._fit.cohort
 
     @property
     def current_client(self) -> Client | None:
@@ -214,9 +217,9 @@ class Federation(L.Callback):
             RuntimeError: Between visits.
 
         """
-        if self._loop.open is None or self._loop.visit is None:
+        if self._fit.round is None or self._fit.round.visit is None:
             raise RuntimeError("No client is training: its memory can be asked for during its visit.")
-        return self._loop.open.local.memory
+        return self._fit.round.local.memory
 
     @property
     def population(self) -> Population:
@@ -226,12 +229,12 @@ class Federation(L.Callback):
             RuntimeError: Before the fit has asked for its data.
 
         """
-        return self._clients.population
+        return self._fit.population
 
     @property
     def policies(self) -> dict[str, Policy]:
-        """What becomes of each entry of the module: known once a fit or an evaluation has begun, empty before."""
-        return dict(self._loop.policies)
+        """Policy of every entry of the module: known once a fit or an evaluation has begun, empty before."""
+        return dict(self._fit.policies)
 
     def client_state(self, client: Client) -> dict[str, Any]:
         """The state of a client's own model: the global model with the client's personal entries.
@@ -250,11 +253,11 @@ class Federation(L.Callback):
             ValueError: If there is no such client.
 
         """
-        return self._clients.state(None if self._trainer is None else self._trainer.lightning_module, client)
+        return self._models.state(None if self._trainer is None else self._trainer.lightning_module, client)
 
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:
         """The module as one client after another sees it; to be asked for while it is the global model."""
-        return self._clients.local(pl_module)
+        return self._models.local(pl_module)
 
     @property
     def state_key(self) -> str:
@@ -263,39 +266,35 @@ class Federation(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Checks the Trainer, puts the round's loader in place, adds the method's callbacks."""
-        self._is_fit, self._clients.is_lost = stage == "fit", False
-        self._is_planned = False
-        pooled = [DistributedLog()] if process_group_of(trainer).size > 1 else []
-        add_callbacks(trainer, self, [*self.method.callbacks, *pooled])
+        self._is_fit, self._models.is_lost = stage == "fit", False
+        strategy = sharing_strategy(trainer)
+        add_callbacks(trainer, self, [*self.method.callbacks, *(strategy.callbacks() if strategy is not None else ())])
         previous, self._trainer = self._trainer, trainer
         if stage != "fit":
             return
-        self._give_back()
-        book, rounds, failed = self.round_log, self.rounds, self._loop.failed_rounds
-        self._reset(self._loop.remote)
-        self._loop.trainer = trainer
+        self._loop.detach()
+        log, rounds, failed_rounds = self.round_log, self.rounds, self._loop.failed_rounds
+        self._reset(self._fit.remote)
         if rounds and previous is trainer and trainer.current_epoch == rounds:  # its `max_epochs` was raised
-            self._loop.round_log, self._loop.rounds, self._loop.failed_rounds = book, rounds, failed
+            self._fit.round_log, self._fit.rounds, self._loop.failed_rounds = log, rounds, failed_rounds
             self.store.restore(rounds, self.store.checkpoint(rounds))
         else:
             self.server.aggregator.load_state_dict(copy.deepcopy(self._fresh_aggregator))
         put_first(trainer, self, Federation)
-        self._taken = TrainerOverrides(trainer, pl_module, self._loop, self.partition, self._plan)
+        self._loop.attach(trainer, pl_module, self.partition)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what travels, before anything trains."""
         check_schedulers(trainer)
-        self._check_estimate(trainer)
-        self._loop.policies = self._decide_policies(trainer, pl_module)
-        check_sliced(pl_module, self._loop.policies, self.server.aggregator, self.batch_norm, self.optimizer_state)
-        assert self._taken is not None
-        self._taken.freeze(pl_module, self._loop.policies)
-        self._loop.plan_visit_groups(self.vectorize, self.find_population)
+        if self._loop.is_planned and self._fit.remote is None:
+            check_estimate(self._fit)
+        policies = self._decide_policies(trainer, pl_module)
+        check_sliced(pl_module, policies, self.server.aggregator, self.batch_norm, self.optimizer_state)
+        self._loop.start_fit(policies, self.vectorize)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Makes sure that the Trainer's loader is ours, and puts the states of the global generators aside."""
-        check_loader(trainer)
-        self._generators.enter_context(seeded_generators())
+        self._loop.start_training()
         self.round_log.show(trainer)  # a fit that was resumed between a round's end and its checkpoint needs them
         if self.rounds == 0:
             self.store.restore(0, {})
@@ -303,7 +302,7 @@ class Federation(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Lets checkpoints inside a round count steps again: the last round's x-axis would name them all alike."""
-        trainer.callback_metrics.pop("step", None)
+        forget_step(trainer)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -313,38 +312,38 @@ class Federation(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives up a round that is cut short: a Trainer that is told to stop validates at once."""
-        if trainer.state.fn == TrainerFn.VALIDATING:
-            self._loop.policies = self._decide_policies(trainer, pl_module)
-        elif trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._loop.progress.validate()
+        if is_validating(trainer):
+            self._fit.policies = self._decide_policies(trainer, pl_module)
+        elif is_fitting(trainer) and not trainer.sanity_checking:
+            self._fit.progress.validate()
             self._loop.cut_short()
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives the validation metrics the round as their x-axis."""
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self.round_log.put_axis(pl_module, self.rounds - 1)
+        if is_fitting(trainer) and not trainer.sanity_checking:
+            log_step(pl_module, self.rounds - 1)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the clients, before any checkpoint is saved by what they reach."""
         every = 0 if trainer.sanity_checking else self.evaluate_clients_every
-        if every and (trainer.state.fn == TrainerFn.VALIDATING or (trainer.current_epoch + 1) % every == 0):
-            self._clients.evaluate(trainer, pl_module, "validation")
+        if every and (is_validating(trainer) or (trainer.current_epoch + 1) % every == 0):
+            self._models.evaluate(trainer, pl_module, "validation")
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what is the clients' own."""
-        self._loop.policies = self._decide_policies(trainer, pl_module)
+        self._fit.policies = self._decide_policies(trainer, pl_module)
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the clients."""
         if self.evaluate_clients_every:
-            self._clients.evaluate(trainer, pl_module, "test")
+            self._models.evaluate(trainer, pl_module, "test")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives up a round that was cut short by the module."""
         self._loop.cut_short()
-        self._loop.progress.end_epoch()
-        self._loop.rounds = trainer.current_epoch + 1  # also where nothing came of the round
-        self.round_log.put_axis(pl_module, self.rounds - 1)  # also where the fit was resumed after the round's batches
+        self._fit.progress.end_epoch()
+        self._fit.rounds = trainer.current_epoch + 1  # also where nothing came of the round
+        log_step(pl_module, self.rounds - 1)  # also where the fit was resumed after the round's batches
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, also where the fit ended inside a round.
@@ -353,25 +352,24 @@ class Federation(L.Callback):
             RuntimeError: If no round has ever succeeded because clients failed.
 
         """
-        self._loop.leave(pl_module)
+        self._loop.end_training(pl_module)
         self._loop.failed_rounds.end_fit()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Leaves the last complete global model in the module, and says whose visit it was."""
-        if self._loop.visit is not None:
-            exception.add_note(note_on(exception, self._loop.visit))
-        if self._loop.processes is not None:
-            self._loop.processes.leave()
-        self._loop.leave(pl_module)
-        self._give_back()  # Lightning does not call `teardown` after an exception
+        """Leaves the last complete global model in the module, and names the visit that it ended."""
+        if self.current_visit is not None:
+            exception.add_note(describe_visit(exception, self.current_visit))
+        self._fit.synchronisation.abort()
+        self._loop.end_training(pl_module)
+        self._loop.detach()  # Lightning does not call `teardown` after an exception
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Gives back what ``setup`` took."""
-        self._give_back()
+        """Restores what ``setup`` changed."""
+        self._loop.detach()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Takes back the batches of a round that is not complete: it is trained again from its start."""
-        self._loop.progress.patch(checkpoint)
+        self._fit.progress.patch(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         """See the class's note."""
@@ -380,27 +378,24 @@ class Federation(L.Callback):
             "seed": self.schedule.seed,
             "totals": self.round_log.state_dict(),
             "failed_rounds": self._loop.failed_rounds.state_dict(),
-            "aggregator": self.server.aggregator.state_dict() if self._loop.open is None else self.server.state_before,
+            "aggregator": self.server.aggregator.state_dict() if self._fit.round is None else self.server.state_before,
             "store": self.store.checkpoint(self.rounds),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on after the checkpoint's last complete round."""
-        self._loop.rounds = state_dict["rounds"]
+        self._fit.rounds = state_dict["rounds"]
         then, now = state_dict["seed"], self.schedule.seed
         if then != now:
             _log.warning("The checkpoint's rounds were drawn with seed %d; from now on it is seed %d.", then, now)
         self.round_log.load_state_dict(state_dict["totals"])
         self._loop.failed_rounds.load_state_dict(state_dict["failed_rounds"])
         self.server.aggregator.load_state_dict(state_dict["aggregator"])
-        self._clients.restore(self.rounds, state_dict["store"], must=self._is_fit)
+        self._models.restore(self.rounds, state_dict["store"], must=self._is_fit)
 
     def find_population(self) -> Population:
         """All clients; in a fit their data are asked for if they are not known yet."""
-        if not self._clients.is_known:
-            assert self._taken is not None
-            self._clients.meet(self._taken.population())
-        return self._clients.population
+        return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
         """Number of steps that a per-step scheduler makes in a fit, see :func:`~lightning_fed.scheduler_steps`.
@@ -410,45 +405,12 @@ class Federation(L.Callback):
             window: Batches for one step of the optimizer.
 
         """
-        self._loop.population = self.find_population()
-        return self._loop.scheduler_steps(rounds, window)
+        self.find_population()
+        return count_scheduler_steps(self._fit, rounds, window)
 
     def _decide_policies(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Policy]:
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(pl_module)}
         return decide_policies(pl_module, self.personal, self.frozen, self.batch_norm, sliced)
-
-    def _check_estimate(self, trainer: L.Trainer) -> None:
-        """Warns of a per-step scheduler that was made while Lightning estimated the steps of the fit.
-
-        Lightning asks for the training data before the fit starts only if someone asks for
-        ``trainer.estimated_stepping_batches``.
-        """
-        is_manual = not trainer.lightning_module.automatic_optimization
-        stepwise = [config for config in trainer.lr_scheduler_configs if is_manual or config.interval == "step"]
-        if not self._is_planned or not stepwise or self._loop.remote is not None:
-            return
-        estimate, steps = trainer.estimated_stepping_batches, scheduler_steps(trainer)
-        if estimate != steps:
-            _log.warning(
-                "`trainer.estimated_stepping_batches` (%s) counts the steps of all clients. A per-step scheduler starts"
-                " every visit from the round's state and goes on from the client with the most examples: in this fit it"
-                " makes %s steps. Give it `lightning_fed.scheduler_steps(trainer)` instead.",
-                estimate,
-                steps,
-            )
-
-    def _plan(self) -> RoundLoader:
-        self._is_planned = True
-        self._loop.population = self.find_population()
-        return self._loop.plan()
-
-    def _give_back(self) -> None:
-        if self._taken is not None:
-            self._taken.give_back()
-            self._taken = None
-        self._loop.give_back()
-        self._clients.close()
-        self._generators.close()
 
 
 def _settle(method: Method, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -475,7 +437,7 @@ def find_federation(trainer: L.Trainer) -> Federation:
         MisconfigurationException: If it has none.
 
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in callbacks_of(trainer):
         if isinstance(callback, Federation):
             return callback
     raise MisconfigurationException("The Trainer has no `Federation` callback.")
@@ -505,8 +467,7 @@ def scheduler_steps(trainer: L.Trainer) -> int | float:
         7
 
     """
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    federation = next((callback for callback in callbacks if isinstance(callback, Federation)), None)
+    federation = next((callback for callback in callbacks_of(trainer) if isinstance(callback, Federation)), None)
     rounds = trainer.max_epochs
     if federation is None or rounds is None or rounds < 0:
         return trainer.estimated_stepping_batches

@@ -23,7 +23,8 @@ from lightning_fed.model.entries import entry_policies
 from lightning_fed.recipe import FederatedCLI
 from lightning_fed.rounds.client_evaluation import Stage, evaluate_clients
 from lightning_fed.rounds.entry_policies import freeze_parameters
-from lightning_fed.rounds.trainer_checks import OverriddenMethod, find_loader_owner
+from lightning_fed.rounds.lightning_internals import OverriddenMethod
+from lightning_fed.rounds.trainer_checks import find_loader_owner
 from lightning_fed.server.schedule import derive_seed
 
 
@@ -158,7 +159,7 @@ class _PooledRounds(Callback):
 
     def _give_back(self) -> None:
         if self._loader is not None:
-            self._loader.give_back()
+            self._loader.restore()
             self._loader = None
         for parameter in self._frozen:
             parameter.requires_grad_(True)

@@ -15,20 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.client.local_model import LocalModel
-from lightning_fed.data.population import Population
+from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.data.round_loader import describe
-from lightning_fed.data.visit_costs import balance_loads
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.batch_norm import InputStatistics as InputStatistics
 from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layers
 from lightning_fed.model.batch_norm import pool_statistics as pool_statistics
 from lightning_fed.model.entries import BatchNorm, find_non_finite
+from lightning_fed.rounds.callback import tell_of_model
+from lightning_fed.rounds.fit import FederatedFit
 from lightning_fed.rounds.isolated_pass import forward_step, isolated_pass, one_pass, run_step
-from lightning_fed.rounds.remote import RemoteSide
-from lightning_fed.rounds.round import tell_of_model
-from lightning_fed.rounds.trainer_checks import process_group_of
+from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.server.interface import ServerInterface
-from lightning_fed.server.schedule import Cohort, Visit
+from lightning_fed.server.schedule import Visit
 
 _log = logging.getLogger(__name__)
 
@@ -49,15 +48,33 @@ def thaw_batch_norm(module: nn.Module) -> None:
                 child.train(parent.training)
 
 
-def recalibrate(
-    trainer: L.Trainer,
-    module: L.LightningModule,
-    server: ServerInterface,
-    local: LocalModel,
-    population: Population,
-    cohort: Cohort,
-    remote: RemoteSide | None = None,
-) -> None:
+def prepare_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[PlannedVisit]) -> None:
+    """Prepares BatchNorm layers for a round, and says once in a fit what its way with running statistics cannot do.
+
+    Args:
+        fit: The fit.
+        local: The module's entries.
+        visits: The round's visits in this process.
+
+    """
+    if fit.batch_norm == "frozen":
+        freeze_batch_norm(fit.module)
+    if fit.has_warned_of_batch_norm:
+        return
+    if fit.batch_norm == "average" and visits:
+        warn_of_averaging(fit.module, local, min(planned.num_batches for planned in visits))
+        fit.has_warned_of_batch_norm = True
+    if fit.batch_norm == "recalibrate" and forward_step(fit.module) is None and layers_in_training(fit.module):
+        _log.warning(
+            "batch_norm='recalibrate' cannot measure BatchNorm's running statistics, so that they are averaged:"
+            " with manual optimization `training_step` would train the model, and %s has no"
+            " `validation_step` to run instead. Implement one, or choose another `batch_norm`.",
+            type(fit.module).__name__,
+        )
+        fit.has_warned_of_batch_norm = True
+
+
+def recalibrate(fit: FederatedFit, local: LocalModel) -> None:
     """Replaces the running statistics of the global model by those that the round's clients measure with it.
 
     Every client whose update was used runs its data once through the new global model, in evaluation mode except for
@@ -67,51 +84,42 @@ def recalibrate(
     clients.
 
     Args:
-        trainer: The Trainer.
-        module: The module, which holds the new global model.
-        server: Counts the messages.
+        fit: The fit, in a round; its module holds the new global model.
         local: The module's entries.
-        population: The clients' data.
-        cohort: The round's clients.
-        remote: Where the clients are, if not here.
 
     """
+    module, server = fit.module, fit.server
     layers = layers_in_training(module)
     if forward_step(module) is None or not layers:
         return
     state = local.global_state()
 
     def send(visit: Visit) -> Broadcast:
-        own = server.aggregator.model_of(visit.client)
-        message = Broadcast(visit.round, state if own is None else own)
-        server.count_down(message)
-        return message
+        served_state = server.aggregator.model_of(visit.client)
+        broadcast = Broadcast(visit.round, state if served_state is None else served_state)
+        server.sent(visit.client, broadcast)
+        return broadcast
 
-    visits = [visit for visit in cohort.visits if visit.client in server.report.received]
-    if remote is None:
+    visits = [visit for visit in fit.cohort.visits if visit.client in server.report.received]
+    if fit.remote is None:
         measured = measure_statistics(
-            trainer,
+            fit.trainer,
             module,
             server,
-            population,
+            fit.population,
             visits,
             layers,
             lambda visit: local.load_client(visit.client, send(visit).state),
         )
         local.load_global(state)
-        tell_of_model(trainer, module, None)
+        tell_of_model(fit.trainer, module, None)
     else:
-        measured = remote.measure(server, visits, send)
+        measured = fit.remote.measure(server, visits, send)
     reports = [(server.aggregator.model_of(client), report) for client, report in measured]
-    of_global = [report for own, report in reports if own is None] or [report for _, report in reports]
+    of_global = [report for model, report in reports if model is None] or [report for _, report in reports]
     _write_statistics(local.entries, local.shared, of_global, layers)
-    for model in {id(own): own for own, _ in reports if own is not None}.values():
-        _write_statistics(model, local.shared, [report for own, report in reports if own is model], layers)
-
-
-def has_no_measuring_step(module: L.LightningModule) -> bool:
-    """Whether there is BatchNorm to be measured, and no step of the module to do it with."""
-    return forward_step(module) is None and bool(layers_in_training(module))
+    for model in {id(model): model for model, _ in reports if model is not None}.values():
+        _write_statistics(model, local.shared, [report for measured, report in reports if measured is model], layers)
 
 
 def layers_in_training(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
@@ -127,7 +135,7 @@ def client_statistics(
     layers: Mapping[str, nn.BatchNorm2d],
     step: str,
 ) -> State:
-    """What goes into BatchNorm layers when a client's data run once through the model that the module is.
+    """Statistics of the inputs of BatchNorm layers when a client's data run once through the module.
 
     Args:
         trainer: The Trainer.
@@ -159,7 +167,7 @@ def measure_statistics(
     layers: Mapping[str, nn.BatchNorm2d],
     load: Callable[[Visit], None],
 ) -> list[tuple[Client, State]]:
-    """What goes into BatchNorm layers when clients run their data once through a model, as each reports it.
+    """Statistics of the inputs of BatchNorm layers when clients run their data once through a model, as each reports.
 
     Args:
         trainer: The Trainer.
@@ -180,8 +188,8 @@ def measure_statistics(
     before = server.report.down_bytes, server.report.up_bytes
     reports: dict[Client, State] = {}
     visits = list(visits)
-    shares = balance_loads([server.report.received[visit.client] for visit in visits], ranks.size)
-    for visit in (visits[place] for place in shares[ranks.rank]):
+    shares = share_out([server.report.received[visit.client] for visit in visits], ranks.size)
+    for visit in (visits[position] for position in shares[ranks.rank]):
         load(visit)
         tell_of_model(trainer, module, visit.client)
         try:
@@ -190,17 +198,16 @@ def measure_statistics(
             _log.warning("Client %r's BatchNorm statistics are left out: %s.", visit.client, describe(error))
             continue
         update = ClientUpdate(visit.client, server.report.received[visit.client], {}, extras)
-        server.count_up(update)
+        server.report.up_bytes += update.nbytes
         fault = find_non_finite(update.extras)
         if fault is None:
             reports[visit.client] = update.extras
         else:
             _log.warning("Client %r's BatchNorm statistics are left out: %s.", visit.client, fault)
-    own = reports, server.report.down_bytes - before[0], server.report.up_bytes - before[1]
-    parts = ranks.gather(own)
+    parts = ranks.gather((reports, server.report.down_bytes - before[0], server.report.up_bytes - before[1]))
     server.report.down_bytes = before[0] + sum(down for _, down, _ in parts)
     server.report.up_bytes = before[1] + sum(up for _, _, up in parts)
-    joint = {client: report for theirs, _, _ in parts for client, report in theirs.items()}
+    joint = {client: report for part, _, _ in parts for client, report in part.items()}
     return [(visit.client, joint[visit.client]) for visit in visits if visit.client in joint]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
+from lightning_fed.rounds.lightning_internals import callbacks_of
 
 
 class FederatedCallback(L.Callback):
@@ -28,6 +29,9 @@ class FederatedCallback(L.Callback):
             the clients, and the batch is stacked; :meth:`on_client_start` is called for all of them before the first
             batch, and :meth:`on_client_end` after the last. Where a callback implements hooks of a visit or a batch and
             does not say so, clients train one after another.
+        needs_local_clients: Reason why the callback cannot work with clients on other machines; empty where it can.
+        can_recalibrate_remotely: Whether clients on other machines can measure BatchNorm's statistics with the global
+            model (``batch_norm="recalibrate"``), with the messages that there are for it.
 
     Example:
         >>> import torch
@@ -66,6 +70,8 @@ class FederatedCallback(L.Callback):
     """
 
     takes_stacks: bool = False
+    needs_local_clients: str = ""
+    can_recalibrate_remotely: bool = True
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Server side, before the first visit: the module holds the global model, and must hold it again afterwards."""
@@ -129,7 +135,7 @@ class FederatedCallback(L.Callback):
         """Client side, when the visit is over, also where nothing came of it: to take back what it changed."""
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        """Where several processes share the clients: what this one has noted of its visits that all must know.
+        """Notes of this process on its visits that all processes must know, where several share the clients.
 
         Asked before :meth:`on_server_aggregate`; tensors, numbers and plain containers. A callback that notes something
         in
@@ -154,7 +160,18 @@ class FederatedCallback(L.Callback):
         """
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """When the module has become a client's model outside of its visit, to be evaluated or measured with.
+        """Called when the module has become a client's model outside of its visit, to be evaluated or measured with.
 
         ``client`` is ``None`` when it is the global model again.
         """
+
+
+def federated_callbacks(trainer: L.Trainer) -> list[FederatedCallback]:
+    """The Trainer's callbacks that take part in the federation, in their order."""
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, FederatedCallback)]
+
+
+def tell_of_model(trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
+    """Tells callbacks of the client whose model the module has become outside of visits; ``None``: the global model."""
+    for callback in federated_callbacks(trainer):
+        callback.on_model_loaded(trainer, module, client)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
-from lightning_fed.rounds.isolated_pass import lightnings_own
+from lightning_fed.rounds.lightning_internals import lightning_attributes
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def note_attributes(module: L.LightningModule) -> dict[str, Any]:
         for path, layer in layers.items()
         if layer is module or not type(layer).__module__.startswith("lightning_fed.")
         for name, value in vars(layer).items()
-        if name not in _INTERNAL and not (isinstance(layer, L.LightningModule) and name in lightnings_own())
+        if name not in _INTERNAL and not (isinstance(layer, L.LightningModule) and name in lightning_attributes())
     }
 
 
@@ -106,7 +106,7 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _fingerprint(value: Any, memory: set[int], is_attribute: bool = False) -> Any:
-    """What is the same as long as a value is.
+    """Fingerprint of a value: the same as long as the value is.
 
     Args:
         value: The value.

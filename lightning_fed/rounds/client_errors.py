@@ -1,4 +1,4 @@
-"""Whose an error in a visit is: the client's, which is left out, or the program's, which ends the fit."""
+"""Errors in a visit: told apart into the client's, which is left out, and the program's, which end the fit."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from lightning_fed.data.population import PlannedVisit
 
 
 def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
-    """Why a client is left out for an error in the module's step; ``None`` where the error is not the client's.
+    """Reason to leave a client out for an error in the module's step; ``None`` where the error is not the client's.
 
     Args:
-        error: What the step raised.
+        error: The error that the step raised.
         planned: The client's visit.
 
     """
@@ -18,11 +18,11 @@ def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
     return None
 
 
-def note_on(error: BaseException, planned: PlannedVisit) -> str:
-    """Whose visit an error ended, and what helps, for :meth:`BaseException.add_note`.
+def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
+    """Note for :meth:`BaseException.add_note`: the visit that an error ended, and what helps.
 
     Args:
-        error: What ended the fit.
+        error: The error that ended the fit.
         planned: The visit that was under way.
 
     """

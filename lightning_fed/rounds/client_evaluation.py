@@ -20,7 +20,8 @@ from lightning_fed.data.population import batch_length, seeded_generators
 from lightning_fed.messages import Client
 from lightning_fed.process_group import ProcessGroup
 from lightning_fed.rounds.isolated_pass import find_metrics, isolated_pass, run_step
-from lightning_fed.rounds.trainer_checks import process_group_of
+from lightning_fed.rounds.lightning_internals import callbacks_of
+from lightning_fed.rounds.synchronisation import process_group_of
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ _CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10)")
 
 @dataclass
 class ClientResults:
-    """What the validation step logged, per client.
+    """Values that the validation step logged, per client.
 
     Args:
         values: Metric name to client to value.
@@ -147,9 +148,9 @@ def evaluate_clients(
 
     """
     results, ranks = ClientResults(), process_group_of(trainer)
-    own = clients if is_pooled else itertools.islice(clients, ranks.rank, None, ranks.size)
-    with nullcontext() if is_pooled else ranks.independent():
-        for client in own:
+    evaluated = clients if is_pooled else itertools.islice(clients, ranks.rank, None, ranks.size)
+    with nullcontext() if is_pooled else ranks.parted():
+        for client in evaluated:
             load(client)
             values, directions = _evaluate(trainer, module, clients[client], stage, ranks if is_pooled else None)
             for name, value in values.items():
@@ -177,7 +178,7 @@ def _evaluate(
     pool: ProcessGroup | None = None,
     keeps: bool = False,
 ) -> tuple[dict[str, float], dict[str, bool]]:
-    """What a pass over the data logs, and which end of it is good, where it is known.
+    """Values that a pass over the data logs, and which end of each is good, where it is known.
 
     Args:
         trainer: The Trainer.
@@ -250,10 +251,10 @@ def _limited(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
 
 def _monitored(trainer: L.Trainer) -> dict[str, bool]:
     """Which end is good, of values that the user's callbacks watch: for the client's values as for their mean."""
-    watching = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint | EarlyStopping)]  # type: ignore[attr-defined]
-    found = {each.monitor: each.mode == "max" for each in watching if each.monitor is not None}
-    parts = {name: _CLIENTS_VALUE.fullmatch(name) for name in found}
-    return {name if part is None else part["name"]: found[name] for name, part in parts.items()}
+    watching = [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelCheckpoint | EarlyStopping)]
+    is_max = {callback.monitor: callback.mode == "max" for callback in watching if callback.monitor is not None}
+    parts = {name: _CLIENTS_VALUE.fullmatch(name) for name in is_max}
+    return {name if part is None else part["name"]: is_max[name] for name, part in parts.items()}
 
 
 def _collected(module: L.LightningModule) -> dict[str, bool]:
@@ -268,7 +269,7 @@ def _collected(module: L.LightningModule) -> dict[str, bool]:
 
 
 def is_score(name: str) -> bool:
-    """Whether higher is better, as far as a name says.
+    """True if higher is better, as far as a name says.
 
     Example:
         >>> is_score("val_acc"), is_score("val_loss"), is_score("valRMSE"), is_score("macer")

@@ -1,4 +1,4 @@
-"""What travels, what stays with the clients and what does not train, in a given model."""
+"""Policies of a model's entries: which travel, which stay with the clients, and which do not train."""
 
 from __future__ import annotations
 

@@ -7,17 +7,16 @@ import inspect
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything
 from lightning_fed.model.feature_extraction import evaluating
+from lightning_fed.rounds.lightning_internals import datamodule_of, is_overridden, lightning_attributes
 from lightning_fed.server.schedule import Visit, derive_seed
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
@@ -56,9 +55,9 @@ def isolated_pass(
         with ExitStack() as stack:
             if not is_reloaded:
                 stack.enter_context(_values_aside(module))
-            for layer in {id(each): each for each in (*module.modules(), *metrics)}.values():
-                own = lightnings_own() if isinstance(layer, L.LightningModule) else frozenset()
-                stack.enter_context(_aside(layer, own))
+            for layer in {id(layer): layer for layer in (*module.modules(), *metrics)}.values():
+                left_out = lightning_attributes() if isinstance(layer, L.LightningModule) else frozenset()
+                stack.enter_context(_aside(layer, left_out))
             for metric in metrics:
                 if isinstance(metric, Metric):
                     metric.reset()
@@ -102,7 +101,7 @@ def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
 
 def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTracker]:
     """The ``torchmetrics`` objects among a module's submodules and in their attributes' containers, each once."""
-    found: dict[int, Any] = {}
+    metrics: dict[int, Any] = {}
     waiting: list[Any] = [module]
     seen: set[int] = set()
     while waiting:
@@ -111,15 +110,15 @@ def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTr
             continue
         seen.add(id(value))
         if isinstance(value, Metric | MetricCollection | MetricTracker):
-            found[id(value)] = value
+            metrics[id(value)] = value
         if isinstance(value, nn.Module):
             waiting += value.children()
-            kept = (each for name, each in vars(value).items() if name not in _INTERNAL)
-            waiting += (each for each in kept if type(each) in _CONTAINERS)
+            kept = (attribute for name, attribute in vars(value).items() if name not in _INTERNAL)
+            waiting += (attribute for attribute in kept if type(attribute) in _CONTAINERS)
         else:
             inside = value.values() if type(value) in _MAPPINGS else value
-            waiting += (each for each in inside if type(each) in _CONTAINERS or isinstance(each, nn.Module))
-    return list(found.values())
+            waiting += (element for element in inside if type(element) in _CONTAINERS or isinstance(element, nn.Module))
+    return list(metrics.values())
 
 
 def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
@@ -134,15 +133,15 @@ def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
     """
     paths = {id(layer): f"{path}." if path else "" for path, layer in module.named_modules()}
     noted: dict[str, Any] = {}
-    for layer in {id(each): each for each in (*module.modules(), *find_metrics(module))}.values():
-        own = _INTERNAL | (lightnings_own() if isinstance(layer, L.LightningModule) else frozenset())
+    for layer in {id(layer): layer for layer in (*module.modules(), *find_metrics(module))}.values():
+        left_out = _INTERNAL | (lightning_attributes() if isinstance(layer, L.LightningModule) else frozenset())
         path = paths.get(id(layer), f"{type(layer).__name__}.")
-        noted |= {f"{path}{name}": _copied(value) for name, value in _plain_attributes(layer, own).items()}
+        noted |= {f"{path}{name}": _copied(value) for name, value in _plain_attributes(layer, left_out).items()}
     return noted
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values of :func:`noted_attributes` are equal."""
+    """Compares two values of :func:`noted_attributes`."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     if type(one) is not type(other):
@@ -156,7 +155,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 def to_device(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> Any:
     """The batch as a step gets it, with the transfer hooks of the datamodule or else the module."""
-    owner: Any = getattr(trainer, "datamodule", None)
+    owner: Any = datamodule_of(trainer)
     if not is_overridden("on_before_batch_transfer", owner):  # nor if there is none
         owner = module
     batch = owner.on_before_batch_transfer(batch, 0)
@@ -279,18 +278,12 @@ def _copied(value: Any) -> Any:
 def _copied_container(value: Any) -> Any:
     if type(value) in _MAPPINGS:
         copied = copy.copy(value)
-        for key, each in value.items():
-            copied[key] = _copied_container(each)
+        for key, element in value.items():
+            copied[key] = _copied_container(element)
         return copied
     if type(value) in (list, tuple):
         return type(value)(map(_copied_container, value))
     return copy.copy(value) if type(value) in _CONTAINERS else value
-
-
-@cache
-def lightnings_own() -> frozenset[str]:
-    """Attributes that every LightningModule has, and other modules have not."""
-    return frozenset(vars(L.LightningModule())) - _INTERNAL
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

@@ -1,432 +1,299 @@
-"""The rounds of a fit, one after another: planned, opened with their first batch, closed after their last."""
+"""The rounds of a fit: planned, opened with their first batch, and closed after their last.
+
+What happens inside a round is in :mod:`lightning_fed.rounds.round`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
 
-from lightning_fed.backends.client_parallel.synchronisation import ProcessSynchronisation
-from lightning_fed.backends.vectorized.stacked_model import StackedModel, joint_loss
-from lightning_fed.backends.vectorized.visit_groups import plan_visit_groups
-from lightning_fed.client.client_store import ClientStore
-from lightning_fed.data.interleave import StackedBatch, batch_tensors
-from lightning_fed.data.population import PlannedVisit, Population, seed_everything, seeded_generators
-from lightning_fed.data.round_loader import RoundLoader, VisitGroups
-from lightning_fed.errors import ClientFault
-from lightning_fed.messages import Client
+from lightning_fed.data.federated import FederatedDataModule, split_loader
+from lightning_fed.data.partitions import Partition
+from lightning_fed.data.population import Population, seeded_generators
+from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.model.entries import Policy
-from lightning_fed.rounds.batch_norm import (
-    freeze_batch_norm,
-    has_no_measuring_step,
-    recalibrate,
-    thaw_batch_norm,
-    warn_of_averaging,
-)
-from lightning_fed.rounds.callback import FederatedCallback
-from lightning_fed.rounds.carried_attributes import note_attributes, warn_of_carried
-from lightning_fed.rounds.client_errors import client_fault
+from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
+from lightning_fed.rounds.entry_policies import freeze_parameters
 from lightning_fed.rounds.failed_rounds import FailedRounds
-from lightning_fed.rounds.remote import RemoteSide
-from lightning_fed.rounds.round import Round, federated_callbacks
-from lightning_fed.rounds.round_log import RoundLog
-from lightning_fed.rounds.trainer_checks import IgnoredWarning, process_group_of
-from lightning_fed.rounds.trainer_progress import RoundProgress
-from lightning_fed.server.interface import ServerInterface
-from lightning_fed.server.schedule import Cohort, Schedule
+from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.lightning_internals import (
+    OverriddenMethod,
+    datamodule_of,
+    exchange_last_batch,
+    exchange_reload_interval,
+)
+from lightning_fed.rounds.round import Round
+from lightning_fed.rounds.synchronisation import process_group_of, sharing_strategy
+from lightning_fed.rounds.trainer_checks import check_trainer, find_loader_owner
+from lightning_fed.rounds.visit_executor import VISIT_EXECUTORS
+from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)
 
-BatchNormMode = Literal["average", "recalibrate", "personal", "frozen"]
-
 
 class RoundLoop:
-    """What :class:`~lightning_fed.callbacks.Federation` does between Lightning's hooks.
+    """Puts the rounds into a Trainer's fit: a loader for each, and the ends of its visits.
 
     Args:
-        server: The server half, or the way to it.
-        schedule: Who takes part.
-        store: Where clients keep what is theirs.
-        batch_norm: What becomes of BatchNorm's running statistics.
-        optimizer_state: Whether clients start with fresh optimizer state or with their own.
-        partial_work: Whether the work of stragglers is used.
+        fit: The parts of the fit.
         max_failed_rounds: Number of failed rounds in a row that ends the fit.
-        remote: The other half of the federation, where it is on another machine.
 
     Attributes:
-        trainer: The Trainer; a fit sets it before anything else.
-        population: All clients; a fit sets it before the first round.
-        cohort: The clients of the round that is under way, or was last.
-        policies: The policy of every entry of the module; likewise.
-        log_book: What is logged.
-        progress: What checkpoints say of Lightning's progress.
-        rounds: Number of rounds that are over.
-        failed_rounds: Those of which nothing came because clients failed.
-        open: The round that is under way; ``None`` between rounds.
-        processes: Those that share the clients, where there are several.
-        together: Which visits train at once, and the stack that they do it in; ``None`` where they come one by one.
+        failed_rounds: Count of the rounds that brought no new model because clients failed.
+        is_planned: Whether the first round is.
 
     """
 
-    trainer: L.Trainer
-    population: Population
-    cohort: Cohort
-
-    def __init__(
-        self,
-        server: ServerInterface,
-        schedule: Schedule,
-        store: ClientStore,
-        batch_norm: BatchNormMode,
-        optimizer_state: Literal["reset", "keep"],
-        partial_work: Literal["keep", "drop"],
-        max_failed_rounds: int | None = None,
-        remote: RemoteSide | None = None,
-    ) -> None:
-        self.server, self.schedule, self.store = server, schedule, store
-        self.batch_norm, self.optimizer_state, self.partial_work = batch_norm, optimizer_state, partial_work
-        self.remote = remote
-        self.policies: Mapping[str, Policy] = {}
-        self.round_log = RoundLog()
-        self.progress = RoundProgress()
-        self.rounds = 0
+    def __init__(self, fit: FederatedFit, max_failed_rounds: int | None = None) -> None:
+        self.fit = fit
         self.failed_rounds = FailedRounds(max_failed_rounds)
-        self.open: Round | None = None
-        self.processes: ProcessSynchronisation | None = None
-        self.together: tuple[VisitGroups, StackedModel] | None = None
-        self._has_warned = self._has_warned_of_forms = False
+        self.is_planned = False
+        self._partition: Partition | None = None
         self._loader: RoundLoader | None = None
-        self._served: RoundLoader | None = None  # the loader whose round is over
-        self._attributes: dict[str, Any] = {}  # as the round found them
-        self._ignored: list[IgnoredWarning] = []
+        self._finished_loader: RoundLoader | None = None
+        self._overridden: list[OverriddenMethod] = []
+        self._reload_interval: int | None = None
+        self._frozen: list[nn.Parameter] = []
+        self._generators = ExitStack()  # as the fit has found them
 
-    @property
-    def visit(self) -> PlannedVisit | None:
-        """The visit that is under way; ``None`` between visits."""
-        return None if self.open is None else self.open.visit
+    # The fit
 
-    def plan_visit_groups(self, size: int, find_population: Callable[[], Population]) -> None:
-        """Decides whether visits can train at once, before the first round.
+    def attach(self, trainer: L.Trainer, module: L.LightningModule, partition: Partition | None) -> None:
+        """Replaces methods of the user's objects, until :meth:`detach`.
 
         Args:
-            size: At most how many.
-            find_population: Asks for the clients' data, where more than one visit at a time is wanted.
+            trainer: The Trainer.
+            module: The module.
+            partition: Splits the training data, where they do not come as clients already.
+
+        Raises:
+            MisconfigurationException: If the Trainer is asked for what cannot be right in a round, or the training data
+                cannot be reached or do not fit ``partition``.
 
         """
-        if size == 1:
+        fit, self._partition = self.fit, partition
+        fit.trainer = trainer
+        check_trainer(trainer, fit.schedule.local_steps, fit.schedule.stragglers)
+        strategy = sharing_strategy(trainer)
+        if strategy is not None:
+            fit.synchronisation = strategy.synchronise(fit)
+        has_clients = isinstance(datamodule_of(trainer), FederatedDataModule)
+        if fit.remote is None and has_clients == (partition is not None):
+            raise MisconfigurationException(
+                "Expected a `partition` that splits the training data into clients, or a FederatedDataModule that"
+                f" brings them, but got {'both' if partition is not None else 'neither'}."
+            )
+        loader_owner = find_loader_owner(trainer, module)
+        # A visit that fails is padded with `None` batches: on purpose, and the log says why.
+        fit.ignore_warning("train_dataloader yielded None")
+        self._reload_interval = exchange_reload_interval(trainer, 1)
+        self._train_dataloader = OverriddenMethod(loader_owner, "train_dataloader", self._plan_round)
+        self._save_checkpoint = OverriddenMethod(module, "on_save_checkpoint", self._on_save_checkpoint)
+        self._batch_start = OverriddenMethod(module, "on_train_batch_start", self._on_train_batch_start)
+        self._batch_end = OverriddenMethod(module, "on_train_batch_end", self._on_train_batch_end)
+        self._step = OverriddenMethod(module, "training_step", self._training_step)
+        self._overridden = [
+            *(self._train_dataloader, self._save_checkpoint, self._batch_start, self._batch_end, self._step)
+        ]
+
+    def start_fit(self, policies: Mapping[str, Policy], vectorize: int) -> None:
+        """Prepares the module for the rounds.
+
+        Args:
+            policies: The policy of every entry.
+            vectorize: At most how many visits train at once.
+
+        """
+        fit, fit.policies = self.fit, policies
+        self._frozen = freeze_parameters(fit.module, policies)
+        if vectorize == 1:
             return
-        trainer, module = self.trainer, self.trainer.lightning_module
-        if self.batch_norm == "frozen":
-            freeze_batch_norm(module)  # as in a round
-        self.together = plan_visit_groups(
-            size,
-            trainer,
-            module,
-            find_population(),
-            self.schedule,
-            self.policies,
-            self.server.aggregator,
-            self.optimizer_state,
-        )
-        if self.batch_norm == "frozen":
+        self.find_population()
+        if fit.batch_norm == "frozen":
+            freeze_batch_norm(fit.module)  # as in a round
+        fit.executor = VISIT_EXECUTORS["vectorized"](vectorize, fit)
+        if fit.batch_norm == "frozen":
+            thaw_batch_norm(fit.module)
+
+    def start_training(self) -> None:
+        """Makes sure that the Trainer trains on rounds, and puts the states of the global generators aside.
+
+        Raises:
+            MisconfigurationException: If it trains on loaders that were handed to ``fit``.
+
+        """
+        if not isinstance(self.fit.trainer.train_dataloader, RoundLoader):
+            raise MisconfigurationException(
+                "The Trainer trains on loaders that were handed to `fit`, not on the clients: use a datamodule, or"
+                " `FederatedTrainer`."
+            )
+        self._generators.enter_context(seeded_generators())
+
+    def end_training(self, module: L.LightningModule) -> None:
+        """Leaves the last complete global model in the module, in the modes in which it trains without a federation."""
+        if self.fit.round is not None:
+            self.fit.round.abandon()
+        if self.fit.batch_norm == "frozen":
             thaw_batch_norm(module)
 
-    def plan(self) -> RoundLoader:
-        """The loader of the next round, which opens it when Lightning asks for its first batch."""
-        cohort = self._draw() if self.remote is None else self.remote.cohort(self._draw)
+    def detach(self) -> None:
+        """Restores what :meth:`attach` and the rounds have changed."""
+        for method in self._overridden:
+            method.restore()
+        if self._reload_interval is not None:
+            exchange_reload_interval(self.fit.trainer, self._reload_interval)
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        self._overridden, self._reload_interval, self._frozen = [], None, []
+        self.fit.close()
+        self._generators.close()
+
+    def find_population(self) -> Population:
+        """All clients; their data are asked for if they are not known yet."""
+        fit = self.fit
+        if not fit.is_population_known and self._overridden:
+            if fit.remote is not None:
+                fit.population = fit.remote.population
+            elif self._partition is None:
+                fit.population = datamodule_of(fit.trainer).population()
+            else:
+                loader = self._train_dataloader.original()
+                fit.population = split_loader(loader, self._partition, fit.schedule.seed)
+        return fit.population
+
+    # A round
+
+    def _plan_round(self) -> RoundLoader:
+        """Override of ``train_dataloader``: the next round's loader, which opens it when its first batch is fetched."""
+        fit, self.is_planned = self.fit, True
+        self.find_population()
+        round = fit.trainer.current_epoch
+        cohort = fit.draw_cohort(round) if fit.remote is None else fit.remote.cohort(lambda: fit.draw_cohort(round))
         served = cohort
-        if self.partial_work == "drop":
+        if fit.partial_work == "drop":
             served = Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
-        if self.remote is not None:
-            served = self.remote.visits_here(served)
-        visit_costs = None if self.processes is None else self.processes.visit_costs
+        if fit.remote is not None:
+            served = fit.remote.visits_here(served)
         loader = RoundLoader(
-            self.population,
+            fit.population,
             served,
-            self.trainer.limit_train_batches,
-            process_group_of(self.trainer),
-            visit_costs,
-            None if self.together is None else self.together[0],
+            fit.trainer.limit_train_batches,
+            process_group_of(fit.trainer),
+            fit.synchronisation.visit_costs,
+            None if fit.executor is None else fit.executor.groups,
         )
-        loader.on_start = lambda: self._start(loader, cohort)
+        loader.on_start = lambda: self._start_round(loader, cohort)
         return loader
 
-    def scheduler_steps(self, rounds: int, window: int) -> int:
-        """Number of steps that a per-step scheduler makes in a fit.
+    def _start_round(self, loader: RoundLoader, cohort: Cohort) -> None:
+        """Opens the round if it is Lightning that asks for its first batch: the hook is anybody's to call."""
+        if self.fit.trainer.train_dataloader is loader:
+            self._loader, self.fit.cohort = loader, cohort
+            self._open_round()
 
-        Args:
-            rounds: Number of rounds of the fit.
-            window: Batches for one step of the optimizer.
-
-        """
-        sizes: dict[Client, tuple[int, int]] = {}
-        steps = furthest = 0
-        for round in range(rounds):
-            visits = [
-                visit for visit in self._draw(round).visits if self.partial_work == "keep" or not visit.is_straggler
-            ]
-            for client in {visit.client: None for visit in visits}.keys() - sizes.keys():
-                sizes[client] = self._size_of(client)
-            lengths = [-(-visit.num_batches(sizes[visit.client][1]) // window) for visit in visits]
-            if lengths:
-                furthest = max(furthest, steps + max(lengths))
-                largest = max(range(len(visits)), key=lambda place: sizes[visits[place].client][0])
-                steps += lengths[largest]
-        return furthest
-
-    def _size_of(self, client: Client) -> tuple[int, int]:
-        """Number of examples and of batches in an epoch, none of a client that cannot be asked."""
-        try:
-            length = self.population.batches_per_epoch(client)
-            return self.population.num_samples(client), 1 if length is None else length
-        except MisconfigurationException:
-            raise
-        except Exception:  # the client is left out, when its round comes
-            return 0, 0
-
-    def _draw(self, round: int | None = None) -> Cohort:
-        """The round's clients, as the schedule and the rule have it; by default of the round that comes."""
-        round = self.trainer.current_epoch if round is None else round
-        asked = self.server.aggregator.plan(round)
-        cohort = self.schedule.cohort(round, self.population.clients, asked.drawn, asked.local_epochs)
-        if asked.present is None:
-            return cohort
-        visits = tuple(visit for visit in cohort.visits if visit.client in asked.present)
-        absent = [visit.client for visit in cohort.visits if visit.client not in asked.present]
-        return Cohort(visits, (*cohort.dropped, *absent))
+    def _open_round(self) -> Round:
+        if self.fit.round is None:
+            assert self._loader is not None
+            self.fit.round = Round(self.fit, self._loader, self.fit.cohort)
+            self.fit.round.open()
+        return self.fit.round
 
     def start_batch(self) -> None:
-        """Starts the visit, or those that train at once, if this is the first batch."""
+        """Starts the visit, or those that train at once, if this is their first batch."""
         group = () if self._loader is None else self._loader.group
-        if group and (self.open is None or self.open.group is not group):
-            round = self._opened()
-            if self.processes is not None:
-                self.processes.start_visit(group[0])
-            round.start_visits(group)
+        if group and (self.fit.round is None or self.fit.round.group is not group):
+            self._open_round().start_visits(group)
+
+    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        """Override of the module's ``on_train_batch_start``."""
+        with self._counting_in_visit(batch_idx) as local_idx:
+            return self._batch_start.original(batch, local_idx)
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Override of the module's ``training_step``."""
+        round = self.fit.round
+        if round is None or not round.group:  # beside the visits
+            return self._step.original(*args, **kwargs)
+        with self._counting_in_visit(0) as local_idx:
+            if len(args) > 1:  # the batch, and its index where the step takes one
+                args = (args[0], local_idx, *args[2:])
+            return round.train_step(self._step.original, args, kwargs)
+
+    def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Override of the module's ``on_train_batch_end``: then the visit ends if this was its last batch.
+
+        It is the last hook of a batch: what callbacks and the module do after a batch is part of the visit.
+        """
+        planned = None if self._loader is None else self._loader.current
+        if batch is not None and (planned is None or planned.fault is None):
+            with self._counting_in_visit(batch_idx) as local_idx:
+                self._batch_end.original(outputs, batch, local_idx)
+        self._end_batch()
+
+    def _end_batch(self) -> None:
+        """Ends the visit if this was its last batch, and the round if it was the last visit."""
+        loader = self._loader
+        if self.fit.round is not None and loader is not None:
+            self.fit.round.end_batch(loader.batches_left)
+        if loader is None or loader.batches_left or loader is self._finished_loader:
+            return
+        round = self._open_round()
+        if loader.group:
+            round.end_visits(loader.group)
+        if loader.is_over:
+            self._close_round(round, loader)
+
+    def _close_round(self, round: Round, loader: RoundLoader) -> None:
+        fit, server = self.fit, self.fit.server
+        has_aggregate = round.close()
+        self._finished_loader = loader
+        fit.progress.end_round()
+        fit.rounds = server.report.round + 1
+        if fit.has_server:
+            self.failed_rounds.end_round(
+                server.report,
+                has_aggregate,
+                server.min_clients,
+                len(fit.population.clients),
+                loader.errors,
+                process_group_of(fit.trainer),
+            )
+
+    def cut_short(self) -> None:
+        """Gives up the round that is open, if there is one, and says so."""
+        round = self.fit.round
+        if round is not None:
+            self.fit.synchronisation.join(round, is_cut=True)
+            _log.warning("Round %d was cut short: the global model stays as it was.", self.fit.server.report.round)
+            round.abandon()
 
     @contextmanager
-    def counting_in_visit(self) -> Iterator[int | None]:
+    def _counting_in_visit(self, batch_idx: int) -> Iterator[int]:
         """The module meanwhile sees the batches counted as in a fit of its client alone.
 
         Gives the index of the batch in the client's local epoch; ``trainer.is_last_batch`` meanwhile says whether it is
         the local epoch's last, or the visit's. Of clients that train at once those of the first are counted. Between
-        visits nothing changes, and ``None`` is given.
+        visits nothing changes, and ``batch_idx`` is given.
         """
-        place = None if self._loader is None or not self._loader.group else self._loader.epoch_position
-        if place is None:
-            yield None
+        position = None if self._loader is None else self._loader.epoch_place
+        if position is None:
+            yield batch_idx
             return
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress  # what `trainer.is_last_batch` reads
-        before, progress.is_last_batch = progress.is_last_batch, place.is_last
+        is_last = exchange_last_batch(self.fit.trainer, position.is_last)
         try:
-            yield place.number
+            yield position.number
         finally:
-            progress.is_last_batch = before
+            exchange_last_batch(self.fit.trainer, is_last)
 
-    def step(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The module's own step; where it fails by the client's fault, the client is left out and the round goes on."""
-        if self.open is not None and len(self.open.group) > 1:
-            return self._step_together(training_step, *args)
-        visit = self.visit
-        if visit is not None and visit.fault is not None:  # it failed before its first batch
-            return self._skip()
-        if visit is not None and args:
-            assert self.open is not None
-            try:
-                args = (self.open.prepare(args[0]), *args[1:])
-            except ClientFault as error:
-                visit.fail(str(error), error)
-                return self._skip()
-        try:
-            return training_step(*args, **kwargs)
-        except Exception as error:
-            planned = self.visit
-            fault = None if planned is None else client_fault(error, planned)
-            # With manual optimization a step that broke off may have left anything undone.
-            if planned is None or fault is None or not self.trainer.lightning_module.automatic_optimization:
-                raise
-            planned.fail(fault, error)
-            return self._skip()
-
-    def _step_together(self, training_step: Callable[..., Any], parts: list[StackedBatch], *rest: Any) -> Any:
-        """One step of all who train at once; those who fail by their own fault are left out."""
-        assert self.open is not None
-        assert self.together is not None
-        assert self._loader is not None
-        assert self._loader.numbers is not None
-        group, losses = self.open.group, []
-        if not self._has_warned_of_forms and len(parts) == len(group):
-            self._has_warned_of_forms = self._warn_of_forms(parts)
-        for part in parts:
-            try:
-                losses.append(self.together[1].step(training_step, part, rest, self._loader.numbers))
-            except Exception as error:
-                faults = {index: client_fault(error, group[index]) for index in part.clients}
-                if None in faults.values():
-                    clients = [group[index].visit.client for index in part.clients]
-                    error.add_note(
-                        f"In round {group[0].visit.round}, in the visits of clients {clients}, who train at once:"
-                        " with `vectorize=1` one trains after another."
-                    )
-                    raise
-                for index, fault in faults.items():
-                    group[index].fault, group[index].error = fault, error.with_traceback(None)
-        return joint_loss(losses) if losses else self._skip()
-
-    def _warn_of_forms(self, parts: Sequence[StackedBatch]) -> bool:
-        shapes = {tuple((tensor.shape, tensor.dtype) for tensor in batch_tensors(part.batch)) for part in parts}
-        if len(shapes) == 1:
-            _log.warning(
-                "`vectorize`: the batches of %d clients have the same shapes, but other texts, numbers or objects in"
-                " them (names of files?). Each client's step is run alone, which is slower than with `vectorize=1`:"
-                " leave out of the batches what `training_step` does not need.",
-                len(parts),
-            )
-        return len(shapes) == 1
-
-    def has_trained(self, batch: Any) -> bool:
-        """Whether a batch was trained on."""
-        planned = None if self._loader is None else self._loader.current
-        return batch is not None and (planned is None or planned.fault is None)
-
-    def end_batch(self) -> None:
-        """Ends the visit if this was its last batch, and the round if it was the last visit."""
-        loader = self._loader
-        if self.processes is not None and self.open is not None:
-            self.processes.hold_stop()
-        if self.open is not None and loader is not None:
-            self.open.end_batch(loader.batches_left)
-        if loader is None or loader.batches_left or loader is self._served:
-            return
-        round = self._opened()
-        if loader.group:
-            round.end_visits(loader.group)
-            if self.processes is not None:
-                self.processes.end_visit(loader.group[0])
-        if loader.is_over:
-            self._close(round)
-
-    def abandon(self) -> None:
-        """Goes back to the global model at the start of the round, if one is open."""
-        if self.open is not None:
-            self.open.abandon()
-            self._end(is_new=False)
-
-    def leave(self, module: L.LightningModule) -> None:
-        """The same at the end of a fit, which leaves the module as it trains elsewhere."""
-        self.abandon()
-        if self.batch_norm == "frozen":
-            thaw_batch_norm(module)
-
-    def cut_short(self) -> None:
-        """Gives up the round that is open, if there is one, and says so."""
-        if self.open is not None:
-            if self.processes is not None:
-                self._join(self.processes, self.open, is_cut=True)
-            _log.warning("Round %d was cut short: the global model stays as it was.", self.server.report.round)
-            self.abandon()
-
-    def give_back(self) -> None:
-        """Lets warnings be seen again, and gives metrics back."""
-        if self.processes is not None:
-            self.processes.release()
-        self.together = None  # which has the memory of several models
-        for warning in self._ignored:
-            warning.give_back()
-        self._ignored = []
-
-    def ignore(self, text: str) -> None:
-        """Keeps a warning of Lightning's from being seen while the fit lasts: what it warns of is on purpose."""
-        self._ignored.append(IgnoredWarning(text))
-
-    def _start(self, loader: RoundLoader, cohort: Cohort) -> None:
-        """The round begins with its first batch, if it is Lightning that asks for it: the hook is anybody's to call."""
-        if self.trainer.train_dataloader is loader:
-            self._loader, self.cohort = loader, cohort
-            self._opened()
-
-    def _opened(self) -> Round:
-        if self.open is None:
-            assert self._loader is not None
-            trainer, module = self.trainer, self.trainer.lightning_module
-            self.progress.start_round(trainer)
-            if self.remote is not None:
-                self.remote.start(self)
-            stack = None if self.together is None else self.together[1]
-            seed_everything(self.schedule.start_seed(trainer.current_epoch))
-            self.open = Round(trainer, module, self.server, self.policies, self.store, self.optimizer_state, stack)
-            if self.processes is not None:
-                self.processes.part(module)
-            if process_group_of(trainer).rank == 0:
-                for client, reason in self._loader.failed.items():
-                    self.server.fail(client, reason)
-            if self.batch_norm == "frozen":
-                freeze_batch_norm(module)
-            visits = self._loader.visits
-            if self.batch_norm == "average" and visits and not self._has_warned:
-                warn_of_averaging(module, self.open.local, min(planned.num_batches for planned in visits))
-                self._has_warned = True
-            if self.batch_norm == "recalibrate" and not self._has_warned and has_no_measuring_step(module):
-                _log.warning(
-                    "batch_norm='recalibrate' cannot measure BatchNorm's running statistics, so that they are averaged:"
-                    " with manual optimization `training_step` would train the model, and %s has no"
-                    " `validation_step` to run instead. Implement one, or choose another `batch_norm`.",
-                    type(module).__name__,
-                )
-                self._has_warned = True
-            for callback in self._server_side():
-                callback.on_server_round_start(trainer, module)
-            self._attributes = note_attributes(module)
-        return self.open
-
-    def _close(self, round: Round) -> None:
-        warn_of_carried(self.trainer.lightning_module, self._attributes, self.server.report.round)
-        if self.processes is not None:
-            self._join(self.processes, round)
-        if self.remote is not None:
-            self.remote.exchange(self)
-        seed_everything(self.schedule.end_seed(self.server.report.round))
-        has_come = round.close()
-        if self.processes is not None:
-            self.processes.agree(round)
-        if round.is_new and self.batch_norm == "recalibrate":
-            module = self.trainer.lightning_module
-            with seeded_generators():  # every process measures its share
-                recalibrate(self.trainer, module, self.server, round.local, self.population, self.cohort, self.remote)
-        report = self.server.report
-        if self.remote is None or self.remote.has_server:
-            after, parameters = round.local.entries, round.local.parameters
-            measured = self.server.aggregator.metrics() if has_come else {}
-            self.round_log.end_round(self.trainer, report, self.cohort, round.before, after, parameters, measured)
-        if self.processes is not None:
-            self.processes.rejoin()
-        self._end(round.is_new)
-        self._served = self._loader
-        self.progress.end_round()
-        self.rounds = report.round + 1
-        if self.remote is None or self.remote.has_server:
-            assert self._loader is not None
-            num_clients, errors = len(self.population.clients), self._loader.errors
-            ranks = process_group_of(self.trainer)
-            self.failed_rounds.end_round(report, has_come, self.server.min_clients, num_clients, errors, ranks)
-
-    def _end(self, is_new: bool) -> None:
-        self.open = None
-        for callback in self._server_side():
-            callback.on_server_round_end(self.trainer, self.trainer.lightning_module, is_new)
-
-    def _server_side(self) -> list[FederatedCallback]:
-        """The callbacks whose hooks of the server's side are called here."""
-        is_client = self.remote is not None and not self.remote.has_server
-        return [] if is_client else federated_callbacks(self.trainer)
-
-    def _join(self, processes: ProcessSynchronisation, round: Round, is_cut: bool = False) -> None:
-        start_seed = self.schedule.start_seed(self.server.report.round)
-        processes.join(round, self.server, self.store, self.cohort, start_seed, self.progress, is_cut)
-
-    def _skip(self) -> None:
-        self.ignore("`training_step` returned `None`")
+    def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Override of ``on_save_checkpoint``: a checkpoint inside a round holds the last complete global model."""
+        if self.fit.round is not None:
+            self.fit.round.start.patch(checkpoint)
+        self._save_checkpoint.original(checkpoint)

@@ -1,4 +1,4 @@
-"""The seam at which a federation is taken apart: one half of a round is here, the other on another machine."""
+"""Interface of the other half of a federation, where server and clients are on different machines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Visit
 
 if TYPE_CHECKING:
-    from lightning_fed.rounds.loop import RoundLoop
+    from lightning_fed.rounds.fit import FederatedFit
+    from lightning_fed.rounds.round import Round
 
 
 class RemoteSide(ABC):
@@ -28,30 +29,30 @@ class RemoteSide(ABC):
     population: Population
 
     @abstractmethod
-    def interface(self, server: ServerInterface) -> ServerInterface:
-        """Where the round's messages go, instead of a server that is not here."""
+    def connect(self, server: ServerInterface) -> ServerInterface:
+        """Returns the server of the round's messages: ``server`` itself, or a connection to one that is not here."""
 
     @abstractmethod
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """The round as it is known here; ``drawn`` gives what the schedule says."""
+        """The round's clients as they are known here; ``drawn`` draws them from the schedule."""
 
     @abstractmethod
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """Those of the round's visits that train in this process."""
+        """The visits of the round that train in this process."""
 
     @abstractmethod
-    def start(self, loop: RoundLoop) -> None:
+    def start(self, fit: FederatedFit) -> None:
         """Before the round opens: the optimizers are as the Trainer has them."""
 
     @abstractmethod
-    def exchange(self, loop: RoundLoop) -> None:
+    def exchange(self, round: Round) -> None:
         """After the last visit that trains here, while the round is open."""
 
     @abstractmethod
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
     ) -> list[tuple[Client, State]]:
-        """What goes into BatchNorm layers when clients run their data once through a model.
+        """Has clients measure the inputs of BatchNorm layers with a model.
 
         Args:
             server: Counts the reports.

@@ -1,271 +1,257 @@
-"""One round while it is open: visits go in, a new global model comes out."""
+"""One round, from top to bottom.
+
+1. :meth:`Round.open`: the server starts the round from the global model.
+2. For every visit of the round (:meth:`Round.start_visits`, :meth:`Round.train_step`, :meth:`Round.end_visits`):
+
+   a. :meth:`Round.request`: the client asks for what it needs;
+   b. :meth:`Round.send`: the server answers with a broadcast;
+   c. :meth:`Round.unpack`: the client receives it;
+   d. :meth:`Round.load`: the module becomes the client's model, with its own optimizer state;
+   e. :meth:`Round.train_step`: Lightning trains it on the client's batches;
+   f. :meth:`Round.answer`: the client makes its update;
+   g. :meth:`Round.receive`: the server counts the update, checks it and adds it to the aggregate;
+   h. :meth:`Round.keep`: the client keeps what is its own.
+
+3. :meth:`Round.close`: the processes that shared the visits join, and the answers of remote clients arrive;
+   :meth:`Round.aggregate`, :meth:`Round.load_global`, :meth:`Round.measure_batch_norm`, :meth:`Round.log`.
+
+Whatever happens in between, :meth:`Round.abandon` makes the module the global model again that the round found.
+"""
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_fed.backends.vectorized.stacked_model import StackedModel
-from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_model import LocalModel
-from lightning_fed.client.local_optimizers import LocalOptimizers
-from lightning_fed.data.population import PlannedVisit
+from lightning_fed.data.population import PlannedVisit, seed_everything, seeded_generators
+from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
-from lightning_fed.model.entries import Policy, find_fault, tied_names, trainable_entries
-from lightning_fed.rounds.callback import FederatedCallback
-from lightning_fed.server.interface import ServerInterface
+from lightning_fed.model.entries import find_fault, trainable_entries
+from lightning_fed.rounds.batch_norm import prepare_batch_norm, recalibrate
+from lightning_fed.rounds.callback import FederatedCallback, federated_callbacks
+from lightning_fed.rounds.carried_attributes import note_attributes, warn_of_carried
+from lightning_fed.rounds.client_errors import client_fault
+from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.lightning_internals import is_overridden
+from lightning_fed.rounds.round_start import RoundStart
+from lightning_fed.rounds.synchronisation import process_group_of
+from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)
 
 
 class Round:
-    """Joins the client half, the server half and the callbacks between them, from a round's first batch to its last.
+    """One round while it is open: clients' visits between the server's start and its aggregate.
 
     Args:
-        trainer: The Trainer.
-        module: The module, which holds the global model.
-        server: The server half, or the way to it.
-        policies: The policy of every entry of the module.
-        store: Where clients keep what is theirs.
-        optimizer_state: Whether clients start with fresh optimizer state or with their own.
-        stack: Where several visits are under way at once.
+        fit: The fit; its module holds the global model.
+        loader: Serves the batches of the visits.
+        cohort: The round's clients.
 
     Attributes:
+        fit: The fit.
+        cohort: The round's clients.
         local: The module's entries.
-        optimizers: The optimizers and schedulers.
-        before: The global model's shared entries as the round found them.
-        visit: The visit that is under way, until its answer is sent; ``None`` between visits, and while several are.
+        start: The global model, optimizers and schedulers as the round found them.
+        visit: The visit that is under way, until its update is received; ``None`` between visits, and while several
+            are.
         group: The visits that are under way.
-        is_new: Whether there is a new global model.
 
     """
 
-    def __init__(
-        self,
-        trainer: L.Trainer,
-        module: L.LightningModule,
-        server: ServerInterface,
-        policies: Mapping[str, Policy],
-        store: ClientStore,
-        optimizer_state: Literal["reset", "keep"],
-        stack: StackedModel | None = None,
-    ) -> None:
-        self._trainer = trainer
-        self._stack = stack
-        self._module = module
-        self._server = server
-        self._callbacks = federated_callbacks(trainer)
-        self.local = LocalModel(module, policies, store, server.aggregator.resizes)
-        # With manual optimization Lightning leaves the stepping, and so the interval, to the user.
-        is_manual = not module.automatic_optimization
-        configs = trainer.lr_scheduler_configs
-        self._stepwise = [place for place, config in enumerate(configs) if is_manual or config.interval == "step"]
-        self._epochwise = {
-            place: copy.deepcopy(config.scheduler.state_dict())
-            for place, config in enumerate(configs)
-            if place not in self._stepwise
-        }
-        step_schedulers = [configs[place].scheduler for place in self._stepwise]
-        epoch_schedulers = [
-            config.scheduler
-            for place, config in enumerate(configs)
-            if place not in self._stepwise and not config.reduce_on_plateau
-        ]
-        scaler = trainer.precision_plugin if trainer.precision_plugin.state_dict() else None
-        self.optimizers = LocalOptimizers(
-            trainer.optimizers, step_schedulers, scaler, optimizer_state, epoch_schedulers
-        )
-        self.before = self.local.global_state()
+    # 1. Open
+
+    def __init__(self, fit: FederatedFit, loader: RoundLoader, cohort: Cohort) -> None:
+        self.fit, self.cohort, self._loader = fit, cohort, loader
+        self._trainer, self._module, self._server = fit.trainer, fit.module, fit.server
+        fit.progress.start_round(fit.trainer)
+        if fit.remote is not None:
+            fit.remote.start(fit)
+        seed_everything(fit.schedule.start_seed(fit.trainer.current_epoch))
+        self._callbacks, self._server_callbacks = federated_callbacks(fit.trainer), fit.server_callbacks
+        self.local = LocalModel(fit.module, fit.policies, fit.store, fit.server.aggregator.resizes)
+        self.start = RoundStart(fit.trainer, self.local, fit.optimizer_state)
         self.visit: PlannedVisit | None = None
         self.group: Sequence[PlannedVisit] = ()
-        self._memories: dict[int, State] = {}  # of the clients that train at once, by place
-        self.is_new = False
-        self._broadcasts: dict[int, Broadcast] = {}  # by place of the visit, while it is under way
-        server.aggregator.trainable = trainable_entries(module)
-        server.start_round(trainer.current_epoch, self.before)
+        self._broadcasts: dict[int, Broadcast] = {}  # by position of the visit, while it is under way
+        self._memories: dict[int, State] = {}  # of the visits that are suspended, by position
+        self._attributes: dict[str, Any] = {}
+        self._server.aggregator.trainable = trainable_entries(fit.module)
+        self._server.start_round(fit.trainer.current_epoch, self.start.state)
+
+    def open(self) -> None:
+        """Starts the round on the server's side, before the first batch."""
+        self.fit.synchronisation.start_round(self)
+        if process_group_of(self._trainer).rank == 0:
+            for client, reason in self._loader.failed.items():
+                self._server.fail(client, reason)
+        prepare_batch_norm(self.fit, self.local, self._loader.visits)
+        for callback in self._server_callbacks:
+            callback.on_server_round_start(self._trainer, self._module)
+        self._attributes = note_attributes(self._module)
+
+    # 2. Visits
 
     def start_visits(self, group: Sequence[PlannedVisit]) -> None:
-        """Makes the module the client's, or all the clients' of those who train at once: before their first batch."""
+        """Starts a visit, or several that train at once, before their first batch."""
         self.group = group
+        self.fit.synchronisation.start_visit(group[0])
         if len(group) == 1:
             self.start_visit(group[0])
+        else:
+            assert self.fit.executor is not None
+            self.fit.executor.start(self, group)
+
+    def start_visit(self, planned: PlannedVisit) -> None:
+        """Makes the module a client's model, by way of the server."""
+        client, request = planned.visit.client, self.request(planned)
+        if planned.fault is not None:  # it is sent nothing
             return
-        assert self._stack is not None
-        for planned in group:
-            if planned.fault is None:
-                self.start_visit(planned)
-                self._memories[planned.position] = self.local.memory
-                self.visit = None
-            self._stack.take()  # of who failed already there is a row too, on which nothing is trained
-        self._stack.enter(self._trainer.optimizers)
-
-    def end_batch(self, batches_left: int) -> None:
-        """Notes what those of the group have trained who are done before the others."""
-        if self._stack is None or not self._stack.is_entered:
+        try:
+            broadcast = self.send(client, request)
+            self.unpack(client, broadcast)
+        except ClientFault as error:
+            planned.fail(str(error), error)
             return
-        self._stack.check_step()
-        if not batches_left:
-            return
-        done = self.group[0].num_batches - batches_left
-        for row, planned in enumerate(self.group):
-            if planned.num_batches == done:
-                self._stack.end(row)
+        self._broadcasts[planned.place] = broadcast
+        self.load(client, request, broadcast)
 
-    def end_visits(self, group: Sequence[PlannedVisit]) -> None:
-        """Sends the clients' answers: after their last batch."""
-        if self._stack is not None:
-            self._stack.leave()
-        for row, planned in enumerate(group):
-            memory = self._memories.pop(planned.position, None)
-            if memory is not None:
-                assert self._stack is not None
-                self.visit, self.local.memory = planned, memory
-                self._stack.put(row)
-            self.end_visit(planned)
-        if self._stack is not None:
-            self._stack.clear()
-        self.group, self._memories, self._broadcasts = (), {}, {}
-
-    # The client's half: its request, its visit, its answer
-
-    def ask(self, planned: PlannedVisit) -> Request:
-        """What the client asks for before its visit, which begins; it has a ``fault`` if it cannot even ask."""
+    def request(self, planned: PlannedVisit) -> Request:
+        """Begins a visit: makes the request of its client, which may turn out to have a ``fault``."""
         self.visit = planned
         client = planned.visit.client
         self.local.recall(client)
         request = Request(client)
         for callback in self._callbacks:
             callback.on_client_request(self._trainer, self._module, client, request)
-        whole = sorted(request.rows.keys() - self.local.sliced.keys())
-        if whole and planned.fault is None:
+        unsliced = sorted(request.rows.keys() - self.local.sliced.keys())
+        if unsliced and planned.fault is None:
             raise MisconfigurationException(
-                f"A callback asks for rows of {whole}, which travel as a whole: name them in its `sliced_entries`."
+                f"A callback asks for rows of {unsliced}, which travel as a whole: name them in its `sliced_entries`."
             )
         return request
 
-    def start_visit(self, planned: PlannedVisit) -> None:
-        """Makes the module the client's: before its first batch."""
-        client, request = planned.visit.client, self.ask(planned)
-        if planned.fault is not None:  # it is sent nothing
-            return
-        try:
-            broadcast = self._broadcasts[planned.position] = self.send(client, request)
-            for callback in self._callbacks:
-                callback.on_client_receive(self._trainer, self._module, client, broadcast)
-        except ClientFault as error:
-            planned.fail(str(error), error)
-            return
+    def send(self, client: Client, request: Request | None = None) -> Broadcast:
+        """Makes the server's message for a client, as callbacks change it before it is sent."""
+        broadcast = self._server.prepare(client, request)
+        for callback in self._server_callbacks:
+            callback.on_server_send(self._trainer, self._module, client, broadcast)
+        self._server.sent(client, broadcast)
+        return broadcast
+
+    def unpack(self, client: Client, broadcast: Broadcast) -> None:
+        """Has callbacks unpack the message on the client's side."""
+        for callback in self._callbacks:
+            callback.on_client_receive(self._trainer, self._module, client, broadcast)
+
+    def load(self, client: Client, request: Request, broadcast: Broadcast) -> None:
+        """Makes the module the client's model, and its optimizers fresh or those that the client has kept."""
         self.local.load_client(client, broadcast.state)
-        keeps = self.optimizers.mode == "keep"
-        held = [(self.local.sliced[name], rows) for name, rows in request.rows.items()]
-        self.optimizers.start_visit(self.local.kept_optimizer_state(client) if keeps else None, held)
+        kept = self.local.kept_optimizer_state(client) if self.fit.optimizer_state == "keep" else None
+        rows = [(self.local.sliced[name], rows) for name, rows in request.rows.items()]
+        self.start.optimizers.start_visit(kept, rows)
         self._module.zero_grad()
         for callback in self._callbacks:
             callback.on_client_start(self._trainer, self._module, client, broadcast)
 
-    def end_visit(self, planned: PlannedVisit) -> None:
-        """Sends the client's answer: after its last batch. What a client keeps is kept only if its answer was good."""
-        if planned.fault is not None:
-            self._server.fail(planned.visit.client, planned.fault)
-        else:
-            self._answer(planned)
-        self.leave()
+    def train_step(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the module's training step on a client's batch; a client that fails at it is left out of the round.
 
-    def prepare(self, batch: Any) -> Any:
-        """The batch as the training step gets it."""
-        assert self.visit is not None
+        Args:
+            training_step: The module's own.
+            args: Its arguments, of which the first is the batch.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What the step returns; ``None``, with which Lightning skips the batch, where there is nothing to train.
+
+        """
+        if len(self.group) > 1:
+            assert self.fit.executor is not None
+            assert self._loader.numbers is not None
+            loss = self.fit.executor.step(self.group, training_step, args[0], args[1:], self._loader.numbers)
+            return self._skip_batch() if loss is None else loss
+        (planned,) = self.group
+        if planned.fault is not None:  # it failed before its first batch
+            return self._skip_batch()
+        try:
+            if args:
+                args = (self._prepare_batch(planned.visit.client, args[0]), *args[1:])
+        except ClientFault as error:
+            planned.fail(str(error), error)
+            return self._skip_batch()
+        try:
+            return training_step(*args, **kwargs)
+        except Exception as error:
+            fault = client_fault(error, planned)
+            # With manual optimization a step that broke off may have left anything undone.
+            if fault is None or not self._module.automatic_optimization:
+                raise
+            planned.fail(fault, error)
+            return self._skip_batch()
+
+    def _prepare_batch(self, client: Client, batch: Any) -> Any:
         for callback in self._callbacks:
-            batch = callback.on_client_batch(self._trainer, self._module, self.visit.visit.client, batch)
+            batch = callback.on_client_batch(self._trainer, self._module, client, batch)
         return batch
 
-    # The server's half: what is sent, what comes back, what comes of the round
+    def _skip_batch(self) -> None:
+        self.fit.ignore_warning("`training_step` returned `None`")
 
-    def send(self, client: Client, request: Request | None = None) -> Broadcast:
-        """The message for a client, as callbacks change it on its way."""
+    def end_batch(self, batches_left: int) -> None:
+        """Follows a batch; ``batches_left`` are the group's that are still to come."""
+        self.fit.synchronisation.end_batch()
+        if len(self.group) > 1:
+            assert self.fit.executor is not None
+            self.fit.executor.end_batch(self.group, batches_left)
 
-        def shape(broadcast: Broadcast) -> None:
-            for callback in self._callbacks:
-                callback.on_server_send(self._trainer, self._module, client, broadcast)
+    def end_visits(self, group: Sequence[PlannedVisit]) -> None:
+        """Ends a visit, or those that trained at once, after their last batch, also where they have never started."""
+        if len(group) == 1:
+            self.end_visit(group[0])
+        else:
+            assert self.fit.executor is not None
+            self.fit.executor.end(self, group)
+        self.group, self._memories, self._broadcasts = (), {}, {}
+        self.fit.synchronisation.end_visit(group[0])
 
-        return self._server.send(client, shape, request)
-
-    def receive(self, update: ClientUpdate) -> bool:
-        """Takes a client's answer, as callbacks unpack it; whether it was good."""
-
-        def unpack(update: ClientUpdate) -> None:
-            for callback in self._callbacks:
-                callback.on_server_receive(self._trainer, self._module, update)
-
-        return self._server.receive(update, unpack)
-
-    def close(self) -> bool:
-        """Aggregates and makes the module the global model: after the last visit. Whether anything came of it."""
-        state = self._server.finish_round()
-        has_come = state is not None
-        if state is not None:
-            form = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
-            for callback in self._callbacks:
-                callback.on_server_aggregate(self._trainer, self._module, state)
-            if any(is_overridden("on_server_aggregate", callback, FederatedCallback) for callback in self._callbacks):
-                fault = find_fault(state, form)
-                if fault is not None:
-                    _log.error("The aggregate is not used after `on_server_aggregate`: %s.", fault)
-                    self._server.abandon_round()
-                    has_come = False
-        after = state if state is not None and has_come else self.before
-        self.is_new = after is not self.before
-        self.local.load_global(after)
-        self.optimizers.end_round()
-        return has_come
-
-    def abandon(self) -> None:
-        """Makes the module the global model that the round found."""
-        if self._stack is not None:
-            self._stack.leave()
-            self._stack.clear()
+    def end_visit(self, planned: PlannedVisit) -> None:
+        """Brings a client's update to the server; what a client keeps is kept only if its update was good."""
+        if planned.fault is not None:
+            self._server.fail(planned.visit.client, planned.fault)
+        elif self.receive(self.answer(planned)):
+            self.keep(planned)
         self.leave()
-        for planned in self.group:  # of those who train at once the others
-            if self._memories.pop(planned.position, None) is not None:
-                self.visit = planned
-                self.leave()
-        self.local.load_global(self.before)
-        self.optimizers.start_visit()
-        self._server.abandon_round()
 
-    def patch(self, checkpoint: dict[str, Any]) -> None:
-        """Puts the global model that the round found into a checkpoint taken meanwhile, for a client's."""
-        state = {**self.before, **self.local.server_entries}
-        saved = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, torch.Tensor)}
-        firsts = tied_names(saved)
-        checkpoint["state_dict"] |= {name: state[first].clone() for name, first in firsts.items() if first in state}
-        if "optimizer_states" not in checkpoint:
-            return
-        checkpoint["optimizer_states"], schedulers, scaler = self.optimizers.checkpoint()
-        if scaler:
-            checkpoint[type(self._trainer.precision_plugin).__qualname__] = scaler
-        for place, scheduler in zip(self._stepwise, schedulers, strict=True):
-            checkpoint["lr_schedulers"][place] = scheduler
-        for place, scheduler in self._epochwise.items():  # they have stepped when callbacks see the last batch
-            checkpoint["lr_schedulers"][place] = copy.deepcopy(scheduler)
-
-    def _answer(self, planned: PlannedVisit) -> None:
-        client, num_samples = planned.visit.client, planned.num_samples
-        update = self.local.answer(client, num_samples)
+    def answer(self, planned: PlannedVisit) -> ClientUpdate:
+        """Makes the client's update, as callbacks change it before it is sent."""
+        client = planned.visit.client
+        update = self.local.answer(client, planned.num_samples)
         for callback in self._callbacks:
             callback.on_client_end(self._trainer, self._module, client, update)
         distance = self.local.distance(update, self._broadcasts[planned.position])
         if distance is not None and not self._server.aggregator.resizes:  # models of other shapes have no distance
             update.metrics["update_norm"] = distance
-        if self.receive(update):
-            self.local.keep(client, planned.visit.round, self.optimizers.end_visit(num_samples, planned.position))
+        return update
+
+    def receive(self, update: ClientUpdate) -> bool:
+        """Counts, unpacks and checks an update, and has it aggregated; returns whether it was good."""
+        if not self._server.count(update):
+            return False
+        for callback in self._server_callbacks:
+            callback.on_server_receive(self._trainer, self._module, update)
+        return self._server.accept(update)
+
+    def keep(self, planned: PlannedVisit) -> None:
+        """Keeps what is the client's own until its next visit."""
+        optimizer_state = self.start.optimizers.end_visit(planned.num_samples, planned.place)
+        self.local.keep(planned.visit.client, planned.visit.round, optimizer_state)
 
     def leave(self) -> None:
         """Ends the visit that is under way, whatever came of it."""
@@ -275,14 +261,99 @@ class Round:
             callback.on_client_visit_end(self._trainer, self._module, self.visit.visit.client)
         self.visit = None
 
+    def suspend_visit(self) -> None:
+        """Puts the visit that is under way aside, so that another one can start."""
+        assert self.visit is not None
+        self._memories[self.visit.place] = self.local.memory
+        self.visit = None
 
-def federated_callbacks(trainer: L.Trainer) -> list[FederatedCallback]:
-    """The Trainer's callbacks that take part in the federation, in their order."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback for callback in callbacks if isinstance(callback, FederatedCallback)]
+    def resume_visit(self, planned: PlannedVisit) -> bool:
+        """Goes on with a visit that was suspended; returns whether it was."""
+        memory = self._memories.pop(planned.place, None)
+        if memory is None:
+            return False
+        self.visit, self.local.memory = planned, memory
+        return True
 
+    # 3. Close
 
-def tell_of_model(trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-    """Tells callbacks whose model the module has become outside of visits; ``None`` for the global model."""
-    for callback in federated_callbacks(trainer):
-        callback.on_model_loaded(trainer, module, client)
+    def close(self) -> bool:
+        """Ends the round after its last visit; returns whether the rule had what it needed, and its result is used."""
+        warn_of_carried(self._module, self._attributes, self._server.report.round)
+        self.fit.synchronisation.join(self)
+        if self.fit.remote is not None:
+            self.fit.remote.exchange(self)
+        seed_everything(self.fit.schedule.end_seed(self._server.report.round))
+        state = self.aggregate()
+        is_new = state is not None and state is not self.start.state
+        self.load_global(state if state is not None else self.start.state)
+        self.fit.synchronisation.check_state(self)
+        if is_new:
+            self.measure_batch_norm()
+        self.log(has_aggregate=state is not None)
+        self.fit.synchronisation.end_round()
+        self._end(is_new)
+        return state is not None
+
+    def aggregate(self) -> State | None:
+        """Makes the new global values of the shared entries, as callbacks change them; ``None`` if there are none."""
+        state = self._server.finish_round()
+        if state is None:
+            return None
+        form = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
+        for callback in self._server_callbacks:
+            callback.on_server_aggregate(self._trainer, self._module, state)
+        if any(
+            is_overridden("on_server_aggregate", callback, FederatedCallback) for callback in self._server_callbacks
+        ):
+            fault = find_fault(state, form)
+            if fault is not None:
+                _log.error("The aggregate is not used after `on_server_aggregate`: %s.", fault)
+                self._server.abandon_round()
+                return None
+        return state
+
+    def load_global(self, state: State) -> None:
+        """Makes the module the global model, and its optimizers those of no client."""
+        self.local.load_global(state)
+        self.start.optimizers.end_round()
+
+    def measure_batch_norm(self) -> None:
+        """Has clients measure BatchNorm's running statistics with the new global model, where that is asked for."""
+        if self.fit.batch_norm == "recalibrate":
+            with seeded_generators():  # every process measures its share
+                recalibrate(self.fit, self.local)
+
+    def log(self, has_aggregate: bool) -> None:
+        """Logs the round."""
+        if not self.fit.has_server:
+            return
+        metrics = self._server.aggregator.metrics() if has_aggregate else {}
+        self.fit.round_log.end_round(
+            self._trainer,
+            self._server.report,
+            self.cohort,
+            self.start.state,
+            self.local.entries,
+            self.local.parameters,
+            metrics,
+        )
+
+    def _end(self, is_new: bool) -> None:
+        self.fit.round = None
+        for callback in self._server_callbacks:
+            callback.on_server_round_end(self._trainer, self._module, is_new)
+
+    # At any time
+
+    def abandon(self) -> None:
+        """Gives the round up: the module is the global model again that the round found."""
+        if self.fit.executor is not None:
+            self.fit.executor.abandon()
+        self.leave()
+        for planned in self.group:
+            if self.resume_visit(planned):
+                self.leave()
+        self.start.restore()
+        self._server.abandon_round()
+        self._end(is_new=False)

@@ -1,4 +1,4 @@
-"""What is logged of a round: who took part, what travelled, how far the models moved."""
+"""Log of the rounds: who took part, what travelled, how far the models moved."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from lightning_fed.messages import State
 from lightning_fed.model.entries import norm
 from lightning_fed.rounds.client_evaluation import ClientResults
+from lightning_fed.rounds.lightning_internals import show_metrics
 from lightning_fed.server.schedule import Cohort
 from lightning_fed.server.server import RoundReport
 
@@ -20,8 +21,7 @@ _MAX_CLIENTS_BY_NAME = 20
 class RoundLog:
     """Writes a round's numbers to the Trainer's loggers, and where callbacks look for what they monitor.
 
-    They go there directly: ``LightningModule.log`` keeps every value in a list that Lightning walks at each batch,
-    which made the rounds of a small model slower. The round is the x-axis.
+    The round is the x-axis.
 
     ========================== ==========================================================================
     ``fed/clients``            clients whose update was aggregated
@@ -60,16 +60,9 @@ class RoundLog:
         self.total_up_bytes, self.total_down_bytes = state["up_bytes"], state["down_bytes"]
         self._last = dict(state["last"])
 
-    def put_axis(self, module: L.LightningModule, round: int) -> None:
-        """Makes the round the x-axis of what the module logs in this loop: Lightning takes it from a value ``step``."""
-        if not module.trainer.barebones:  # logs nothing, and would say so
-            module.log("step", float(round), on_step=False, on_epoch=True, batch_size=1, add_dataloader_idx=False)
-
     def show(self, trainer: L.Trainer) -> None:
         """Puts the last round's numbers where callbacks look for what they monitor."""
-        values = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._last.items()}
-        trainer.callback_metrics.update(values)
-        trainer.logged_metrics.update(values)
+        show_metrics(trainer, {name: torch.tensor(value, dtype=torch.float64) for name, value in self._last.items()})
 
     def end_round(
         self,
@@ -84,13 +77,13 @@ class RoundLog:
         """Logs a round.
 
         Args:
-            trainer: Where to log.
-            report: What happened.
-            cohort: Who was chosen.
+            trainer: The Trainer.
+            report: The round's report.
+            cohort: The round's clients.
             before: The global model that the round started from.
             after: The one that it ended with.
             parameters: Names of the entries that are trained.
-            measured: What the aggregator reports.
+            measured: The aggregator's metrics.
 
         """
         self.total_up_bytes += report.up_bytes

@@ -1,13 +1,11 @@
-"""Putting the round's loader in place of a user's ``train_dataloader``, and what a Trainer must not do meanwhile."""
+"""Checks of a Trainer: what cannot be right in a round is refused, with what to do instead."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import lightning as L
-import lightning.pytorch.callbacks as callbacks
+import lightning.pytorch.callbacks as lightning_callbacks
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -16,9 +14,9 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
+from lightning_fed.rounds.lightning_internals import callbacks_of, datamodule_of, is_overridden
+from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.server.schedule import Schedule
 
 _REFUSED: dict[type[L.Callback], str] = {
@@ -30,66 +28,10 @@ _REFUSED: dict[type[L.Callback], str] = {
     GradientAccumulationScheduler: "its windows would straddle two clients: use a larger batch size",
 }
 _AVERAGE_STEPS = [  # new in Lightning 2.6; a subclass of the user's may well average rounds
-    getattr(callbacks, name) for name in ("WeightAveraging", "EMAWeightAveraging") if hasattr(callbacks, name)
+    getattr(lightning_callbacks, name)
+    for name in ("WeightAveraging", "EMAWeightAveraging")
+    if hasattr(lightning_callbacks, name)
 ]
-
-
-class OverriddenMethod:
-    """A method of a user's object, replaced on the instance until :meth:`give_back`.
-
-    A copy of the owner that is made meanwhile (``copy.deepcopy(module)``) has its own method.
-
-    Args:
-        owner: The object.
-        name: The method's name.
-        replacement: Called instead of it.
-
-    Attributes:
-        original: The method that was replaced.
-
-    """
-
-    def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        self.owner = owner
-        self.name = name
-        self.replacement = replacement
-        self.original: Callable[..., Any] = getattr(owner, name)
-        self.__wrapped__ = self.original  # where Lightning looks whether a hook is overridden
-        self._was_on_instance = name in vars(owner)
-        setattr(owner, name, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the replacement."""
-        return self.replacement(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
-        return getattr, (self.owner, self.name)  # of the owner's copy
-
-    def give_back(self) -> None:
-        """Puts the original back."""
-        if self._was_on_instance:
-            setattr(self.owner, self.name, self.original)
-        else:
-            delattr(self.owner, self.name)
-
-
-class IgnoredWarning:
-    """A warning that comes on purpose and says nothing to the user, ignored until :meth:`give_back`.
-
-    Args:
-        message: How it begins, a regular expression.
-
-    """
-
-    def __init__(self, message: str) -> None:
-        warnings.filterwarnings("ignore", message)
-        self._filter = warnings.filters[0]
-
-    def give_back(self) -> None:
-        """Lets it be shown again; other filters that were added meanwhile stay."""
-        filters: list[Any] = warnings.filters  # type: ignore[assignment] # a list, which the types do not say
-        if self._filter in filters:
-            filters.remove(self._filter)
 
 
 def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.LightningDataModule | L.LightningModule:
@@ -99,7 +41,7 @@ def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.Lightn
         MisconfigurationException: If there is none, because the loaders were handed to ``fit``.
 
     """
-    datamodule: L.LightningDataModule | None = getattr(trainer, "datamodule", None)
+    datamodule: L.LightningDataModule | None = datamodule_of(trainer)
     if datamodule is not None and is_overridden("train_dataloader", datamodule):
         return datamodule
     if is_overridden("train_dataloader", module):
@@ -112,18 +54,12 @@ def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.Lightn
     )
 
 
-def process_group_of(trainer: L.Trainer) -> ProcessGroup:
-    """The processes that train the federation's clients: those of a strategy that shares clients out, or this alone."""
-    ranks: ProcessGroup = getattr(trainer.strategy, "ranks", SINGLE_PROCESS)
-    return ranks
-
-
 def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.Callback]) -> None:
-    """Adds those callbacks of whose kind the Trainer has none, right behind ``callback``."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for each in needed:
-        if not any(isinstance(other, type(each)) for other in callbacks):
-            callbacks.insert(callbacks.index(callback) + 1, each)
+    """Adds the callbacks of whose kind the Trainer has none, right behind ``callback``."""
+    callbacks = callbacks_of(trainer)
+    for addition in needed:
+        if not any(isinstance(present, type(addition)) for present in callbacks):
+            callbacks.insert(callbacks.index(callback) + 1, addition)
 
 
 def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) -> None:
@@ -138,8 +74,8 @@ def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) 
         MisconfigurationException: If there are more of its kind.
 
     """
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    if sum(isinstance(other, kind) for other in callbacks) > 1:
+    callbacks = callbacks_of(trainer)
+    if sum(isinstance(present, kind) for present in callbacks) > 1:
         raise MisconfigurationException(f"Expected one `{kind.__name__}` callback, but the Trainer has more.")
     callbacks.remove(callback)
     callbacks.insert(0, callback)
@@ -185,7 +121,7 @@ def check_trainer(trainer: L.Trainer, local_steps: int | None, stragglers: float
             f"`accumulate_grad_batches={window}` would let a window straddle two clients: set `local_steps` to a"
             f" multiple of {window} (without stragglers), or use a {window} times larger batch size instead."
         )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in callbacks_of(trainer):
         for refused, reason in _REFUSED.items():
             if isinstance(callback, refused):
                 raise MisconfigurationException(f"`{type(callback).__name__}` does not work in a federation: {reason}.")
@@ -222,7 +158,7 @@ def check_min_clients(min_clients: int, schedule: Schedule, chosen: int, partial
 
     Args:
         min_clients: Least number of good updates that changes the global model.
-        schedule: Who takes part.
+        schedule: Draws the cohorts.
         chosen: Number of clients in a round.
         partial_work: Whether stragglers are left out.
 

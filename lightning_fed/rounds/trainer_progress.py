@@ -1,11 +1,12 @@
-"""What a checkpoint says of Lightning's progress, where one epoch is one round."""
+"""Lightning's progress in checkpoints, where one epoch is one round."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import lightning as L
+
+from lightning_fed.rounds.lightning_internals import complete_epoch, fit_progress, restart_epoch
 
 
 class RoundProgress:
@@ -20,22 +21,12 @@ class RoundProgress:
         self._is_before_validation = False
 
     def start_round(self, trainer: L.Trainer) -> None:
-        """Notes where Lightning stands, before the round's first batch."""
-        self._start = trainer.global_step, trainer.fit_loop.state_dict()
+        """Notes Lightning's progress before the round's first batch."""
+        self._start = trainer.global_step, fit_progress(trainer)
 
     def steps(self, trainer: L.Trainer) -> int:
         """Optimizer steps since the round's first batch."""
         return 0 if self._start is None else trainer.global_step - self._start[0]
-
-    def add_steps(self, trainer: L.Trainer, count: int) -> None:
-        """Counts steps that other processes have done: Lightning's callbacks go by ``global_step`` in all of them."""
-        loop = trainer.fit_loop.epoch_loop  # there is no public way to count; these are what checkpoints hold
-        for steps in (
-            loop.automatic_optimization.optim_progress.optimizer.step.total,
-            loop.manual_optimization.optim_step_progress.total,
-        ):
-            steps.ready += count
-            steps.completed += count
 
     def end_round(self) -> None:
         """The round is complete; the epoch is not."""
@@ -51,17 +42,7 @@ class RoundProgress:
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
         """Corrects a checkpoint."""
-        loops = checkpoint["loops"]
         if self._start is not None:
-            checkpoint["global_step"], progress = self._start
-            loops["fit_loop"] = copy.deepcopy(progress)
-            if loops["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == 0:
-                _advance(loops["fit_loop"]["epoch_loop.batch_progress"], "ready")  # the first batch is on its way
+            restart_epoch(checkpoint, *self._start)
         elif self._is_before_validation:
-            _advance(loops["fit_loop"]["epoch_loop.batch_progress"], "completed")
-            _advance(loops["fit_loop"]["epoch_progress"], "processed")
-
-
-def _advance(progress: dict[str, Any], stage: str) -> None:
-    for part in ("total", "current"):
-        progress[part][stage] += 1
+            complete_epoch(checkpoint)

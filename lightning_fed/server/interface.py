@@ -1,10 +1,10 @@
-"""Where a round's messages go, and what is written down of them."""
+"""Interface of the server, and the report of a round."""
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class RoundReport:
-    """What happened in a round.
+    """Report of a round.
 
     Args:
         round: Index of the round, from 0.
@@ -39,39 +39,42 @@ class RoundReport:
     down_bytes: int = 0
 
     @classmethod
-    def joined(cls, parts: Sequence[RoundReport], places: Mapping[Client, int]) -> RoundReport:
-        """The report of a round that several processes shared.
+    def joined(cls, parts: Sequence[RoundReport], positions: Mapping[Client, int]) -> RoundReport:
+        """Joins the reports of several processes that shared a round.
 
         Args:
             parts: Their reports.
-            places: Client to its place in the cohort: the order in which one process would report.
+            positions: Position of every client in the cohort: the order in which one process would report.
 
         Example:
-            >>> one, other = RoundReport(0, {"b": 3}, up_bytes=8), RoundReport(0, {"a": 1}, {"c": "lost"}, up_bytes=4)
-            >>> joined = RoundReport.joined([one, other], {"a": 0, "b": 1, "c": 2})
+            >>> parts = RoundReport(0, {"b": 3}, up_bytes=8), RoundReport(0, {"a": 1}, {"c": "lost"}, up_bytes=4)
+            >>> joined = RoundReport.joined(parts, {"a": 0, "b": 1, "c": 2})
             >>> joined.received, joined.failed, joined.up_bytes
             ({'a': 1, 'b': 3}, {'c': 'lost'}, 12)
 
         """
-        whole = cls(parts[0].round)
+        report = cls(parts[0].round)
         for name in ("received", "failed", "metrics"):
             joint = {client: value for part in parts for client, value in getattr(part, name).items()}
-            ordered = sorted(joint, key=lambda client: places.get(client, len(places)))
-            setattr(whole, name, {client: joint[client] for client in ordered})
-        whole.up_bytes = sum(part.up_bytes for part in parts)
-        whole.down_bytes = sum(part.down_bytes for part in parts)
-        return whole
+            ordered = sorted(joint, key=lambda client: positions.get(client, len(positions)))
+            setattr(report, name, {client: joint[client] for client in ordered})
+        report.up_bytes = sum(part.up_bytes for part in parts)
+        report.down_bytes = sum(part.down_bytes for part in parts)
+        return report
 
 
 class ServerInterface(ABC):
-    """Where the messages of a round's visits go: the server, or, on a client's machine, the way to it.
+    """Interface of the server as a round sees it: the server itself, or, on a client's machine, a connection to it.
+
+    For every client of a round: :meth:`prepare`, :meth:`sent`, :meth:`count`, :meth:`accept`; then
+    :meth:`finish_round`. In between the caller may change what is on its way.
 
     Args:
         aggregator: The server's rule; on a client's machine it says what the method is, and aggregates nothing.
         min_clients: Least number of good updates that changes the global model.
 
     Attributes:
-        report: What happened in the round.
+        report: Report of the round that is under way, or was last.
         state_before: The aggregator's state when the round began.
 
     Raises:
@@ -90,38 +93,49 @@ class ServerInterface(ABC):
         """Starts a round from the shared entries of the global model."""
 
     @abstractmethod
-    def send(
-        self,
-        client: Client,
-        shape: Callable[[Broadcast], None] | None = None,
-        request: Request | None = None,
-    ) -> Broadcast:
-        """The message for one client; ``shape`` is called where the server makes it."""
+    def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
+        """Makes the message for a client, which may be changed before it is sent.
+
+        Args:
+            client: The client's key.
+            request: The client's request: rows that it wants of some entries, instead of all, and extras of the method.
+
+        """
+
+    def sent(self, client: Client, broadcast: Broadcast) -> None:
+        """Counts a message that goes to a client, as it is now."""
+        self.report.down_bytes += broadcast.nbytes
 
     @abstractmethod
-    def receive(self, update: ClientUpdate, unpack: Callable[[ClientUpdate], None] | None = None) -> bool:
-        """Takes the client's answer; whether it was good, as far as is known here."""
+    def count(self, update: ClientUpdate) -> bool:
+        """Counts an update as it has arrived.
+
+        Returns:
+            Whether it was asked for; if not, the client is left out.
+
+        """
+
+    @abstractmethod
+    def accept(self, update: ClientUpdate) -> bool:
+        """Checks an update that was counted, and aggregates it.
+
+        Returns:
+            Whether it was good, as far as is known here; if not, the client is left out.
+
+        """
 
     @abstractmethod
     def finish_round(self) -> State | None:
-        """The new global values of the shared entries; ``None`` where the model stays as it was."""
+        """Aggregates the round: the new global values of the shared entries, or ``None`` where there are none."""
 
     def end_visits(self) -> None:  # noqa: B027 - optional
-        """Waits for no more answers."""
+        """Marks clients that have not answered as failed."""
 
     def abandon_round(self) -> None:  # noqa: B027 - optional
-        """Takes everything back to where it was when the round began."""
+        """Restores the state that the aggregator had when the round began."""
 
     def fail(self, client: Client, reason: str) -> bool:
         """Leaves a client out of the round, by name and with the reason in the log; always ``False``."""
         self.report.failed[client] = reason
         _log.warning("Round %d: client %r is left out: %s.", self.report.round, client, reason)
         return False
-
-    def count_down(self, message: Broadcast) -> None:
-        """Counts a message that went down."""
-        self.report.down_bytes += message.nbytes
-
-    def count_up(self, message: ClientUpdate | Request) -> None:
-        """Counts a message that came up."""
-        self.report.up_bytes += message.nbytes

@@ -1,4 +1,4 @@
-"""The server half of a round: what aggregates the clients' updates, and the desk that checks and counts them.
+"""The server half of a round: the rule that aggregates updates, and the server that counts and checks them.
 
 Nothing here knows Lightning: feed it messages and it aggregates.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,14 +61,14 @@ class Aggregator(ABC):
 
     @abstractmethod
     def broadcast(self, client: Client) -> Broadcast:
-        """What ``client`` is sent. The tensors are only read by the caller."""
+        """Makes the message for a client. The tensors are only read by the caller."""
 
     def respond(self, request: Request) -> Broadcast:
-        """What a client is sent, in answer to what it says of itself; rows are the server's to cut out."""
+        """Makes the message for a client, in answer to its request; the server cuts out the rows."""
         return self.broadcast(request.client)
 
     def expected(self, broadcast: Broadcast) -> State:
-        """What the answer to a message must look like: names, shapes and dtypes; values do not matter."""
+        """Form of the answer to a message: names, shapes and dtypes; values do not matter."""
         return broadcast.state
 
     @abstractmethod
@@ -85,7 +85,7 @@ class Aggregator(ABC):
         """Joins what ``other`` has received in the same round."""
 
     def leave_out(self) -> dict[Client, str]:
-        """Whose updates turn out not to fit, now that all are there, and why; nothing of them is kept."""
+        """Clients whose updates turn out not to fit, now that all are there, and why; nothing of them is kept."""
         return {}
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Aggregator(ABC):
         """
 
     def plan(self, round: int) -> RoundPlan:
-        """What the rule asks of a round, before its cohort is drawn."""
+        """The rule's wishes for a round, before its cohort is drawn."""
         return RoundPlan()
 
     def required_callbacks(self) -> Sequence[Any]:
@@ -115,7 +115,7 @@ class Aggregator(ABC):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive from round to round (server momentum, prototypes): tensors and primitives.
+        """State that survives from round to round (server momentum, prototypes): tensors and primitives.
 
         Only :meth:`aggregate` changes it, and it puts new tensors in the place of old ones: a round that comes to
         nothing is taken back to what was returned at its start.
@@ -128,7 +128,7 @@ class Aggregator(ABC):
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What a rule that takes several rounds for one model asks of a round.
+    """Wishes for a round of a rule that takes several rounds for one model.
 
     Args:
         drawn: Index of the round whose cohort is visited again; ``None`` for a cohort of the round's own.
@@ -143,7 +143,7 @@ class RoundPlan:
 
 
 class Server(ServerInterface):
-    """One round after another: sends, checks what comes back, counts the bytes, aggregates.
+    """The server: prepares the broadcasts of a round, counts the bytes, checks the updates, aggregates.
 
     An update that does not fit the broadcast it answers (missing or unexpected entries, other shapes or dtypes, NaN or
     infinite values), or that the rule cannot use, is left out by name; the round goes on. With fewer than
@@ -165,11 +165,12 @@ class Server(ServerInterface):
         >>> from lightning_fed.algorithms import FedAvg
         >>> server = Server(FedAvg())
         >>> server.start_round(0, {"w": torch.tensor([1.0])})
-        >>> message = server.send("a")
-        >>> server.receive(ClientUpdate("a", 1, {"w": message.state["w"] + 1}))
+        >>> for client, value in (("a", 2.0), ("b", float("nan"))):
+        ...     server.sent(client, server.prepare(client))
+        ...     update = ClientUpdate(client, 1, {"w": torch.tensor([value])})
+        ...     print(server.count(update) and server.accept(update))
         True
-        >>> server.send("b").nbytes, server.receive(ClientUpdate("b", 1, {"w": torch.tensor([float("nan")])}))
-        (4, False)
+        False
         >>> server.finish_round(), server.report.failed
         ({'w': tensor([2.])}, {'b': "entry 'w' has NaN or infinite values"})
 
@@ -188,55 +189,36 @@ class Server(ServerInterface):
         self._rows.clear()
         self.aggregator.start_round(round, state)
 
-    def send(
-        self,
-        client: Client,
-        shape: Callable[[Broadcast], None] | None = None,
-        request: Request | None = None,
-    ) -> Broadcast:
-        """The message for one client.
+    def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
+        """Makes the message for a client, and notes what an answer to it must look like.
 
         Args:
             client: The client's key.
-            shape: Called with the message before it is counted; may change what this client is sent.
-            request: What the client says: rows that it wants of some entries, instead of all, and extras of the method.
+            request: The client's request, which is counted.
 
         Raises:
             ValueError: If the rule cannot do with rows, or the request does not fit the model.
 
         """
         request = Request(client) if request is None else request
-        self.count_up(request)
+        self.report.up_bytes += request.nbytes
         broadcast = self.aggregator.respond(request)
         if request.rows:
             self._slice(broadcast, request)
         self._rows[client] = dict(broadcast.rows)
         expected = self.aggregator.expected(broadcast)
         self._expected[client] = {name: torch.empty_like(value, device="meta") for name, value in expected.items()}
-        if shape is not None:
-            shape(broadcast)
-        self.count_down(broadcast)
         return broadcast
 
-    def receive(self, update: ClientUpdate, unpack: Callable[[ClientUpdate], None] | None = None) -> bool:
-        """Checks an update and hands it to the aggregator.
-
-        Args:
-            update: The client's answer to its broadcast.
-            unpack: Called with the message after it is counted and before it is checked (decompression, say).
-
-        Returns:
-            Whether the update was good.
-
-        """
-        self.count_up(update)
-        expected = self._expected.pop(update.client, None)
+    def count(self, update: ClientUpdate) -> bool:
+        """Counts an update as it has arrived; its rows are those that the client was sent."""
+        self.report.up_bytes += update.nbytes
         update.rows = self._rows.pop(update.client, {})
-        if expected is None:
-            return self.fail(update.client, "it sent an update that was not asked for")
-        if unpack is not None:
-            unpack(update)
-        fault = find_fault(update.state, expected) or find_non_finite(update.extras)
+        return update.client in self._expected or self.fail(update.client, "it sent an update that was not asked for")
+
+    def accept(self, update: ClientUpdate) -> bool:
+        """Checks an update that was counted, and hands it to the aggregator."""
+        fault = find_fault(update.state, self._expected.pop(update.client)) or find_non_finite(update.extras)
         if fault is None and update.num_samples < 1:
             fault = f"it reports {update.num_samples} examples"
         if fault is not None:
@@ -255,12 +237,12 @@ class Server(ServerInterface):
         return super().fail(client, reason)
 
     def end_visits(self) -> None:
-        """Waits for no more answers."""
+        """Marks clients that have not answered as failed."""
         for client in list(self._expected):
             self.fail(client, "it never answered")
 
     def finish_round(self) -> State | None:
-        """The new global values of the shared entries, or ``None`` where the global model stays as it was."""
+        """Aggregates the round; ``None`` where the global model stays as it was."""
         self.end_visits()
         for client, reason in self.aggregator.leave_out().items():
             self.report.received.pop(client, None)
@@ -284,11 +266,11 @@ class Server(ServerInterface):
         return state
 
     def abandon_round(self) -> None:
-        """Takes the aggregator back to where it was when the round began."""
+        """Restores the state that the aggregator had when the round began."""
         self.aggregator.load_state_dict(self.state_before)
 
     def _slice(self, broadcast: Broadcast, request: Request) -> None:
-        """Leaves the rows that the client asked for."""
+        """Replaces entries of a message by the rows that the client asked for."""
         if not self.aggregator.takes_rows:
             raise ValueError(
                 f"Expected a rule that can do with some rows of {sorted(request.rows)}, but"

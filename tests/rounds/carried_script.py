@@ -1,6 +1,6 @@
 """Two processes that share clients whose visits leave something in attributes: run by `test_carried.py`.
 
-`python -m tests.callbacks.carried_script FOLDER` trains; `<folder>/<rank>.txt` has what each process has logged.
+`python -m tests.rounds.carried_script FOLDER` trains; `<folder>/<rank>.txt` has what each process has logged.
 """
 
 import logging

@@ -216,7 +216,7 @@ def test_on_flower_each_is_named_once_as_well(tmp_path, caplog):
 
 @pytest.mark.slow
 def test_each_of_several_processes_names_what_its_visits_leave(tmp_path):
-    command = [sys.executable, "-m", "tests.callbacks.carried_script", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.rounds.carried_script", str(tmp_path)]
     subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=280, capture_output=True)
     for rank in range(2):
         (message,) = (tmp_path / f"{rank}.txt").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The server's desk: sends, checks, counts, aggregates. What can be wrong with an update is in `test_faults.py`."""
+"""The server: prepares, counts, checks, aggregates. What can be wrong with an update is in `test_faults.py`."""
 
 import pytest
 import torch
@@ -22,16 +22,34 @@ def server():
     return server
 
 
+def send(server, client, shape=None, request=None):
+    """As a round sends a message: callbacks may change it before it is counted."""
+    broadcast = server.prepare(client, request)
+    if shape is not None:
+        shape(broadcast)
+    server.sent(client, broadcast)
+    return broadcast
+
+
+def receive(server, update, unpack=None):
+    """As a round receives an update: callbacks may change it after it is counted and before it is checked."""
+    if not server.count(update):
+        return False
+    if unpack is not None:
+        unpack(update)
+    return server.accept(update)
+
+
 def answer(client, value, samples=1, **extras):
     return ClientUpdate(client, samples, state(value), extras=extras)
 
 
 def test_a_round(server):
-    messages = [server.send(client) for client in ("a", "b")]
+    messages = [send(server, client) for client in ("a", "b")]
     assert [message.round for message in messages] == [5, 5]
     assert all(torch.equal(message.state["w"], torch.ones(2)) for message in messages)
-    assert server.receive(answer("b", 3.0, samples=3))
-    assert server.receive(answer("a", 0.0, samples=1))
+    assert receive(server, answer("b", 3.0, samples=3))
+    assert receive(server, answer("a", 0.0, samples=1))
     aggregate = server.finish_round()
     assert aggregate["w"].tolist() == [2.25, 2.25]
     assert aggregate["steps"].dtype == torch.int64
@@ -45,9 +63,9 @@ def test_the_order_of_answers_does_not_matter(server):
     for order in ("abc", "cab"):
         server.start_round(0, state())
         for client in "abc":
-            server.send(client)
+            send(server, client)
         for client in order:
-            server.receive(answer(client, {"a": 0.1, "b": 0.7, "c": -3.3}[client], {"a": 5, "b": 1, "c": 2}[client]))
+            receive(server, answer(client, {"a": 0.1, "b": 0.7, "c": -3.3}[client], {"a": 5, "b": 1, "c": 2}[client]))
         results.append(server.finish_round())
     assert torch.equal(results[0]["w"], results[1]["w"])
 
@@ -58,28 +76,28 @@ def test_bytes_are_those_of_the_messages(server):
     def shape(broadcast):
         broadcast.extras["classes"] = torch.zeros(10, dtype=torch.int64)
 
-    server.send("a")
+    send(server, "a")
     assert server.report.down_bytes == size
-    server.send("b", shape)
+    send(server, "b", shape)
     assert server.report.down_bytes == 2 * size + 80
-    server.receive(answer("a", 1.0, variates=torch.zeros(5)))
+    receive(server, answer("a", 1.0, variates=torch.zeros(5)))
     assert server.report.up_bytes == size + 20
-    server.receive(answer("b", float("nan")))
+    receive(server, answer("b", float("nan")))
     assert server.report.up_bytes == 2 * size + 20  # it has travelled
-    server.receive(answer("stranger", 1.0))
+    receive(server, answer("stranger", 1.0))
     assert server.report.up_bytes == 3 * size + 20
 
 
 def test_counting_comes_before_unpacking(server):
     """A compressed message is counted as it travelled and checked as what it means."""
-    server.send("a")
+    send(server, "a")
     packed = ClientUpdate("a", 1, {}, extras={"half": torch.full((2,), 2.0, dtype=torch.float16)})
 
     def unpack(update):
         half = update.extras.pop("half")
         update.state |= {"w": half.float(), "steps": torch.tensor(3)}
 
-    assert server.receive(packed, unpack)
+    assert receive(server, packed, unpack)
     assert server.report.up_bytes == 4
     assert server.finish_round()["w"].tolist() == [2.0, 2.0]
 
@@ -90,42 +108,42 @@ def test_a_shaped_message_is_answered_with_what_the_rule_expects(server):
     def slice_rows(broadcast):
         broadcast.state["w"] = broadcast.state["w"][:1]
 
-    assert server.send("a", slice_rows).nbytes < server.send("c").nbytes
-    assert server.send("b").state["w"].shape == (2,)  # the others are sent all
+    assert send(server, "a", slice_rows).nbytes < send(server, "c").nbytes
+    assert send(server, "b").state["w"].shape == (2,)  # the others are sent all
     few = answer("a", 1.0)
     few.state["w"] = few.state["w"][:1]
-    assert not server.receive(few)
+    assert not receive(server, few)
     assert server.report.failed["a"] == "entry 'w' has shape (1,) instead of (2,)"
-    assert server.receive(answer("c", 1.0), lambda update: None)
-    assert server.receive(answer("b", 1.0))
+    assert receive(server, answer("c", 1.0), lambda update: None)
+    assert receive(server, answer("b", 1.0))
 
 
 def test_unpacking_errors_are_not_the_clients(server):
-    server.send("a")
+    send(server, "a")
 
     def unpack(update):
         raise ZeroDivisionError("a bug")
 
     with pytest.raises(ZeroDivisionError):
-        server.receive(answer("a", 1.0), unpack)
+        receive(server, answer("a", 1.0), unpack)
 
 
 def test_a_round_forgets_the_one_before(server):
-    server.send("late")
-    server.send("a")
-    server.receive(ClientUpdate("a", 1, state(2.0), metrics={"loss": 1.0}))
+    send(server, "late")
+    send(server, "a")
+    receive(server, ClientUpdate("a", 1, state(2.0), metrics={"loss": 1.0}))
     report = server.report
     server.start_round(6, state())
     assert server.report == RoundReport(6)
     assert report.received == {"a": 1}
-    assert not server.receive(answer("late", 9.0))  # of the round before
+    assert not receive(server, answer("late", 9.0))  # of the round before
     assert "not asked for" in server.report.failed["late"]
     assert server.finish_round() is None
 
 
 def test_metrics_are_kept_by_client(server):
-    server.send("a")
-    server.receive(ClientUpdate("a", 1, state(), metrics={"loss": 0.5}))
+    send(server, "a")
+    receive(server, ClientUpdate("a", 1, state(), metrics={"loss": 0.5}))
     assert server.report.metrics == {"a": {"loss": 0.5}}
 
 
@@ -134,8 +152,8 @@ def test_min_clients(good, changes):
     server = Server(FedAvg(), min_clients=2)
     server.start_round(0, state())
     for client in range(3):
-        server.send(client)
-        server.receive(answer(client, 2.0 if client < good else float("inf")))
+        send(server, client)
+        receive(server, answer(client, 2.0 if client < good else float("inf")))
     aggregate = server.finish_round()
     assert (aggregate is not None) == changes
     assert len(server.report.received) == good
@@ -143,16 +161,16 @@ def test_min_clients(good, changes):
 
 
 def test_failing_by_hand(server, caplog):
-    server.send("a")
+    send(server, "a")
     assert server.fail("a", "its battery is empty") is False
-    assert not server.receive(answer("a", 1.0))
+    assert not receive(server, answer("a", 1.0))
     assert "Round 5: client 'a' is left out: its battery is empty." in caplog.messages
 
 
 def test_nobody_is_missing_twice(server):
-    server.send("a")
-    server.send("b")
-    server.receive(answer("a", 1.0))
+    send(server, "a")
+    send(server, "b")
+    receive(server, answer("a", 1.0))
     server.fail("b", "it went away")
     server.finish_round()
     assert server.report.failed == {"b": "it went away"}
@@ -194,8 +212,8 @@ def test_a_round_that_comes_to_nothing_is_taken_back():
     for number, value in enumerate((1.0, 1e20, 2.0)):
         server.start_round(number, {"w": torch.zeros(1)})
         assert server.state_before == {"rounds": min(number, 1)}
-        server.send("a")
-        server.receive(ClientUpdate("a", 1, {"w": torch.tensor([value])}))
+        send(server, "a")
+        receive(server, ClientUpdate("a", 1, {"w": torch.tensor([value])}))
         state = server.finish_round()
         assert (state is None) == (number == 1)
     assert server.aggregator.rounds == 2
@@ -208,14 +226,14 @@ def test_a_client_is_sent_the_rows_that_it_asked_for():
     table = torch.arange(10.0).reshape(5, 2)
     server.start_round(0, {"table": table, "w": torch.zeros(2)})
     rows = torch.tensor([1, 4])
-    message = server.send("a", request=Request("a", {"table": rows}))
+    message = send(server, "a", request=Request("a", {"table": rows}))
     assert torch.equal(message.state["table"], table[rows])
     assert torch.equal(message.rows["table"], rows)
     assert server.report.up_bytes == 16  # the request: two integers
     assert server.report.down_bytes == message.nbytes == 16 + 8  # the rows and `w`; the client knows which they are
     seen = []
     update = ClientUpdate("a", 1, {"table": torch.ones(2, 2), "w": torch.ones(2)})
-    assert server.receive(update, lambda answered: seen.append(answered.rows["table"]))
+    assert receive(server, update, lambda answered: seen.append(answered.rows["table"]))
     assert server.report.up_bytes == 16 + 24
     assert torch.equal(seen[0], rows)  # hooks see them too
     new = server.finish_round()
@@ -237,21 +255,21 @@ def test_a_rule_answers_what_a_client_says_of_itself():
     for rule, size in ((Brief(), 8), (FedAvg(), 20)):
         server = Server(rule)
         server.start_round(0, {"table": torch.zeros(3), "w": torch.zeros(2)})
-        assert server.send("a", request=Request("a", extras={"table": torch.tensor(1)})).nbytes == size
-        assert server.send("b").nbytes == 20
+        assert send(server, "a", request=Request("a", extras={"table": torch.tensor(1)})).nbytes == size
+        assert send(server, "b").nbytes == 20
         assert (server.report.up_bytes, server.report.down_bytes) == (8, size + 20)
-        assert server.receive(ClientUpdate("a", 1, {"table": torch.ones(3), "w": torch.ones(2)}))
+        assert receive(server, ClientUpdate("a", 1, {"table": torch.ones(3), "w": torch.ones(2)}))
 
 
 def test_rows_that_were_not_asked_for_cannot_be_written():
     server = Server(FedAvg())
     server.start_round(0, {"table": torch.zeros(3, 1)})
-    server.send("a", request=Request("a", {"table": torch.tensor([0])}))
-    server.receive(ClientUpdate("a", 1, {"table": torch.ones(1, 1)}, rows={"table": torch.tensor([2])}))
+    send(server, "a", request=Request("a", {"table": torch.tensor([0])}))
+    receive(server, ClientUpdate("a", 1, {"table": torch.ones(1, 1)}, rows={"table": torch.tensor([2])}))
     assert server.finish_round()["table"].flatten().tolist() == [1, 0, 0]
     server.start_round(1, {"table": torch.zeros(3, 1)})
-    server.send("b")
-    assert server.receive(ClientUpdate("b", 1, {"table": torch.ones(3, 1)}, rows={"table": torch.tensor([2])}))
+    send(server, "b")
+    assert receive(server, ClientUpdate("b", 1, {"table": torch.ones(3, 1)}, rows={"table": torch.tensor([2])}))
     assert server.finish_round()["table"].flatten().tolist() == [1, 1, 1]
 
 
@@ -266,14 +284,14 @@ def test_a_request_that_does_not_fit(rows, message):
     server = Server(FedAvg())
     server.start_round(0, {"table": torch.zeros(3, 1)})
     with pytest.raises(ValueError, match=message):
-        server.send("a", request=Request("a", rows))
+        send(server, "a", request=Request("a", rows))
 
 
 def test_a_rule_that_needs_whole_entries():
     server = Server(FeSEM(num_centers=2))
     server.start_round(0, {"table": torch.zeros(3, 1)})
     with pytest.raises(ValueError, match=r"some rows of \['table'\], but FeSEM needs whole entries"):
-        server.send("a", request=Request("a", {"table": torch.tensor([0])}))
+        send(server, "a", request=Request("a", {"table": torch.tensor([0])}))
 
 
 def test_an_update_that_the_rule_cannot_use():
@@ -288,8 +306,8 @@ def test_an_update_that_the_rule_cannot_use():
     server = Server(Picky())
     server.start_round(0, state())
     for client in ("a", "b"):
-        server.send(client)
-    assert not server.receive(answer("a", 5.0))
-    assert server.receive(answer("b", 2.0, votes=torch.ones(1)))
+        send(server, client)
+    assert not receive(server, answer("a", 5.0))
+    assert receive(server, answer("b", 2.0, votes=torch.ones(1)))
     assert server.report.failed == {"a": "it sent no votes"}
     assert server.finish_round()["w"].tolist() == [2.0, 2.0]

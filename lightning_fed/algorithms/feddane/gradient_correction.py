@@ -24,11 +24,10 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.entries import find_non_finite
 from lightning_fed.numerics.weighted_mean import WeightedMean
 from lightning_fed.rounds.batch_norm import batch_norm_layers
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.callback import FederatedCallback, tell_of_model
 from lightning_fed.rounds.client_errors import client_fault
 from lightning_fed.rounds.isolated_pass import isolated_pass, one_pass, run_step, until_fault
-from lightning_fed.rounds.round import tell_of_model
-from lightning_fed.rounds.trainer_checks import process_group_of
+from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.server.schedule import Visit, derive_seed
 
 _log = logging.getLogger(__name__)
@@ -70,6 +69,8 @@ class GradientCorrection(FederatedCallback):
 
     """
 
+    needs_local_clients = "its gradients are asked for beside the rounds' visits"
+
     def __init__(self) -> None:
         self._mean: State = {}
         self._corrections: dict[nn.Parameter, Tensor] = {}
@@ -94,7 +95,7 @@ class GradientCorrection(FederatedCallback):
         state, mean, ranks = local.global_state(), WeightedMean(), process_group_of(trainer)
         sample = federation.schedule.second_draw(round, population.clients)
         for client in sample[ranks.rank :: ranks.size]:  # the other processes ask the others
-            server.count_down(Broadcast(round, state))
+            server.sent(client, Broadcast(round, state))
             local.load_client(client, state)
             tell_of_model(trainer, module, client)
             try:
@@ -105,7 +106,7 @@ class GradientCorrection(FederatedCallback):
             except Exception as error:
                 error.add_note(f"In round {round}, in the gradient of client {client!r}.")
                 raise
-            server.count_up(answer)
+            server.report.up_bytes += answer.nbytes
             reason = find_non_finite(answer.extras)
             if reason is None:
                 mean.add(answer.extras, answer.num_samples, answer.num_samples)

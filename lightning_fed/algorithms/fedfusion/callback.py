@@ -95,6 +95,8 @@ class FeatureFusion(FederatedCallback):
 
     """
 
+    can_recalibrate_remotely = False
+
     def __init__(
         self,
         at: str = "auto",

@@ -41,7 +41,7 @@ from lightning_fed.model.initial_state import initial_state
 from lightning_fed.model.resize import match_widths, named_tensors
 from lightning_fed.rounds.batch_norm import batch_norm_layers, measure_statistics, pool_statistics
 from lightning_fed.rounds.callback import FederatedCallback
-from lightning_fed.rounds.trainer_checks import OverriddenMethod
+from lightning_fed.rounds.lightning_internals import OverriddenMethod
 from lightning_fed.server.schedule import Visit, client_key, derive_seed
 
 _MODEL = f"{MEMORY}model:"
@@ -84,6 +84,8 @@ class LayerwiseTraining(FederatedCallback):
         ... )
 
     """
+
+    can_recalibrate_remotely = False
 
     def __init__(
         self,
@@ -278,7 +280,7 @@ class LayerwiseTraining(FederatedCallback):
 
         def load(visit: Visit) -> None:
             message = rule.broadcast(visit.client)
-            server.count_down(message)
+            server.sent(visit.client, message)
             local.recall(visit.client)
             state = self._client_model(federation, module, visit.client, message, dict(local.memory))
             local.load_client(visit.client, state)
@@ -377,7 +379,7 @@ class LayerwiseTraining(FederatedCallback):
 
     def _restore_hook(self) -> None:
         if self._hook is not None:
-            self._hook.give_back()
+            self._hook.restore()
             self._hook = None
 
 

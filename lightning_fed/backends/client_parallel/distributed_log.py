@@ -1,4 +1,4 @@
-"""What a module logs per epoch, where several processes train a round's clients: summed up apart, logged by all alike.
+"""Log of several processes that train a round's clients: summed up in each, logged by all alike.
 
 Lightning reduces a logged value over the processes when the epoch ends, if all of them have logged it. Here one may
 have had no client in the round, or another client's branch of the step: so every process sums up what its own batches
@@ -8,25 +8,30 @@ log, and at the end of the round all log the joint values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fed.numerics.precision import at_least_float32
-from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
-from lightning_fed.rounds.trainer_checks import IgnoredWarning, OverriddenMethod, process_group_of
+from lightning_fed.process_group import ProcessGroup
+from lightning_fed.rounds.lightning_internals import (
+    IgnoredWarning,
+    OverriddenMethod,
+    batch_size_of,
+    callbacks_with_log,
+)
+from lightning_fed.rounds.synchronisation import process_group_of
 
 REDUCTIONS: dict[Any, str] = {
     **{torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min", sum: "sum", max: "max", min: "min"},
     **{name: name for name in ("mean", "sum", "max", "min")},
     "avg": "mean",
 }
-_BESIDE_THE_POINT = (
+_IRRELEVANT_WARNINGS = (
     r"It is recommended to use `self\.log\(.*, sync_dist=True",  # values are joint already
     "The ``compute`` method of metric",  # called before `update`: a process may have had no client in the round
 )
@@ -44,7 +49,7 @@ class _Entry:
         metric: Path of the metric that was logged, instead of values.
         is_per_step: Whether single steps are logged as well.
         last: The last step's value.
-        place: The visit it is of.
+        position: Position in the round of the visit that it is of.
 
     """
 
@@ -55,7 +60,7 @@ class _Entry:
     metric: str | None = None
     is_per_step: bool = False
     last: Any = None
-    place: int = -1
+    position: int = -1
 
     def add(self, value: Tensor, weight: float) -> None:
         if self.reduction in ("max", "min"):
@@ -65,19 +70,19 @@ class _Entry:
         self.total = added if self.total is None else self.total + added
         self.weight += weight
 
-    def join(self, other: _Entry) -> None:
+    def join(self, added: _Entry) -> None:
         """Adds what another process has; both hold numbers by now."""
-        if other.total is not None:
-            totals = [each.total for each in (self, other) if each.total is not None]
+        if added.total is not None:
+            totals = [entry.total for entry in (self, added) if entry.total is not None]
             self.total = {"max": max, "min": min}.get(self.reduction, sum)(totals)
-            self.weight += other.weight
-        if other.place > self.place:
-            self.last, self.place = other.last, other.place
+            self.weight += added.weight
+        if added.position > self.position:
+            self.last, self.position = added.last, added.position
 
     def as_numbers(self) -> _Entry:
         """The same without tensors."""
         total, last = (None if value is None else float(value) for value in (self.total, self.last))
-        return _Entry(self.options, self.reduction, total, self.weight, self.metric, self.is_per_step, last, self.place)
+        return replace(self, total=total, last=last)
 
 
 class DistributedLog(L.Callback):
@@ -99,7 +104,7 @@ class DistributedLog(L.Callback):
     def _reset(self) -> None:
         self._is_on, self._is_training = False, False
         self._batch: Any = None
-        self._place = 0
+        self._position = 0
         self._suffix = ""
         self._entries: dict[str, _Entry] = {}
 
@@ -107,14 +112,12 @@ class DistributedLog(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Takes the place of the module's ``log``, and of the callbacks'."""
-        self._give_back()
+        self._restore()
         self._reset()
         self._module, self._ranks = pl_module, process_group_of(trainer)
-        # Lightning gives the module's `log` to every callback, to this one too.
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        owners = [pl_module, *(callback for callback in callbacks if callback is not self and "log" in vars(callback))]
+        owners = [pl_module, *(callback for callback in callbacks_with_log(trainer) if callback is not self)]
         self._hooks = [OverriddenMethod(owner, "log", self.take) for owner in owners]
-        self._ignored = [IgnoredWarning(text) for text in _BESIDE_THE_POINT]
+        self._ignored = [IgnoredWarning(text) for text in _IRRELEVANT_WARNINGS]
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -153,12 +156,12 @@ class DistributedLog(L.Callback):
         self.log_all(self._ranks.gather(self.taken()))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Gives ``log`` back."""
-        self._give_back()
+        """Restores ``log``."""
+        self._restore()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Gives ``log`` back."""
-        self._give_back()
+        """Restores ``log``."""
+        self._restore()
 
     # A round
 
@@ -166,12 +169,12 @@ class DistributedLog(L.Callback):
         """Sums up from here on, until :meth:`taken`."""
         self._is_on, self._is_training, self._batch, self._suffix = True, True, None, ""
 
-    def start_visit(self, place: int) -> None:
+    def start_visit(self, position: int) -> None:
         """Values are of this visit from here on."""
-        self._place, self._batch = place, None
+        self._position, self._batch = position, None
 
     def taken(self) -> dict[str, _Entry]:
-        """What has been summed up, in numbers; from now on everything goes to Lightning."""
+        """The sums so far, in numbers; from now on everything goes to Lightning."""
         entries, self._entries, self._is_on, self._batch = self._entries, {}, False, None
         return {name: entry.as_numbers() for name, entry in entries.items()}
 
@@ -217,7 +220,7 @@ class DistributedLog(L.Callback):
         # What Lightning would refuse goes to it; and metrics that are evaluated, for which all processes have batches.
         is_pooled = reduction is not None and (is_number or (is_metric and self._is_training))
         if not self._is_on or self._module.trainer.barebones or reduction is None or not is_pooled:
-            self._pass_on(**{name: each for name, each in given.items() if name != "self"})
+            self._pass_on(**{name: value for name, value in given.items() if name != "self"})
             return
         on_step = self._is_training if on_step is None else on_step
         on_epoch = not self._is_training if on_epoch is None else on_epoch
@@ -240,10 +243,10 @@ class DistributedLog(L.Callback):
             entry.metric = (metric_attribute or _path_of(value, self._module)) if on_epoch else entry.metric
             return
         number = torch.as_tensor(value).detach().reshape(())
-        entry.last, entry.place = number, self._place
+        entry.last, entry.position = number, self._position
         if on_epoch:
             size = 1 if self._batch is None or reduction != "mean" else None
-            weight = batch_size or size or extract_batch_size(self._batch)
+            weight = batch_size or size or batch_size_of(self._batch)
             entry.add(at_least_float32(number), weight)
 
     def _log_joint(self, name: str, entry: _Entry) -> None:
@@ -272,13 +275,13 @@ class DistributedLog(L.Callback):
         self._is_on, self._is_training, self._batch = True, False, batch
         self._suffix = f"/dataloader_idx_{dataloader_idx}" if loaders > 1 else ""
 
-    def _give_back(self) -> None:
+    def _restore(self) -> None:
         for hook in self._hooks:
-            hook.give_back()
+            hook.restore()
         for warning in self._ignored:
-            warning.give_back()
+            warning.restore()
         self._hooks, self._ignored = [], []
 
 
 def _path_of(metric: Metric, module: L.LightningModule) -> str | None:
-    return next((name for name, each in module.named_modules() if each is metric), None)
+    return next((name for name, layer in module.named_modules() if layer is metric), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -17,10 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_fed.argument_checks import check_option
+from lightning_fed.backends.client_parallel.distributed_log import DistributedLog
+from lightning_fed.backends.client_parallel.synchronisation import ProcessSynchronisation, check_processes
 from lightning_fed.process_group import ProcessGroup, TorchProcessGroup
+from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.lightning_internals import callbacks_of
+from lightning_fed.rounds.synchronisation import ClientSharing, RoundSynchronisation
 
 
-class ClientParallelStrategy(DDPStrategy):
+class ClientParallelStrategy(DDPStrategy, ClientSharing):
     """Trains the clients of every round in several processes: each takes its share of the visits.
 
     It is for a Trainer with a :class:`~lightning_fed.callbacks.Federation`. Every process draws the same round and
@@ -84,23 +90,33 @@ class ClientParallelStrategy(DDPStrategy):
             timeout=timeout,
         )
         self.balance: Literal["batches", "time"] = balance
-        self._ranks = ProcessGroup()
+        self._processes = ProcessGroup()
 
     @property
-    def ranks(self) -> ProcessGroup:
+    def process_group(self) -> ProcessGroup:
         """The processes; this one alone before they are joined."""
-        return self._ranks
+        return self._processes
+
+    def callbacks(self) -> Sequence[L.Callback]:
+        """The stand-in for ``LightningModule.log``."""
+        return [DistributedLog()]
+
+    def synchronise(self, fit: FederatedFit) -> RoundSynchronisation:
+        """Makes the synchronisation of a fit's rounds."""
+        check_processes(fit.trainer, fit.store)
+        (log,) = (callback for callback in callbacks_of(fit.trainer) if isinstance(callback, DistributedLog))
+        return ProcessSynchronisation(fit, self.process_group, log, self.balance)
 
     @property
     def world_size(self) -> int:
         """Number of processes; 1 while each is on its own."""
-        return 1 if self._ranks.is_independent else super().world_size
+        return 1 if self._processes.apart else super().world_size
 
     def setup_environment(self) -> None:
         """Joins the processes."""
         super().setup_environment()
         if super().world_size > 1:
-            self._ranks = TorchProcessGroup(self.root_device)
+            self._processes = TorchProcessGroup(self.root_device)
 
     def configure_ddp(self) -> None:
         """In the place of wrapping the module: makes it the same in all processes."""
@@ -111,50 +127,52 @@ class ClientParallelStrategy(DDPStrategy):
                 "Synchronised BatchNorm would mix the batches of different clients, and wait for processes that have"
                 " none left: use `sync_batchnorm=False` and plain BatchNorm layers."
             )
-        if self._ranks.size > 1:
+        if self._processes.size > 1:
             self._make_alike(module)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Over the processes; what it is given while each is on its own."""
-        return tensor if self._ranks.is_independent else super().reduce(tensor, group, reduce_op)
+        return tensor if self._processes.apart else super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Of all processes; what it is given, as with one process, while each is on its own."""
-        return tensor if self._ranks.is_independent else super().all_gather(tensor, group, sync_grads)
+        return tensor if self._processes.apart else super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all processes, unless each is on its own."""
-        if not self._ranks.is_independent:
+        if not self._processes.apart:
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What process ``src`` has; what this one has while each is on its own."""
-        return obj if self._ranks.is_independent else super().broadcast(obj, src)
+        """The object of process ``src``; that of this one while each is on its own."""
+        return obj if self._processes.apart else super().broadcast(obj, src)
 
     def teardown(self) -> None:
         """Lets go of the module."""
-        self._ranks.is_independent = False
+        self._processes.apart = False
         super().teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: only Lightning's own classes are asked, and this one registers itself."""
+        """Does nothing: only Lightning's own classes are asked, and this one registers itself."""
 
     @torch.no_grad()
     def _make_alike(self, module: L.LightningModule) -> None:
         """Gives parameters and buffers the values that they have in the first process."""
-        ours = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
-        forms = {name: (value.shape, value.dtype) for name, value in ours.items()}
-        for rank, other in enumerate(self._ranks.gather(forms)):
-            differing = sorted(name for name in forms.keys() | other if forms.get(name) != other.get(name))
+        values = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
+        forms = {name: (value.shape, value.dtype) for name, value in values.items()}
+        for rank, rank_forms in enumerate(self._processes.gather(forms)):
+            differing = sorted(name for name in forms.keys() | rank_forms if forms.get(name) != rank_forms.get(name))
             if differing:
                 raise MisconfigurationException(
-                    f"Expected every process to build the same module, but between processes {self._ranks.rank} and"
+                    f"Expected every process to build the same module, but between processes {self._processes.rank} and"
                     f" {rank} these differ: {', '.join(differing[:5])}."
                 )
-        theirs: dict[str, Tensor] = self._ranks.broadcast({name: value.detach() for name, value in ours.items()})
-        for name, value in ours.items():
-            value.copy_(theirs[name])
+        first_values: dict[str, Tensor] = self._processes.first(
+            {name: value.detach() for name, value in values.items()}
+        )
+        for name, value in values.items():
+            value.copy_(first_values[name])
 
 
 StrategyRegistry.register(

@@ -39,6 +39,7 @@ from lightning_fed.data.population import Population
 from lightning_fed.data.round_loader import describe
 from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Client, ClientUpdate
+from lightning_fed.rounds.lightning_internals import start_at_epoch
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ def client_app(
 
 
 class LightningClientApp(ClientApp):
-    """What :func:`client_app` makes: an app that has its runner answer.
+    """App of a client, of :func:`client_app`: it has its runner answer.
 
     Args:
         runner: Answers packets.
@@ -149,7 +150,7 @@ class ClientRunner:
         self._found: dict[str, tuple[Population, HalfData]] = {}  # by node
 
     def answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
-        """What a client says to a packet.
+        """Answers a packet.
 
         Args:
             kind: The type of Flower's message.
@@ -203,7 +204,7 @@ class ClientRunner:
         return write_fault(Fault(client, server.fault or "it has no answer"))
 
     def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:
-        """One round with one visit, or an errand; the number of optimizer steps."""
+        """Runs one round with one visit, or a query; returns the number of optimizer steps."""
         half = self._federation.replace(
             clients_per_round=1.0,
             min_clients=1,
@@ -215,7 +216,7 @@ class ClientRunner:
             store=FolderStore(self._store / run, keep_all=True),
             evaluate_clients_every=0,
         )
-        half.take_apart(remote)
+        half.split(remote)
         trainer = L.Trainer(
             **{**_QUIET, **self._options},
             max_epochs=round + 1,
@@ -223,10 +224,7 @@ class ClientRunner:
             num_sanity_val_steps=0,
             callbacks=[half, *self._callbacks],
         )
-        # The round is the epoch. There is no public way to say so; these attributes are what checkpoints hold.
-        progress = trainer.fit_loop.epoch_progress
-        for counts in (progress.total, progress.current):
-            counts.load_state_dict(dict.fromkeys(counts.state_dict(), round))
+        start_at_epoch(trainer, round)
         trainer.fit(self._module, datamodule=datamodule)
         return trainer.global_step
 
@@ -258,7 +256,7 @@ class ClientRunner:
 
 
 def _clients_at(node: Mapping[str, Any], population: Population) -> list[Client]:
-    """Whose data a node has."""
+    """Clients whose data a node has."""
     if "partition-id" in node and "num-partitions" in node:
         return list(population.clients[int(node["partition-id"]) :: int(node["num-partitions"])])
     return list(population.clients)

@@ -1,4 +1,4 @@
-"""The server's half of a federation whose clients are remote: what it sends them, and what it takes from them."""
+"""The server's half of a federation whose clients are remote: exchanges the messages of a round with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_fed.backends.flower.hyperparameters import (
     digest,
@@ -35,10 +34,11 @@ from lightning_fed.backends.flower.remote_client_store import RemoteClientStore
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import find_non_finite
-from lightning_fed.rounds.callback import FederatedCallback
-from lightning_fed.rounds.loop import RoundLoop
+from lightning_fed.rounds.callback import FederatedCallback, federated_callbacks
+from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.lightning_internals import add_optimizer_steps, is_overridden
 from lightning_fed.rounds.remote import RemoteSide
-from lightning_fed.rounds.round import federated_callbacks
+from lightning_fed.rounds.round import Round
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Visit
 
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class Transport(Protocol):
-    """What carries packets to clients and brings their answers."""
+    """Interface of what carries packets to clients and brings their answers."""
 
     def ask(
         self, kind: str, packets: Iterable[tuple[Client, Packet]], round: int
@@ -54,7 +54,7 @@ class Transport(Protocol):
         """Sends packets and gives the answers in the same order: a packet, or in words why there is none."""
 
     def forget(self, client: Client) -> None:
-        """Looks for a client anew, who is not where it was."""
+        """Looks for a client anew that is not where it was."""
 
 
 class RemotePopulation(Population):
@@ -83,12 +83,12 @@ class RemotePopulation(Population):
 
 
 class RemoteClientSide(RemoteSide):
-    """To the server: its clients, which are reached by a transport.
+    """The clients of a federation, as the server sees them: reached by a transport.
 
     Args:
         transport: Carries the packets.
-        client_store: What is remembered of what clients keep.
-        clients: Who they are.
+        client_store: Remembers which rounds' state the clients keep.
+        clients: The clients' keys.
         seed: Seed of the federation.
 
     """
@@ -103,57 +103,56 @@ class RemoteClientSide(RemoteSide):
         self._cohort = Cohort(())
         self._train_request: dict[str, Any] = {}
 
-    def interface(self, server: ServerInterface) -> ServerInterface:
-        """The server itself."""
+    def connect(self, server: ServerInterface) -> ServerInterface:
+        """Returns the server itself."""
         return server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """What the schedule says."""
+        """Draws the clients from the schedule."""
         return drawn()
 
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """None: Lightning is given an empty batch, at whose end the answers are waited for."""
+        """Returns no visits: Lightning is given an empty batch, at whose end the answers are waited for."""
         self._cohort = cohort
         return Cohort((), cohort.dropped)
 
-    def start(self, loop: RoundLoop) -> None:
-        """Nothing: the Trainer's own optimizers and schedulers say what the round's are."""
-        loop.ignore("Detected call of `lr_scheduler.step")  # before `optimizer.step`, which clients do
+    def start(self, fit: FederatedFit) -> None:
+        """Changes nothing: the round has the Trainer's own optimizers and schedulers."""
+        fit.ignore_warning("Detected call of `lr_scheduler.step")  # before `optimizer.step`, which clients do
 
-    def exchange(self, loop: RoundLoop) -> None:
+    def exchange(self, round: Round) -> None:
         """Sends the round's broadcasts, and receives what comes back, in the order of the cohort.
 
         Raises:
             RuntimeError: If every client's program failed.
 
         """
-        round = loop.open
-        assert round is not None
-        frozen = {name: value for name, value in round.local.server_entries.items() if loop.policies[name] == "frozen"}
-        start = pack_numbers(round.optimizers.start)
+        fit, server, optimizers = round.fit, round.fit.server, round.start.optimizers
+        frozen = {name: value for name, value in round.local.home.items() if fit.policies[name] == "frozen"}
+        start = pack_numbers(optimizers.start)
         self._train_request = {
             "run": self._client_store.run,
             "needed": self._client_store.needed,
             "seed": self._seed,
             "frozen": digest(frozen),
-            "hyperparameters": start | {"optimizers": name_optimizers(loop.trainer.optimizers)},
+            "hyperparameters": start | {"optimizers": name_optimizers(fit.trainer.optimizers)},
         }
-        number = loop.server.report.round
-        places = {visit.client: place for place, visit in enumerate(self._cohort.visits)}
-        requests = self._requests(loop)
+        number = fit.server.report.round
+        positions = {visit.client: position for position, visit in enumerate(self._cohort.visits)}
+        requests = self._requests(fit)
         broken: dict[Client, str] = {}
 
         def packets() -> Iterator[tuple[Client, Packet]]:
             for visit in self._cohort.visits:
                 request = requests.get(visit.client)
-                if visit.client in loop.server.report.failed:
+                if visit.client in server.report.failed:
                     continue
                 try:
                     broadcast = round.send(visit.client, request)
                 except ValueError as error:
                     if request is None:
                         raise
-                    loop.server.fail(visit.client, str(error))  # it asks for rows that the model does not have
+                    fit.server.fail(visit.client, str(error))  # it asks for rows that the model does not have
                     continue
                 asked = digest_request(request) if request is not None else ""
                 yield visit.client, write_train_request(VISIT, self._train_request_for(visit, asked), broadcast)
@@ -165,22 +164,22 @@ class RemoteClientSide(RemoteSide):
             if isinstance(answer, Fault) and answer.reason == NOT_HERE:
                 self._transport.forget(client)
             if not isinstance(answer, tuple):
-                loop.server.fail(client, answer.reason if isinstance(answer, Fault) else "it asks, and does not answer")
+                fit.server.fail(client, answer.reason if isinstance(answer, Fault) else "it asks, and does not answer")
                 continue
             update, said = answer
             try:
                 after = None if said.after is None else _fit_after(said.after, start)
             except ValueError as error:
-                loop.server.fail(client, f"where it left its schedulers cannot be used: {error}")
+                fit.server.fail(client, f"where it left its schedulers cannot be used: {error}")
                 continue
-            device = loop.trainer.lightning_module.device
+            device = fit.module.device
             update.state, update.extras = on_device(update.state, device), on_device(update.extras, device)
             if round.receive(update):
                 if said.keeps:
                     self._client_store.note(client, number)
-                loop.progress.add_steps(loop.trainer, said.steps)
+                add_optimizer_steps(fit.trainer, said.steps)
                 if after is not None:
-                    round.optimizers.note_visit(update.num_samples, places[client], after)
+                    optimizers.note_visit(update.num_samples, positions[client], after)
         if broken and len(broken) == len(self._cohort.visits):
             client, reason = next(iter(broken.items()))
             raise RuntimeError(
@@ -205,23 +204,23 @@ class RemoteClientSide(RemoteSide):
             answer = _open(reply, client, server.report.round)
             fault = answer.reason if isinstance(answer, Fault) else "it does not answer what it was asked"
             if isinstance(answer, tuple):
-                server.count_up(answer[0])
+                server.report.up_bytes += answer[0].nbytes
                 extras = answer[0].extras
-                found = find_non_finite(extras) or find_bad_statistics(extras, models[client])
-                if found is None:
+                bad_statistics = find_non_finite(extras) or find_bad_statistics(extras, models[client])
+                if bad_statistics is None:
                     reports.append((client, extras))
                     continue
-                fault = found
+                fault = bad_statistics
             _log.warning("Client %r's BatchNorm statistics are left out: %s.", client, fault)
         return reports
 
-    def _requests(self, loop: RoundLoop) -> dict[Client, Request]:
-        """What clients ask for, where callbacks have them ask."""
+    def _requests(self, fit: FederatedFit) -> dict[Client, Request]:
+        """Requests of the clients, where callbacks have them ask."""
         requests: dict[Client, Request] = {}
-        callbacks = federated_callbacks(loop.trainer)
+        callbacks = federated_callbacks(fit.trainer)
         if not any(is_overridden("on_client_request", callback, FederatedCallback) for callback in callbacks):
             return requests
-        number = loop.server.report.round
+        number = fit.server.report.round
         packets = (
             (visit.client, write_train_request(REQUEST, self._train_request_for(visit)))
             for visit in self._cohort.visits
@@ -231,13 +230,13 @@ class RemoteClientSide(RemoteSide):
             if isinstance(answer, Fault) and answer.reason == NOT_HERE:
                 self._transport.forget(client)
             if not isinstance(answer, Request):
-                loop.server.fail(client, answer.reason if isinstance(answer, Fault) else "it does not ask")
+                fit.server.fail(client, answer.reason if isinstance(answer, Fault) else "it does not ask")
                 continue
-            answer.extras = on_device(answer.extras, loop.trainer.lightning_module.device)
+            answer.extras = on_device(answer.extras, fit.module.device)
             requests[client] = answer
             fault = find_non_finite(answer.extras)
             if fault is not None:
-                loop.server.fail(client, fault)
+                fit.server.fail(client, fault)
         return requests
 
     def _train_request_for(self, visit: Visit, asked: str = "") -> TrainRequest:
@@ -245,10 +244,10 @@ class RemoteClientSide(RemoteSide):
 
 
 def find_bad_statistics(extras: State, model: State) -> str | None:
-    """What is wrong with a client's BatchNorm statistics, in words, or ``None``.
+    """Fault of a client's BatchNorm statistics, in words, or ``None``.
 
     Args:
-        extras: What it measured, as ``InputStatistics.as_extras`` has it.
+        extras: The statistics, as ``InputStatistics.as_extras`` has it.
         model: The entries of the model that it was sent.
 
     Example:
@@ -260,8 +259,8 @@ def find_bad_statistics(extras: State, model: State) -> str | None:
         prefix, _, rest = name.partition(":")
         layer, _, kind = rest.rpartition(":")
         like = model.get(f"{layer}.running_mean".lstrip("."))
-        names = [f"batch_norm:{layer}:{each}" for each in ("mean", "var", "count")]
-        if prefix != "batch_norm" or like is None or name not in names or any(each not in extras for each in names):
+        names = [f"batch_norm:{layer}:{number}" for number in ("mean", "var", "count")]
+        if prefix != "batch_norm" or like is None or name not in names or not extras.keys() >= {*names}:
             return f"entry {name!r} does not fit the model"
         shape = torch.Size() if kind == "count" else like.shape
         if extras[name].shape != shape or not extras[name].is_floating_point():
@@ -272,7 +271,7 @@ def find_bad_statistics(extras: State, model: State) -> str | None:
 
 
 def _fit_after(after: Any, start: dict[str, Any]) -> dict[str, Any]:
-    """Where a client left its schedulers; its loss scale only where the server has one too."""
+    """State in which a client left its schedulers; its loss scale only where the server has one too."""
     if isinstance(after, dict) and not after.get("scaler"):
         start = {**start, "scaler": {}}
         after = {**after, "scaler": {}}
@@ -281,7 +280,7 @@ def _fit_after(after: Any, start: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open(reply: Packet | str, client: Client, round: int) -> Request | tuple[ClientUpdate, Answer] | Fault:
-    """What came back, whatever it is."""
+    """Reads a reply, whatever it is."""
     if isinstance(reply, str):
         return Fault(client, reply)
     try:

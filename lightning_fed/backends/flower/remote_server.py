@@ -1,4 +1,4 @@
-"""A client's half of a federation whose server is remote: one visit, or one errand, in an ordinary Trainer's fit."""
+"""A client's half of a federation whose server is remote: one visit, or one query, in an ordinary Trainer's fit."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import find_non_finite, live_entries
 from lightning_fed.rounds.batch_norm import client_statistics, layers_in_training
+from lightning_fed.rounds.fit import FederatedFit
 from lightning_fed.rounds.isolated_pass import forward_step
-from lightning_fed.rounds.loop import RoundLoop
+from lightning_fed.rounds.lightning_internals import keep_schedulers, loss_scaler
 from lightning_fed.rounds.remote import RemoteSide
+from lightning_fed.rounds.round import Round
 from lightning_fed.server.interface import RoundReport, ServerInterface
 from lightning_fed.server.schedule import Cohort, Visit
 
 
 class RemoteServer(ServerInterface):
-    """To a client: its server, from which there is one broadcast, and which gets one answer.
+    """A client's connection to its server: there is one broadcast, and one update in answer.
 
     Args:
-        server: The desk of the federation's own server, which says what the method is.
-        broadcast: What has come.
-        asked: Digest of what the client has asked for before.
+        server: The federation's own server, which says what the method is.
+        broadcast: The message that has come.
+        asked: Digest of the request that the client has made before.
 
     Attributes:
-        update: The answer; ``None`` before, and where there is none.
-        fault: Why there is none.
+        update: The update; ``None`` before, and where there is none.
+        fault: Reason why there is none.
 
     """
 
@@ -53,21 +55,16 @@ class RemoteServer(ServerInterface):
         self.fault: str | None = None
 
     def start_round(self, round: int, state: State) -> None:
-        """Begins to count."""
+        """Starts the report."""
         self.report = RoundReport(round)
 
     def arrive(self, device: torch.device) -> None:
-        """Brings what has come to the module's device."""
-        came = self._broadcast
-        came.state, came.extras = on_device(came.state, device), on_device(came.extras, device)
+        """Brings the message that has come to the module's device."""
+        broadcast = self._broadcast
+        broadcast.state, broadcast.extras = on_device(broadcast.state, device), on_device(broadcast.extras, device)
 
-    def send(
-        self,
-        client: Client,
-        shape: Callable[[Broadcast], None] | None = None,
-        request: Request | None = None,
-    ) -> Broadcast:
-        """What has come; ``shape`` was called where it was made.
+    def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
+        """Returns the message that has come.
 
         Raises:
             ClientFault: If it is not what the client asked for, or is not finite.
@@ -80,12 +77,15 @@ class RemoteServer(ServerInterface):
         if fault is not None:
             raise ClientFault(f"what the server sent cannot be used: {fault}")
         self._broadcast.rows = dict(request.rows)
-        self.count_down(self._broadcast)
         return self._broadcast
 
-    def receive(self, update: ClientUpdate, unpack: Callable[[ClientUpdate], None] | None = None) -> bool:
-        """Takes the answer; ``unpack`` is called where it arrives."""
-        self.count_up(update)
+    def count(self, update: ClientUpdate) -> bool:
+        """Counts the update."""
+        self.report.up_bytes += update.nbytes
+        return True
+
+    def accept(self, update: ClientUpdate) -> bool:
+        """Checks the update, and takes it for the server's answer."""
         fault = find_non_finite(update.state) or find_non_finite(update.extras)
         if fault is not None:
             return self.fail(update.client, fault)
@@ -95,28 +95,28 @@ class RemoteServer(ServerInterface):
         return True
 
     def fail(self, client: Client, reason: str) -> bool:
-        """Notes why there is no answer."""
+        """Notes the reason why there is no update."""
         self.fault = reason
         return super().fail(client, reason)
 
     def finish_round(self) -> State | None:
-        """Nothing: what comes of the round is known to the server."""
+        """Returns ``None``: it is the server that aggregates."""
         return None
 
 
 class RemoteServerSide(RemoteSide):
-    """To a client: its server, for one visit or one errand.
+    """The server's half of a federation, as a client sees it in one visit or one query.
 
     Args:
-        kind: What is asked of the client.
+        kind: Kind of the query.
         train_request: The train request.
-        broadcast: What came with it.
+        broadcast: The message that came with it.
         population: The clients of this node.
 
     Attributes:
         request: The client's request, if it was asked for that.
-        measured: What goes into BatchNorm, likewise.
-        left: Where the visit left per-step schedulers and the loss scale; ``None`` where nothing goes on from it.
+        measured: Statistics of the inputs of BatchNorm layers, likewise.
+        left: Per-step schedulers and loss scale as the visit left them; ``None`` where nothing goes on from it.
 
     """
 
@@ -130,8 +130,8 @@ class RemoteServerSide(RemoteSide):
         self.measured: State | None = None
         self.left: dict[str, Any] | None = None
 
-    def interface(self, server: ServerInterface) -> ServerInterface:
-        """The way to it."""
+    def connect(self, server: ServerInterface) -> ServerInterface:
+        """Returns the connection to the server."""
         self.server = RemoteServer(server, self._broadcast, self._train_request.asked)
         return self.server
 
@@ -143,7 +143,7 @@ class RemoteServerSide(RemoteSide):
         """The visit, unless something else is asked for."""
         return cohort if self._kind == VISIT else Cohort(())
 
-    def start(self, loop: RoundLoop) -> None:
+    def start(self, fit: FederatedFit) -> None:
         """Makes optimizers, schedulers and the client's store what they are at the start of this round.
 
         Raises:
@@ -151,7 +151,7 @@ class RemoteServerSide(RemoteSide):
             ValueError: If the server has another model.
 
         """
-        trainer, train_request = loop.trainer, self._train_request
+        trainer, train_request = fit.trainer, self._train_request
         sent = train_request.hyperparameters
         if sent["optimizers"] != name_optimizers(trainer.optimizers):
             raise ValueError(
@@ -164,36 +164,37 @@ class RemoteServerSide(RemoteSide):
         for config, numbers in zip(stepwise, sent["schedulers"], strict=True):
             load_numbers(config.scheduler, numbers)
         # What schedules rounds is the server's: here each of them would see a single one.
-        trainer.strategy.lr_scheduler_configs = stepwise
-        if sent["scaler"] and trainer.precision_plugin.state_dict():
-            load_numbers(trainer.precision_plugin, sent["scaler"])
+        keep_schedulers(trainer, stepwise)
+        scaler = loss_scaler(trainer)
+        if sent["scaler"] and scaler is not None:
+            load_numbers(scaler, sent["scaler"])
         self.server.arrive(trainer.lightning_module.device)
-        loop.store.restore(train_request.kept + 1, {"run": 0})
-        assert isinstance(loop.store, FolderStore)
-        if train_request.kept >= 0 and loop.store.newest(train_request.visit.client) != train_request.kept:
+        fit.store.restore(train_request.kept + 1, {"run": 0})
+        assert isinstance(fit.store, FolderStore)
+        if train_request.kept >= 0 and fit.store.newest(train_request.visit.client) != train_request.kept:
             raise ClientFault(f"it does not have any more what it kept in round {train_request.kept}")
         entries = live_entries(trainer.lightning_module)
-        frozen = {name: entries[name] for name in entries if loop.policies[name] == "frozen"}
+        frozen = {name: entries[name] for name in entries if fit.policies[name] == "frozen"}
         if digest(frozen) != train_request.frozen:
             raise ValueError(
                 f"the server has other values of the entries that never travel ({', '.join(frozen) or 'none here'}):"
                 " both halves need the same model, with the same weights"
             )
 
-    def exchange(self, loop: RoundLoop) -> None:
-        """Does the errand; of a visit, looks where it ended."""
-        round, trainer, visit = loop.open, loop.trainer, self._train_request.visit
-        assert round is not None
+    def exchange(self, round: Round) -> None:
+        """Answers the query; of a visit, notes the state in which it left the schedulers."""
+        fit, trainer, visit = round.fit, round.fit.trainer, self._train_request.visit
+        optimizers = round.start.optimizers
         if self._kind == VISIT:
-            self.left = None if round.optimizers.largest is None else pack_numbers(_left(round.optimizers.largest[2]))
+            self.left = None if optimizers.largest is None else pack_numbers(_left(optimizers.largest[2]))
             return
-        loader = RoundLoader(loop.population, Cohort((visit,)), trainer.limit_train_batches)
+        loader = RoundLoader(fit.population, Cohort((visit,)), trainer.limit_train_batches)
         if loader.failed:
             self.server.fail(visit.client, loader.failed[visit.client])
             return
         (planned,) = loader.visits
         if self._kind == REQUEST:
-            request = round.ask(planned)
+            request = round.request(planned)
             round.leave()
             if planned.fault is None:
                 self.request = request
@@ -205,15 +206,15 @@ class RemoteServerSide(RemoteSide):
         try:
             if step is None:
                 raise ClientFault("its module has no step to run")
-            round.local.load_client(visit.client, self.server.send(visit.client).state)
-            self.measured = client_statistics(trainer, module, loop.population, visit, layers_in_training(module), step)
+            round.local.load_client(visit.client, round.send(visit.client).state)
+            self.measured = client_statistics(trainer, module, fit.population, visit, layers_in_training(module), step)
         except Exception as error:
             self.server.fail(visit.client, describe(error))
 
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
     ) -> list[tuple[Client, State]]:
-        """Nobody's: only a server asks."""
+        """Returns nothing: only a server asks."""
         return []
 
 

@@ -13,9 +13,6 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.algorithms.feddane.gradient_correction import GradientCorrection
-from lightning_fed.algorithms.fedfusion.callback import FeatureFusion
-from lightning_fed.algorithms.fedma.callback import LayerwiseTraining
 from lightning_fed.argument_checks import check_count
 from lightning_fed.backends.flower.data import HalfData
 from lightning_fed.backends.flower.options import check_options
@@ -23,7 +20,6 @@ from lightning_fed.backends.flower.remote_client_store import RemoteClientStore
 from lightning_fed.backends.flower.remote_clients import RemoteClientSide, Transport
 from lightning_fed.backends.flower.run_folder import lock_folder, read_clients, write_clients
 from lightning_fed.backends.flower.transport import FlowerTransport
-from lightning_fed.callbacks.class_confusion import OwnClassConfusion
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.files import RoundCheckpoint
 from lightning_fed.messages import Client
@@ -35,10 +31,6 @@ Model = L.LightningModule | Callable[[], L.LightningModule]
 
 _QUIET: dict[str, Any] = {"devices": 1, "enable_progress_bar": False, "enable_model_summary": False}
 _OURS = ("callbacks", "max_steps", "max_time", "fast_dev_run", "reload_dataloaders_every_n_epochs", "strategy")
-_ASIDE: dict[type[L.Callback], str] = {
-    GradientCorrection: "its gradients are asked for beside the rounds' visits",
-    OwnClassConfusion: "its pictures are of the clients' data",
-}
 
 
 def server_app(
@@ -133,7 +125,7 @@ def run_server(
         vectorize=1,
         evaluate_clients_every=0 if is_personal else federation.evaluate_clients_every,
     )
-    half.take_apart(RemoteClientSide(transport, client_store, clients, half.schedule.seed))
+    half.split(RemoteClientSide(transport, client_store, clients, half.schedule.seed))
     L.seed_everything(half.schedule.seed, verbose=False)
     module = model if isinstance(model, L.LightningModule) else model()
     _check(half, module, callbacks)
@@ -155,10 +147,10 @@ def _check(half: Federation, module: L.LightningModule, callbacks: Sequence[L.Ca
     """Refuses what would need the clients' data on the server."""
     has_statistics = half.batch_norm == "recalibrate" and batch_norm_layers(module)
     for callback in (*callbacks, *half.method.callbacks):
-        reason = next((why for kind, why in _ASIDE.items() if isinstance(callback, kind)), None)
-        if reason is None and has_statistics and isinstance(callback, FeatureFusion | LayerwiseTraining):
+        reason = getattr(callback, "needs_local_clients", "")
+        if not reason and has_statistics and not getattr(callback, "can_recalibrate_remotely", True):
             reason = "with batch_norm='recalibrate' its clients would be asked for more: choose another `batch_norm`"
-        if reason is not None:
+        if reason:
             raise MisconfigurationException(
                 f"`{type(callback).__name__}` does not work yet with clients on other machines: {reason}."
             )

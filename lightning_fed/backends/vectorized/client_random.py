@@ -60,7 +60,7 @@ class PerClientRandom(TorchFunctionMode):
                 return self._drawn(func, args, kwargs)
             if func in _WRITERS:
                 return args[0].copy_(
-                    self._drawn(lambda own, *rest, **options: func(own.clone(), *rest, **options), args, kwargs)
+                    self._drawn(lambda written, *rest, **options: func(written.clone(), *rest, **options), args, kwargs)
                 )
         return func(*args, **kwargs)
 

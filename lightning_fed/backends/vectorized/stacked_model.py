@@ -10,17 +10,17 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.optim import Optimizer
 
 from lightning_fed.backends.client_parallel.distributed_log import REDUCTIONS
 from lightning_fed.backends.vectorized.client_random import PerClientRandom
-from lightning_fed.data.interleave import ClientGenerators, StackedBatch, batch_tensors, rebuild_batch
+from lightning_fed.data.interleave import ClientGenerators, StackedBatch
 from lightning_fed.model.entries import copy_state
 from lightning_fed.model.resize import set_tensor_data
 from lightning_fed.numerics.precision import at_least_float32
+from lightning_fed.rounds.lightning_internals import batch_size_of
 
 _LOG_ARGUMENTS = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]  # after the name and the value
 
@@ -51,13 +51,13 @@ class StackedModel:
             name: value for name, value in module.named_parameters() if name in known
         }
         self._buffers = {name: value for name, value in module.named_buffers() if name in known}
-        firsts = {id(value): name for name, value in self._own()}
+        firsts = {id(value): name for name, value in self._entries()}
         # Every layer once, also one that is registered twice: `functional_call` would give it the wrong tensors back.
         every = [
-            each
+            entry
             for path, layer in module.named_modules()
             for find in (layer.named_parameters, layer.named_buffers)
-            for each in find(path, recurse=False, remove_duplicate=False)
+            for entry in find(path, recurse=False, remove_duplicate=False)
         ]
         self._firsts = {f"module.{name}": firsts[id(value)] for name, value in every if id(value) in firsts}
         self._whole = {name: many(value, size) for name, value in (*self._parameters.items(), *self._buffers.items())}
@@ -73,14 +73,14 @@ class StackedModel:
     @torch.no_grad()
     def take(self) -> None:
         """The module's values are those of one more client."""
-        for name, own in self._own():
-            self._whole[name][self._count].copy_(own)
+        for name, entry in self._entries():
+            self._whole[name][self._count].copy_(entry)
         self._count += 1
 
     def enter(self, optimizers: Sequence[Optimizer]) -> None:
         """Puts the stack into the module's parameters, and into what optimizers remember of them."""
         self._rows = {name: value[: self._count] for name, value in self._whole.items()}
-        self._plain = {name: own.data for name, own in self._parameters.items()}
+        self._plain = {name: parameter.data for name, parameter in self._parameters.items()}
         stack_parameters(self._parameters.values(), (self._rows[name] for name in self._parameters), optimizers)
         self.is_entered = True
 
@@ -88,7 +88,9 @@ class StackedModel:
         """The steps take copies from here on, so that what a step has of the module's own tensors can be told apart."""
         copies = copy_state(self._rows)
         self._rows = copies
-        self._taken = {name: copies[name].requires_grad_(own.requires_grad) for name, own in self._parameters.items()}
+        self._taken = {
+            name: copies[name].requires_grad_(parameter.requires_grad) for name, parameter in self._parameters.items()
+        }
 
     def check_step(self) -> None:
         """Looks at the gradients of a step whose clients had batches of several forms.
@@ -124,8 +126,8 @@ class StackedModel:
     def put(self, row: int) -> None:
         """Makes the module the model of a client, by its row."""
         values = self._ended.get(row) or self.row(row)
-        for name, own in self._own():
-            own.copy_(values[name])
+        for name, entry in self._entries():
+            entry.copy_(values[name])
 
     def row(self, row: int) -> dict[str, Tensor]:
         """The values of a client as they are now, by its row."""
@@ -151,17 +153,17 @@ class StackedModel:
 
         """
         rows = _rows_of(part.clients, self._count)
-        trained = {name: own for name, own in self._taken.items() if own.requires_grad}
+        trained = {name: parameter for name, parameter in self._taken.items() if parameter.requires_grad}
         # With the buffers come parameters that the step itself may write, as those of a teacher that follows.
         parameters, buffers = (
-            {name: own if rows is None else own[rows] for name, own in group.items()}
+            {name: entry if rows is None else entry[rows] for name, entry in group.items()}
             for group in (trained, {name: value for name, value in self._rows.items() if name not in trained})
         )
         used: set[str] = set()
         if rows is not None:
-            for name, own in parameters.items():
-                own.register_hook(partial(_note, used, name))  # type: ignore[no-untyped-call]
-        tensors = batch_tensors(part.batch)
+            for name, parameter in parameters.items():
+                parameter.register_hook(partial(_note, used, name))  # type: ignore[no-untyped-call]
+        tensors = tensors_of(part.batch)
         logged: list[tuple[str, dict[str, Any]]] = []
 
         def one(
@@ -173,10 +175,12 @@ class StackedModel:
                 logged.append((name, dict(zip(_LOG_ARGUMENTS, args, strict=False)) | options))
                 values.append(torch.as_tensor(value).detach())
 
-            own = parameters | buffers
-            entries = {name: own[first] for name, first in self._firsts.items()}  # tied ones under every name
-            batch = rebuild_batch(part.batch, iter(tensors))
-            draws = PerClientRandom(numbers.switch_to, part.clients, index) if self._draws else nullcontext()
+            client_entries = parameters | buffers
+            entries = {
+                name: client_entries[first] for name, first in self._firsts.items()
+            }  # tied ones under every name
+            batch = rebuild(part.batch, iter(tensors))
+            draws = PerClientRandom(numbers.turn_to, part.clients, index) if self._draws else nullcontext()
             with Replaced(self._module, "log", log), draws:
                 output = functional_call(self._caller, entries, (training_step, batch, *rest), tie_weights=False)
             loss = output["loss"] if isinstance(output, Mapping) else output
@@ -201,13 +205,11 @@ class StackedModel:
         if reduction == "mean":
             size = options.get("batch_size")
             if size is None:
-                size = extract_batch_size(
-                    rebuild_batch(part.batch, iter([tensor[0] for tensor in batch_tensors(part.batch)]))
-                )
+                size = batch_size_of(rebuild(part.batch, iter([tensor[0] for tensor in tensors_of(part.batch)])))
             options = {**options, "batch_size": size * len(part.clients)}
         self._module.log(name, reduced(values, reduction), **options)
 
-    def _own(self) -> list[tuple[str, Tensor]]:
+    def _entries(self) -> list[tuple[str, Tensor]]:
         return [*self._parameters.items(), *self._buffers.items()]
 
 
@@ -228,7 +230,7 @@ def joint_loss(losses: Sequence[Tensor]) -> Tensor:
 
 
 def reduction_of(options: Mapping[str, Any]) -> str:
-    """What becomes of the values of several batches, by the options of a module's ``log``."""
+    """Reduction of the values of several batches, by the options of a module's ``log``."""
     reduction = options.get("reduce_fx", "mean")
     return REDUCTIONS.get(reduction.lower() if isinstance(reduction, str) else reduction, "mean")
 
@@ -303,10 +305,10 @@ def many(value: Tensor, size: int) -> Tensor:
 
 def stack_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
     """Gives parameters the values of several clients, and each client what optimizers remember from the start."""
-    for own, value in zip(parameters, values, strict=True):
+    for parameter, value in zip(parameters, values, strict=True):
         for optimizer in optimizers:
-            state = optimizer.state.get(own, {})
+            state = optimizer.state.get(parameter, {})
             for key, kept in state.items():
-                if isinstance(kept, Tensor) and kept.shape == own.shape:
+                if isinstance(kept, Tensor) and kept.shape == parameter.shape:
                     state[key] = kept.expand(len(value), *kept.shape).clone()
-        set_tensor_data(own, value)
+        exchange(parameter, value)

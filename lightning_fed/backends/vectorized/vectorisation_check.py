@@ -1,4 +1,4 @@
-"""A trial of whether two clients can be trained at once: at once and one after the other, compared."""
+"""Check of whether a module's clients can be trained at once: two are, and one after the other, and compared."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_fed.backends.vectorized.obstacles import Obstacle
 from lightning_fed.backends.vectorized.stacked_model import (
     StackedModel,
     joint_loss,
@@ -22,24 +23,21 @@ from lightning_fed.backends.vectorized.stacked_model import (
     reduction_of,
     stack_parameters,
 )
-from lightning_fed.data.interleave import ClientGenerators, detect_draws, stack_batches
+from lightning_fed.data.interleave import ClientGenerators, stack_batches
 from lightning_fed.data.population import seed_everything
 from lightning_fed.data.round_loader import describe
 from lightning_fed.model.entries import copy_state
 from lightning_fed.rounds.isolated_pass import is_same, isolated_pass, noted_attributes, prepare_batch
+from lightning_fed.rounds.lightning_internals import is_vmap_tensor, tensor_version
 
 _WRITES = "`training_step` writes the attribute {!r}, which would be all clients'"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_SEEDS = (1, 2)  # of the two clients of the trial
+_SEEDS = (1, 2)  # of the two clients
 _TOLERANCE = 0.01  # of rounding, also of devices that round early; what is wrong is so by more
 _LOW_TOLERANCE = 0.1  # likewise in low precision
 
 
-class Obstacle(Exception):
-    """Why visits cannot be trained at once, in words."""
-
-
-def try_out(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str], batch: Any) -> bool:
+def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str], batch: Any) -> bool:
     """Trains two clients on a batch at once and one after the other, beside the fit, and compares.
 
     The module's values, metrics and attributes are as before afterwards; random numbers are the caller's to put aside.
@@ -59,14 +57,14 @@ def try_out(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str],
     """
     (optimizer,) = trainer.optimizers
     modes = [(layer, layer.training) for layer in module.modules()]
-    trial = _Trial(module, names)
-    with _restored(_helpers_of(module).values()), isolated_pass(module, trial.log, gradients=True):
+    check = _TwoClients(module, names)
+    with _restored(_helpers_of(module).values()), isolated_pass(module, check.log, gradients=True):
         for layer, mode in modes:
             layer.training = mode
         try:
             with trainer.precision_plugin.forward_context():
                 batch = prepare_batch(trainer, module, batch)
-                draws = trial.run(batch, trainer.precision in ("32-true", "64-true"))
+                draws = check.run(batch, trainer.precision in ("32-true", "64-true"))
         except Obstacle:
             raise
         except Exception as error:
@@ -80,16 +78,16 @@ def try_out(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str],
     return draws
 
 
-class _Trial:
+class _TwoClients:
     """The training steps of two clients whose models differ, on the same batch."""
 
     def __init__(self, module: L.LightningModule, names: Sequence[str]) -> None:
         self._module, self._names = module, names
         self._step: Callable[..., Any] = module.training_step
         self._rest = [0] * (len(inspect.signature(self._step).parameters) > 1)
-        own = dict[str, Tensor](module.named_parameters()) | dict(module.named_buffers())
-        self._own = {name: own[name] for name in names}
-        self._start = copy_state(self._own)
+        entries = dict[str, Tensor](module.named_parameters()) | dict(module.named_buffers())
+        self._entries = {name: entries[name] for name in names}
+        self._start = copy_state(self._entries)
         self._trained = [value for value in module.parameters() if value.requires_grad]
         self._helpers = _helpers_of(module)
         self._logged: list[Tensor] = []
@@ -141,10 +139,10 @@ class _Trial:
     def _alone(self, client: int, batch: Any) -> tuple[Tensor, ...]:
         self._load(client)
         seed_everything(_SEEDS[client])
-        versions = [own._version for own in self._trained]  # noqa: SLF001 - has no public name
-        with detect_draws() as has_drawn:
+        versions = [tensor_version(parameter) for parameter in self._trained]
+        with noticing_draws() as has_drawn:
             output = self._step(batch, *self._rest)
-        if versions != [own._version for own in self._trained]:  # noqa: SLF001
+        if versions != [tensor_version(parameter) for parameter in self._trained]:
             raise Obstacle("`training_step` writes parameters that the optimizer trains")
         if has_drawn[0]:
             raise Obstacle("`training_step` draws from Python's or NumPy's random numbers, which would be all clients'")
@@ -164,9 +162,9 @@ class _Trial:
             numbers = ClientGenerators(_SEEDS, everywhere=False)
             if is_apart:
                 stack.part()
-                for own in self._own.values():
-                    if own.is_floating_point():
-                        own.data.fill_(torch.nan)
+                for entry in self._entries.values():
+                    if entry.is_floating_point():
+                        entry.data.fill_(torch.nan)
             loss = joint_loss([stack.step(self._step, part, self._rest, numbers) for part in parts])
             if is_apart:
                 self._logged = []
@@ -182,17 +180,17 @@ class _Trial:
         """Loss, logged values, gradients and buffers."""
         gradients = torch.autograd.grad(loss, self._trained, allow_unused=True)
         whole = [
-            rows(torch.zeros_like(own) if gradient is None else gradient)
-            for own, gradient in zip(self._trained, gradients, strict=True)
+            rows(torch.zeros_like(parameter) if gradient is None else gradient)
+            for parameter, gradient in zip(self._trained, gradients, strict=True)
         ]
-        by_client = [each for client in zip(*whole, strict=True) for each in client]
+        by_client = [gradient for client in zip(*whole, strict=True) for gradient in client]
         logged, self._logged = self._logged, []
-        buffers = [self._own[name] for name in self._buffer_names()]
+        buffers = [self._entries[name] for name in self._buffer_names()]
         return tuple(map(_joined, ([loss], logged, by_client, buffers)))
 
     def _buffer_names(self) -> list[str]:
-        """What a step may write: also parameters that the optimizer does not train."""
-        return [name for name, value in self._own.items() if not value.requires_grad]
+        """Names of the entries that a step may write: also parameters that the optimizer does not train."""
+        return [name for name, value in self._entries.items() if not value.requires_grad]
 
     def _all_attributes(self) -> Iterator[tuple[str, Any]]:
         layers = {f"{path}." if path else "": layer for path, layer in self._module.named_modules()}
@@ -211,18 +209,20 @@ class _Trial:
     @torch.no_grad()
     def _load(self, client: int) -> None:
         """Gives the module the values that it came with, or others."""
-        for name, own in self._own.items():
+        for name, entry in self._entries.items():
             start = self._start[name]
-            own.copy_(start * 0.9 if client and start.is_floating_point() else start)
+            entry.copy_(start * 0.9 if client and start.is_floating_point() else start)
 
 
 def _helpers_of(module: L.LightningModule) -> dict[str, Any]:
     """Objects in a module's own attributes that are no modules, as one that keeps a running centre."""
-    own = vars(L.LightningModule())
+    lightning_names = vars(L.LightningModule())
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in own and not isinstance(value, nn.Module | type | Callable) and hasattr(value, "__dict__")
+        if name not in lightning_names
+        and not isinstance(value, nn.Module | type | Callable)
+        and hasattr(value, "__dict__")
         if not type(value).__module__.startswith(("lightning.", "torch."))
     }
 
@@ -240,23 +240,23 @@ def _restored(helpers: Iterable[Any]) -> Iterator[None]:
 
 
 def _has_escaped(value: Any) -> bool:
-    """Whether there is a tensor in it of a ``vmap`` that is over."""
+    """True if there is a tensor in a value of a ``vmap`` that is over."""
     if isinstance(value, Tensor):
-        return bool(torch._C._functorch.is_batchedtensor(value))  # noqa: SLF001 - has no public name
+        return is_vmap_tensor(value)
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
     return any(map(_has_escaped, inside))
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(
-        [torch.zeros(0, dtype=torch.float64), *(each.detach().double().cpu().flatten() for each in tensors)]
+        [torch.zeros(0, dtype=torch.float64), *(tensor.detach().double().cpu().flatten() for tensor in tensors)]
     )
 
 
 def _try_optimizer(optimizer: Optimizer) -> None:
     """Steps twice with two clients' gradients, at once and one after the other."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [own.shape for group in optimizer.param_groups for own in group["params"]]
+    shapes = [parameter.shape for group in optimizer.param_groups for parameter in group["params"]]
     # Of another size for the second client, as a norm of both would show.
     steps = [
         [
@@ -265,26 +265,32 @@ def _try_optimizer(optimizer: Optimizer) -> None:
         ]
         for _ in range(2)
     ]
-    alone = [_stepped(optimizer, [[each[client] for each in step] for step in steps], None) for client in range(2)]
-    for together, one, other in zip(_stepped(optimizer, steps, 2), *alone, strict=True):
-        moved = torch.stack([one, other])
-        if not (together - moved).norm() <= 1e-4 * moved.norm():
+    alone = [
+        _stepped(optimizer, [[gradient[client] for gradient in step] for step in steps], None) for client in range(2)
+    ]
+    for stacked, first, second in zip(_stepped(optimizer, steps, 2), *alone, strict=True):
+        moved = torch.stack([first, second])
+        if not (stacked - moved).norm() <= 1e-4 * moved.norm():
             raise Obstacle(f"{type(optimizer).__name__} does not treat every number alone: it would mix the clients")
 
 
 def _stepped(optimizer: Optimizer, steps: Sequence[Sequence[Tensor]], clients: int | None) -> list[Tensor]:
-    """How far a copy of the optimizer moves copies of its parameters."""
+    """Distances that a copy of the optimizer moves copies of its parameters."""
     twin = object.__new__(type(optimizer))
     # Without what a scheduler has put in the place of `step`, which steps the original.
     vars(twin).update(copy.deepcopy({name: value for name, value in vars(optimizer).items() if name != "step"}))
-    parameters = [own for group in twin.param_groups for own in group["params"]]
+    parameters = [parameter for group in twin.param_groups for parameter in group["params"]]
     for group in twin.param_groups:
         group["lr"] = group.get("lr") or 0.1  # a warm-up may begin with 0
     if clients is not None:
-        stack_parameters(parameters, [many(own.detach(), clients).copy_(own.detach()) for own in parameters], [twin])
-    start = [own.detach().clone() for own in parameters]
+        stack_parameters(
+            parameters,
+            [many(parameter.detach(), clients).copy_(parameter.detach()) for parameter in parameters],
+            [twin],
+        )
+    start = [parameter.detach().clone() for parameter in parameters]
     for gradients in steps:
-        for own, gradient in zip(parameters, gradients, strict=True):
-            own.grad = gradient.to(own)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.to(parameter)
         type(twin).step(twin)
-    return [own.detach() - before for own, before in zip(parameters, start, strict=True)]
+    return [parameter.detach() - before for parameter, before in zip(parameters, start, strict=True)]

@@ -311,7 +311,7 @@ def test_a_round_that_is_broken_off_leaves_the_last_global_model(hook, federated
         return recalibrate(*arguments)
 
     if hook == "recalibration":
-        monkeypatch.setattr("lightning_fed.rounds.loop.recalibrate", measure)
+        monkeypatch.setattr("lightning_fed.rounds.round.recalibrate", measure)
     callbacks = [Stop(hook, 2)] if hook != "recalibration" else []
     with pytest.raises(KeyError, match="broken off"):
         fit(

@@ -486,13 +486,14 @@ def test_whose_prototypes_have_other_features_is_left_out_by_name(first, wrapped
     server.start_round(0, state)
     without.start_round(0, state)
     for update in updates:
-        server.send(update.client)
+        server.prepare(update.client)
         if update.client == first:
             update.extras["prototypes:means"] = torch.ones(len(update.extras["prototypes:means"]), 7)
         else:
             without.receive(copy.deepcopy(update))
         update.metrics["lpm"] = 1.0
-        assert server.receive(update)
+        assert server.count(update)
+        assert server.accept(update)
     assert_same(without.aggregate(), server.finish_round())
     assert server.report.failed == {first: "its prototypes have 7 features instead of 2"}
     assert first not in server.report.received
@@ -505,10 +506,11 @@ def test_left_out_clients_are_not_counted():
     server = Server(FedMargin(), min_clients=3)
     server.start_round(0, {"w": torch.tensor(0.0)})
     for update in example():
-        server.send(update.client)
+        server.prepare(update.client)
         if update.client == "k3":
             update.extras["prototypes:means"] = torch.ones(1, 3)
-        server.receive(update)
+        assert server.count(update)
+        server.accept(update)
     assert server.finish_round() is None
     assert server.aggregator.prototypes is None
 
@@ -534,9 +536,11 @@ def test_a_client_alone_locks_nobody_out(caplog):
     for round, widths in enumerate([[3], [2, 2], [5, 2], [4, 4, 2]]):
         server.start_round(round, state)
         for index, width in enumerate(widths):
-            server.send(f"k{index}")
+            server.prepare(f"k{index}")
             extras = pack_prototypes(prototypes({0: (1,) * width, 1: (0,) * width}))
-            server.receive(ClientUpdate(f"k{index}", 1, state, extras))
+            update = ClientUpdate(f"k{index}", 1, state, extras)
+            assert server.count(update)
+            server.accept(update)
         assert server.finish_round() is not None
         most = max(widths, key=lambda width: (widths.count(width), width == 2))
         assert list(server.report.failed) == [f"k{index}" for index, width in enumerate(widths) if width != most]

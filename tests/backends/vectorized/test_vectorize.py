@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:You have overridden `on_before_batch_transfer`"),
 ]
-LOGGER = "lightning_fed.backends.vectorized.visit_groups"
+LOGGER = "lightning_fed.backends.vectorized.vectorized_visits"
 
 
 class Steps(L.Callback):

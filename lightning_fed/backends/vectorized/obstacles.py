@@ -1,0 +1,119 @@
+"""Obstacles to training the visits of a fit at once: properties of its parts that are known to forbid it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+
+from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.lightning_internals import (
+    callbacks_of,
+    datamodule_of,
+    has_gradient_hooks,
+    is_overridden,
+    loss_scaler,
+)
+
+_BATCH_HOOKS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    "on_before_optimizer_step",
+)
+_MODULE_HOOKS = (
+    *(*_BATCH_HOOKS, "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
+    *("lr_scheduler_step", "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+)
+_DATA_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_VISIT_HOOKS = (
+    *(
+        "on_client_request",
+        "on_server_send",
+        "on_client_receive",
+        "on_client_start",
+        "on_client_batch",
+        "on_client_end",
+        "on_server_receive",
+    ),
+    "on_client_visit_end",
+)
+
+
+class Obstacle(Exception):
+    """Reason, in words, why visits cannot be trained at once."""
+
+
+def check_vectorizable(fit: FederatedFit) -> None:
+    """Looks at what the fit consists of.
+
+    Raises:
+        Obstacle: If it is known that visits cannot be trained at once.
+
+    """
+    trainer, module, aggregator = fit.trainer, fit.module, fit.server.aggregator
+    clips = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
+    sliced = [name for name, policy in fit.policies.items() if policy == "sliced"]
+    obstacles = {
+        "manual optimization steps one client's model": not module.automatic_optimization,
+        "there is not one optimizer": len(trainer.optimizers) != 1,
+        "several processes share the clients": trainer.world_size > 1,
+        f"{type(trainer.strategy).__name__} is not for one device alone": (
+            not isinstance(trainer.strategy, SingleDeviceStrategy)
+        ),
+        f"the precision {trainer.precision!r} scales the loss of all clients alike": (loss_scaler(trainer) is not None),
+        "clipping by norm would take the norm over all clients (use gradient_clip_algorithm='value')": bool(clips),
+        "`optimizer_state='keep'` gives every client another count of steps": fit.optimizer_state == "keep",
+        "`max_steps` counts the steps of one client after another": trainer.max_steps != -1,
+        "`limit_train_batches` counts the batches of one client after another": trainer.limit_train_batches != 1.0,
+        f"{type(aggregator).__name__} gives clients models of other shapes": aggregator.resizes,
+        f"clients hold some rows of {sliced[:1]} only": bool(sliced),
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            raise Obstacle(obstacle)
+    _check_hooks(module, _MODULE_HOOKS, L.LightningModule)
+    datamodule = datamodule_of(trainer)
+    if datamodule is not None:
+        _check_hooks(datamodule, _DATA_HOOKS, L.LightningDataModule)
+    for callback in callbacks_of(trainer):
+        if not getattr(callback, "takes_stacks", False):
+            _check_hooks(callback, _BATCH_HOOKS, L.Callback)
+            if isinstance(callback, FederatedCallback):
+                _check_hooks(callback, _VISIT_HOOKS, FederatedCallback)
+
+
+def check_entries(module: nn.Module, names: Iterable[str]) -> None:
+    """Looks at the parameters and buffers that a client may have of its own.
+
+    Raises:
+        Obstacle: If it is known that they cannot be stacked.
+
+    """
+    known = set(names)
+    names_by_storage: dict[int, str] = {}
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if name not in known:
+            continue
+        if has_gradient_hooks(value):
+            raise Obstacle(f"a hook of the parameter {name!r} would see the gradients of all clients")
+        if value.numel():
+            first_name = names_by_storage.setdefault(value.untyped_storage().data_ptr(), name)
+            if first_name != name:
+                raise Obstacle(
+                    f"{first_name!r} and {name!r} are two tensors that share their memory, which would be parted"
+                )
+
+
+def _check_hooks(owner: Any, hooks: Iterable[str], base: type) -> None:
+    for hook in hooks:
+        if not is_overridden(hook, owner, base):
+            continue
+        definer = next((kind for kind in type(owner).__mro__ if hook in vars(kind)), base)
+        is_lightnings = (
+            definer.__module__.startswith("lightning.") and type(owner) is not L.pytorch.callbacks.LambdaCallback
+        )
+        if not is_lightnings:
+            raise Obstacle(f"`{type(owner).__name__}.{hook}` is written for one client's batch or model")

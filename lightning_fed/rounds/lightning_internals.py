@@ -1,0 +1,252 @@
+"""Everything that leans on what Lightning and torch do not promise, each a function that says what it leans on.
+
+The strategy (:mod:`lightning_fed.backends.client_parallel.strategy`) is the one other place. Each function has a test
+in ``tests/rounds/test_lightning_internals.py``, which says what has changed in Lightning or torch when it fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
+from torch import Tensor, nn
+
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+class OverriddenMethod:
+    """A method of a user's object, replaced on the instance until :meth:`restore`.
+
+    A copy of the owner that is made meanwhile (``copy.deepcopy(module)``) has its own method. It leans on Lightning
+    looking hooks up on the instance, and through ``__wrapped__`` when it asks whether a hook is overridden.
+
+    Args:
+        owner: The object.
+        name: The method's name.
+        replacement: Called instead of it.
+
+    Attributes:
+        original: The method that was replaced.
+
+    """
+
+    def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        self.owner = owner
+        self.name = name
+        self.replacement = replacement
+        self.original: Callable[..., Any] = getattr(owner, name)
+        self.__wrapped__ = self.original
+        self._was_on_instance = name in vars(owner)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the replacement."""
+        return self.replacement(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, (self.owner, self.name)  # of the owner's copy
+
+    def restore(self) -> None:
+        """Puts the original back."""
+        if self._was_on_instance:
+            setattr(self.owner, self.name, self.original)
+        else:
+            delattr(self.owner, self.name)
+
+
+class IgnoredWarning:
+    """A warning that comes on purpose and says nothing to the user, ignored until :meth:`restore`.
+
+    It leans on ``warnings.filters`` being a list whose first entry is the newest filter.
+
+    Args:
+        message: Regular expression of how the warning begins.
+
+    """
+
+    def __init__(self, message: str) -> None:
+        warnings.filterwarnings("ignore", message)
+        self._filter = warnings.filters[0]
+
+    def restore(self) -> None:
+        """Lets the warning be shown again; other filters that were added meanwhile stay."""
+        filters: list[Any] = warnings.filters  # type: ignore[assignment] # a list, which the types do not say
+        if self._filter in filters:
+            filters.remove(self._filter)
+
+
+def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
+    """The Trainer's callbacks: the very list that it calls the hooks from, so that callbacks can be added and moved."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+def datamodule_of(trainer: L.Trainer) -> Any:
+    """The datamodule that was handed to the Trainer, which it keeps as an attribute; ``None`` without one."""
+    return getattr(trainer, "datamodule", None)
+
+
+def is_fitting(trainer: L.Trainer) -> bool:
+    """True if the Trainer is in ``fit``, also in its validation: ``trainer.state.fn`` says which method was called."""
+    return trainer.state.fn == TrainerFn.FITTING
+
+
+def is_validating(trainer: L.Trainer) -> bool:
+    """True if ``trainer.validate`` was called, likewise; ``trainer.validating`` is true in a fit's validation too."""
+    return trainer.state.fn == TrainerFn.VALIDATING
+
+
+def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
+    """Has Lightning ask for a new training loader every so many epochs, and returns the number it had before.
+
+    It is an argument of the Trainer, which reads the attribute of this name at the start of every epoch.
+    """
+    before: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    trainer.reload_dataloaders_every_n_epochs = epochs  # type: ignore[attr-defined]
+    return before
+
+
+def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
+    """Makes ``trainer.is_last_batch`` say ``is_last``, and returns what it said before.
+
+    It is read from the batch progress of the epoch loop, whose loop ends by other means.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    before: bool = progress.is_last_batch
+    progress.is_last_batch = is_last
+    return before
+
+
+def fit_progress(trainer: L.Trainer) -> dict[str, Any]:
+    """Counts of epochs, batches and steps, as checkpoints hold them: the state of the fit loop and of those in it."""
+    return trainer.fit_loop.state_dict()
+
+
+def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mapping[str, Any]) -> None:
+    """Makes a checkpoint one of the start of an epoch.
+
+    Lightning goes on after the batches that ``epoch_loop.batch_progress`` counts; where it counts none as ready, it
+    takes the checkpoint for one of the end of an epoch.
+
+    Args:
+        checkpoint: What Lightning saves.
+        global_step: The Trainer's step at the epoch's start.
+        progress: What :func:`fit_progress` returned there.
+
+    """
+    checkpoint["global_step"], checkpoint["loops"]["fit_loop"] = global_step, copy.deepcopy(progress)
+    batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    if batches["current"]["ready"] == 0:
+        _advance(batches, "ready")  # the first batch is on its way
+
+
+def complete_epoch(checkpoint: dict[str, Any]) -> None:
+    """Makes a checkpoint that is taken between an epoch's last batch and its validation one of the epoch's end."""
+    _advance(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"], "completed")
+    _advance(checkpoint["loops"]["fit_loop"]["epoch_progress"], "processed")
+
+
+def _advance(progress: dict[str, Any], stage: str) -> None:
+    for part in ("total", "current"):
+        progress[part][stage] += 1
+
+
+def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
+    """Has a fit begin with an epoch other than 0.
+
+    The epoch progress of the fit loop takes a state, as from checkpoints.
+    """
+    progress = trainer.fit_loop.epoch_progress
+    for counts in (progress.total, progress.current):
+        counts.load_state_dict(dict.fromkeys(counts.state_dict(), epoch))
+
+
+def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
+    """Adds steps that were done elsewhere to ``trainer.global_step``, by which Lightning's callbacks go.
+
+    It is the number of completed steps in the progress of both kinds of optimization, of which one is in use.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    for steps in (
+        loop.automatic_optimization.optim_progress.optimizer.step.total,
+        loop.manual_optimization.optim_step_progress.total,
+    ):
+        steps.ready += count
+        steps.completed += count
+
+
+def show_metrics(trainer: L.Trainer, values: Mapping[str, Tensor]) -> None:
+    """Puts values where callbacks look for what they monitor: dictionaries that Lightning goes on adding to.
+
+    ``LightningModule.log`` would keep every value in a list that Lightning walks at each batch.
+    """
+    trainer.callback_metrics.update(values)
+    trainer.logged_metrics.update(values)
+
+
+def log_step(module: L.LightningModule, step: int) -> None:
+    """Makes ``step`` the x-axis of what the module logs in this loop: Lightning takes a value of this name for it."""
+    if not module.trainer.barebones:  # logs nothing, and would say so
+        module.log("step", float(step), on_step=False, on_epoch=True, batch_size=1, add_dataloader_idx=False)
+
+
+def forget_step(trainer: L.Trainer) -> None:
+    """Lets Lightning's callbacks count steps again: :func:`log_step`'s value stays among what they read."""
+    trainer.callback_metrics.pop("step", None)
+
+
+def keep_schedulers(trainer: L.Trainer, configs: Sequence[Any]) -> None:
+    """Has Lightning step these learning-rate schedulers only: it asks the strategy for them at every step."""
+    trainer.strategy.lr_scheduler_configs = list(configs)
+
+
+def loss_scaler(trainer: L.Trainer) -> Any:
+    """Holder of the loss scale, with ``state_dict`` and ``load_state_dict``; ``None`` where losses are not scaled.
+
+    It is the precision plugin: only those that scale losses have a state.
+    """
+    return trainer.precision_plugin if trainer.precision_plugin.state_dict() else None
+
+
+def loss_scaler_key(trainer: L.Trainer) -> str:
+    """Name under which checkpoints hold the state of :func:`loss_scaler`: that of the plugin's class."""
+    return type(trainer.precision_plugin).__qualname__
+
+
+def batch_size_of(batch: Any) -> int:
+    """Batch size by which Lightning weighs a value that is logged without one."""
+    return extract_batch_size(batch)
+
+
+@cache
+def lightning_attributes() -> frozenset[str]:
+    """Names of the attributes that every ``LightningModule`` has, and other modules have not: those of an empty one."""
+    return frozenset(vars(L.LightningModule())) - _MODULE_ATTRIBUTES
+
+
+def callbacks_with_log(trainer: L.Trainer) -> list[L.Callback]:
+    """The callbacks that can log: Lightning gives them the module's ``log`` as an attribute before ``setup``."""
+    return [callback for callback in callbacks_of(trainer) if "log" in vars(callback)]
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """Number of times that a tensor was written in place; autograd's counter, which has no public name."""
+    return tensor._version  # noqa: SLF001
+
+
+def is_vmap_tensor(tensor: Tensor) -> bool:
+    """True if a tensor stands for several under ``torch.func.vmap``, also one that is over; has no public name."""
+    return bool(torch._C._functorch.is_batchedtensor(tensor))  # noqa: SLF001
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """True if ``register_post_accumulate_grad_hook`` was called on a parameter: it keeps the hooks as an attribute."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -1,0 +1,73 @@
+"""Number of steps of per-step learning-rate schedulers, which start every visit from the round's state."""
+
+from __future__ import annotations
+
+import logging
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed.messages import Client
+from lightning_fed.rounds.fit import FederatedFit
+
+_log = logging.getLogger(__name__)
+
+
+def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
+    """Counts the steps that a per-step scheduler makes in a fit.
+
+    Args:
+        fit: The fit, which knows its clients.
+        rounds: Number of rounds of the fit.
+        window: Batches for one step of the optimizer.
+
+    """
+    sizes: dict[Client, tuple[int, int]] = {}
+    steps = furthest = 0
+    for round in range(rounds):
+        visits = [
+            visit for visit in fit.draw_cohort(round).visits if fit.partial_work == "keep" or not visit.is_straggler
+        ]
+        for client in {visit.client: None for visit in visits}.keys() - sizes.keys():
+            sizes[client] = _find_size(fit, client)
+        lengths = [-(-visit.num_batches(sizes[visit.client][1]) // window) for visit in visits]
+        if lengths:
+            furthest = max(furthest, steps + max(lengths))
+            largest = max(range(len(visits)), key=lambda position: sizes[visits[position].client][0])
+            steps += lengths[largest]
+    return furthest
+
+
+def check_estimate(fit: FederatedFit) -> None:
+    """Warns of a per-step scheduler that was made while Lightning estimated the steps of the fit.
+
+    Args:
+        fit: The fit, which knows its clients: Lightning has asked for the training data before the fit starts, and does
+            so only if someone asks for ``trainer.estimated_stepping_batches``.
+
+    """
+    trainer = fit.trainer
+    is_manual = not fit.module.automatic_optimization
+    if not any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):
+        return
+    estimate = steps = trainer.estimated_stepping_batches
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        steps = count_scheduler_steps(fit, trainer.max_epochs, trainer.accumulate_grad_batches)
+    if estimate != steps:
+        _log.warning(
+            "`trainer.estimated_stepping_batches` (%s) counts the steps of all clients. A per-step scheduler starts"
+            " every visit from the round's state and goes on from the client with the most examples: in this fit it"
+            " makes %s steps. Give it `lightning_fed.scheduler_steps(trainer)` instead.",
+            estimate,
+            steps,
+        )
+
+
+def _find_size(fit: FederatedFit, client: Client) -> tuple[int, int]:
+    """Number of examples and of batches in an epoch, none of a client that cannot be asked."""
+    try:
+        length = fit.population.batches_per_epoch(client)
+        return fit.population.num_samples(client), 1 if length is None else length
+    except MisconfigurationException:
+        raise
+    except Exception:  # the client is left out, when its round comes
+        return 0, 0

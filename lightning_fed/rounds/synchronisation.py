@@ -1,0 +1,103 @@
+"""Interface of what lets several processes share the clients of a round: a strategy offers it, rounds use it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import lightning as L
+
+from lightning_fed.data.population import PlannedVisit
+from lightning_fed.data.visit_costs import VisitCosts
+from lightning_fed.process_group import ALONE, ProcessGroup
+
+if TYPE_CHECKING:
+    from lightning_fed.rounds.fit import FederatedFit
+    from lightning_fed.rounds.round import Round
+
+
+class RoundSynchronisation:
+    """Steps of a round in which several processes join; with one process, as here, there is nothing to do.
+
+    Attributes:
+        visit_costs: Costs of the visits so far, by which they are shared out; ``None`` where they are not.
+
+    """
+
+    visit_costs: VisitCosts | None = None
+
+    def start_round(self, round: Round) -> None:
+        """Before the round's first batch: from here on every process is on its own."""
+
+    def start_visit(self, planned: PlannedVisit) -> None:
+        """Before the first batch of a visit."""
+
+    def end_batch(self) -> None:
+        """After every batch."""
+
+    def end_visit(self, planned: PlannedVisit) -> None:
+        """After the last batch of a visit."""
+
+    def join(self, round: Round, is_cut: bool = False) -> None:
+        """After the last visit: makes all processes know of all visits, and merges what the aggregators have received.
+
+        Args:
+            round: The round.
+            is_cut: Whether the round ended in this process before its last visit was over.
+
+        Raises:
+            RuntimeError: In all processes, if the round was cut short in one.
+
+        """
+
+    def check_state(self, round: Round) -> None:
+        """After the aggregation: makes sure that all processes have the same global model.
+
+        Raises:
+            RuntimeError: If they have not, beyond what a device may round differently.
+
+        """
+
+    def end_round(self) -> None:
+        """The round is over: the processes wait for each other again."""
+
+    def abort(self) -> None:
+        """The fit ends with an error in this process, which from here on waits for no other one."""
+
+    def release(self) -> None:
+        """Restores what was changed of the module for the round."""
+
+
+class ClientSharing(ABC):
+    """Base of Lightning strategies whose processes share the clients of a round."""
+
+    @property
+    @abstractmethod
+    def process_group(self) -> ProcessGroup:
+        """The processes; this one alone before they are joined."""
+
+    @abstractmethod
+    def callbacks(self) -> Sequence[L.Callback]:
+        """Callbacks that the Trainer needs where there are several processes."""
+
+    @abstractmethod
+    def synchronise(self, fit: FederatedFit) -> RoundSynchronisation:
+        """Makes the synchronisation of a fit's rounds.
+
+        Raises:
+            MisconfigurationException: If something in the fit cannot be right in several processes.
+
+        """
+
+
+def process_group_of(trainer: L.Trainer) -> ProcessGroup:
+    """The processes that train the federation's clients: those of a strategy that shares clients out, or this alone."""
+    strategy = trainer.strategy
+    return strategy.process_group if isinstance(strategy, ClientSharing) else ALONE
+
+
+def sharing_strategy(trainer: L.Trainer) -> ClientSharing | None:
+    """The Trainer's strategy, where it has several processes share the clients."""
+    strategy = trainer.strategy
+    return strategy if isinstance(strategy, ClientSharing) and strategy.process_group.size > 1 else None

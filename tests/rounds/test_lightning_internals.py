@@ -1,0 +1,305 @@
+"""What Lightning and torch do not promise and the rounds lean on: a test that fails says in a sentence what changed."""
+
+import copy
+import warnings
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.func import vmap
+from torch.utils.data import DataLoader
+
+from lightning_fed.rounds import lightning_internals as internals
+
+BATCHES = 3
+
+
+class Net(L.LightningModule):
+    """Two steps' worth of everything: it notes what a function of the internals says in each batch."""
+
+    def __init__(self, look=lambda trainer, module: None):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.look, self.seen = look, []
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(BATCHES, 2), batch_size=1)
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(self.look(self.trainer, self))
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+@pytest.fixture
+def fit(plain_trainer):
+    def run(look=lambda trainer, module: None, module=None, **options):
+        module = Net(look) if module is None else module
+        trainer = plain_trainer(**{"max_epochs": 1, **options})
+        trainer.fit(module)
+        return trainer, module
+
+    return run
+
+
+def test_a_method_on_the_instance_is_called_and_counts_as_overridden(fit):
+    called, module = [], Net()
+    method = internals.OverriddenMethod(module, "on_train_epoch_end", lambda: called.append(True))
+    fit(module=module)
+    assert called, "Lightning does not look up a module's hooks on the instance any more"
+    assert not internals.is_overridden("on_train_epoch_end", module), (
+        "Lightning does not look through `__wrapped__` any more to see whether a hook is overridden"
+    )
+    step = internals.OverriddenMethod(module, "training_step", lambda *arguments: None)
+    assert internals.is_overridden("training_step", module)
+    assert copy.deepcopy(module).training_step.__self__ is not module
+    method.restore()
+    step.restore()
+    assert not vars(module).keys() & {"on_train_epoch_end", "training_step"}
+
+
+def test_a_warning_is_ignored_until_it_is_restored():
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        ignored = internals.IgnoredWarning("on purpose")
+        warnings.warn("on purpose", stacklevel=1)
+        ignored.restore()
+        assert not shown, "`warnings.filterwarnings` does not put the newest filter first any more"
+        warnings.warn("on purpose", stacklevel=1)
+        assert shown, "`warnings.filters` is not the list of filters any more"
+
+
+def test_callbacks_are_a_list_that_the_trainer_calls_from(fit):
+    class Added(L.Callback):
+        was_called = False
+
+        def on_train_start(self, trainer, module):
+            self.was_called = True
+
+    class Adds(L.Callback):
+        def setup(self, trainer, module, stage):
+            internals.callbacks_of(trainer).append(added)
+
+    added = Added()
+    fit(callbacks=[Adds()])
+    assert added.was_called, "Lightning does not call callbacks that were added to `trainer.callbacks` any more"
+
+
+def test_the_datamodule_is_known(plain_trainer):
+    class Data(L.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(torch.ones(BATCHES, 2), batch_size=1)
+
+    data, module = Data(), Net(lambda trainer, module: internals.datamodule_of(trainer))
+    trainer = plain_trainer(max_epochs=1)
+    assert internals.datamodule_of(trainer) is None
+    trainer.fit(module, datamodule=data)
+    assert module.seen[0] is data, "Lightning does not keep the datamodule as `trainer.datamodule` any more"
+
+
+def test_the_method_of_the_trainer_that_was_called(fit, plain_trainer):
+    module = Net(lambda trainer, module: (internals.is_fitting(trainer), internals.is_validating(trainer)))
+    module.validation_step = lambda batch, batch_idx: module.seen.append(module.look(module.trainer, module))
+    module.val_dataloader = module.train_dataloader
+    trainer, _ = fit(module=module, num_sanity_val_steps=0)
+    assert set(module.seen) == {(True, False)}, "`trainer.state.fn` is not that of `fit` any more in its validation"
+    module.seen.clear()
+    trainer.validate(module)
+    assert set(module.seen) == {(False, True)}, "`trainer.state.fn` does not say any more that `validate` was called"
+
+
+def test_loaders_are_asked_for_again(plain_trainer):
+    asked, module = [], Net()
+    loader = module.train_dataloader
+    module.train_dataloader = lambda: asked.append(True) or loader()
+    trainer = plain_trainer(max_epochs=3)
+    assert internals.exchange_reload_interval(trainer, 1) == 0
+    trainer.fit(module)
+    assert len(asked) == 3, "`trainer.reload_dataloaders_every_n_epochs` is not read in every epoch any more"
+
+
+def test_the_last_batch_is_what_it_was_made(fit):
+    def look(trainer, module):
+        before = trainer.is_last_batch
+        assert internals.exchange_last_batch(trainer, not before) == before
+        changed = trainer.is_last_batch
+        internals.exchange_last_batch(trainer, before)
+        return before, changed
+
+    _, module = fit(look)
+    assert module.seen == [(False, True)] * (BATCHES - 1) + [(True, False)], (
+        "`trainer.is_last_batch` is not read from the epoch loop's batch progress any more"
+    )
+
+
+def test_a_checkpoint_becomes_one_of_the_epochs_start(fit, plain_trainer, tmp_path):
+    path, start = tmp_path / "a.ckpt", {}
+
+    class Saves(L.Callback):
+        def on_train_epoch_start(self, trainer, module):
+            start["progress"] = trainer.global_step, internals.fit_progress(trainer)
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                trainer.save_checkpoint(path)
+
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            internals.restart_epoch(checkpoint, *start["progress"])
+
+    fit(callbacks=[Saves()])
+    resumed = Net()
+    plain_trainer(max_epochs=1).fit(resumed, ckpt_path=path, weights_only=False)
+    assert len(resumed.seen) == BATCHES, "Lightning's checkpoints count the batches of an epoch in another way"
+
+
+def test_a_checkpoint_becomes_one_of_the_epochs_end(fit, plain_trainer, tmp_path):
+    path = tmp_path / "a.ckpt"
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == BATCHES - 1 and trainer.current_epoch == 0:
+                trainer.save_checkpoint(path)
+
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            internals.complete_epoch(checkpoint)
+
+    fit(callbacks=[Saves()])
+    resumed = Net(lambda trainer, module: trainer.current_epoch)
+    plain_trainer(max_epochs=2).fit(resumed, ckpt_path=path, weights_only=False)
+    assert resumed.seen == [1] * BATCHES, "Lightning's checkpoints mark the end of an epoch in another way"
+
+
+def test_a_fit_begins_with_another_epoch(plain_trainer):
+    module = Net(lambda trainer, module: trainer.current_epoch)
+    trainer = plain_trainer(max_epochs=5)
+    internals.start_at_epoch(trainer, 4)
+    trainer.fit(module)
+    assert module.seen == [4] * BATCHES, "`trainer.current_epoch` is not that of the fit loop's epoch progress any more"
+
+
+@pytest.mark.parametrize("is_automatic", [True, False])
+def test_steps_are_added(fit, is_automatic):
+    module = Net()
+    module.automatic_optimization = is_automatic
+    module.look = lambda trainer, module: internals.add_optimizer_steps(trainer, 10)
+    trainer, _ = fit(module=module)
+    steps = BATCHES if is_automatic else 0
+    assert trainer.global_step == 10 * BATCHES + steps, "`trainer.global_step` counts completed steps in another way"
+
+
+def test_metrics_are_where_callbacks_look(fit):
+    trainer, _ = fit(lambda trainer, module: internals.show_metrics(trainer, {"fed/clients": torch.tensor(2.0)}))
+    assert trainer.callback_metrics["fed/clients"] == 2, "`trainer.callback_metrics` is a copy by now"
+    assert trainer.logged_metrics["fed/clients"] == 2, "`trainer.logged_metrics` is a copy by now"
+
+
+def test_the_step_is_the_x_axis(plain_trainer, tmp_path):
+    class Logs(Net):
+        def on_train_epoch_end(self):
+            self.log("loss", 1.0)
+            internals.log_step(self, 70)
+
+    logger = L.pytorch.loggers.CSVLogger(tmp_path)
+    written, log_metrics = [], logger.log_metrics
+    logger.log_metrics = lambda metrics, step=None: written.append(step) or log_metrics(metrics, step)
+    trainer = plain_trainer(max_epochs=1, logger=logger)
+    trainer.fit(Logs())
+    assert written == [70], "Lightning does not take a logged value named `step` for the x-axis any more"
+    assert "step" in trainer.callback_metrics
+    internals.forget_step(trainer)
+    assert "step" not in trainer.callback_metrics, "the value `step` stays among the callbacks' metrics"
+
+
+def test_only_the_schedulers_that_are_kept_step(fit):
+    trainer, _ = fit(lambda trainer, module: internals.keep_schedulers(trainer, []))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1, (
+        "Lightning does not ask the strategy for `lr_scheduler_configs` at every step any more"
+    )
+
+
+def test_a_loss_scale_has_a_state_under_the_plugins_name(plain_trainer, tmp_path):
+    plain = plain_trainer(max_epochs=1)
+    assert internals.loss_scaler(plain) is None, "a precision plugin without a loss scale has a state by now"
+
+    class Scales(L.pytorch.plugins.Precision):
+        def state_dict(self):
+            return {"scale": 2.0}
+
+        def load_state_dict(self, state_dict):
+            pass
+
+    trainer = plain_trainer(max_epochs=1, plugins=[Scales()])
+    trainer.fit(Net())
+    assert internals.loss_scaler(trainer) is trainer.precision_plugin
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    assert checkpoint[internals.loss_scaler_key(trainer)] == {"scale": 2.0}, (
+        "checkpoints hold the precision plugin's state under another name than its class's"
+    )
+
+
+def test_the_batch_size_that_lightning_would_find():
+    batch = {"image": torch.zeros(4, 3), "mask": torch.zeros(4)}
+    assert internals.batch_size_of(batch) == 4, "Lightning finds the batch size of a logged value in another way"
+
+
+def test_the_attributes_that_every_module_of_lightnings_has(fit):
+    names = internals.lightning_attributes()
+    assert "layer" not in names
+    assert "training" not in names
+    _, module = fit()
+    users = {"layer", "look", "seen"}
+    on_demand = {"_hparams"}  # which nothing in a visit asks for first
+    others = vars(module).keys() - names - users - on_demand - vars(nn.Module()).keys()
+    assert not others, f"Lightning gives a module attributes in a fit that an empty one has not: {others}"
+
+
+def test_callbacks_can_log_from_setup_on(fit):
+    class Looks(L.Callback):
+        def setup(self, trainer, module, stage):
+            self.found = internals.callbacks_with_log(trainer)
+
+    looks = Looks()
+    fit(callbacks=[looks])
+    assert looks in looks.found, "Lightning does not give the module's `log` to every callback before `setup` any more"
+
+
+def test_writing_in_place_counts_a_tensors_version():
+    tensor = torch.zeros(2)
+    before = internals.tensor_version(tensor)
+    tensor.add_(1)
+    assert internals.tensor_version(tensor) > before, "torch does not count writes in `_version` any more"
+
+
+def test_a_tensor_of_vmap_is_told_apart():
+    kept = SimpleNamespace()
+
+    def keeps(tensor):
+        kept.tensor = tensor
+        return tensor
+
+    vmap(keeps)(torch.zeros(2, 3))
+    assert internals.is_vmap_tensor(kept.tensor), "torch does not say any more whether a tensor is one of `vmap`'s"
+    assert not internals.is_vmap_tensor(torch.zeros(2))
+
+
+def test_hooks_of_gradients_are_seen():
+    parameter = nn.Parameter(torch.zeros(2))
+    assert not internals.has_gradient_hooks(parameter)
+    parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert internals.has_gradient_hooks(parameter), "torch keeps hooks of accumulated gradients elsewhere by now"
+
+
+def test_every_function_has_a_test():
+    """By its name in this file."""
+    with open(__file__, encoding="utf-8") as file:
+        source = file.read()
+    names = [name for name, value in vars(internals).items() if getattr(value, "__module__", "") == internals.__name__]
+    missing = [name for name in names if not name.startswith("_") and f"internals.{name}(" not in source]
+    assert not missing
