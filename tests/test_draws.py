@@ -135,10 +135,27 @@ NEEDED = {
     **{name: lambda cls: cls("nowhere") for name in ("FashionMNIST", "Omniglot")},
 }  # fmt: skip
 NO_OBJECTS = {  # messages, tables, functions, what is abstract
-    "Aggregator", "AveragingAggregator", "METHODS", "build_method", "method_names", "register", "MarginReport", "Confusion", "PartTraffic",
-    "Traffic", "find_federation", "segmentation_grid", "Partition", "PlannedVisit", "Population", "VisitBatch",
-    "DatasetClients", "LoaderClients", "sample_hashes", "synthetic_clients",
-}  # fmt: skip
+    "Aggregator",
+    "AveragingAggregator",
+    "METHODS",
+    "build_method",
+    "method_names",
+    "register",
+    "MarginReport",
+    "Confusion",
+    "PartTraffic",
+    "Traffic",
+    "find_federation",
+    "segmentation_grid",
+    "Partition",
+    "PlannedVisit",
+    "Population",
+    "VisitBatch",
+    "DatasetClients",
+    "LoaderClients",
+    "sample_hashes",
+    "synthetic_clients",
+}
 MADE = {
     name: getattr(package, name)
     for package in (algorithms, callbacks, data_package, datasets, metrics)

@@ -17,10 +17,10 @@ class Synthetic(FederatedDataModule):
     """The generated classification data of the FedProx paper: 60 features, 10 classes, clients of unlike sizes.
 
     The clients are called 0, 1, ..., each with at least 50 examples and a linear model of its own behind its labels
-    (:func:`~lightning_fed.datasets.synthetic_clients`). The share `test_fraction` of every client's examples, the last ones, is
-    for the test, as in the paper; the share `val_fraction` of the others, again the last ones, is for validation. Both
-    are rounded down, but at least one. Examples are independent, so their order does not matter. No file is read, and
-    the data are a pure function of the arguments.
+    (:func:`~lightning_fed.datasets.synthetic_clients`). The share `test_fraction` of every client's examples, the last
+    ones, is for the test, as in the paper; the share `val_fraction` of the others, again the last ones, is for
+    validation. Both are rounded down, but at least one. Examples are independent, so their order does not
+    matter. No file is read, and the data are a pure function of the arguments.
 
     Source: T. Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, section 5.1.
 

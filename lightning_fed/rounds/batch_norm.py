@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.data.round_loader import describe
+from lightning_fed.data.visit_costs import balance_loads
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.batch_norm import InputStatistics as InputStatistics
 from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layers
@@ -188,7 +189,7 @@ def measure_statistics(
     before = server.report.down_bytes, server.report.up_bytes
     reports: dict[Client, State] = {}
     visits = list(visits)
-    shares = share_out([server.report.received[visit.client] for visit in visits], ranks.size)
+    shares = balance_loads([server.report.received[visit.client] for visit in visits], ranks.size)
     for visit in (visits[position] for position in shares[ranks.rank]):
         load(visit)
         tell_of_model(trainer, module, visit.client)

@@ -149,7 +149,7 @@ def evaluate_clients(
     """
     results, ranks = ClientResults(), process_group_of(trainer)
     evaluated = clients if is_pooled else itertools.islice(clients, ranks.rank, None, ranks.size)
-    with nullcontext() if is_pooled else ranks.parted():
+    with nullcontext() if is_pooled else ranks.independent():
         for client in evaluated:
             load(client)
             values, directions = _evaluate(trainer, module, clients[client], stage, ranks if is_pooled else None)

@@ -282,7 +282,7 @@ class RoundLoop:
         the local epoch's last, or the visit's. Of clients that train at once those of the first are counted. Between
         visits nothing changes, and ``batch_idx`` is given.
         """
-        position = None if self._loader is None else self._loader.epoch_place
+        position = None if self._loader is None else self._loader.epoch_position
         if position is None:
             yield batch_idx
             return

@@ -119,7 +119,7 @@ class Round:
         except ClientFault as error:
             planned.fail(str(error), error)
             return
-        self._broadcasts[planned.place] = broadcast
+        self._broadcasts[planned.position] = broadcast
         self.load(client, request, broadcast)
 
     def request(self, planned: PlannedVisit) -> Request:
@@ -250,7 +250,7 @@ class Round:
 
     def keep(self, planned: PlannedVisit) -> None:
         """Keeps what is the client's own until its next visit."""
-        optimizer_state = self.start.optimizers.end_visit(planned.num_samples, planned.place)
+        optimizer_state = self.start.optimizers.end_visit(planned.num_samples, planned.position)
         self.local.keep(planned.visit.client, planned.visit.round, optimizer_state)
 
     def leave(self) -> None:
@@ -264,12 +264,12 @@ class Round:
     def suspend_visit(self) -> None:
         """Puts the visit that is under way aside, so that another one can start."""
         assert self.visit is not None
-        self._memories[self.visit.place] = self.local.memory
+        self._memories[self.visit.position] = self.local.memory
         self.visit = None
 
     def resume_visit(self, planned: PlannedVisit) -> bool:
         """Goes on with a visit that was suspended; returns whether it was."""
-        memory = self._memories.pop(planned.place, None)
+        memory = self._memories.pop(planned.position, None)
         if memory is None:
             return False
         self.visit, self.local.memory = planned, memory

@@ -52,7 +52,7 @@ class RoundStart:
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
         """Puts the start of the round into a checkpoint that is taken inside it, in place of a client's state."""
-        state = {**self.state, **self._local.home}
+        state = {**self.state, **self._local.server_entries}
         saved = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, torch.Tensor)}
         firsts = tied_names(saved)
         checkpoint["state_dict"] |= {name: state[first].clone() for name, first in firsts.items() if first in state}

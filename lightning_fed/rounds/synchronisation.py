@@ -10,7 +10,7 @@ import lightning as L
 
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.visit_costs import VisitCosts
-from lightning_fed.process_group import ALONE, ProcessGroup
+from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 
 if TYPE_CHECKING:
     from lightning_fed.rounds.fit import FederatedFit
@@ -94,7 +94,7 @@ class ClientSharing(ABC):
 def process_group_of(trainer: L.Trainer) -> ProcessGroup:
     """The processes that train the federation's clients: those of a strategy that shares clients out, or this alone."""
     strategy = trainer.strategy
-    return strategy.process_group if isinstance(strategy, ClientSharing) else ALONE
+    return strategy.process_group if isinstance(strategy, ClientSharing) else SINGLE_PROCESS
 
 
 def sharing_strategy(trainer: L.Trainer) -> ClientSharing | None:

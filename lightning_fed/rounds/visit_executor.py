@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_fed.data.interleave import OwnNumbers, Stacked
+from lightning_fed.data.interleave import ClientGenerators, StackedBatch
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import VisitGroups
 
@@ -35,9 +35,9 @@ class VisitExecutor(ABC):
         self,
         group: Sequence[PlannedVisit],
         training_step: Callable[..., Any],
-        parts: Sequence[Stacked],
+        parts: Sequence[StackedBatch],
         rest: Sequence[Any],
-        numbers: OwnNumbers,
+        numbers: ClientGenerators,
     ) -> Any:
         """Runs the training step for a batch of every visit.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fed.numerics.precision import at_least_float32
-from lightning_fed.process_group import ProcessGroup
+from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightning_fed.rounds.lightning_internals import (
     IgnoredWarning,
     OverriddenMethod,

@@ -110,7 +110,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
     @property
     def world_size(self) -> int:
         """Number of processes; 1 while each is on its own."""
-        return 1 if self._processes.apart else super().world_size
+        return 1 if self._processes.is_independent else super().world_size
 
     def setup_environment(self) -> None:
         """Joins the processes."""
@@ -132,24 +132,24 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Over the processes; what it is given while each is on its own."""
-        return tensor if self._processes.apart else super().reduce(tensor, group, reduce_op)
+        return tensor if self._processes.is_independent else super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Of all processes; what it is given, as with one process, while each is on its own."""
-        return tensor if self._processes.apart else super().all_gather(tensor, group, sync_grads)
+        return tensor if self._processes.is_independent else super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all processes, unless each is on its own."""
-        if not self._processes.apart:
+        if not self._processes.is_independent:
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of process ``src``; that of this one while each is on its own."""
-        return obj if self._processes.apart else super().broadcast(obj, src)
+        return obj if self._processes.is_independent else super().broadcast(obj, src)
 
     def teardown(self) -> None:
         """Lets go of the module."""
-        self._processes.apart = False
+        self._processes.is_independent = False
         super().teardown()
 
     @classmethod
@@ -168,7 +168,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
                     f"Expected every process to build the same module, but between processes {self._processes.rank} and"
                     f" {rank} these differ: {', '.join(differing[:5])}."
                 )
-        first_values: dict[str, Tensor] = self._processes.first(
+        first_values: dict[str, Tensor] = self._processes.broadcast(
             {name: value.detach() for name, value in values.items()}
         )
         for name, value in values.items():

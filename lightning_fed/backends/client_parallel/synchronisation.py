@@ -89,13 +89,13 @@ class ProcessSynchronisation(RoundSynchronisation):
         """Leaves every process on its own."""
         self._unsynchronized = ExitStack()
         self._unsynchronized.enter_context(unsynchronized(find_metrics(self._fit.module)))
-        self._processes.apart = True
+        self._processes.is_independent = True
         self._log.start_round()
         self._seconds, self._should_stop = {}, False
 
     def start_visit(self, planned: PlannedVisit) -> None:
         """Notes when a visit begins."""
-        self._log.start_visit(planned.place)
+        self._log.start_visit(planned.position)
         self._visit_start = time.perf_counter()
 
     def end_batch(self) -> None:
@@ -168,16 +168,16 @@ class ProcessSynchronisation(RoundSynchronisation):
                 " PyTorch's, NumPy's or Python's global generators, which have the same seed, and what it has noted in"
                 " `on_server_receive` must be shared: see `FederatedCallback.share_round`."
             )
-        local.load_global(self._processes.first(state))
+        local.load_global(self._processes.broadcast(state))
 
     def end_round(self) -> None:
         """Has the processes wait for each other again."""
-        self._processes.apart = False
+        self._processes.is_independent = False
         self.release()
 
     def abort(self) -> None:
         """Has this process wait for no other one."""
-        self._processes.apart = True
+        self._processes.is_independent = True
 
     def release(self) -> None:
         """Lets metrics synchronise again."""
@@ -187,7 +187,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         """Has every process's aggregator receive what all have received, in the order of the ranks."""
         aggregator, round = self._fit.server.aggregator, self._fit.server.report.round
         known = _tensors([start, aggregator.state_dict()])
-        for rank, part in enumerate(self._processes.each(aggregator, known)):
+        for rank, part in enumerate(self._processes.gather_one_by_one(aggregator, known)):
             if rank == 0:  # our own part is on its way by now
                 aggregator.start_round(round, start)
             aggregator.merge(part)

@@ -128,7 +128,7 @@ class RemoteClientSide(RemoteSide):
 
         """
         fit, server, optimizers = round.fit, round.fit.server, round.start.optimizers
-        frozen = {name: value for name, value in round.local.home.items() if fit.policies[name] == "frozen"}
+        frozen = {name: value for name, value in round.local.server_entries.items() if fit.policies[name] == "frozen"}
         start = pack_numbers(optimizers.start)
         self._train_request = {
             "run": self._client_store.run,

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_fed.backends.client_parallel.distributed_log import REDUCTIONS
 from lightning_fed.backends.vectorized.client_random import PerClientRandom
-from lightning_fed.data.interleave import ClientGenerators, StackedBatch
+from lightning_fed.data.interleave import ClientGenerators, StackedBatch, batch_tensors, rebuild_batch
 from lightning_fed.model.entries import copy_state
 from lightning_fed.model.resize import set_tensor_data
 from lightning_fed.numerics.precision import at_least_float32
@@ -163,7 +163,7 @@ class StackedModel:
         if rows is not None:
             for name, parameter in parameters.items():
                 parameter.register_hook(partial(_note, used, name))  # type: ignore[no-untyped-call]
-        tensors = tensors_of(part.batch)
+        tensors = batch_tensors(part.batch)
         logged: list[tuple[str, dict[str, Any]]] = []
 
         def one(
@@ -179,8 +179,8 @@ class StackedModel:
             entries = {
                 name: client_entries[first] for name, first in self._firsts.items()
             }  # tied ones under every name
-            batch = rebuild(part.batch, iter(tensors))
-            draws = PerClientRandom(numbers.turn_to, part.clients, index) if self._draws else nullcontext()
+            batch = rebuild_batch(part.batch, iter(tensors))
+            draws = PerClientRandom(numbers.switch_to, part.clients, index) if self._draws else nullcontext()
             with Replaced(self._module, "log", log), draws:
                 output = functional_call(self._caller, entries, (training_step, batch, *rest), tie_weights=False)
             loss = output["loss"] if isinstance(output, Mapping) else output
@@ -205,7 +205,9 @@ class StackedModel:
         if reduction == "mean":
             size = options.get("batch_size")
             if size is None:
-                size = batch_size_of(rebuild(part.batch, iter([tensor[0] for tensor in tensors_of(part.batch)])))
+                size = batch_size_of(
+                    rebuild_batch(part.batch, iter([tensor[0] for tensor in batch_tensors(part.batch)]))
+                )
             options = {**options, "batch_size": size * len(part.clients)}
         self._module.log(name, reduced(values, reduction), **options)
 
@@ -311,4 +313,4 @@ def stack_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor], opt
             for key, kept in state.items():
                 if isinstance(kept, Tensor) and kept.shape == parameter.shape:
                     state[key] = kept.expand(len(value), *kept.shape).clone()
-        exchange(parameter, value)
+        set_tensor_data(parameter, value)

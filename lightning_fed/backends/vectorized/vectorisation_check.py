@@ -23,7 +23,7 @@ from lightning_fed.backends.vectorized.stacked_model import (
     reduction_of,
     stack_parameters,
 )
-from lightning_fed.data.interleave import ClientGenerators, stack_batches
+from lightning_fed.data.interleave import ClientGenerators, detect_draws, stack_batches
 from lightning_fed.data.population import seed_everything
 from lightning_fed.data.round_loader import describe
 from lightning_fed.model.entries import copy_state
@@ -140,7 +140,7 @@ class _TwoClients:
         self._load(client)
         seed_everything(_SEEDS[client])
         versions = [tensor_version(parameter) for parameter in self._trained]
-        with noticing_draws() as has_drawn:
+        with detect_draws() as has_drawn:
             output = self._step(batch, *self._rest)
         if versions != [tensor_version(parameter) for parameter in self._trained]:
             raise Obstacle("`training_step` writes parameters that the optimizer trains")

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_fed.backends.vectorized.obstacles import Obstacle, check_entries, check_vectorizable
 from lightning_fed.backends.vectorized.stacked_model import StackedModel, joint_loss
 from lightning_fed.backends.vectorized.vectorisation_check import check_vectorisation
-from lightning_fed.data.interleave import OwnNumbers, Stacked, noticing_draws, tensors_of
+from lightning_fed.data.interleave import ClientGenerators, StackedBatch, batch_tensors, detect_draws
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything, seeded_generators
 from lightning_fed.data.round_loader import VisitGroups, describe
 from lightning_fed.rounds.client_errors import client_fault
@@ -52,9 +52,9 @@ class VectorizedVisits(VisitExecutor):
         self,
         group: Sequence[PlannedVisit],
         training_step: Callable[..., Any],
-        parts: Sequence[Stacked],
+        parts: Sequence[StackedBatch],
         rest: Sequence[Any],
-        numbers: OwnNumbers,
+        numbers: ClientGenerators,
     ) -> Tensor | None:
         """Runs the training step for all clients; those that fail by their own fault are left out."""
         if not self._has_warned and len(parts) == len(group):
@@ -141,8 +141,8 @@ def _first_batch(population: Population, schedule: Schedule) -> tuple[Any, bool]
             if planned.num_samples < 2:  # BatchNorm cannot train on it
                 continue
             seed_everything(visit.seed)
-            with noticing_draws() as has_drawn:
-                item = next(population.stream([planned], aside=True))
+            with detect_draws() as has_drawn:
+                item = next(population.stream([planned], isolated=True))
         except Exception as error:
             _log.debug("Client %r cannot be tried: %s", visit.client, describe(error))
             continue
@@ -151,9 +151,9 @@ def _first_batch(population: Population, schedule: Schedule) -> tuple[Any, bool]
     raise Obstacle("no client of the first round has data to try it with")
 
 
-def _warn_of_contents(parts: Sequence[Stacked]) -> bool:
+def _warn_of_contents(parts: Sequence[StackedBatch]) -> bool:
     """Warns of batches that could be stacked but for what is in them beside tensors; returns whether it did."""
-    shapes = {tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(part.batch)) for part in parts}
+    shapes = {tuple((tensor.shape, tensor.dtype) for tensor in batch_tensors(part.batch)) for part in parts}
     if len(shapes) == 1:
         _log.warning(
             "`vectorize`: the batches of %d clients have the same shapes, but other texts, numbers or objects in"

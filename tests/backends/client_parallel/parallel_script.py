@@ -1,7 +1,8 @@
 """Federated runs in two processes: shared by the tests of `test_parallel.py`, and run as processes there.
 
 As a process, `python -m tests.backends.client_parallel.parallel_script FOLDER`, it reads names of jobs, one per
-line, and runs each in two children of its own (forked, so that the libraries are imported once) which find each other as under `torchrun`. What a
+line, and runs each in two children of its own (forked, so that the libraries are imported once) which find each
+other as under `torchrun`. What a
 job returns is in `<folder>/<job>-<rank>.pt` afterwards, what it says in `<folder>/<job>-<rank>.log`, and a line of JSON
 on the standard output says how the children ended.
 
