@@ -6,16 +6,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.generators import SEED_VARIABLES, forget_seeds, same_random_numbers
+from tests.generators import OUTSIDE, SEED_VARIABLES, same_random_numbers
 
 # The examples of the Flower backend need Flower, an extra.
 collect_ignore_glob = [] if find_spec("flwr") else ["lightning_fed/backends/flower/*.py", "tests/backends/flower/*.py"]
 
 # One thread, or as many as the environment says: the processes that tests start read the same variable.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
-
-# A seed from outside would be that of every federation that has none of its own.
-forget_seeds()
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +29,6 @@ def pytest_fixture_setup(fixturedef):
         return (yield)
     with same_random_numbers():
         made = yield
-        left = [name for name in SEED_VARIABLES if name in os.environ]
+        left = [name for name in SEED_VARIABLES if os.environ.get(name) != OUTSIDE.get(name)]
         assert not left, f"The fixture `{fixturedef.argname}` leaves {left} in the environment of all later tests."
     return made

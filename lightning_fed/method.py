@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fed.server.server import Aggregator
+from lightning_fed.server.aggregator import Aggregator
 
 
 class Method:

@@ -45,6 +45,12 @@ class FederatedCLI(LightningCLI):
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
         self._kept_path: str | None = None
+        commands = dict(COMMANDS)
+        if run and isinstance(args, list) and args and args[0] in COMMANDS:
+            # A parser for each command that is not asked for would take as long as the one that is.
+            commands = {args[0]: COMMANDS[args[0]]}
+            subcommands = {name: skipped for name, skipped in self.subcommands().items() if name in commands}
+            setattr(self, "subcommands", lambda: subcommands)  # noqa: B010 - a method, for mypy
         super().__init__(
             trainer_class=federated_trainer,
             # A run's configuration goes where its logs are. With `logger: false` that is one folder for all runs.
@@ -56,7 +62,7 @@ class FederatedCLI(LightningCLI):
                 "version": __version__,
                 # Without these an error would be preceded by the names of some sixty options.
                 **{name: {"usage": f"lightning-fed {name} -c RECIPE [options]", "description": text}
-                   for name, text in COMMANDS.items()},
+                   for name, text in commands.items()},
             },
             args=args,
             run=run,
@@ -136,14 +142,12 @@ def federated_trainer(
     enable_progress_bar: bool | None = None,
     **options: Any,
 ) -> FederatedTrainer:
-    """Federation and Trainer.
-
-    A :class:`~lightning_fed.FederatedTrainer`, with the types that the command line checks.
+    """Makes a :class:`~lightning_fed.FederatedTrainer` from a recipe, with the types that the command line checks.
 
     Args:
         max_rounds: Rounds to train: Lightning's ``max_epochs``.
-        federation: A ready callback, such as a preset, instead of the arguments below:
-            ``{class_path: lightning_fed.algorithms.FedPer, init_args: {head: "head.*"}}``.
+        federation: A ready callback, instead of ``method`` and the arguments below:
+            ``{class_path: lightning_fed.Federation, init_args: {method: fedbn}}``.
         personal: Entries that stay with their client: name patterns, or module types by class path.
         frozen: Entries that never travel, likewise.
         callbacks: Callbacks beside the federation's own.

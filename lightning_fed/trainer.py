@@ -19,7 +19,7 @@ from lightning_fed.data.federated import FederatedDataModule, LoaderDataModule
 from lightning_fed.data.partitions import Partition
 from lightning_fed.method import Method
 from lightning_fed.model.entries import Selector
-from lightning_fed.server.server import Aggregator
+from lightning_fed.server.aggregator import Aggregator
 
 
 class FederatedTrainer(L.Trainer):

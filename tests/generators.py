@@ -8,11 +8,14 @@ import numpy as np
 import torch
 
 SEED_VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")  # what `seed_everything` leaves in the environment
+OUTSIDE = {name: os.environ[name] for name in SEED_VARIABLES if name in os.environ}  # as a user's shell has set it
 
 
 def forget_seeds():
+    """Takes the seeds of `seed_everything` out of the environment; those from outside stay."""
     for name in SEED_VARIABLES:
         os.environ.pop(name, None)
+    os.environ.update(OUTSIDE)
 
 
 @contextmanager

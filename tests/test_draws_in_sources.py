@@ -49,14 +49,14 @@ ALLOWED = {
     # What a visit seeds.
     "FlipAndShift.__call__": "augmentation of a user's data, which a visit has seeded",
     "RoundLoader.__iter__": "the visit's seed",
-    "RoundLoop._opened": "the seed of the server's part of the round",
-    "RoundLoop._close": "the seed of the server's part of the round",
+    "Round.__init__": "the seed of the server's part of the round",
+    "Round.close": "the seed of the server's part of the round",
     "ProcessSynchronisation.join": "the seed of the server's part of the round",
     "one_pass": "a seed derived from the visit's; who asks for the pass puts the states back",
     "ClientSource.__getitems__": "the batch's seed, in a worker process",
     "ClientGenerators.switch_to": "the visit's seed",
     "_first_batch": "a seed of the schedule; the trial puts the states back",
-    "_Trial._alone": "a seed of the trial, which puts the states back",
+    "_TwoClients._alone": "a seed of the trial, which puts the states back",
     "_Rounds.__iter__": "centralised training, whose rounds are seeded as visits are",
     "_Rounds._passes": "centralised training, likewise",
     # Programs of their own, which seed themselves.

@@ -125,7 +125,7 @@ def test_a_visit_is_a_lightning_fit(case, plain_trainer, federated_trainer):
         fit_fixed(plain_trainer(max_epochs=2, **case.trainer), module, epochs_of(clients[visit.client], seed, 2))
         assert_same(visit.end, state_of(module))
         assert visit.update, "an update that holds nothing compares with nothing"
-        assert_same(visit.update, state_of(module))
+        assert_same(visit.update, state_of(module), visit.update)
 
 
 def tied(module):
@@ -152,7 +152,7 @@ def test_a_visit_of_a_users_own_loader(net, plain_trainer, federated_trainer):
         module.load_state_dict(visit.broadcast)
         L.seed_everything(visit_seed_reference(SEED, visit.round, visit.client), verbose=False)
         plain_trainer(max_epochs=3).fit(module, loaders()[visit.client])
-        assert_same(visit.update, state_of(module))
+        assert_same(visit.update, state_of(module), visit.update)
 
 
 # --- 2. FedAvg is FedAvg ----------------------------------------------------------------------------------------------

@@ -33,37 +33,9 @@ ORDER = [
     ["__main__"],
 ]
 
-# Imports that are still against the order or in a circle, each with the branch that removes it. A line whose import has
-# gone, or is right by now, fails the test: it has to go as well.
-EXCEPTIONS = {
-    ("rounds.loop", "backends.client_parallel.synchronisation"): "rounds",
-    ("rounds.loop", "backends.vectorized.stacked_model"): "rounds",
-    ("rounds.loop", "backends.vectorized.visit_groups"): "rounds",
-    ("rounds.overridden", "backends.client_parallel.distributed_log"): "rounds",
-    ("rounds.overridden", "backends.client_parallel.synchronisation"): "rounds",
-    ("rounds.round", "backends.vectorized.stacked_model"): "rounds",
-    ("rounds.remote", "rounds.loop"): "rounds",
-    ("server.interface", "server.server"): "rounds",
-    ("callbacks.federation", "backends.client_parallel.distributed_log"): "rounds",
-    ("backends.flower.server", "algorithms.feddane.gradient_correction"): "rounds",
-    ("backends.flower.server", "algorithms.fedfusion.callback"): "rounds",
-    ("backends.flower.server", "algorithms.fedma.callback"): "rounds",
-    ("compare.central", "cli.main"): "methods",
-    ("compare.plan", "cli.main"): "methods",
-    ("compare.run", "cli.main"): "methods",
-    ("cli.flower", "cli.main"): "methods",
-    ("metrics.entropy", "algorithms.fedmargin.prototypes"): "wordsalg",
-    ("algorithms.fedma.aggregator", "algorithms.fedma.callback"): "wordsalg",
-    ("algorithms.fedmargin.aggregator", "algorithms.fedmargin.callback"): "wordsalg",
-    ("algorithms.fesem.aggregator", "algorithms.fesem.center_evaluation"): "wordsalg",
-}
-
-# `__init__.py` files that do more than re-export, likewise.
-DOORS_THAT_DO_MORE = {"algorithms": "methods"}
-
 # The file that reads recipes loads the public rooms (`import lightning_fed.callbacks`), so that classes can be named in
 # a recipe without their module.
-READS_RECIPES = "cli.main"
+READS_RECIPES = "recipe"
 
 
 def name_of(path):
@@ -102,7 +74,6 @@ def imports_of(path):
 
 LOADED, TAKEN = ({name: imports_of(path)[kind] for name, path in FILES.items()} for kind in range(2))
 EDGES = {(name, module) for name in FILES for module in LOADED[name] | TAKEN[name] if module}
-KEPT = EDGES - EXCEPTIONS.keys()
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 
 
@@ -111,13 +82,18 @@ def is_against_the_order(name, module):
     return room != other_room and RANK[other_room] >= RANK[room]
 
 
-def circle_through(name, module):
-    """Whether ``module`` leads back to ``name``, by imports that are no exceptions."""
-    reached, ahead = set(), {module}
-    while ahead:
-        reached |= ahead
-        ahead = {after for before, after in KEPT if before in ahead} - reached
-    return name in reached
+def loaded_with(path):
+    """Names of the modules of the package that are loaded together with a file.
+
+    Two files of one room may know each other's types, and a rule may make the callback that it needs when it is asked
+    for it; neither loads a file.
+    """
+    statements = ast.parse(path.read_text()).body
+    return {
+        node.module.removeprefix("lightning_fed.")
+        for node in statements
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("lightning_fed.")
+    }
 
 
 def test_every_room_has_its_place_in_the_order():
@@ -129,21 +105,15 @@ def test_imports_are_of_files_that_there_are():
 
 
 def test_imports_go_one_way():
-    assert {edge for edge in KEPT if is_against_the_order(*edge)} == set()
+    assert {edge for edge in EDGES if is_against_the_order(*edge)} == set()
 
 
-def test_files_import_each_other_in_no_circle():
-    graph = {name: {module for file, module in KEPT if file == name} for name in FILES}
+def test_files_load_each_other_in_no_circle():
+    graph = {name: loaded_with(path) for name, path in FILES.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" <- ".join(error.args[1]))
-
-
-@pytest.mark.parametrize(("name", "module"), EXCEPTIONS)
-def test_listed_exceptions_are_exceptions(name, module):
-    assert (name, module) in EDGES
-    assert is_against_the_order(name, module) or circle_through(name, module)
 
 
 def test_files_import_from_the_files_that_define():
@@ -171,8 +141,7 @@ def is_of_a_door(statement):
 def test_doors_only_reexport():
     bodies = {name: ast.parse(path.read_text()).body for name, path in DOORS.items()}
     assert all(isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) for body in bodies.values())
-    do_more = {name for name, body in bodies.items() if not all(map(is_of_a_door, body[1:]))}
-    assert do_more == set(DOORS_THAT_DO_MORE)
+    assert {name for name, body in bodies.items() if not all(map(is_of_a_door, body[1:]))} == set()
 
 
 def test_tests_mirror_the_package():

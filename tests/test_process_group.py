@@ -16,8 +16,9 @@ from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.data.visit_costs import VisitCosts, balance_loads
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.process_group import ProcessGroup, pack, unpack
+from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.schedule import Schedule, Visit
-from lightning_fed.server.server import Aggregator, RoundReport
+from lightning_fed.server.server import RoundReport
 from tests import models
 from tests.recorders import assert_same
 

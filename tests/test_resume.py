@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
@@ -477,7 +478,13 @@ def test_a_round_that_is_cut_short_counts(run, rounds, tmp_path):
     """The module may end an epoch (-1 from `on_train_batch_start`): the next one starts from the same global model."""
 
     def cut(module):
-        module.on_train_batch_start = lambda batch, index: -1 if (module.current_epoch, index) == (1, 5) else None
+        batches = Counter()  # of each round: `index` counts those of a visit
+
+        def on_train_batch_start(batch, index):
+            batches[module.current_epoch] += 1
+            return -1 if module.current_epoch == 1 and batches[1] == 6 else None
+
+        module.on_train_batch_start = on_train_batch_start
 
     def train(version, callbacks=(), ckpt_path=None):
         trainer, module, data = prepare(run, folder, version, callbacks)

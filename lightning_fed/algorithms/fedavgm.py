@@ -11,7 +11,7 @@ import torch
 from lightning_fed.algorithms.server_optimizer import ServerOptimizer
 from lightning_fed.argument_checks import check_share
 from lightning_fed.method import register
-from lightning_fed.server.server import Aggregator
+from lightning_fed.server.aggregator import Aggregator
 
 
 @register

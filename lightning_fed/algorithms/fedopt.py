@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_fed.algorithms.server_optimizer import ServerOptimizer
 from lightning_fed.argument_checks import check_option, check_share
 from lightning_fed.method import register
-from lightning_fed.server.server import Aggregator
+from lightning_fed.server.aggregator import Aggregator
 
 SecondMoment: TypeAlias = Literal["adagrad", "adam", "yogi"]
 

@@ -111,7 +111,7 @@ def add_to_gradient(gradient: Tensor, term: Tensor, scale: float) -> None:
 
 
 def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
-    """What gradients are multiplied by in ``on_before_optimizer_step``: 1, unless the optimizer unscales them itself.
+    """Factor on the gradients in ``on_before_optimizer_step``: 1, unless the optimizer unscales them itself.
 
     Args:
         trainer: The Trainer, whose precision may scale the loss.

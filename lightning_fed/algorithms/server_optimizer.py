@@ -18,7 +18,7 @@ from lightning_fed.method import build_aggregator
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.chunks import chunk_steps
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.server.server import Aggregator
+from lightning_fed.server.aggregator import Aggregator
 
 _ELEMENTS = 1 << 18  # that step at a time, in 2 MB for each of the copies that a step needs
 
@@ -100,7 +100,7 @@ class ServerOptimizer(Aggregator):
         self.start_round(-1, {})
 
     def required_callbacks(self) -> Sequence[Any]:
-        """Those of the averaging rule."""
+        """The callbacks of the averaging rule."""
         return self.inner.required_callbacks()
 
     def start_round(self, round: int, state: State) -> None:
@@ -112,7 +112,7 @@ class ServerOptimizer(Aggregator):
         self.inner.start_round(round, state)
 
     def broadcast(self, client: Client) -> Broadcast:
-        """What the averaging rule sends."""
+        """The broadcast of the averaging rule."""
         return self.inner.broadcast(client)
 
     def receive(self, update: ClientUpdate) -> None:
@@ -139,7 +139,7 @@ class ServerOptimizer(Aggregator):
         self.inner.merge(other.inner)
 
     def leave_out(self) -> dict[Client, str]:
-        """Whose updates the averaging rule cannot use."""
+        """Clients whose updates the averaging rule cannot use, and why."""
         return self.inner.leave_out()
 
     def aggregate(self) -> State:
@@ -157,7 +157,7 @@ class ServerOptimizer(Aggregator):
         return not is_running_statistic(name) if self.trainable is None else name in self.trainable
 
     def metrics(self) -> dict[str, float]:
-        """Those of the averaging rule."""
+        """The metrics of the averaging rule."""
         return self.inner.metrics()
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class ServerOptimizer(Aggregator):
             raise ValueError(f"Expected arguments of {name} that are finite, but got {self.optimizer_kwargs}.")
 
     def _goes_by_element(self) -> bool:
-        """Whether rows step alone as they do together: not so where a step looks at a whole entry, as Adafactor's."""
+        """True if rows step alone as they do together; a step that looks at a whole entry, as Adafactor's, does not."""
         old, mean = torch.linspace(-3, 5, 12).pow(3).view(2, 3, 2)
         together: tuple[Tensor, dict[str, Any]] = (old, {})
         alone: tuple[Tensor, dict[str, Any]] = (old, {})
@@ -274,7 +274,7 @@ def _find_optimizer(optimizer: type[Optimizer] | str) -> type[Optimizer]:
 
 
 def _is_like(value: Any, entry: Tensor) -> bool:
-    """Whether an optimizer remembers a number of every element here, and not one of the whole entry."""
+    """True if an optimizer remembers one number per element of this entry, and not one for the whole entry."""
     return isinstance(value, Tensor) and value.shape == entry.shape
 
 

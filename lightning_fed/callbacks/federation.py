@@ -39,9 +39,10 @@ from lightning_fed.rounds.round_log import RoundLog
 from lightning_fed.rounds.scheduler_steps import check_estimate, count_scheduler_steps
 from lightning_fed.rounds.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.rounds.trainer_checks import add_callbacks, check_schedulers, put_first
+from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Schedule, default_seed
-from lightning_fed.server.server import Aggregator, Server
+from lightning_fed.server.server import Server
 
 _log = logging.getLogger(__name__)
 

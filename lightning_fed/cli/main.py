@@ -198,7 +198,7 @@ def _flower(args: Sequence[str]) -> None:
 
 
 def _split(text: str) -> list[str]:
-    """What is between commas, but for those in brackets: ``fedfusion:levels=[2,-1]`` is one method."""
+    """Parts between commas, except inside brackets: ``fedfusion:levels=[2,-1]`` is one method."""
     return re.split(r",(?![^\[]*\])", text)
 
 

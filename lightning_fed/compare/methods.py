@@ -1,4 +1,4 @@
-"""What the command ``compare`` names: a method with options, or centralised training."""
+"""Methods as the command ``compare`` names them: with options, or centralised training."""
 
 from __future__ import annotations
 

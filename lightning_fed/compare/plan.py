@@ -1,4 +1,4 @@
-"""What is compared, and the runs that it takes, one after another.
+"""Plan of a comparison, and its runs, one after another.
 
 Every run is one method with one seed and one fraction of stragglers. The clients' data, who takes part in which round,
 who straggles and the initial weights depend on the seed alone, so that methods are compared on equal rounds.
@@ -29,7 +29,7 @@ from lightning_fed.recipe import FederatedCLI
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared.
+    """Plan of a comparison: a recipe, its methods and seeds.
 
     Args:
         recipe: The recipe's path.
@@ -232,7 +232,7 @@ def _metric(plan: Plan, trainer: Any) -> tuple[str, str]:
 
 
 def _identity(plan: Plan, run: Run) -> dict[str, Any]:
-    """What a run depends on beside its seed and stragglers."""
+    """Identity of a run, beside its seed and stragglers."""
     return {"recipe": plan.recipe.read_text(), "overrides": list(plan.overrides), "method": run.method.label}
 
 

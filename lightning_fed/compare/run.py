@@ -21,7 +21,7 @@ from lightning_fed.compare.central import central_trainer
 from lightning_fed.compare.methods import MethodChoice
 from lightning_fed.files import RoundCheckpoint
 from lightning_fed.recipe import FederatedCLI
-from lightning_fed.server.server import Aggregator
+from lightning_fed.server.aggregator import Aggregator
 
 CHECKPOINT = "last.ckpt"
 """Name of a run's checkpoint after its last complete round."""
@@ -154,7 +154,7 @@ def evaluate(cli: FederatedCLI, run: Run, folder: Path) -> dict[str, float]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Nothing of what Lightning says of every run; warnings of lightning_fed stay."""
+    """Silences what Lightning logs of every run; warnings of lightning_fed stay."""
     logs = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [log.level for log in logs]
     for log in logs:

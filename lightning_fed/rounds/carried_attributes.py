@@ -35,7 +35,7 @@ def note_attributes(module: L.LightningModule) -> dict[str, Any]:
     These are numbers, texts, tensors, arrays, random generators, containers of them, modules that are not registered,
     and objects with such attributes: of the module and of its submodules. Left out are metrics, layers of this package,
     what shares its memory with a parameter or a buffer, and tensors with a gradient's history, which are computed from
-    the parameters. Nothing is copied but numbers.
+    the parameters. Only fingerprints are kept, of which that of a tensor on a device reads it once.
 
     Args:
         module: The module.
@@ -52,7 +52,7 @@ def note_attributes(module: L.LightningModule) -> dict[str, Any]:
     layers = dict(_layers(module))
     memory = {_address(entry) for entry in itertools.chain(module.parameters(), module.buffers())}
     return {
-        f"{path}.{name}" if path else name: _fingerprint(value, memory, is_attribute=True)
+        f"{path}.{name}" if path else name: _attribute_fingerprint(value, memory)
         for path, layer in layers.items()
         if layer is module or not type(layer).__module__.startswith("lightning_fed.")
         for name, value in vars(layer).items()
@@ -103,6 +103,14 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 seen.update(map(id, layer.modules()))
             else:
                 yield path, layer
+
+
+def _attribute_fingerprint(value: Any, memory: set[int]) -> Any:
+    """Fingerprint of an attribute; ``None`` of one that cannot be read (tensors without values, lists in themselves)."""
+    try:
+        return _fingerprint(value, memory, is_attribute=True)
+    except Exception:  # a fit does not end for a warning's sake
+        return None
 
 
 def _fingerprint(value: Any, memory: set[int], is_attribute: bool = False) -> Any:

@@ -117,7 +117,7 @@ class _Recorder:
         return means | {name: float(metric.compute()) for name, metric in self._metrics.items()}
 
     def directions(self) -> dict[str, bool]:
-        """Which end is good, of metrics that say it."""
+        """Directions of the metrics that state one (True: higher is better)."""
         return {
             name: metric.higher_is_better
             for name, metric in self._metrics.items()
@@ -250,7 +250,7 @@ def _limited(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
 
 
 def _monitored(trainer: L.Trainer) -> dict[str, bool]:
-    """Which end is good, of values that the user's callbacks watch: for the client's values as for their mean."""
+    """Directions of the values that the user's callbacks monitor: of the clients' values as of their mean."""
     watching = [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelCheckpoint | EarlyStopping)]
     is_max = {callback.monitor: callback.mode == "max" for callback in watching if callback.monitor is not None}
     parts = {name: _CLIENTS_VALUE.fullmatch(name) for name in is_max}
@@ -258,7 +258,7 @@ def _monitored(trainer: L.Trainer) -> dict[str, bool]:
 
 
 def _collected(module: L.LightningModule) -> dict[str, bool]:
-    """Which end is good, of the metrics of collections: a step logs their values, under their names."""
+    """Directions of the metrics in collections: a step logs their values under their names."""
     return {
         name: metric.higher_is_better
         for collection in find_metrics(module)

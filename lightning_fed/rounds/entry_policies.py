@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_fed.errors import OptionError
 from lightning_fed.model.entries import BatchNorm, Policy, Selector, batch_norm_statistics, entry_policies
-from lightning_fed.server.server import Aggregator
+from lightning_fed.server.aggregator import Aggregator
 
 _log = logging.getLogger(__name__)
 

@@ -76,7 +76,8 @@ class FailedRounds:
         if has_come:
             self.in_a_row, self.has_trained = 0, True
             return
-        if len(report.received) + len(report.failed) < min_clients:  # too few reported at all
+        num_reports = len(report.received) + len(report.failed)
+        if num_reports < min_clients and (report.received or not report.failed):  # too few reported at all
             return
         self.in_a_row += 1
         if self.limit is None:

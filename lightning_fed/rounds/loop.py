@@ -209,7 +209,7 @@ class RoundLoop:
         """Starts the visit, or those that train at once, if this is their first batch."""
         group = () if self._loader is None else self._loader.group
         if group and (self.fit.round is None or self.fit.round.group is not group):
-            self._open_round().start_visits(group)
+            self._open_round().start_group(group)
 
     def _on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         """Override of the module's ``on_train_batch_start``."""
@@ -246,7 +246,7 @@ class RoundLoop:
             return
         round = self._open_round()
         if loader.group:
-            round.end_visits(loader.group)
+            round.end_group(loader.group)
         if loader.is_over:
             self._close_round(round, loader)
 

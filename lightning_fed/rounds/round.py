@@ -1,7 +1,7 @@
 """One round, from top to bottom.
 
-1. :meth:`Round.open`: the server starts the round from the global model.
-2. For every visit of the round (:meth:`Round.start_visits`, :meth:`Round.train_step`, :meth:`Round.end_visits`):
+1. ``Round(...)`` and :meth:`Round.open`: the server starts the round from the global model.
+2. For every visit of the round (:meth:`Round.start_group`, :meth:`Round.train_step`, :meth:`Round.end_group`):
 
    a. :meth:`Round.request`: the client asks for what it needs;
    b. :meth:`Round.send`: the server answers with a broadcast;
@@ -15,7 +15,7 @@
 3. :meth:`Round.close`: the processes that shared the visits join, and the answers of remote clients arrive;
    :meth:`Round.aggregate`, :meth:`Round.load_global`, :meth:`Round.measure_batch_norm`, :meth:`Round.log`.
 
-Whatever happens in between, :meth:`Round.abandon` makes the module the global model again that the round found.
+At any time :meth:`Round.abandon` gives the round up and restores the global model with which it began.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class Round:
         self.visit: PlannedVisit | None = None
         self.group: Sequence[PlannedVisit] = ()
         self._broadcasts: dict[int, Broadcast] = {}  # by position of the visit, while it is under way
-        self._memories: dict[int, State] = {}  # of the visits that are suspended, by position
+        self._suspended_memories: dict[int, State] = {}  # of the visits that are suspended, by position
         self._attributes: dict[str, Any] = {}
         self._server.aggregator.trainable = trainable_entries(fit.module)
         self._server.start_round(fit.trainer.current_epoch, self.start.state)
 
     def open(self) -> None:
-        """Starts the round on the server's side, before the first batch."""
+        """Prepares BatchNorm and calls the hooks of the round's start, before the first batch."""
         self.fit.synchronisation.start_round(self)
         if process_group_of(self._trainer).rank == 0:
             for client, reason in self._loader.failed.items():
@@ -98,7 +98,7 @@ class Round:
 
     # 2. Visits
 
-    def start_visits(self, group: Sequence[PlannedVisit]) -> None:
+    def start_group(self, group: Sequence[PlannedVisit]) -> None:
         """Starts a visit, or several that train at once, before their first batch."""
         self.group = group
         self.fit.synchronisation.start_visit(group[0])
@@ -123,7 +123,7 @@ class Round:
         self.load(client, request, broadcast)
 
     def request(self, planned: PlannedVisit) -> Request:
-        """Begins a visit: makes the request of its client, which may turn out to have a ``fault``."""
+        """Begins a visit and makes its client's request; sets the visit's ``fault`` if the client cannot even ask."""
         self.visit = planned
         client = planned.visit.client
         self.local.recall(client)
@@ -205,20 +205,20 @@ class Round:
         self.fit.ignore_warning("`training_step` returned `None`")
 
     def end_batch(self, batches_left: int) -> None:
-        """Follows a batch; ``batches_left`` are the group's that are still to come."""
+        """Runs after every batch; ``batches_left`` counts the group's batches that are still to come."""
         self.fit.synchronisation.end_batch()
         if len(self.group) > 1:
             assert self.fit.executor is not None
             self.fit.executor.end_batch(self.group, batches_left)
 
-    def end_visits(self, group: Sequence[PlannedVisit]) -> None:
-        """Ends a visit, or those that trained at once, after their last batch, also where they have never started."""
+    def end_group(self, group: Sequence[PlannedVisit]) -> None:
+        """Ends the visits of a group after their last batch, also if their first batch never came."""
         if len(group) == 1:
             self.end_visit(group[0])
         else:
             assert self.fit.executor is not None
             self.fit.executor.end(self, group)
-        self.group, self._memories, self._broadcasts = (), {}, {}
+        self.group, self._suspended_memories, self._broadcasts = (), {}, {}
         self.fit.synchronisation.end_visit(group[0])
 
     def end_visit(self, planned: PlannedVisit) -> None:
@@ -249,7 +249,7 @@ class Round:
         return self._server.accept(update)
 
     def keep(self, planned: PlannedVisit) -> None:
-        """Keeps what is the client's own until its next visit."""
+        """Stores the client's personal entries, memory and optimizer state until its next visit."""
         optimizer_state = self.start.optimizers.end_visit(planned.num_samples, planned.position)
         self.local.keep(planned.visit.client, planned.visit.round, optimizer_state)
 
@@ -264,12 +264,12 @@ class Round:
     def suspend_visit(self) -> None:
         """Puts the visit that is under way aside, so that another one can start."""
         assert self.visit is not None
-        self._memories[self.visit.position] = self.local.memory
+        self._suspended_memories[self.visit.position] = self.local.memory
         self.visit = None
 
     def resume_visit(self, planned: PlannedVisit) -> bool:
         """Goes on with a visit that was suspended; returns whether it was."""
-        memory = self._memories.pop(planned.position, None)
+        memory = self._suspended_memories.pop(planned.position, None)
         if memory is None:
             return False
         self.visit, self.local.memory = planned, memory
@@ -278,7 +278,7 @@ class Round:
     # 3. Close
 
     def close(self) -> bool:
-        """Ends the round after its last visit; returns whether the rule had what it needed, and its result is used."""
+        """Ends the round after its last visit; returns whether the server made a state that is used."""
         warn_of_carried(self._module, self._attributes, self._server.report.round)
         self.fit.synchronisation.join(self)
         if self.fit.remote is not None:
@@ -314,7 +314,7 @@ class Round:
         return state
 
     def load_global(self, state: State) -> None:
-        """Makes the module the global model, and its optimizers those of no client."""
+        """Loads the global model and ends the visits of the optimizers."""
         self.local.load_global(state)
         self.start.optimizers.end_round()
 
@@ -347,7 +347,7 @@ class Round:
     # At any time
 
     def abandon(self) -> None:
-        """Gives the round up: the module is the global model again that the round found."""
+        """Gives the round up and restores the global model with which it began."""
         if self.fit.executor is not None:
             self.fit.executor.abandon()
         self.leave()

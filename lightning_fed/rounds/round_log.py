@@ -38,7 +38,7 @@ class RoundLog:
     ========================== ==========================================================================
 
     Other ``metrics`` that clients send are logged as ``fed/<name>``, their mean over clients; those of the aggregator
-    (:meth:`Aggregator.metrics <lightning_fed.server.server.Aggregator.metrics>`) under their own names.
+    (:meth:`Aggregator.metrics <lightning_fed.server.aggregator.Aggregator.metrics>`) under their own names.
 
     Attributes:
         total_up_bytes: Bytes of all updates since round 0.

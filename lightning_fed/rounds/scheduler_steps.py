@@ -10,6 +10,7 @@ from lightning_fed.messages import Client
 from lightning_fed.rounds.fit import FederatedFit
 
 _log = logging.getLogger(__name__)
+_COUNTED_CLIENTS = 1000
 
 
 def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
@@ -50,6 +51,13 @@ def check_estimate(fit: FederatedFit) -> None:
     if not any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):
         return
     estimate = steps = trainer.estimated_stepping_batches
+    if len(fit.population.clients) > _COUNTED_CLIENTS:  # to ask each for its size may take long
+        _log.warning(
+            "`trainer.estimated_stepping_batches` (%s) counts the steps of all clients, which are more than a per-step"
+            " scheduler makes in this fit. Give it `lightning_fed.scheduler_steps(trainer)` instead.",
+            estimate,
+        )
+        return
     if trainer.max_epochs is not None and trainer.max_epochs >= 0:
         steps = count_scheduler_steps(fit, trainer.max_epochs, trainer.accumulate_grad_batches)
     if estimate != steps:

@@ -8,7 +8,7 @@ from lightning_fed.argument_checks import check_option
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.row_sums import RowWeighting
 from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.server.server import Aggregator
+from lightning_fed.server.aggregator import Aggregator
 
 
 class AveragingAggregator(Aggregator):

@@ -12,7 +12,7 @@ from lightning_fed.argument_checks import check_count
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 
 if TYPE_CHECKING:
-    from lightning_fed.server.server import Aggregator
+    from lightning_fed.server.aggregator import Aggregator
 
 _log = logging.getLogger(__name__)
 

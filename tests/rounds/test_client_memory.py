@@ -8,7 +8,7 @@ import torch
 
 from lightning_fed import FederatedCallback, Federation, FolderStore, MemoryStore
 from lightning_fed.algorithms import FairAvg
-from lightning_fed.server.server import Aggregator
+from lightning_fed.server.aggregator import Aggregator
 from tests import models
 from tests.recorders import MemoryLogger, Recorder
 

@@ -21,7 +21,8 @@ class Watch(FederatedCallback):
         federation = trainer.federation
         assert federation.server.report.round == trainer.current_epoch
         assert federation.current_client is None
-        assert_same(federation.local_model(module).global_state(), state_of(module))
+        shared = federation.local_model(module).global_state()
+        assert_same(shared, state_of(module), shared)
         self.seen.append("round")
         self.models.append(state_of(module))
         torch.manual_seed(0)  # a visit has its own seed, set after this

@@ -133,7 +133,7 @@ class SpreadOut(FederatedCallback):
         return self._rows
 
     def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
-        """Those of all clients."""
+        """Joins the classes of the clients of all processes."""
         self._rows = {client: rows for share in shares for client, rows in share.items()}
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
@@ -160,7 +160,7 @@ class SpreadOut(FederatedCallback):
         return spreadout_top_k(weight, self._classes(report.received, len(weight)), self.k, comparison)
 
     def _classes(self, clients: Iterable[Client], count: int) -> Tensor:
-        """Those of the clients, whose updates were good."""
+        """Notes the classes of a client whose update was good."""
         held = torch.zeros(count, dtype=torch.bool)
         for client in clients:
             rows = self._rows[client]

@@ -18,7 +18,7 @@ from lightning_fed.numerics.precision import at_least_float32
 
 
 def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
-    r"""How far class vectors are within a margin of each other, summed over all ordered pairs (equation 7).
+    r"""Sum of the class vectors' margin violations over all ordered pairs (equation 7).
 
     .. math:: \sum_{c} \sum_{c' \ne c} \max \left( 0,\, \nu - d(w_c, w_{c'}) \right)^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}

@@ -32,8 +32,8 @@ from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.schedule import default_seed, derive_seed
-from lightning_fed.server.server import Aggregator
 
 _OPERATOR_STREAM = 1001  # of random numbers, apart from those of the schedule
 

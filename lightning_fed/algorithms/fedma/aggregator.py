@@ -27,8 +27,8 @@ from lightning_fed.matching.stages import Stage, StageChoice, check_stages, find
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.method import register
 from lightning_fed.model.entries import find_non_finite
+from lightning_fed.server.aggregator import Aggregator, RoundPlan
 from lightning_fed.server.schedule import client_key
-from lightning_fed.server.server import Aggregator, RoundPlan
 
 _log = logging.getLogger(__name__)
 

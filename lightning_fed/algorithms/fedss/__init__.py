@@ -6,7 +6,7 @@ rows as in FedAvg. The files, in reading order:
 - equations: ``losses`` (1 to 8; ``gradient_noise`` is the metric of figure 9);
 - in a network: ``sampled_classes`` (the classes that a client holds), ``head`` (the last layer), ``head_conversion``
   (the head put into any classifier);
-- in a federation: ``callback`` (``SampledSoftmax``, Algorithm 1).
+- in a federation: ``callback`` (``SampledSoftmax``, Algorithm 1), ``method`` (the callback and the server's rule).
 """
 
 from lightning_fed.algorithms.fedss.callback import SampledSoftmax as SampledSoftmax

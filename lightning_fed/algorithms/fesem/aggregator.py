@@ -22,8 +22,8 @@ from lightning_fed.method import register
 from lightning_fed.model.entries import copy_state, is_running_statistic
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.weighted_mean import WeightedMean
+from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.schedule import client_key, derive_seed
-from lightning_fed.server.server import Aggregator
 
 _log = logging.getLogger(__name__)
 

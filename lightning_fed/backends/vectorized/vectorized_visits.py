@@ -117,8 +117,8 @@ def plan_vectorized_visits(size: int, fit: FederatedFit) -> VectorizedVisits | N
     try:
         check_vectorizable(fit)
         check_entries(module, names)
-        if "turns" not in inspect.signature(population.stream).parameters:
-            raise Obstacle(f"`{type(population).__name__}.stream` has no argument `turns`")
+        if "groups" not in inspect.signature(population.stream).parameters:
+            raise Obstacle(f"`{type(population).__name__}.stream` has no argument `groups`")
         with seeded_generators():
             batch, has_drawn = _first_batch(population, fit.schedule)
             draws = check_vectorisation(trainer, module, names, batch)

@@ -13,13 +13,14 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, Federation
-from lightning_fed.algorithms import FairAvg, FedAvg, FedMargin, build_aggregator
+from lightning_fed.algorithms import FairAvg, FedAvg, FedMargin
 from lightning_fed.algorithms.fedmargin import Prototypes, local_prototype_margin, lpm_key, pack_prototypes
 from lightning_fed.algorithms.server_optimizer import ServerOptimizer
 from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.data import ByGroup
 from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.messages import ClientUpdate
+from lightning_fed.method import build_aggregator
 from lightning_fed.server.server import Server
 from tests import models, references_margin
 from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, state_of

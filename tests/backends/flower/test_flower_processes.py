@@ -89,6 +89,7 @@ def compare(folder, module):
     return checkpoint
 
 
+@pytest.mark.slow
 def test_two_rounds_on_two_nodes(federated_trainer, tmp_path):
     case = CASES["fedavg"]
     here, trainer = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), rounds=2)
