@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 START, END = "<!-- portable -->", "<!-- /portable -->"
 HEADER = "| setting | passed | skipped | failed | minutes | processor |\n|---|---:|---:|---:|---:|---|\n"
 LEFT_BEHIND = (
-    ".git", ".venv", "site", "build", "dist", "runs", "lightning_logs",
+    ".git", ".venv*", "site", "build", "dist", "runs", "lightning_logs",
     "checkpoints", "__pycache__", ".*_cache",
 )  # fmt: skip
 
@@ -86,13 +86,18 @@ def run(setting, workers, arguments):
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         environment |= {name: value for name, value in setting.items() if value != OWN and name != "order"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
+        environment["TMPDIR"] = str(copy.parent / "other files")
+        Path(environment["TMPDIR"]).mkdir()
         order = ["-p", "randomly", f"--randomly-seed={setting['order']}"] if setting["order"] != OWN else []
         command = [
             sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-n", str(workers), "--dist", "loadfile", *order,
             f"--basetemp={folder}/temporary files", f"--junitxml={report}", *arguments,
         ]  # fmt: skip
         start = time.monotonic()
-        subprocess.run(command, cwd=copy, env=environment, check=False)
+        try:
+            subprocess.run(command, cwd=copy, env=environment, check=False, timeout=7200)
+        except subprocess.TimeoutExpired:
+            return 0, 0, 1, (time.monotonic() - start) / 60, ["pytest, which did not end"]
         minutes = (time.monotonic() - start) / 60
         if not report.exists():
             return 0, 0, 1, minutes, ["pytest itself"]

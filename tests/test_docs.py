@@ -25,7 +25,6 @@ PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 ROOMS = {  # every package with exports, and the page of the API that has them
     "lightning_fed": "lightning_fed.md",
     "lightning_fed.algorithms": "algorithms.md",
-    "lightning_fed.algorithms.fedatt": "algorithms.md",
     "lightning_fed.algorithms.fedaws": "algorithms.md",
     "lightning_fed.algorithms.feddane": "algorithms.md",
     "lightning_fed.algorithms.fedfusion": "fedfusion.md",

@@ -106,7 +106,7 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _attribute_fingerprint(value: Any, memory: set[int]) -> Any:
-    """Fingerprint of an attribute; ``None`` of one that cannot be read (tensors without values, lists in themselves)."""
+    """Fingerprint of an attribute; ``None`` of one that cannot be read (a tensor without values, say)."""
     try:
         return _fingerprint(value, memory, is_attribute=True)
     except Exception:  # a fit does not end for a warning's sake
