@@ -55,7 +55,7 @@ class FedDANE(AveragingAggregator):
 
     def required_callbacks(self) -> Sequence[Any]:
         """The correction of the gradients, and the proximal term."""
-        from lightning_fed.algorithms.feddane.gradient_correction import GradientCorrection  # a room above this one
+        from lightning_fed.algorithms.feddane.gradient_correction import GradientCorrection  # which looks for this rule
         from lightning_fed.algorithms.proximal_term import ProximalTerm
 
         return [GradientCorrection(), ProximalTerm(self.mu)]

@@ -359,7 +359,7 @@ class FedMA(Aggregator):
 
     def required_callbacks(self) -> Sequence[Any]:
         """The client's side."""
-        from lightning_fed.algorithms.fedma.callback import LayerwiseTraining  # a room above this one
+        from lightning_fed.algorithms.fedma.callback import LayerwiseTraining  # which looks for this rule
 
         return [LayerwiseTraining()]
 

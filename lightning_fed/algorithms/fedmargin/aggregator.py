@@ -204,7 +204,7 @@ class FedMargin(Aggregator):
 
     def required_callbacks(self) -> Sequence[Any]:
         """The measurement of prototypes."""
-        from lightning_fed.algorithms.fedmargin.callback import ClassPrototypes  # a room above this one
+        from lightning_fed.algorithms.fedmargin.callback import ClassPrototypes  # which looks for this rule
 
         return [ClassPrototypes(margin=self.margin, class_reduction=self.class_reduction)]
 

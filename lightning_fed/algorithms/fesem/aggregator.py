@@ -106,7 +106,7 @@ class FeSEM(Aggregator):
 
     def required_callbacks(self) -> Sequence[Any]:
         """The evaluation of the centres on the validation data."""
-        from lightning_fed.algorithms.fesem.center_evaluation import CenterEvaluation  # a room above this one
+        from lightning_fed.algorithms.fesem.center_evaluation import CenterEvaluation  # which looks for this rule
 
         return [CenterEvaluation()]
 
