@@ -62,7 +62,9 @@ def compare(make_trainer, make_module, data, size=3, tolerance=1e-5, **options):
     assert_close(alone, together, tolerance)
     assert numbers.keys() == others.keys()
     for name, value in numbers.items():
-        assert others[name] == pytest.approx(value, rel=10 * tolerance, abs=1e-6), name
+        # Drift is the length of a small difference of large vectors, which rounding of these is a larger share of.
+        absolute = 1e-5 if name == "fed/drift" else 1e-6
+        assert others[name] == pytest.approx(value, rel=10 * tolerance, abs=absolute), name
     return together, others
 
 
