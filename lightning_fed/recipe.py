@@ -102,11 +102,11 @@ class FederatedCLI(LightningCLI):
         self._look_for_checkpoint()
 
     def before_test(self) -> None:
-        """Likewise."""
+        """Says that there is nothing to test but the model as it is made."""
         self._look_for_checkpoint()
 
     def before_predict(self) -> None:
-        """Likewise."""
+        """Says that there is nothing to predict with but the model as it is made."""
         self._look_for_checkpoint()
 
     def _look_for_checkpoint(self) -> None:

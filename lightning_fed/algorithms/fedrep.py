@@ -108,7 +108,7 @@ class HeadThenBody(FederatedCallback):
         self._release()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Likewise."""
+        """Lets everything train again, also where the fit is broken off."""
         self._release()
 
     def _freeze(self, parameters: Iterable[nn.Parameter]) -> None:

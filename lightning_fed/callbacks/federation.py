@@ -373,7 +373,7 @@ class Federation(L.Callback):
         self._fit.progress.patch(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class's note."""
+        """Returns the rounds, seed, totals and failed rounds, and the states of the aggregator and the store."""
         return {
             "rounds": self.rounds,
             "seed": self.schedule.seed,

@@ -117,7 +117,7 @@ def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
 def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
     """Makes ``trainer.is_last_batch`` say ``is_last``, and returns what it said before.
 
-    It is read from the batch progress of the epoch loop, whose loop ends by other means.
+    Lightning reads it from the batch progress of the epoch loop, and does not read it to decide when that loop ends.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     before: bool = progress.is_last_batch

@@ -47,7 +47,7 @@ class RoundLoop:
 
     Attributes:
         failed_rounds: Count of the rounds that brought no new model because clients failed.
-        is_planned: Whether the first round is.
+        is_planned: True once the first round has been planned.
 
     """
 
@@ -193,7 +193,7 @@ class RoundLoop:
         return loader
 
     def _start_round(self, loader: RoundLoader, cohort: Cohort) -> None:
-        """Opens the round if it is Lightning that asks for its first batch: the hook is anybody's to call."""
+        """Opens the round if the loader is the one that Lightning trains on; anybody may ask a loader for batches."""
         if self.fit.trainer.train_dataloader is loader:
             self._loader, self.fit.cohort = loader, cohort
             self._open_round()

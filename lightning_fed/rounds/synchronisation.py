@@ -28,19 +28,19 @@ class RoundSynchronisation:
     visit_costs: VisitCosts | None = None
 
     def start_round(self, round: Round) -> None:
-        """Before the round's first batch: from here on every process is on its own."""
+        """Prepares for a round, before its first batch: from here on the processes run independently."""
 
     def start_visit(self, planned: PlannedVisit) -> None:
-        """Before the first batch of a visit."""
+        """Runs before the first batch of a visit."""
 
     def end_batch(self) -> None:
-        """After every batch."""
+        """Runs after every batch."""
 
     def end_visit(self, planned: PlannedVisit) -> None:
-        """After the last batch of a visit."""
+        """Runs after the last batch of a visit."""
 
     def join(self, round: Round, is_cut: bool = False) -> None:
-        """After the last visit: makes all processes know of all visits, and merges what the aggregators have received.
+        """Merges what the processes' aggregators have received, and has all know of all visits, after the last visit.
 
         Args:
             round: The round.
@@ -52,7 +52,7 @@ class RoundSynchronisation:
         """
 
     def check_state(self, round: Round) -> None:
-        """After the aggregation: makes sure that all processes have the same global model.
+        """Makes sure, after the aggregation, that all processes have the same global model.
 
         Raises:
             RuntimeError: If they have not, beyond what a device may round differently.
@@ -60,10 +60,10 @@ class RoundSynchronisation:
         """
 
     def end_round(self) -> None:
-        """The round is over: the processes wait for each other again."""
+        """Ends a round: the processes wait for each other again."""
 
     def abort(self) -> None:
-        """The fit ends with an error in this process, which from here on waits for no other one."""
+        """Ends a fit by an error of this process, which from here on waits for no other one."""
 
     def release(self) -> None:
         """Restores what was changed of the module for the round."""

@@ -1,4 +1,4 @@
-"""Interface of what trains several visits of a round at once, and the table in which backends enter themselves."""
+"""Interface for training several visits of a round at once, and the table of the backends that do."""
 
 from __future__ import annotations
 
