@@ -1,8 +1,8 @@
 """One notion of a federated method: a name for the server's rule, its callbacks, and what it sets of a federation.
 
-The methods of :mod:`lightning_fed.algorithms` are added by :func:`register`. Trainers, recipes and commands look them up
-here: ``FederatedTrainer("fedss:num_negatives=40")``, ``Federation(FedSS(num_negatives=40))``, ``method:`` in a recipe,
-and ``lightning-fed compare --methods fedss:num_negatives=40``.
+The methods of :mod:`lightning_fed.algorithms` are added by :func:`register`. Trainers, recipes and commands look them
+up here: ``FederatedTrainer("fedss:num_negatives=40")``, ``Federation(FedSS(num_negatives=40))``, ``method:`` in a
+recipe, and ``lightning-fed compare --methods fedss:num_negatives=40``.
 """
 
 from __future__ import annotations
