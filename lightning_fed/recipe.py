@@ -28,7 +28,7 @@ COMMANDS = {
     "test": "Evaluate a checkpoint (--ckpt_path) on the test data; without one, the model as it is made.",
     "predict": "Run a checkpoint (--ckpt_path) on the data to predict; without one, the model as it is made.",
 }
-"""What can be done with a recipe: the commands of ``LightningCLI``, with their descriptions."""
+"""The commands of ``LightningCLI``, which read a recipe, with their descriptions."""
 
 
 class FederatedCLI(LightningCLI):

@@ -1,5 +1,6 @@
 """The documentation says what the code does: exports, logged names, code blocks, diffs, links."""
 
+import ast
 import difflib
 import importlib
 import importlib.util
@@ -109,6 +110,26 @@ def test_nothing_else_is_documented_as_an_export():
         room, name = path.rsplit(".", 1)
         if room in ROOMS:
             assert name in importlib.import_module(room).__all__, path
+
+
+def first_lines(path):
+    """Line number and first line of every docstring of a file, also of those of constants."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                text = statement.value.value
+                if isinstance(text, str):
+                    yield statement.lineno, text.strip().partition("\n")[0]
+
+
+def test_first_lines_say_what_a_thing_is_or_does():
+    """A noun phrase or a verb: not a clause that a reader has to complete."""
+    clause = re.compile(r"(what|whether|whose|where|how|nothing|who|that|which)\b", re.IGNORECASE)
+    files = [*(ROOT / "lightning_fed").rglob("*.py")]
+    lines = [(path.name, number, line) for path in files for number, line in first_lines(path)]
+    assert len(lines) > 1000
+    assert [line for line in lines if clause.match(line[2])] == []
 
 
 @pytest.mark.parametrize("path", documented())

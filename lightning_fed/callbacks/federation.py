@@ -47,7 +47,8 @@ from lightning_fed.server.server import Server
 _log = logging.getLogger(__name__)
 
 _SETTINGS = ("local_epochs", "local_steps", "partial_work", "personal", "frozen", "batch_norm", "optimizer_state")
-"""What a method may set: what a visit does, and what of a model travels. Who takes part is the experiment's."""
+"""Arguments that a method may set: those of a visit's work and of what travels. The clients that take part are the
+user's to set."""
 
 
 class Federation(L.Callback):
