@@ -100,7 +100,11 @@ class RoundLoop:
         self._batch_end = OverriddenMethod(module, "on_train_batch_end", self._on_train_batch_end)
         self._step = OverriddenMethod(module, "training_step", self._training_step)
         self._overridden = [
-            *(self._train_dataloader, self._save_checkpoint, self._batch_start, self._batch_end, self._step)
+            self._train_dataloader,
+            self._save_checkpoint,
+            self._batch_start,
+            self._batch_end,
+            self._step,
         ]
 
     def start_fit(self, policies: Mapping[str, Policy], vectorize: int) -> None:
