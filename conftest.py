@@ -16,6 +16,10 @@ collect_ignore_glob = [] if find_spec("flwr") else ["lightning_fed/backends/flow
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--accelerator", default="cpu", help="where the tests' Trainers train (default: cpu)")
+
+
 @pytest.fixture(autouse=True)
 def seeded_generators():
     """Every test starts from the same global generators; what ran before it does not matter, nor what runs after."""

@@ -22,6 +22,14 @@ QUIET = {
 }
 
 
+def pytest_configure(config):
+    """On a GPU, float32 is float32, and the same computation gives the same bits."""
+    QUIET["accelerator"] = config.getoption("accelerator")
+    if QUIET["accelerator"] != "cpu":
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.deterministic = True
+
+
 @pytest.fixture(autouse=True)
 def no_leaks():
     """A test leaves no thread behind, and the switches of torch as they were."""
