@@ -15,7 +15,7 @@ INSTALL_LOWEST := $(INSTALL) uv==0.12.24 && $(BIN)/uv pip install -q --python $(
 # files in their order, so that what the tests of a file share is made once; who is done first helps the other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 10
 
-.PHONY: help venv demo test test-slow test-oldest test-portable lint types docs clean
+.PHONY: help venv demo test test-slow test-gpu test-oldest test-portable lint types docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,6 +37,9 @@ test: $(STAMP) ## the tests but for the slow ones
 
 test-slow: $(STAMP) ## the slow tests: reproductions that take minutes
 	$(PYTEST) -m slow $(ARGS)
+
+test-gpu: $(STAMP) ## the tests that need a GPU; without one they are skipped
+	$(BIN)/pytest -m gpu $(ARGS)
 
 test-oldest: ## the tests on the oldest Python and dependencies allowed, in .venv-oldest
 	$(MAKE) test PYTHON=python3.11 VENV=.venv-oldest LOWEST=yes

@@ -30,6 +30,11 @@ def pytest_configure(config):
         torch.backends.cudnn.deterministic = True
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU that torch can use")
+
+
 @pytest.fixture(autouse=True)
 def no_leaks():
     """A test leaves no thread behind, and the switches of torch as they were."""

@@ -27,6 +27,7 @@ from lightning_fed.modules import SampledSoftmaxHead
 from lightning_fed.privacy import CentralDP
 from tests.conftest import QUIET
 
+DROPOUT = 0.2
 SIZES = {"ann": 9, "bob": 22, "cid": 6, "dee": 30, "eve": 13}
 
 
@@ -45,7 +46,7 @@ class Net(L.LightningModule):
         self.example_input_array = torch.zeros(2, 4)
         norm = [nn.BatchNorm1d(8)] if batch_norm else []
         head = SampledSoftmaxHead(8, classes) if classes > 3 else nn.Linear(8, classes)
-        self.net = nn.Sequential(nn.Linear(4, 8), *norm, nn.ReLU(), nn.Dropout(0.2), head)
+        self.net = nn.Sequential(nn.Linear(4, 8), *norm, nn.ReLU(), nn.Dropout(DROPOUT), head)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
@@ -94,7 +95,7 @@ def fit(federation, processes, callbacks=(), module=None, rounds=2, classes=3):
     """The weights after a fit."""
     data = {name: examples(size, place, classes) for place, (name, size) in enumerate(SIZES.items())}
     module = Net(classes=classes) if module is None else module
-    trainer = L.Trainer(max_epochs=rounds, callbacks=[federation, *callbacks], **QUIET, **processes)
+    trainer = L.Trainer(max_epochs=rounds, callbacks=[federation, *callbacks], **{**QUIET, **processes})
     val = DataLoader(examples(8, 9, classes), batch_size=2)
     trainer.fit(module, datamodule=FederatedDataModule(data, val, batch_size=4))
     drawn = trainer.callback_metrics["drawn"].clone() if processes.get("devices", 1) == 1 else torch.zeros(())

@@ -102,7 +102,7 @@ class TwoOptimizers(L.LightningModule):
     def training_step(self, batch, batch_idx):
         real = batch[0]
         make, judge = self.optimizers()
-        noise = torch.randn(len(real), 4)
+        noise = torch.randn(len(real), 4, device=self.device)
         self.toggle_optimizer(judge)
         scores = self.judge(real), self.judge(self.maker(noise).detach())
         loss = F.softplus(-scores[0]).mean() + F.softplus(scores[1]).mean()

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 import lightning as L
 import torch
 from lightning.pytorch.loggers.logger import Logger
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_fed import FederatedCallback
 
 
 def state_of(module):
     """A copy of everything in the module's state, tied entries under each of their names."""
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
 
 
 def bytes_of(*states):
@@ -25,6 +26,7 @@ def assert_same(left, right, names=None):
         assert left.keys() == right.keys()
         names = sorted(left)
     assert names
+    left, right = ({name: state[name].cpu() for name in names} for state in (left, right))
     different = [name for name in names if not torch.equal(left[name], right[name])]
     assert not different, {name: float((left[name].double() - right[name].double()).abs().max()) for name in different}
     assert all(left[name].dtype == right[name].dtype for name in names)
@@ -79,7 +81,7 @@ class Recorder(FederatedCallback):
         self.down_bytes[-1] += bytes_of(broadcast.state, broadcast.extras)
 
     def on_client_start(self, trainer, module, client, broadcast):
-        sent = {name: value.clone() for name, value in broadcast.state.items()}
+        sent = {name: value.cpu().clone() for name, value in broadcast.state.items()}
         self.visits.append(SeenVisit(broadcast.round, client, sent, state_of(module)))
         self.objects.add(
             (
@@ -91,7 +93,7 @@ class Recorder(FederatedCallback):
         )
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.visits[-1].batches.append(copy.deepcopy(batch))
+        self.visits[-1].batches.append(apply_to_collection(copy.deepcopy(batch), torch.Tensor, torch.Tensor.cpu))
         self.visits[-1].learning_rates.append(
             [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
         )
@@ -99,7 +101,7 @@ class Recorder(FederatedCallback):
     def on_client_end(self, trainer, module, client, update):
         visit = self.visits[-1]
         assert visit.client == client == update.client
-        visit.update = {name: value.clone() for name, value in update.state.items()}
+        visit.update = {name: value.cpu().clone() for name, value in update.state.items()}
         visit.end = state_of(module)
         visit.num_samples = update.num_samples
 
@@ -107,7 +109,7 @@ class Recorder(FederatedCallback):
         self.up_bytes[-1] += bytes_of(update.state, update.extras)
 
     def on_server_aggregate(self, trainer, module, state):
-        self.aggregates.append({name: value.clone() for name, value in state.items()})
+        self.aggregates.append({name: value.cpu().clone() for name, value in state.items()})
 
     def on_validation_start(self, trainer, module):
         if not trainer.sanity_checking:

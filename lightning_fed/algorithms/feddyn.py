@@ -22,6 +22,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import at_least_float32
+from lightning_fed.numerics.trees import move_beside
 from lightning_fed.rounds.callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import gradient_scale
 from lightning_fed.server.averaging import AveragingAggregator
@@ -178,8 +179,8 @@ class FedDyn(AveragingAggregator):
     def start_round(self, round: int, state: State) -> None:
         """Starts a round from ``state``."""
         super().start_round(round, state)
-        if round == 0:  # of a new run, with the same object perhaps
-            self._h = {}
+        # From round 0 on it is a new run, with the same object perhaps.
+        self._h = {} if round == 0 else move_beside(self._h, state)
 
     def aggregate(self) -> State:
         """The mean of the models, less :math:`h` over alpha."""

@@ -22,6 +22,7 @@ from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.numerics.precision import at_least_float32, cast_back, to_float64
+from lightning_fed.numerics.trees import move_beside
 from lightning_fed.numerics.weighted_mean import WeightedMean
 from lightning_fed.rounds.callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import gradient_scale, is_step_left_out
@@ -201,8 +202,8 @@ class SCAFFOLD(AveragingAggregator):
         """Starts a round from ``state``."""
         super().start_round(round, state)
         self.changes = WeightedMean()
-        if round == 0:  # of a new run, with the same object perhaps
-            self._control = {}
+        # From round 0 on it is a new run, with the same object perhaps.
+        self._control = {} if round == 0 else move_beside(self._control, state)
 
     def broadcast(self, client: Client) -> Broadcast:
         """The global state, and the server's control variate."""

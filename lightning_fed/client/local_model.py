@@ -85,10 +85,8 @@ class LocalModel:
     def global_state(self) -> State:
         """A copy of the shared entries; sliced ones without copying, because no visit writes into them."""
         self._find_buffers()
-        return {
-            name: self.entries[name] if name in self.sliced else self.entries[name].detach().clone()
-            for name in self.shared
-        }
+        copied = copy_state({name: self.entries[name] for name in self.shared if name not in self.sliced})
+        return {name: copied.get(name, self.entries[name]) for name in self.shared}
 
     def load_global(self, state: Mapping[str, Tensor]) -> None:
         """Loads the global model: shared entries from ``state``, all others the server's.

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import State
 from lightning_fed.numerics.chunks import cache_chunks
+from lightning_fed.numerics.foreach import copies, copy_into, differences, norms
 
 Policy: TypeAlias = Literal["shared", "sliced", "personal", "frozen"]
 Selector: TypeAlias = type[nn.Module] | str | Callable[[nn.Module], Iterable[str]]
@@ -87,7 +88,7 @@ def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 def copy_state(state: Mapping[str, Tensor]) -> State:
     """A copy of a state that shares no memory with it."""
-    return {name: value.detach().clone() for name, value in state.items()}
+    return dict(zip(state, copies(list(state.values())), strict=True))
 
 
 @torch.no_grad()
@@ -105,8 +106,7 @@ def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
     fault = find_fault(state, {name: entries[name] for name in state if name in entries}, finite=False)
     if fault is not None:
         raise ValueError(f"The state cannot be loaded: {fault}.")
-    for name, value in state.items():
-        entries[name].copy_(value)
+    copy_into([entries[name] for name in state], list(state.values()))
 
 
 @torch.no_grad()
@@ -170,7 +170,10 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
     statistics = {name: value for name, value in state.items() if _is_never_negative(name) and value.numel()}
     if not statistics:
         return None
-    lowest = [value.min().float() for value in statistics.values()]
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for value in statistics.values():
+        groups.setdefault((value.device, value.dtype), []).append(value.flatten())
+    lowest = [torch.cat(group).min().float() for group in groups.values()]
     if float(torch.stack([value.to(lowest[0].device) for value in lowest]).min()) >= 0:
         return None
     return f"entry {next(name for name, value in statistics.items() if value.min() < 0)!r} is negative"
@@ -188,8 +191,10 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
         tensor(5.)
 
     """
-    parts = [_norm(value) for value in tensors]
-    return _norm(torch.stack([part.to(parts[0].device) for part in parts])) if parts else torch.tensor(0.0)
+    parts = norms(tensors)
+    if not parts:
+        return torch.tensor(0.0)
+    return torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
 
 
 def distance(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterable[str]) -> float | None:
@@ -205,13 +210,7 @@ def distance(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterab
     """
     both = [name for name in names if name in new and name in old and new[name].shape == old[name].shape]
     chunks = (zip(cache_chunks(new[name]), cache_chunks(old[name]), strict=True) for name in both)
-    return float(norm(after - before for after, before in itertools.chain.from_iterable(chunks))) if both else None
-
-
-def _norm(value: Tensor) -> Tensor:
-    is_supported = value.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
-    length: Tensor = torch.linalg.vector_norm(value if is_supported else value.float())
-    return length.float()
+    return float(norm(differences(itertools.chain.from_iterable(chunks)))) if both else None
 
 
 def entry_policies(

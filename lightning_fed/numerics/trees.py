@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,3 +42,16 @@ def move_tensors(tree: Any, device: torch.device | None) -> Any:
 
     """
     return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def move_beside(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Moves each tensor to the device of the entry with its name; one without an entry stays where it is.
+
+    A checkpoint's tensors are on the CPU.
+
+    Example:
+        >>> move_beside({"w": torch.ones(2)}, {"w": torch.zeros(3, device="meta")})["w"].device
+        device(type='meta')
+
+    """
+    return {name: value.to(state[name].device) if name in state else value for name, value in tensors.items()}

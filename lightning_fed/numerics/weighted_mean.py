@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_fed.numerics.chunks import cache_chunks
+from lightning_fed.numerics.foreach import add_in_float64
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.row_sums import RowSums, RowWeighting
 
@@ -70,15 +70,14 @@ class WeightedMean:
         if not 0 <= weight < float("inf"):
             raise ValueError(f"Expected `weight` to be finite and not negative, but got {weight}.")
         rows = rows or {}
+        known = [name for name in state if name in self._sums and name not in rows]
+        add_in_float64([self._sums[name] for name in known], [state[name].detach() for name in known], weight)
         for name, value in state.items():
             if name in rows:
                 self._rows.setdefault(name, RowSums()).add(rows[name], value, weight)
             elif not (value.is_floating_point() or value.is_complex()):
                 self._keep_integer(name, value, size)
-            elif name in self._sums:
-                for total, addend in zip(cache_chunks(self._sums[name]), cache_chunks(value.detach()), strict=True):
-                    total.add_(to_float64(addend), alpha=weight)  # adding is faster after a cast of its own
-            else:
+            elif name not in self._sums:
                 self._sums[name] = to_float64(value.detach().contiguous(), copy=True).mul_(weight)
                 self._likes[name] = value.new_empty(0)
         self._largest = max(self._largest, size)

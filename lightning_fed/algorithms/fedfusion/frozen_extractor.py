@@ -104,10 +104,11 @@ class FrozenExtractor:
         source, copied = (next(module.parameters(), None) for module in (network, self.network))
         if source is None or copied is None or (source.device, source.dtype) == (copied.device, copied.dtype):
             return
-        self.network.to(source.device)
         originals = _entries(network)
-        for name, entry in _entries(self.network).items():
-            entry.data = entry.data.to(originals[name].dtype)
+        with torch.inference_mode(False):  # what is made in that mode cannot be written into later
+            self.network.to(source.device)
+            for name, entry in _entries(self.network).items():
+                entry.data = entry.data.to(originals[name].dtype)
 
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
         """Frees the memory of the layers behind the features, as far as these can be told.

@@ -21,6 +21,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.model.entries import copy_state, is_running_statistic
 from lightning_fed.numerics.precision import to_float64
+from lightning_fed.numerics.trees import move_beside
 from lightning_fed.numerics.weighted_mean import WeightedMean
 from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.schedule import client_key, derive_seed
@@ -118,9 +119,7 @@ class FeSEM(Aggregator):
     def start_round(self, round: int, state: State) -> None:
         """Starts a round; ``state`` is what clients without a centre start from."""
         self._round, self._state = round, state
-        self.centers = [  # a checkpoint's are on the CPU
-            {name: value.to(state[name].device) for name, value in center.items()} for center in self.centers
-        ]
+        self.centers = [move_beside(center, state) for center in self.centers]
         self._names = self._compared_names(state)
         self.means = [WeightedMean() for _ in self.centers] or [WeightedMean()]
         self.received: dict[Client, tuple[int, int]] = {}  # index of its mean, and number of examples

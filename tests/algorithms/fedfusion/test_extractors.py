@@ -204,6 +204,16 @@ def test_frozen_features_are_those_of_the_network():
         assert not extractor(inputs.clone().requires_grad_()).requires_grad
 
 
+def test_a_frozen_copy_that_follows_its_network_in_an_evaluation_can_be_written_into_later():
+    net = models.cnn()
+    extractor = FrozenExtractor(net, FeatureLayer("4"))
+    net.double()
+    with torch.inference_mode():
+        extractor.refer(net)
+    extractor.refer({"0.bias": torch.ones(4).double()})
+    assert torch.equal(extractor.state()["0.bias"], torch.ones(4).double())
+
+
 class Attentive(nn.Module):
     """Attention, whose projection is used without being called; and a layer that is not run at all."""
 

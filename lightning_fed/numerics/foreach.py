@@ -1,0 +1,124 @@
+"""One operation on many tensors: together where every launch of a kernel costs, one after another on the CPU.
+
+``torch._foreach_*`` are documented as a beta ("Foreach Operations"); PyTorch's optimizers are built on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_fed.numerics.chunks import cache_chunks
+from lightning_fed.numerics.precision import to_float64
+
+_MOST_ELEMENTS = 1 << 24
+"""Most numbers in intermediate results at a time: 64 MiB in float32."""
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of the tensors, without gradients.
+
+    Example:
+        >>> copies([torch.ones(2), torch.tensor(3)])
+        [tensor([1., 1.]), tensor(3)]
+
+    """
+    if _are_on_the_cpu(tensors):
+        return [value.detach().clone() for value in tensors]
+    made = [torch.empty_like(value) for value in tensors]
+    copy_into(made, tensors)
+    return made
+
+
+@torch.no_grad()
+def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copies each value into its target, as ``Tensor.copy_`` does."""
+    if _are_on_the_cpu(targets):
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
+    elif targets:
+        torch._foreach_copy_(list(targets), list(values))
+
+
+@torch.no_grad()
+def add_in_float64(sums: Sequence[Tensor], values: Sequence[Tensor], weight: float) -> None:
+    """Adds ``weight`` times each value to its sum.
+
+    Args:
+        sums: Of type float64 or complex128.
+        values: Of the same shapes, of any types.
+        weight: The factor.
+
+    """
+    if _are_on_the_cpu(sums):
+        for total, value in zip(sums, values, strict=True):
+            for part, addend in zip(cache_chunks(total), cache_chunks(value), strict=True):
+                part.add_(to_float64(addend), alpha=weight)  # adding is faster after a cast of its own
+        return
+    for batch in _batches(zip(sums, values, strict=True)):
+        addends = [torch.empty_like(total) for total, _ in batch]
+        copy_into(addends, [value for _, value in batch])
+        torch._foreach_add_([total for total, _ in batch], addends, alpha=weight)
+
+
+def differences(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+    """The first tensor less the second of each pair, some at a time."""
+    for batch in _batches(pairs):
+        if _are_on_the_cpu(batch[0]):
+            yield batch[0][0] - batch[0][1]
+        else:
+            yield from torch._foreach_sub([new for new, _ in batch], [old for _, old in batch])  # noqa: SLF001
+
+
+def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Euclidean norm of each tensor, float32, shape ``()``; those of the CPU come first.
+
+    Example:
+        >>> norms([torch.tensor([3.0, 4.0]), torch.tensor([2])])
+        [tensor(5.), tensor(2.)]
+
+    """
+    found: list[Tensor] = []
+    others: list[Tensor] = []
+
+    def rest() -> Iterator[tuple[Tensor, ...]]:
+        for value in tensors:
+            if _are_on_the_cpu((value,)) or value.is_complex():
+                found.append(_norm(value))
+            else:
+                yield (value,)
+
+    for batch in _batches(rest()):
+        lengths = torch._foreach_norm([_of_a_norm(value) for (value,) in batch])  # noqa: SLF001
+        others += [length.float() for length in lengths]
+    return found + others
+
+
+def _norm(value: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(_of_a_norm(value))
+    return length.float()
+
+
+def _of_a_norm(value: Tensor) -> Tensor:
+    is_supported = value.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
+    return value if is_supported else value.float()
+
+
+def _are_on_the_cpu(tensors: Sequence[Tensor]) -> bool:
+    return all(value.device.type == "cpu" for value in tensors)
+
+
+def _batches(groups: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
+    """As many groups at a time as intermediate results have room for, at least one; on the CPU one at a time."""
+    batch: list[tuple[Tensor, ...]] = []
+    size = 0
+    for group in groups:
+        batch.append(group)
+        size += group[0].numel()
+        if size >= _MOST_ELEMENTS or _are_on_the_cpu(group):
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

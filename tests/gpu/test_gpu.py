@@ -1,0 +1,431 @@
+"""Federated training on a GPU: the results of the CPU, every precision, compiled networks, processes, checkpoints.
+
+`make test-gpu` runs these; without a GPU they are skipped.
+"""
+
+import copy
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer
+from lightning_fed.matching import MatchedAverage
+from lightning_fed.modules import SampledSoftmaxHead
+from tests import draws_script, models
+from tests.conftest import QUIET
+from tests.recorders import Recorder, assert_same, fit_fixed, state_of
+from tests.references import seed_reference, visit_seed_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist"),
+]
+
+ROOT = Path(__file__).parents[2]
+# Their noise comes from the device's own generator.
+DRAWN_ON_THE_DEVICE = {"noise of the server"}
+SEED = 4
+
+
+@pytest.fixture(autouse=True)
+def exact_arithmetic():
+    """Float32 is float32, and the same computation gives the same bits."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = before
+
+
+def trainer_on(accelerator, **options):
+    return FederatedTrainer(**{**QUIET, "accelerator": accelerator, "seed": SEED, **options})
+
+
+def fit(accelerator, module, data, val=None, **options):
+    """The module's state after a fit, on the CPU, and the Trainer."""
+    trainer = trainer_on(accelerator, **{"max_rounds": 2, **options})
+    trainer.fit(module, FederatedDataModule(models.as_datasets(data), val, batch_size=16))
+    return state_of(module), trainer
+
+
+def assert_close(left, right, tolerance):
+    """States that differ by rounding, relative to the norm of each entry."""
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert value.dtype == right[name].dtype
+        assert value.shape == right[name].shape, name
+        difference = (value.double().cpu() - right[name].double().cpu()).norm()
+        assert difference <= tolerance * value.double().norm().cpu() + 1e-12, (name, float(difference))
+
+
+# --- the results of the CPU -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("job", sorted(draws_script.JOBS.keys() - DRAWN_ON_THE_DEVICE))
+def test_every_method_gives_what_it_gives_on_the_cpu(job, monkeypatch):
+    """In double precision, without dropout: to rounding that 2 to 4 rounds of training have let grow."""
+    monkeypatch.setattr(draws_script, "DROPOUT", 0.0)
+    results = []
+    for accelerator in ("cpu", "cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        options = {"accelerator": accelerator, "devices": 1, "precision": "64-true"}
+        results.append(draws_script.JOBS[job](options))
+        results[-1].pop("drawn")
+    assert torch.cuda.max_memory_allocated() > 0  # that of the second fit
+    assert_close(*results, tolerance=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("net", "data", "optimizer"),
+    [
+        (models.mlp, models.vectors, models.adam),
+        (models.cnn, models.images, models.momentum),
+        (models.Recurrent, models.sentences, models.sgd),
+        (models.Tied, models.sentences, models.momentum),
+        (models.deeplab, lambda: models.scenes({"ann": 10, "bob": 7}), models.sgd),
+        (models.unet, lambda: models.scenes({"ann": 10, "bob": 7}), models.sgd),
+    ],
+)
+def test_networks_give_what_they_give_on_the_cpu(net, data, optimizer):
+    results = []
+    for accelerator in ("cpu", "cuda"):
+        network = net()
+        for layer in network.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.p = 0.0
+            if isinstance(layer, nn.LSTM):
+                layer.dropout = 0.0
+        state, _ = fit(accelerator, models.Module(network, optimizer), data(), precision="64-true")
+        results.append(state)
+    assert_close(*results, tolerance=1e-7)
+
+
+@pytest.mark.parametrize("batch_norm", ["average", "recalibrate", "personal", "local", "frozen", "fixed"])
+def test_treatments_of_batch_norm(batch_norm):
+    options = {"fixed_after": 1} if batch_norm == "fixed" else {}
+    results, numbers = [], []
+    for accelerator in ("cpu", "cuda"):
+        val = DataLoader(TensorDataset(*models.images({"val": 20})["val"]), 10)
+        module = models.Module(models.cnn(), models.momentum)
+        state, trainer = fit(
+            accelerator,
+            module,
+            models.images(),
+            val,
+            batch_norm=batch_norm,
+            precision="64-true",
+            max_rounds=3,
+            **options,
+        )
+        results.append(state)
+        numbers.append(
+            {name: float(value) for name, value in trainer.callback_metrics.items() if "seconds" not in name}
+        )
+    assert_close(*results, tolerance=1e-8)
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-5, abs=1e-6)
+
+
+# --- a visit is a plain fit -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("net", [models.norm_mlp, models.dropout_mlp])
+def test_a_visit_is_a_plain_fit_bit_for_bit(net, precision):
+    """With dropout, and with a loss scale that begins so high that the first steps overflow."""
+    recorder, module = Recorder(), models.Module(net(), models.momentum)
+    fit("cuda", module, models.vectors(), precision=precision, callbacks=[recorder], batch_norm="average")
+    assert len(recorder.visits) == 10
+    for visit in recorder.visits[:2] if precision == "16-mixed" else recorder.visits:  # the scale goes on from there
+        plain = models.Module(net(), models.momentum)
+        if precision == "bf16-true":
+            plain = plain.bfloat16()
+        plain.load_state_dict(visit.start)
+        seed_reference(visit_seed_reference(SEED, visit.round, visit.client))
+        options = {**QUIET, "accelerator": "cuda", "precision": precision, "max_epochs": 1}
+        fit_fixed(L.Trainer(**options), plain, [copy.deepcopy(visit.batches)])
+        assert_same(state_of(plain), visit.end)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "fednova", "feddyn", "moon", "ditto", "fedadam"])
+def test_methods_train_in_mixed_precision(method, precision):
+    """Near what they give in float32: steps that a loss scale leaves out are few."""
+    results = []
+    for given in ("32-true", precision):
+        state, trainer = fit(
+            "cuda", models.Module(models.mlp(), models.sgd), models.vectors(), method=method, precision=given,
+            max_rounds=6,
+        )  # fmt: skip
+        assert all(value.isfinite().all() for value in state.values())
+        assert int(trainer.callback_metrics["fed/failed"]) == 0
+        results.append(state)
+    start = state_of(models.Module(models.mlp()))
+    for name, value in results[0].items():
+        moved = (value - start[name]).norm()
+        assert (results[1][name] - value).norm() < 0.2 * moved, name
+
+
+def test_a_loss_scale_that_overflows_costs_steps_and_nothing_else():
+    """The scale begins at 65,536; with gradients that are too large for it, every client's first steps are left out."""
+    module = models.Module(
+        models.mlp(), models.sgd, loss=lambda outputs, targets: 1e4 * F.cross_entropy(outputs, targets)
+    )
+    module.make_optimizer = lambda parameters: torch.optim.SGD(parameters, lr=1e-5)
+    start = state_of(module)
+    state, trainer = fit("cuda", module, models.vectors(), precision="16-mixed", max_rounds=3)
+    assert int(trainer.callback_metrics["fed/failed"]) == 0
+    assert all(value.isfinite().all() for value in state.values())
+    assert any(not torch.equal(value, start[name]) for name, value in state.items())
+
+
+# --- networks as users make them fast ---------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_networks(mode, monkeypatch):
+    """CUDA graphs (`reduce-overhead`) read the parameters where they were captured: a visit writes into them."""
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # noqa: SLF001
+    plain, _ = fit("cuda", models.Module(models.mlp(), models.momentum), models.vectors(), max_rounds=3)
+    net = models.mlp()
+    module = models.Module(net, models.momentum)
+    module.net = torch.compile(net, mode=mode, dynamic=False)
+    state, _ = fit("cuda", module, models.vectors(), max_rounds=3)
+    state = {name.replace("_orig_mod.", ""): value for name, value in state.items()}
+    assert_close(plain, state, tolerance=1e-4)
+
+
+def test_channels_last_networks_stay_so():
+    results = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        net = models.cnn().to(memory_format=layout)
+        module = models.Module(net, models.momentum)
+        state, _ = fit("cuda", module, models.images(), precision="64-true", method="fedavgm")
+        assert net[4].weight.is_contiguous(memory_format=layout)
+        results.append(state)
+    assert_close(*results, tolerance=1e-8)
+
+
+# --- several clients at once ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("net", [models.mlp, models.dropout_mlp, models.norm_mlp])
+def test_vectorised_visits(net, caplog):
+    results, steps = [], []
+    for size in (1, 5):
+        with caplog.at_level(logging.INFO, "lightning_fed"):
+            state, trainer = fit(
+                "cuda", models.Module(net(), models.momentum), models.vectors(), vectorize=size, precision="64-true"
+            )
+        results.append(state)
+        steps.append(trainer.global_step)
+    assert steps[1] < 0.7 * steps[0]
+    assert_close(*results, tolerance=1e-9)
+
+
+def test_a_single_process_with_nccl():
+    alone, _ = fit("cuda", models.Module(models.norm_mlp(), models.momentum), models.vectors())
+    module = models.Module(models.norm_mlp(), models.momentum)
+    state, _ = fit("cuda", module, models.vectors(), strategy="client_parallel", devices=1)
+    assert_same(alone, state)
+
+
+@pytest.mark.parametrize("kind", ["several devices", "one device"])
+def test_processes_give_what_one_gives(kind, tmp_path):
+    """NCCL joins processes that have a GPU each, gloo those that share one."""
+    if kind == "several devices" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m",
+        "tests.gpu.processes_script", str(tmp_path), json.dumps(kind == "one device"),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-6000:]
+    from tests.gpu.processes_script import JOBS
+
+    for job, options in JOBS.items():
+        alone, _ = fit("cuda", models.Module(models.norm_mlp(), models.momentum), models.vectors(), **options)
+        for rank in range(2):
+            assert_close(alone, torch.load(tmp_path / f"{job}-{rank}.pt", weights_only=True), tolerance=1e-5)
+
+
+# --- across devices ---------------------------------------------------------------------------------------------------
+
+
+class Stop(FederatedCallback):
+    """Ends the fit as a user's Ctrl-C or a lost machine would, after a round."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.current_epoch + 1 == self.after:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "last.ckpt")
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "fedavg", "scaffold", "feddyn", "fednova", "fedadam", "fedavgm", "ditto", "moon", "fedala", "fesem",
+        "fedmargin", "centeredclipping", "feddane", "qffl",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("first", "second"), [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")])
+def test_a_fit_goes_on_on_another_device(method, first, second, tmp_path):
+    """With personal layers and kept optimizer states in a folder; on the same device bit for bit."""
+    clients, options = models.vectors(), {"method": method, "max_rounds": 4}
+    if method == "fedavg":
+        options |= {"personal": ["net.head.*"], "optimizer_state": "keep"}
+    whole, _ = fit("cuda", models.Module(models.BaseAndHead(), models.momentum), clients, **options)
+    options |= {"store": tmp_path / "clients", "default_root_dir": tmp_path}
+    fit(first, models.Module(models.BaseAndHead(), models.momentum), clients, callbacks=[Stop(2)], **options)
+    module = models.Module(models.BaseAndHead(), models.momentum)
+    trainer = trainer_on(second, **options)
+    data = FederatedDataModule(models.as_datasets(clients), batch_size=16)
+    trainer.fit(module, data, ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    assert trainer.current_epoch == 4
+    if first == second:
+        assert_same(whole, state_of(module))
+    else:
+        assert_close(whole, state_of(module), tolerance=1e-4)
+
+
+def test_a_checkpoint_of_a_gpu_is_read_without_one(tmp_path):
+    fit(
+        "cuda", models.Module(models.norm_mlp(), models.adam), models.vectors(), method="scaffold",
+        callbacks=[Stop(1)], default_root_dir=tmp_path, store=tmp_path / "clients",
+    )  # fmt: skip
+    code = (
+        "import sys, torch; from lightning_fed import *;"
+        "state = torch.load(sys.argv[1], map_location='cpu', weights_only=False);"
+        "assert not torch.cuda.is_available(); print(len(state['state_dict']))"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "last.ckpt")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    files = list((tmp_path / "clients").rglob("*.safetensors"))
+    assert files
+
+
+# --- matching, sampled softmax ----------------------------------------------------------------------------------------
+
+
+def test_matching_on_the_device():
+    """Networks are aligned and merged as on the CPU."""
+
+    def networks():
+        made = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            made.append(
+                nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+            )
+        return made
+
+    example = torch.zeros(2, 6).double()
+    expected = MatchedAverage().merge(networks(), example_input=example)
+    found = MatchedAverage().merge([net.cuda() for net in networks()], example_input=example.cuda())
+    assert all(value.device.type == "cuda" for value in found.module.state_dict().values())
+    assert_close(expected.module.state_dict(), {k: v.cpu() for k, v in found.module.state_dict().items()}, 1e-9)
+
+
+def test_a_client_holds_its_rows_only_on_the_device():
+    """A head of many classes: what is allocated for a visit is rows of the table, not tables."""
+
+    class Large(models.Module):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__(nn.Sequential(nn.Linear(6, 64), nn.ReLU(), SampledSoftmaxHead(64, 200_000)))
+
+    table = 200_000 * 65 * 4
+    clients = {name: (inputs, targets * 60_000) for name, (inputs, targets) in models.vectors().items()}
+
+    class Peak(FederatedCallback):
+        def on_client_start(self, trainer, module, client, broadcast):
+            torch.cuda.reset_peak_memory_stats()
+            self.start = torch.cuda.memory_allocated()
+
+        def on_client_end(self, trainer, module, client, update):
+            self.peaks = [*getattr(self, "peaks", []), torch.cuda.max_memory_allocated() - self.start]
+
+    peak = Peak()
+    state, _ = fit("cuda", Large(), clients, method="fedss:num_negatives=50", callbacks=[peak])
+    assert len(peak.peaks) == 10
+    assert max(peak.peaks[1:]) < 0.2 * table  # in the first visit libraries allocate what they keep
+    assert state["net.2.weight"].shape == (200_000, 64)
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+class Synchronisations(FederatedCallback):
+    """Counts where the host waits for the device while a client's update is made, checked and added."""
+
+    def __init__(self):
+        self.counts = []
+
+    def on_client_end(self, trainer, module, client, update):
+        self._catcher = warnings.catch_warnings(record=True)
+        self.caught = self._catcher.__enter__()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def on_client_visit_end(self, trainer, module, client):
+        torch.cuda.set_sync_debug_mode("default")
+        self._catcher.__exit__(None, None, None)
+        places = [
+            f"{warning.filename}:{warning.lineno}" for warning in self.caught if "called a sync" in str(warning.message)
+        ]
+        self.counts.append(places)
+
+
+def test_the_host_waits_for_an_update_three_times_at_most_however_many_entries():
+    found = []
+    for depth in (2, 40):
+        torch.manual_seed(0)
+        layers = [part for _ in range(depth) for part in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())]
+        module = models.Module(nn.Sequential(*layers, nn.Linear(6, models.CLASSES)), models.sgd)
+        watch = Synchronisations()
+        fit("cuda", module, models.vectors(), callbacks=[watch], batch_norm="average")
+        found.append({len(count) for count in watch.counts})
+    assert found[0] == found[1]
+    assert max(found[0]) <= 3, watch.counts[0]
+
+
+def test_memory_does_not_grow_with_the_clients():
+    """It is that of 12 copies of the model in float32: the module and its gradients, the model sent, an update, and in
+    float64 the sums, what is added to them, and the mean.
+    """
+    peaks = []
+    for count in (2, 2, 12):  # the first allocates what the libraries keep
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        torch.manual_seed(0)
+        layers = nn.Linear(6, 2000), nn.ReLU(), nn.Linear(2000, 2000), nn.ReLU(), nn.Linear(2000, 3)
+        state, trainer = fit(
+            "cuda",
+            models.Module(nn.Sequential(*layers)),
+            models.vectors({f"client {number}": 16 for number in range(count)}),
+        )
+        del trainer, layers
+        peaks.append((torch.cuda.max_memory_allocated() - start) / sum(value.numel() * 4 for value in state.values()))
+    assert peaks[2] <= peaks[1] + 0.1, peaks
+    assert peaks[2] <= 13, peaks
