@@ -194,7 +194,8 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
     parts = norms(tensors)
     if not parts:
         return torch.tensor(0.0)
-    return torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
+    length: Tensor = torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
+    return length
 
 
 def distance(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterable[str]) -> float | None:
