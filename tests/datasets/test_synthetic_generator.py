@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from scipy.optimize import linprog
-from scipy.stats import ks_2samp, kstest
+from scipy.stats import ks_2samp, kstest, norm
 
 from lightning_fed.datasets.synthetic_generator import synthetic_clients
 from tests import references
