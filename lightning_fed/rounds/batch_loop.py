@@ -1,13 +1,14 @@
 """Lightning's loop over batches once more, without the parts that nobody looks at.
 
 Beside :mod:`lightning_fed.rounds.lightning_internals` this is what leans on Lightning's own loop: on the order of the
-calls in its ``advance``, on its counters, its fetcher and its logger connector. ``tests/rounds/test_batch_loop.py``
+calls in its ``advance``, on its counters, its fetcher and its logger connector. ``tests/rounds/test_fused_visits.py``
 compares the two, call by call.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from typing import Any
 
 import lightning as L
@@ -75,7 +76,7 @@ class BatchLoop:
             owner is not None and is_overridden(hook, owner) for owner in owners for hook in _DATA_HOOKS
         )
         self._device = None if has_data_hooks else trainer.strategy.root_device
-        self._takes_index = "batch_idx" in self._loop._build_kwargs({}, None, 0)  # noqa: SLF001
+        self._takes_index = "batch_idx" in self._loop._build_kwargs(OrderedDict(), None, 0)  # noqa: SLF001
         kind = type(plugin)
         self._converts = kind.convert_input is not Precision.convert_input
         self._context = None if kind is Precision else plugin.train_step_context
