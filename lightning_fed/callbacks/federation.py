@@ -30,7 +30,7 @@ from lightning_fed.rounds.checkpoint_checks import check_file, check_method, che
 from lightning_fed.rounds.client_errors import describe_visit
 from lightning_fed.rounds.client_models import ClientModels
 from lightning_fed.rounds.entry_policies import check_sliced, decide_policies
-from lightning_fed.rounds.fit import BatchNormMode, FederatedFit, UnseenMode
+from lightning_fed.rounds.fit import BatchNormMode, FederatedFit, UnseenMode, VisitsMode
 from lightning_fed.rounds.fit_summary import describe_end, describe_start
 from lightning_fed.rounds.lightning_internals import (
     callbacks_of,
@@ -164,6 +164,7 @@ class Federation(L.Callback):
         store: str | os.PathLike[str] | ClientStore | None = None,
         evaluate_clients_every: int = 1,
         vectorize: int = 1,
+        visits: VisitsMode = "auto",
         privacy: Protection | None = None,
         max_update_norm: float | str | None = None,
         max_samples: int | None = None,
@@ -213,6 +214,8 @@ class Federation(L.Callback):
         if privacy is not None:  # scores of single clients are nothing that noise covers
             self.evaluate_clients_every = 0
         self.vectorize = check_count("vectorize", vectorize)
+        check_option("visits", visits, get_args(VisitsMode))
+        self.visits: VisitsMode = visits
         if visit_timeout is not None and self.vectorize > 1:
             raise ValueError(
                 "Expected one of `visit_timeout` and `vectorize`: clients that train at once wait for each other."
@@ -404,7 +407,7 @@ class Federation(L.Callback):
             check_estimate(self._fit)
         policies = self._decide_policies(trainer, pl_module)
         check_sliced(pl_module, policies, self.server.aggregator, self.measures_batch_norm, self.optimizer_state)
-        self._loop.start_fit(policies, self.vectorize)
+        self._loop.start_fit(policies, self.vectorize, self.visits)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Makes sure that the Trainer's loader is ours, and puts the states of the global generators aside."""

@@ -14,6 +14,7 @@ from lightning_fed.data.population import Population
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.messages import State
 from lightning_fed.model.entries import Policy, batch_norm_statistics, copy_state, live_entries
+from lightning_fed.rounds.batch_loop import BatchLoop
 from lightning_fed.rounds.callback import FederatedCallback, federated_callbacks
 from lightning_fed.rounds.lightning_internals import IgnoredWarning
 from lightning_fed.rounds.remote import RemoteSide
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 BatchNormMode = Literal["average", "recalibrate", "local", "fixed", "personal", "frozen"]
 UnseenMode = Literal["batch", "pooled", "nearest"]
+VisitsMode = Literal["auto", "lightning", "fused"]
 
 
 @dataclass(eq=False)
@@ -60,6 +62,7 @@ class FederatedFit:
         progress: Lightning's progress in checkpoints.
         synchronisation: Steps of a round in which several processes join.
         executor: Trains several visits at once; ``None`` where they come one by one.
+        batch_loop: Trains on the batches of fused visits; ``None`` where Lightning's own loop does.
         initial_statistics: BatchNorm's running statistics with which clients start, where those of the global model are
             measured and clients keep their own.
         has_warned_of_batch_norm: Whether the log has said what can be wrong with running statistics.
@@ -86,6 +89,7 @@ class FederatedFit:
     progress: RoundProgress = field(default_factory=RoundProgress, init=False)
     synchronisation: RoundSynchronisation = field(default_factory=RoundSynchronisation, init=False)
     executor: VisitExecutor | None = field(default=None, init=False)
+    batch_loop: BatchLoop | None = field(default=None, init=False)
     initial_statistics: State = field(default_factory=dict, init=False)
     has_warned_of_batch_norm: bool = field(default=False, init=False)
     has_warned_of_shift: bool = field(default=False, init=False)
@@ -177,7 +181,7 @@ class FederatedFit:
         """Releases what was held for the fit: other models, warnings, metrics, worker processes."""
         self.clock.stop()
         self.synchronisation.release()
-        self.executor = None
+        self.executor = self.batch_loop = None
         for warning in self._ignored:
             warning.restore()
         self._ignored = []

@@ -19,10 +19,11 @@ from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.model.entries import Policy
+from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.rounds.entry_policies import freeze_parameters
 from lightning_fed.rounds.failed_rounds import FailedRounds
-from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.fit import FederatedFit, VisitsMode
 from lightning_fed.rounds.lightning_internals import (
     OverriddenMethod,
     datamodule_of,
@@ -110,7 +111,8 @@ class RoundLoop:
             self._batch_end,
             self._step,
         ]
-        if is_overridden("on_train_batch_start", module):
+        self._has_batch_start = is_overridden("on_train_batch_start", module)
+        if self._has_batch_start:
             self._batch_start = OverriddenMethod(module, "on_train_batch_start", self._on_train_batch_start)
             self._overridden.append(self._batch_start)
 
@@ -119,15 +121,20 @@ class RoundLoop:
                 if owner is not None and is_overridden(hook, owner):
                     self._overridden.append(_without_none(owner, hook))
 
-    def start_fit(self, policies: Mapping[str, Policy], vectorize: int) -> None:
+    def start_fit(self, policies: Mapping[str, Policy], vectorize: int, visits: VisitsMode) -> None:
         """Prepares the module for the rounds.
 
         Args:
             policies: The policy of every entry.
             vectorize: At most how many visits train at once.
+            visits: Whether visits are fused.
+
+        Raises:
+            MisconfigurationException: If they are to be fused and cannot be.
 
         """
         fit, fit.policies = self.fit, policies
+        fit.batch_loop = self._fuse(visits)
         fit.note_initial_statistics()
         self._frozen = freeze_parameters(fit.module, policies)
         if vectorize == 1:
@@ -138,6 +145,19 @@ class RoundLoop:
         fit.executor = VISIT_EXECUTORS["vectorized"](vectorize, fit)
         if fit.is_batch_norm_fixed:
             thaw_batch_norm(fit.module)
+
+    def _fuse(self, visits: VisitsMode) -> BatchLoop | None:
+        """Decides whether visits are fused; the log says why not, where that is left to it."""
+        trainer, module = self.fit.trainer, self.fit.module
+        obstacle = None if visits == "lightning" else find_obstacle(trainer, module, self._has_batch_start)
+        if obstacle is not None and visits == "fused":
+            raise MisconfigurationException(
+                f"`visits='fused'`: the visits cannot be fused, because {obstacle}. With visits='auto' Lightning's own"
+                " loop trains them, with the same result."
+            )
+        if obstacle is not None and trainer.is_global_zero:
+            _log.info("Visits are not fused, because %s.", obstacle)
+        return None if obstacle is not None or visits == "lightning" else BatchLoop(trainer, module)
 
     def start_training(self) -> None:
         """Makes sure that the Trainer trains on rounds, and puts the states of the global generators aside.
@@ -255,8 +275,20 @@ class RoundLoop:
     def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Override of the module's ``on_train_batch_end``: then the visit ends if this was its last batch.
 
-        It is the last hook of a batch: what callbacks and the module do after a batch is part of the visit.
+        It is the last hook of a batch: what callbacks and the module do after a batch is part of the visit. Fused
+        visits go on from here.
         """
+        self._finish_batch(outputs, batch, batch_idx)
+        batch_loop = self.fit.batch_loop
+        if batch_loop is None or batch_loop.is_over:
+            return
+        batch_loop.prepare()
+        del outputs, batch
+        while not batch_loop.is_over:
+            batch_loop.end_batch()
+            self._finish_batch(*batch_loop.train())
+
+    def _finish_batch(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         planned = None if self._loader is None else self._loader.current
         if self._has_batch_end and batch is not None and (planned is None or planned.fault is None):
             with self._counting_in_visit(batch_idx) as local_idx:

@@ -1,0 +1,260 @@
+"""Lightning's loop over batches once more, without the parts that nobody looks at.
+
+Beside :mod:`lightning_fed.rounds.lightning_internals` this is what leans on Lightning's own loop: on the order of the
+calls in its ``advance``, on its counters, its fetcher and its logger connector. ``tests/rounds/test_fused_visits.py``
+compares the two, call by call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult  # noqa: TID251 - see above
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch import Tensor
+
+from lightning_fed.rounds.lightning_internals import callbacks_of, datamodule_of, is_overridden
+from lightning_fed.rounds.synchronisation import ClientSharing
+
+KNOWN_VERSIONS = ("2.5.", "2.6.")
+"""Versions of Lightning whose loop this is."""
+
+_CALLBACK_HOOKS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    "on_before_optimizer_step",
+)
+_MODULE_HOOKS = (
+    *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+    *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
+)
+_DATA_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_PLAIN_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+
+
+class BatchLoop:
+    """Trains on batches as Lightning's loop would, from the end of one of its batches on.
+
+    Every hook is called that somebody implements, with the same arguments and in the same order; counters, logged
+    values and the log's own steps are Lightning's. What is left out are calls of empty hooks, and their bookkeeping.
+    Where the optimization is not the plain one (manual, accumulated, with a loss scale, with the module's own
+    ``optimizer_step``), Lightning's own code does it.
+
+    Args:
+        trainer: The Trainer, in a fit.
+        module: Its module.
+
+    """
+
+    def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._trainer, self._module, self._attributes = trainer, module, vars(module)
+        self._loop = trainer.fit_loop.epoch_loop
+        self._connector = trainer._logger_connector  # noqa: SLF001
+
+    @property
+    def is_over(self) -> bool:
+        """True if Lightning has to go on by itself after this batch: to validate, or to end the fit."""
+        trainer = self._trainer
+        return trainer.should_stop or trainer.received_sigterm or self._loop._is_training_done  # noqa: SLF001
+
+    def prepare(self) -> None:
+        """Looks up who implements which hook, before the second batch of a round."""
+        trainer, module, plugin = self._trainer, self._module, self._trainer.precision_plugin
+        self._callbacks = {
+            hook: [callback for callback in callbacks_of(trainer) if is_overridden(hook, callback, L.Callback)]
+            for hook in _CALLBACK_HOOKS
+        }
+        own = self._module_hooks = {hook for hook in _MODULE_HOOKS if is_overridden(hook, module)}
+        owners = (datamodule_of(trainer), module)
+        has_data_hooks = any(
+            owner is not None and is_overridden(hook, owner) for owner in owners for hook in _DATA_HOOKS
+        )
+        self._device = None if has_data_hooks else trainer.strategy.root_device
+        self._takes_index = "batch_idx" in self._loop._build_kwargs(OrderedDict(), None, 0)  # noqa: SLF001
+        kind = type(plugin)
+        self._converts = kind.convert_input is not Precision.convert_input
+        self._context = None if kind is Precision else plugin.train_step_context
+        self._is_plain = (
+            module.automatic_optimization
+            and trainer.accumulate_grad_batches == 1
+            and "optimizer_step" not in own
+            and kind in _PLAIN_PRECISIONS
+            and getattr(plugin, "scaler", None) is None
+            and trainer.strategy.model is module
+        )
+        self._clips = bool(trainer.gradient_clip_val) or "configure_gradient_clipping" in own
+
+    def end_batch(self) -> None:
+        """Does what Lightning does after the last hook of a batch."""
+        results = self._loop._results  # noqa: SLF001
+        has_logged = not all(value.has_reset for value in results.values())
+        if has_logged:
+            self._connector.on_batch_end()
+        results.batch = results.batch_size = None
+        self._loop.batch_progress.increment_completed()
+        if has_logged:
+            self._connector.update_train_step_metrics()
+        if self._trainer.accumulate_grad_batches == 1 or not self._loop._should_accumulate():  # noqa: SLF001
+            self._loop._batches_that_stepped += 1  # noqa: SLF001
+
+    def train(self) -> tuple[Any, Any, int]:
+        """Fetches the next batch and trains on it, up to the module's ``on_train_batch_end``, for which it returns.
+
+        Returns:
+            The step's outputs, the batch and its index.
+
+        """
+        trainer, loop, progress = self._trainer, self._loop, self._loop.batch_progress
+        fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
+        assert fetcher is not None
+        batch, _, _ = next(fetcher)
+        batch_idx = loop.batch_idx + 1
+        progress.is_last_batch = fetcher.done
+        batch = self._transfer(batch)
+        progress.increment_ready()
+        self._connector.on_batch_start(batch)
+        outputs: Any = None
+        if batch is not None:
+            self._call("on_train_batch_start", batch, batch_idx)
+            progress.increment_started()
+            arguments = (batch, batch_idx) if self._takes_index else (batch,)
+            if self._is_plain:
+                outputs = self._optimize(arguments, batch_idx)
+            else:
+                kwargs: Any = dict(zip(("batch", "batch_idx"), arguments, strict=False))
+                if self._module.automatic_optimization:
+                    outputs = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+                else:
+                    outputs = loop.manual_optimization.run(kwargs)
+        progress.increment_processed()
+        if trainer.lr_scheduler_configs:
+            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if loop._num_ready_batches_reached():  # noqa: SLF001
+                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        self._call("on_train_batch_end", outputs, batch, batch_idx)
+        return outputs, batch, batch_idx
+
+    def _transfer(self, batch: Any) -> Any:
+        trainer, device = self._trainer, self._device
+        if self._converts:
+            batch = trainer.precision_plugin.convert_input(batch)
+        if device is None:
+            batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)  # noqa: SLF001
+            return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        if type(batch) in (list, tuple) and all(type(part) is Tensor and part.device == device for part in batch):
+            return batch
+        return move_data_to_device(batch, device)
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        """Calls a hook of the callbacks that implement it."""
+        callbacks = self._callbacks[hook]
+        if callbacks:
+            attributes, before = self._attributes, self._attributes["_current_fx_name"]
+            attributes["_current_fx_name"] = hook  # to which a value that it logs belongs
+            for callback in callbacks:
+                getattr(callback, hook)(self._trainer, self._module, *arguments)
+            attributes["_current_fx_name"] = before
+
+    def _call_all(self, hook: str, *arguments: Any) -> None:
+        """Calls a hook of the callbacks and of the module."""
+        self._call(hook, *arguments)
+        if hook in self._module_hooks:
+            self._call_module(hook, *arguments)
+
+    def _call_module(self, hook: str, *arguments: Any, **options: Any) -> Any:
+        attributes, before = self._attributes, self._attributes["_current_fx_name"]
+        attributes["_current_fx_name"] = hook
+        output = getattr(self._module, hook)(*arguments, **options)
+        attributes["_current_fx_name"] = before
+        return output
+
+    def _optimize(self, arguments: tuple[Any, ...], batch_idx: int) -> dict[str, Any]:
+        """One step of automatic optimization: loss, gradients, and the optimizer's step with them."""
+        trainer, module = self._trainer, self._module
+        optimizer = trainer.optimizers[0]
+        progress = self._loop.automatic_optimization.optim_progress.optimizer
+        outputs: dict[str, Any] = {}
+
+        @torch.enable_grad()
+        def closure() -> Tensor | None:
+            nonlocal outputs
+            loss, outputs = self._loss(arguments)
+            progress.zero_grad.increment_ready()
+            self._call_all("on_before_zero_grad", optimizer)
+            progress.zero_grad.increment_started()
+            if "optimizer_zero_grad" in self._module_hooks:
+                self._call_module("optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
+            else:
+                optimizer.zero_grad()
+            progress.zero_grad.increment_completed()
+            if loss is not None:
+                self._call_all("on_before_backward", loss)
+                module.backward(loss)
+                self._call_all("on_after_backward")
+            self._call_all("on_before_optimizer_step", optimizer)
+            if self._clips:
+                self._call_module(
+                    "configure_gradient_clipping",
+                    optimizer,
+                    gradient_clip_val=trainer.gradient_clip_val,
+                    gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+                )
+            return outputs.get("loss")
+
+        progress.step.increment_ready()
+        optimizer.step(closure=closure)  # type: ignore[arg-type] # a step without a loss has none
+        progress.step.increment_completed()
+        return outputs
+
+    def _loss(self, arguments: tuple[Any, ...]) -> tuple[Tensor | None, dict[str, Any]]:
+        """Runs the training step; gives its loss, and what ``on_train_batch_end`` is told."""
+        attributes, before = self._attributes, self._attributes["_current_fx_name"]
+        attributes["_current_fx_name"] = "training_step"
+        if self._context is None:
+            output = self._module.training_step(*arguments)
+        else:
+            with self._context():
+                output = self._module.training_step(*arguments)
+        attributes["_current_fx_name"] = before
+        if isinstance(output, Tensor):
+            return output, {"loss": output.detach().clone()}
+        result = ClosureResult.from_training_step_output(output)
+        if result.closure_loss is None:
+            Closure.warning_cache.warn(
+                "`training_step` returned `None`. If this was on purpose, ignore this warning..."
+            )
+            return None, {}
+        return result.closure_loss, result.asdict()
+
+
+def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_batch_start: bool) -> str | None:
+    """Reason, in words, why batches have to be left to Lightning's own loop; ``None`` where they need not.
+
+    Args:
+        trainer: The Trainer.
+        module: Its module.
+        has_batch_start: Whether the module implements ``on_train_batch_start``.
+
+    """
+    strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
+    obstacles = {
+        f"Lightning {L.__version__} has a loop that is not known here": not L.__version__.startswith(KNOWN_VERSIONS),
+        f"{type(profiler).__name__} measures what Lightning calls in its own loop": (
+            not isinstance(profiler, PassThroughProfiler)
+        ),
+        f"{type(strategy).__name__} may change how a step is made": (
+            type(strategy) is not SingleDeviceStrategy and not isinstance(strategy, ClientSharing)
+        )
+        or type(strategy).on_train_batch_start is not Strategy.on_train_batch_start,
+        f"`{type(module).__name__}.on_train_batch_start` may end the epoch": has_batch_start,
+        f"`{type(module).__name__}.training_step` fetches its batches itself (`dataloader_iter`)": (
+            "dataloader_iter" in inspect.signature(module.training_step).parameters
+        ),
+    }
+    return next((obstacle for obstacle, is_there in obstacles.items() if is_there), None)

@@ -1,0 +1,311 @@
+"""Fused visits do what Lightning's own loop does: the same calls with the same arguments, counts, logs and weights."""
+
+import copy
+import logging
+import shutil
+from dataclasses import dataclass, field
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torch.utils.data import Dataset
+
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
+from lightning_fed.callbacks import FederatedProgressBar
+from lightning_fed.rounds import batch_loop
+from tests import models
+from tests.recorders import MemoryLogger, assert_same, state_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
+    pytest.mark.filterwarnings("ignore:You called `self.log"),
+    pytest.mark.filterwarnings("ignore:You are trying to `self.log"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer`"),
+    pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
+]
+
+SIZES = {"ann": 10, "bob": 7, "cid": 12}  # 3, 2 and 3 batches
+
+HOOKS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_train_epoch_start", "on_train_epoch_end", "on_validation_start"),
+    *("on_save_checkpoint", "on_client_start", "on_client_batch", "on_client_end", "on_client_visit_end"),
+    *("on_server_aggregate", "on_server_round_end"),
+)
+
+
+def fingerprint(value):
+    """What a hook was given, comparable: tensors by their bits, objects by their kind."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.detach().reshape(-1).view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return {name: fingerprint(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [fingerprint(part) for part in value]
+    return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+
+
+class Tracer(FederatedCallback):
+    """Notes every call of a hook, with all that can be asked for in it."""
+
+    def __init__(self):
+        self.calls = []
+
+
+def _note(hook):
+    def note(self, trainer, module, *arguments):
+        progress = trainer.fit_loop.state_dict()
+        self.calls.append(
+            {
+                "hook": hook,
+                "arguments": fingerprint(arguments) if hook != "on_save_checkpoint" else None,
+                "fx": module._current_fx_name,
+                "step": trainer.global_step,
+                "is_last": trainer.is_last_batch,
+                "progress": {name: copy.deepcopy(part) for name, part in progress.items() if name != "state_dict"},
+                "metrics": fingerprint({**trainer.callback_metrics}),
+                "logged": fingerprint({**trainer.logged_metrics}),
+                "bar": fingerprint({**trainer.progress_bar_metrics}),
+                "rates": [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups],
+                "drawn": torch.get_rng_state().sum().item(),
+            }
+        )
+        if hook == "on_client_batch":
+            return arguments[-1]
+        return None
+
+    return note
+
+
+for _hook in HOOKS:
+    setattr(Tracer, _hook, _note(_hook))
+
+
+# --- modules --------------------------------------------------------------------------------------------------------
+
+
+class Logging(models.Module):
+    """Logs in every way: per epoch, per step, both, a metric of a largest value, in the bar."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("each", loss, prog_bar=True)
+        self.log("both", 2 * loss, on_step=True, on_epoch=True)
+        self.log("most", loss, on_step=False, on_epoch=True, reduce_fx="max", prog_bar=True)
+        self.log("index", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="sum")
+        return {"loss": loss, "index": batch_idx, "step": self.trainer.global_step, "last": self.trainer.is_last_batch}
+
+
+class Hooked(models.Module):
+    """Implements the hooks of a batch, and logs in some."""
+
+    def on_before_zero_grad(self, optimizer):
+        self.log("zeroed", float(len(optimizer.param_groups)), on_step=False, on_epoch=True, reduce_fx="sum")
+
+    def on_before_backward(self, loss):
+        self.noted = loss.detach()
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log("gradient", next(self.parameters()).grad.norm(), on_step=False, on_epoch=True)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("ended", outputs["loss"] + batch_idx, on_step=False, on_epoch=True)
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=batch_idx % 2 == 0)
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 2 * gradient_clip_val)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0] * 2, *batch[1:]]
+
+
+class OwnStep(models.Module):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        with torch.no_grad():
+            next(self.parameters()).mul_(0.99)
+
+
+class Skipping(models.Module):
+    """Has no loss for some batches, and one that is no number for a client."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if len(batch[0]) == 3:
+            loss = loss * float("nan")
+        return None if batch_idx == 1 else loss
+
+
+class Failing(models.Module):
+    """Cannot train on some batches, nor go back through others."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and len(batch[0]) == 3:
+            raise ValueError("this batch is not for me")
+        return super().training_step(batch, batch_idx)
+
+    def backward(self, loss):
+        if loss > 1.6:
+            raise RuntimeError("no way back")
+        loss.backward()
+
+
+class Stopping(models.Module):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 12:
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+class StopsAfterStep(L.Callback):
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        trainer.should_stop = trainer.should_stop or trainer.global_step == 3
+
+
+class Broken(Dataset):
+    """Data that raise from the third example on."""
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        if index == 5:
+            raise OSError("disk")
+        return torch.ones(6), torch.tensor(1)
+
+
+def both(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+class TwoSchedulers(models.Module):
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer(self.parameters())
+        per_step = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        per_round = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": per_step, "interval": "step"}, {"scheduler": per_round}]
+
+
+@dataclass
+class Row:
+    module: object
+    options: dict = field(default_factory=dict)
+    trainer: dict = field(default_factory=dict)
+    clients: object = lambda: models.as_datasets(models.vectors(SIZES))
+    callbacks: tuple = ()
+
+
+def scaled(**options):
+    return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **options))]
+
+
+TABLE = {
+    "plain": Row(lambda: models.Module(models.dropout_mlp(), models.adam), {"local_epochs": 2, "stragglers": 0.5}),
+    "logs": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"log_every_n_steps": 3}),
+    "hooks": Row(lambda: Hooked(models.norm_mlp(), models.momentum), trainer={"gradient_clip_val": 0.1}),
+    "clip by value": Row(
+        lambda: models.Module(models.mlp(), models.sgd),
+        trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
+    "own step": Row(lambda: OwnStep(models.mlp(), models.momentum), {"optimizer_state": "keep"}),
+    "manual": Row(lambda: models.ManualModule(models.norm_mlp())),
+    "two optimizers": Row(models.TwoOptimizers),
+    "accumulated": Row(
+        lambda: Logging(models.mlp(), models.momentum), {"local_steps": 4}, {"accumulate_grad_batches": 2}
+    ),
+    "two schedulers": Row(lambda: TwoSchedulers(models.mlp(), models.momentum)),
+    "bf16": Row(lambda: models.Module(models.dropout_mlp(), models.momentum), trainer={"precision": "bf16-mixed"}),
+    "float64": Row(lambda: models.Module(models.mlp(), models.momentum), trainer={"precision": "64-true"}),
+    "loss scale": Row(
+        lambda: models.Module(models.mlp(), models.momentum),
+        trainer={"plugins": lambda: scaled(init_scale=2.0**40, growth_interval=3)},
+    ),
+    "skips": Row(lambda: Skipping(models.mlp(), models.momentum), {"min_clients": 1}),
+    "failing steps": Row(lambda: Failing(models.mlp(), models.momentum), {"max_failed_rounds": None}),
+    "failing data": Row(
+        lambda: models.Module(models.mlp(), models.momentum),
+        clients=lambda: {"broken": Broken(), **models.as_datasets(models.vectors(SIZES))},
+    ),
+    "max_steps": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"max_steps": 10}),
+    "stopped in a step": Row(lambda: Stopping(models.mlp(), models.momentum)),
+    "stopped after a step": Row(lambda: models.Module(models.mlp(), models.momentum), callbacks=(StopsAfterStep,)),
+    "min_epochs": Row(
+        lambda: models.Module(models.mlp()), trainer={"min_epochs": 2}, callbacks=(StopsAfterStep,)
+    ),
+    "limited": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"limit_train_batches": 7}),
+    "barebones": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"barebones": True}),
+    "dropout": Row(lambda: models.Module(models.mlp()), {"dropout": 0.9, "min_clients": 1, "max_failed_rounds": None}),
+    "FedProx": Row(lambda: models.Module(models.mlp(), models.momentum), {"method": "fedprox:mu=0.5"}),
+    "vectorized": Row(lambda: models.Module(models.mlp(), models.momentum), {"vectorize": 3}),
+}  # fmt: skip
+
+
+@pytest.fixture
+def fit(tmp_path):
+    """Trains a row; gives the module and the Trainer."""
+
+    def run(row, visits, *callbacks, **options):
+        own = {name: value() if name == "plugins" else value for name, value in row.trainer.items()}
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": MemoryLogger()}
+        if row.trainer.get("barebones"):
+            quiet, callbacks = {}, [callback for callback in callbacks if isinstance(callback, Tracer)]
+        trainer = FederatedTrainer(
+            **{"max_rounds": 2, "seed": 5, "visits": visits, "accelerator": "cpu", "default_root_dir": tmp_path},
+            **{"callbacks": [*callbacks, *(kind() for kind in row.callbacks)], **row.options, **quiet, **own},
+        )
+        module = row.module()
+        trainer.fit(module, FederatedDataModule(row.clients(), batch_size=4), **options)
+        return module, trainer
+
+    return run
+
+
+def outcome(module, trainer):
+    """What is left of a fit."""
+    logger = trainer.logger
+    return {
+        "weights": fingerprint(state_of(module)),
+        "progress": trainer.fit_loop.state_dict(),
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "metrics": fingerprint(dict(trainer.callback_metrics)),
+        "log": fingerprint(logger.lines) if logger else None,
+        "scale": fingerprint(trainer.precision_plugin.state_dict()),
+        "schedulers": [fingerprint(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+    }
+
+
+def take_checkpoints(folder):
+    """What the checkpoints in a folder hold, by their names; the folder is empty afterwards."""
+    found = {path.name: fingerprint(torch.load(path, weights_only=True)) for path in folder.glob("*.ckpt")}
+    shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_same_as_in_lightnings_loop(name, fit, tmp_path):
+    """With and without somebody who looks at everything: the weights, the log, the counts, and all checkpoints."""
+    row, found, traced = TABLE[name], {}, {}
+    for visits in ("lightning", "fused"):
+        saver = ModelCheckpoint(tmp_path / "saved", "{step}", save_top_k=-1, every_n_train_steps=3)
+        left = outcome(*fit(row, visits, saver, LearningRateMonitor()))
+        found[visits] = left, take_checkpoints(tmp_path / "saved")
+        tracer = Tracer()
+        traced[visits] = outcome(*fit(row, visits, tracer)), tracer.calls
+    assert found["fused"] == found["lightning"]
+    for ours, theirs in zip(traced["fused"][1], traced["lightning"][1], strict=True):
+        assert ours == theirs
+    assert traced["fused"][0] == traced["lightning"][0]
+    assert traced["fused"][1]
