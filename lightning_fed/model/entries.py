@@ -10,7 +10,6 @@ Every entry of ``module.state_dict()`` has one policy:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import State
-from lightning_fed.numerics.chunks import cache_chunks
 from lightning_fed.numerics.foreach import copies, copy_into, differences, norms
 
 Policy: TypeAlias = Literal["shared", "sliced", "personal", "frozen"]
@@ -210,8 +208,7 @@ def distance(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterab
 
     """
     both = [name for name in names if name in new and name in old and new[name].shape == old[name].shape]
-    chunks = (zip(cache_chunks(new[name]), cache_chunks(old[name]), strict=True) for name in both)
-    return float(norm(differences(itertools.chain.from_iterable(chunks)))) if both else None
+    return float(norm(differences((new[name], old[name]) for name in both))) if both else None
 
 
 def entry_policies(

@@ -64,10 +64,11 @@ def add_in_float64(sums: Sequence[Tensor], values: Sequence[Tensor], weight: flo
 
 
 def differences(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-    """The first tensor less the second of each pair, some at a time."""
+    """The first tensor less the second of each pair, some at a time; on the CPU in chunks."""
     for batch in _batches(pairs):
         if _are_on_the_cpu(batch[0]):
-            yield batch[0][0] - batch[0][1]
+            for new, old in zip(*map(cache_chunks, batch[0]), strict=True):
+                yield new - old
         else:
             yield from torch._foreach_sub([new for new, _ in batch], [old for _, old in batch])  # noqa: SLF001
 

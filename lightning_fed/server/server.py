@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-import torch
-
 from lightning_fed.errors import BadUpdate, OptionError, describe, without_frames
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import (
@@ -111,8 +109,7 @@ class Server(ServerInterface):
         if request.rows:
             self._slice(broadcast, request)
         self._rows[client] = dict(broadcast.rows)
-        expected = self.aggregator.expected(broadcast)
-        self._expected[client] = {name: torch.empty_like(value, device="meta") for name, value in expected.items()}
+        self._expected[client] = dict(self.aggregator.expected(broadcast))
         self._sent[client] = dict(broadcast.state)
         return broadcast
 

@@ -191,6 +191,21 @@ def test_a_loss_scale_that_overflows_costs_steps_and_nothing_else():
     assert any(not torch.equal(value, start[name]) for name, value in state.items())
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2, "local_steps": 4}], ids=str
+)
+def test_fused_visits_are_ordinary_ones_bit_for_bit(precision, options):
+    results = []
+    for visits in ("lightning", "fused"):
+        module = models.Module(models.norm_mlp(), models.adam)
+        options = {"precision": precision, "visits": visits, "method": "fedprox", **options}
+        state, trainer = fit("cuda", module, models.vectors(), **options)
+        results.append(({**state, "loss": trainer.callback_metrics["train_loss"]}, trainer.global_step))
+    assert results[0][1] == results[1][1]
+    assert_same(results[0][0], results[1][0])
+
+
 # --- networks as users make them fast ---------------------------------------------------------------------------------
 
 
