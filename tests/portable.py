@@ -31,13 +31,13 @@ LEFT_BEHIND = (
 
 CAPABILITIES = ["default", "avx2", "avx512"]
 OWN = ""  # the variable is not set: what the processor has
+OLD_LIBRARIES = {"ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
 VARIABLES = {
     "ATEN_CPU_CAPABILITY": CAPABILITIES,
-    "ONEDNN_MAX_CPU_ISA": [OWN, "SSE41"],
-    "MKL_ENABLE_INSTRUCTIONS": [OWN, "SSE4_2"],
+    "libraries": [OWN, "old"],  # those that torch computes with
     "OMP_NUM_THREADS": ["1", "2"],
     "PL_GLOBAL_SEED": [OWN, "0"],
-    "order": [OWN, "1", "2"],  # of the tests: that of the files, or drawn from this seed
+    "order": ["1", "2"],  # of the tests: drawn from this seed; `make test` takes that of the files
 }
 
 
@@ -65,8 +65,16 @@ def capabilities():
     return CAPABILITIES[: CAPABILITIES.index(best) + 1] if best in CAPABILITIES else ["default"]
 
 
+def environment_of(setting):
+    """The variables of the environment that make a setting."""
+    old = OLD_LIBRARIES if setting["libraries"] != OWN else {}
+    rest = {name: value for name, value in setting.items() if value != OWN and name not in ("libraries", "order")}
+    return {**rest, **old}
+
+
 def text_of(setting):
-    return ", ".join(f"`{name}={value}`" for name, value in setting.items() if value != OWN)
+    variables = {**environment_of(setting), "order": setting["order"]}
+    return ", ".join(f"`{name}={value}`" for name, value in variables.items())
 
 
 def processor():
@@ -83,13 +91,14 @@ def run(setting, workers, arguments):
         shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
         if (ROOT.parent / "shared").exists():  # data sets beside the checkout
             (copy.parent / "shared").symlink_to(ROOT.parent / "shared")
-        environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-        environment |= {name: value for name, value in setting.items() if value != OWN and name != "order"}
+        varied = {*VARIABLES, *OLD_LIBRARIES}
+        environment = {name: value for name, value in os.environ.items() if name not in varied}
+        environment |= environment_of(setting)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
         environment["TMPDIR"] = str(copy.parent / "other files")
         environment["OMP_WAIT_POLICY"] = "passive"  # threads that wait leave the core to the other workers
         Path(environment["TMPDIR"]).mkdir()
-        order = ["-p", "randomly", f"--randomly-seed={setting['order']}"] if setting["order"] != OWN else []
+        order = ["-p", "randomly", f"--randomly-seed={setting['order']}"]
         command = [
             sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-n", str(workers), "--dist", "loadfile", *order,
             f"--basetemp={folder}/temporary files", f"--junitxml={report}", *arguments,

@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist"),
 ]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 # Their noise comes from the device's own generator.
 DRAWN_ON_THE_DEVICE = {"noise of the server"}
 SEED = 4
@@ -266,11 +266,11 @@ def test_processes_give_what_one_gives(kind, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m",
-        "tests.gpu.processes_script", str(tmp_path), json.dumps(kind == "one device"),
+        "tests.gpu_processes_script", str(tmp_path), json.dumps(kind == "one device"),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-6000:]
-    from tests.gpu.processes_script import JOBS
+    from tests.gpu_processes_script import JOBS
 
     for job, options in JOBS.items():
         alone, _ = fit("cuda", models.Module(models.norm_mlp(), models.momentum), models.vectors(), **options)
