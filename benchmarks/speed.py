@@ -1,6 +1,6 @@
 """Seconds per round: a PyTorch loop by hand, a plain Trainer, FederatedTrainer, and a new Trainer per client.
 
-All four train on the same batches of the same random data, in one process, alternating: every repetition runs a short
+FederatedTrainer is there twice, with fused visits and with Lightning's own loop. All train on the same batches of the same random data, in one process, alternating: every repetition runs a short
 fit of each, and ratios are taken within a repetition. Validation, loggers, progress bars and checkpoints are off. The
 second part measures the peak memory of rounds of 10, 50 and 200 clients, the third a round over 1,000 and over
 1,000,000 clients, and the last rounds whose clients train at once.
@@ -39,12 +39,13 @@ PARTS = ["mcmahan_cnn", "mlp", "memory", "population", "vectorized"]
 WORDS = {
     "by hand": "(a) PyTorch loop by hand, one model",
     "trainer": "(b) plain `L.Trainer`, same batches",
-    "ours": "(c) `FederatedTrainer`",
+    "ours": "(c) `FederatedTrainer`, fused visits",
     "trainers": "(d) new `L.Trainer` per client",
-    "vectorized": "(e) `FederatedTrainer(vectorize=...)`, all at once",
-    "vmap by hand": "(f) `torch.func.vmap` loop by hand, all at once",
+    "lightning": '(e) `FederatedTrainer(visits="lightning")`',
+    "vectorized": "(f) `FederatedTrainer(vectorize=...)`, all at once",
+    "vmap by hand": "(g) `torch.func.vmap` loop by hand, all at once",
 }
-FOUR = ("by hand", "trainer", "ours", "trainers")
+FIVE = ("by hand", "trainer", "ours", "trainers", "lightning")
 TOGETHER = ("by hand", "trainer", "ours", "vectorized", "vmap by hand")
 
 
@@ -83,7 +84,7 @@ def now() -> tuple[float, float]:
 
 
 class Experiment:
-    """The data, the schedule and the initial weights that all four share.
+    """The data, the schedule and the initial weights that all share.
 
     Args:
         network: Name of the network.
@@ -158,7 +159,10 @@ class Experiment:
             self.network.load_state_dict({name: value.detach().double().mean(0) for name, value in state.items()})
         return elapsed(begin, now())
 
-    def ours(self, vectorize: int = 1) -> tuple[float, float]:
+    def lightning(self) -> tuple[float, float]:
+        return self.ours(visits="lightning")
+
+    def ours(self, vectorize: int = 1, visits: str = "fused") -> tuple[float, float]:
         watch = Stopwatch()
         clients = [
             TensorDataset(self.inputs[first : first + SAMPLES], self.targets[first : first + SAMPLES])
@@ -168,6 +172,7 @@ class Experiment:
             max_rounds=self.rounds + 1,
             clients_per_round=self.cohort,
             vectorize=vectorize,
+            visits=visits,
             seed=0,
             callbacks=[watch],
             **QUIET,
@@ -241,7 +246,7 @@ def measure(
     rounds: int,
     repetitions: int,
     warm_up: bool = True,
-    names: Sequence[str] = FOUR,
+    names: Sequence[str] = FIVE,
     cohort: int = COHORT,
 ) -> dict[str, Any]:
     """Wall and process seconds per round of each, for every repetition; how far weights are from those by hand."""
@@ -260,7 +265,7 @@ def measure(
         shown = {name: round(values[-1][1], 4) for name, values in seconds.items() if values}
         print(f"{network} {repetition}/{repetitions} {shown}", flush=True)
     hand = weights["by hand"]
-    equal = {name: torch.equal(weights[name], hand) for name in ("ours", "trainers") if name in names}
+    equal = {name: torch.equal(weights[name], hand) for name in ("ours", "trainers", "lightning") if name in names}
     apart = {name: float((value - hand).norm() / hand.norm()) for name, value in weights.items()}
     return {
         "network": network,
@@ -338,12 +343,12 @@ def report(results: dict[str, Any], arguments: argparse.Namespace) -> str:
     header += ["/ (a), process", "/ (a), wall"]
     for network, result in ((name, results[name]) for name in PARTS[:2] if name in results):
         seconds, rows = result["seconds"], []
-        for name in FOUR:
+        for name in FIVE:
             words = WORDS[name]
             wall, own = np.median(np.array(seconds[name]), axis=0)
             cells = [spread(ratios(seconds, name, base, clock)) for base in ("trainer", "by hand") for clock in (1, 0)]
             rows.append([words, f"{own:.4f}", f"{wall:.4f}", *cells])
-        equal = " and ".join(f"{WORDS[name][:3]} {'yes' if same else 'NO'}" for name, same in result["equal"].items())
+        equal = ", ".join(f"{WORDS[name][:3]} {'yes' if same else 'NO'}" for name, same in result["equal"].items())
         parts += [f"**`{network}`, {len(seconds['ours'])} repetitions of {result['rounds']} rounds**"]
         parts += [table(header, rows), f"Weights bit-equal to those of (a): {equal}."]
     if "memory" in results:

@@ -52,6 +52,7 @@ class FederatedTrainer(L.Trainer):
         store: Where clients keep what is theirs.
         evaluate_clients_every: Rounds between evaluations client by client.
         vectorize: At most how many clients train at once.
+        visits: Whose loop trains on the visits' batches.
         privacy: Protection of the clients.
         max_update_norm: Longest step of a client: a number, or a multiple of the round's median (``"3 * median"``).
         max_samples: Largest number of examples that counts.

@@ -29,8 +29,9 @@ from lightning_fed.algorithms.fedfusion.model_surgery import fuse, unwrap
 from lightning_fed.data import IID, Dirichlet, LabelsPerClient, QuantitySkew, Shards
 from lightning_fed.datasets import Shapes, Synthetic
 from lightning_fed.model.feature_extraction import extract_features
+from tests import draws_script
 from tests.conftest import QUIET
-from tests.draws_script import JOBS, Net, examples
+from tests.draws_script import JOBS, Net, examples, fit
 from tests.recorders import assert_same
 
 pytestmark = [
@@ -55,12 +56,18 @@ def draw(seed):
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_a_fit_does_not_depend_on_what_was_drawn_before_it(job):
+def test_a_fit_does_not_depend_on_what_was_drawn_before_it(job, monkeypatch):
+    """Nor on whose loop trains: fused visits of every method draw, and do, what those in Lightning's loop do."""
     draw(1)
     first = JOBS[job]({"devices": 1})
     draw(2)
     second = JOBS[job]({"devices": 1})
     L.seed_everything(5, verbose=False)  # the federation has a seed of its own
+
+    def in_lightnings_loop(federation, *rest, **options):
+        return fit(federation.replace(visits="lightning"), *rest, **options)
+
+    monkeypatch.setattr(draws_script, "fit", in_lightnings_loop)
     third = JOBS[job]({"devices": 1})
     for other in (second, third):
         assert first.keys() == other.keys()

@@ -101,6 +101,9 @@ class Federation(L.Callback):
             :class:`~lightning_fed.client.client_store.ClientStore`, or memory (``None``).
         evaluate_clients_every: Rounds between evaluations client by client, where the validation data are a mapping of
             clients; 0 for never, also in ``trainer.validate`` and ``trainer.test``.
+        visits: Whether the visits' batches are trained in one loop without what nobody looks at (``"fused"``), in
+            Lightning's own (``"lightning"``), or fused where nothing stands in the way (``"auto"``; else the log says
+            what). The results are the same.
         privacy: Protection of the clients, such as :class:`~lightning_fed.privacy.CentralDP`; ``None`` for none.
         vectorize: At most how many clients train at once, for small models; where they cannot, the log says why.
         max_update_norm: Longest step of a client, as the Euclidean norm of (local - global) over the entries that
@@ -121,7 +124,8 @@ class Federation(L.Callback):
     Raises:
         ValueError: If an argument is out of its range or is the method's to set, or a selector matches nothing.
         TypeError: If ``method`` is neither a name nor a method nor a rule, or ``partition`` is not a partition.
-        MisconfigurationException: In ``setup``, if the Trainer is asked for what cannot be right in a round.
+        MisconfigurationException: In ``setup``, if the Trainer is asked for what cannot be right in a round; in
+            ``fit``, if ``visits="fused"`` and they cannot be.
 
     Note:
         Attributes of the module that are neither parameters nor buffers pass from one visit to the next; those that

@@ -14,11 +14,13 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult  # noqa: TID251 - see above
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_fed.rounds.lightning_internals import callbacks_of, datamodule_of, is_overridden
 from lightning_fed.rounds.synchronisation import ClientSharing
@@ -67,10 +69,10 @@ class BatchLoop:
         """Looks up who implements which hook, before the second batch of a round."""
         trainer, module, plugin = self._trainer, self._module, self._trainer.precision_plugin
         self._callbacks = {
-            hook: [callback for callback in callbacks_of(trainer) if is_overridden(hook, callback, L.Callback)]
+            hook: [callback for callback in callbacks_of(trainer) if _implements(callback, hook, L.Callback)]
             for hook in _CALLBACK_HOOKS
         }
-        own = self._module_hooks = {hook for hook in _MODULE_HOOKS if is_overridden(hook, module)}
+        own = self._module_hooks = {hook for hook in _MODULE_HOOKS if _implements(module, hook, L.LightningModule)}
         owners = (datamodule_of(trainer), module)
         has_data_hooks = any(
             owner is not None and is_overridden(hook, owner) for owner in owners for hook in _DATA_HOOKS
@@ -87,18 +89,17 @@ class BatchLoop:
             and kind in _PLAIN_PRECISIONS
             and getattr(plugin, "scaler", None) is None
             and trainer.strategy.model is module
+            and not isinstance(trainer.optimizers[0], LightningOptimizer)  # which would call the hooks once more
         )
         self._clips = bool(trainer.gradient_clip_val) or "configure_gradient_clipping" in own
 
     def end_batch(self) -> None:
         """Does what Lightning does after the last hook of a batch."""
         results = self._loop._results  # noqa: SLF001
-        has_logged = not all(value.has_reset for value in results.values())
-        if has_logged:
-            self._connector.on_batch_end()
-        results.batch = results.batch_size = None
+        # `on_batch_end` would look up what `trainer.callback_metrics` and its like look up when they are asked for.
+        results.batch = None  # so that it is not held beside the next one
         self._loop.batch_progress.increment_completed()
-        if has_logged:
+        if not all(value.has_reset for value in results.values()):
             self._connector.update_train_step_metrics()
         if self._trainer.accumulate_grad_batches == 1 or not self._loop._should_accumulate():  # noqa: SLF001
             self._loop._batches_that_stepped += 1  # noqa: SLF001
@@ -176,44 +177,49 @@ class BatchLoop:
 
     def _optimize(self, arguments: tuple[Any, ...], batch_idx: int) -> dict[str, Any]:
         """One step of automatic optimization: loss, gradients, and the optimizer's step with them."""
-        trainer, module = self._trainer, self._module
-        optimizer = trainer.optimizers[0]
-        progress = self._loop.automatic_optimization.optim_progress.optimizer
-        outputs: dict[str, Any] = {}
+        optimizer, outputs = self._trainer.optimizers[0], dict[str, Any]()
+        progress = self._loop.automatic_optimization.optim_progress.optimizer.step
 
-        @torch.enable_grad()
         def closure() -> Tensor | None:
             nonlocal outputs
-            loss, outputs = self._loss(arguments)
-            progress.zero_grad.increment_ready()
-            self._call_all("on_before_zero_grad", optimizer)
-            progress.zero_grad.increment_started()
-            if "optimizer_zero_grad" in self._module_hooks:
-                self._call_module("optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
-            else:
-                optimizer.zero_grad()
-            progress.zero_grad.increment_completed()
-            if loss is not None:
-                self._call_all("on_before_backward", loss)
-                module.backward(loss)
-                self._call_all("on_after_backward")
-            self._call_all("on_before_optimizer_step", optimizer)
-            if self._clips:
-                self._call_module(
-                    "configure_gradient_clipping",
-                    optimizer,
-                    gradient_clip_val=trainer.gradient_clip_val,
-                    gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-                )
+            with torch.enable_grad():
+                outputs = self._compute_gradients(arguments, batch_idx, optimizer)
             return outputs.get("loss")
 
-        progress.step.increment_ready()
+        progress.increment_ready()
         optimizer.step(closure=closure)  # type: ignore[arg-type] # a step without a loss has none
-        progress.step.increment_completed()
+        progress.increment_completed()
+        return outputs
+
+    def _compute_gradients(self, arguments: tuple[Any, ...], batch_idx: int, optimizer: Optimizer) -> dict[str, Any]:
+        """Everything of a step that comes before the optimizer's; gives what ``on_train_batch_end`` is told."""
+        trainer = self._trainer
+        progress = self._loop.automatic_optimization.optim_progress.optimizer.zero_grad
+        loss, outputs = self._loss(arguments)
+        progress.increment_ready()
+        self._call_all("on_before_zero_grad", optimizer)
+        progress.increment_started()
+        if "optimizer_zero_grad" in self._module_hooks:
+            self._call_module("optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
+        else:
+            optimizer.zero_grad()
+        progress.increment_completed()
+        if loss is not None:
+            self._call_all("on_before_backward", loss)
+            self._module.backward(loss)
+            self._call_all("on_after_backward")
+        self._call_all("on_before_optimizer_step", optimizer)
+        if self._clips:
+            self._call_module(
+                "configure_gradient_clipping",
+                optimizer,
+                gradient_clip_val=trainer.gradient_clip_val,
+                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+            )
         return outputs
 
     def _loss(self, arguments: tuple[Any, ...]) -> tuple[Tensor | None, dict[str, Any]]:
-        """Runs the training step; gives its loss, and what ``on_train_batch_end`` is told."""
+        """Runs the training step; gives its loss, and what becomes of its outputs."""
         attributes, before = self._attributes, self._attributes["_current_fx_name"]
         attributes["_current_fx_name"] = "training_step"
         if self._context is None:
@@ -231,6 +237,11 @@ class BatchLoop:
             )
             return None, {}
         return result.closure_loss, result.asdict()
+
+
+def _implements(owner: Any, hook: str, base: type) -> bool:
+    """True if a hook is not the empty one, also one that was set on the object."""
+    return hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
 
 
 def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_batch_start: bool) -> str | None:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 import shutil
 from dataclasses import dataclass, field
 
@@ -11,14 +12,14 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import nn
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import Dataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.callbacks import FederatedProgressBar
 from lightning_fed.rounds import batch_loop
 from tests import models
-from tests.recorders import MemoryLogger, assert_same, state_of
+from tests.recorders import MemoryLogger, state_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -65,7 +66,7 @@ def _note(hook):
             {
                 "hook": hook,
                 "arguments": fingerprint(arguments) if hook != "on_save_checkpoint" else None,
-                "fx": module._current_fx_name,
+                "fx": module._current_fx_name,  # noqa: SLF001 - the hook that a logged value belongs to
                 "step": trainer.global_step,
                 "is_last": trainer.is_last_batch,
                 "progress": {name: copy.deepcopy(part) for name, part in progress.items() if name != "state_dict"},
@@ -143,7 +144,7 @@ class Skipping(models.Module):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        if len(batch[0]) == 3:
+        if len(batch[0]) == 2:
             loss = loss * float("nan")
         return None if batch_idx == 1 else loss
 
@@ -157,7 +158,7 @@ class Failing(models.Module):
         return super().training_step(batch, batch_idx)
 
     def backward(self, loss):
-        if loss > 1.6:
+        if loss > 2.2:
             raise RuntimeError("no way back")
         loss.backward()
 
@@ -184,10 +185,6 @@ class Broken(Dataset):
         if index == 5:
             raise OSError("disk")
         return torch.ones(6), torch.tensor(1)
-
-
-def both(optimizer):
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
 class TwoSchedulers(models.Module):
@@ -246,7 +243,7 @@ TABLE = {
     ),
     "limited": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"limit_train_batches": 7}),
     "barebones": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"barebones": True}),
-    "dropout": Row(lambda: models.Module(models.mlp()), {"dropout": 0.9, "min_clients": 1, "max_failed_rounds": None}),
+    "nobody": Row(lambda: models.Module(models.mlp()), {"dropout": 0.9, "min_clients": 1, "max_failed_rounds": None}),
     "FedProx": Row(lambda: models.Module(models.mlp(), models.momentum), {"method": "fedprox:mu=0.5"}),
     "vectorized": Row(lambda: models.Module(models.mlp(), models.momentum), {"vectorize": 3}),
 }  # fmt: skip
@@ -256,17 +253,20 @@ TABLE = {
 def fit(tmp_path):
     """Trains a row; gives the module and the Trainer."""
 
-    def run(row, visits, *callbacks, **options):
-        own = {name: value() if name == "plugins" else value for name, value in row.trainer.items()}
+    def run(row, visits, *callbacks, ckpt_path=None, **options):
+        own = {name: value() if callable(value) else value for name, value in row.trainer.items()}
         quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": MemoryLogger()}
         if row.trainer.get("barebones"):
             quiet, callbacks = {}, [callback for callback in callbacks if isinstance(callback, Tracer)]
         trainer = FederatedTrainer(
-            **{"max_rounds": 2, "seed": 5, "visits": visits, "accelerator": "cpu", "default_root_dir": tmp_path},
-            **{"callbacks": [*callbacks, *(kind() for kind in row.callbacks)], **row.options, **quiet, **own},
+            **{
+                **{"max_rounds": 2, "seed": 5, "visits": visits, "accelerator": "cpu", "default_root_dir": tmp_path},
+                **{"callbacks": [*callbacks, *(kind() for kind in row.callbacks)], **quiet},
+                **{**row.options, **own, **options},
+            }
         )
         module = row.module()
-        trainer.fit(module, FederatedDataModule(row.clients(), batch_size=4), **options)
+        trainer.fit(module, FederatedDataModule(row.clients(), batch_size=4), ckpt_path=ckpt_path)
         return module, trainer
 
     return run
@@ -309,3 +309,125 @@ def test_the_same_as_in_lightnings_loop(name, fit, tmp_path):
         assert ours == theirs
     assert traced["fused"][0] == traced["lightning"][0]
     assert traced["fused"][1]
+
+
+def test_a_fit_goes_on_from_a_checkpoint_of_the_other_way(fit, tmp_path):
+    row = TABLE["two schedulers"]
+    whole = outcome(*fit(row, "lightning", max_rounds=3))
+    for first, second in [("lightning", "fused"), ("fused", "lightning")]:
+        fit(row, first, ModelCheckpoint(tmp_path, first))
+        saver = ModelCheckpoint(tmp_path, "last")
+        resumed = outcome(*fit(row, second, saver, max_rounds=3, ckpt_path=tmp_path / f"{first}.ckpt"))
+        for part in ("weights", "progress", "step", "epoch", "metrics", "schedulers"):
+            assert resumed[part] == whole[part]
+
+
+class Bar(FederatedProgressBar):
+    """Notes what it draws."""
+
+    def __init__(self):
+        super().__init__(refresh_rate=3)
+        self.drawn = []
+
+    def get_metrics(self, trainer, module):
+        metrics = super().get_metrics(trainer, module)
+        self.drawn.append((self.train_progress_bar.n, self.train_progress_bar.total, {**metrics}))
+        return metrics
+
+
+def test_the_progress_bar_shows_the_same(fit):
+    drawn = {}
+    for visits in ("lightning", "fused"):
+        bar = Bar()
+        fit(TABLE["logs"], visits, bar, enable_progress_bar=True)
+        drawn[visits] = bar.drawn
+    assert drawn["fused"] == drawn["lightning"]
+    assert [(n, metrics["client"], "loss" in metrics) for n, _, metrics in drawn["fused"][:3]] == [
+        (3, "ann", True),
+        (6, "cid", True),
+        (8, "cid", True),
+    ]
+
+
+# --- what is fused ----------------------------------------------------------------------------------------------------
+
+
+class Starting(models.Module):
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 2 else None
+
+
+class Counting(L.Callback):
+    """Counts the batches that come by way of Lightning's loop."""
+
+    def __init__(self):
+        self.batches = 0
+
+    def setup(self, trainer, module, stage):
+        loop = trainer.fit_loop.epoch_loop
+        advance = loop.advance
+
+        def counted(*arguments):
+            self.batches += 1
+            return advance(*arguments)
+
+        loop.advance = counted
+
+
+def test_lightnings_loop_sees_one_batch_of_a_round(fit):
+    numbers = {}
+    for visits in ("lightning", "fused", "auto"):
+        counting = Counting()
+        fit(TABLE["plain"], visits, counting)
+        numbers[visits] = counting.batches
+    assert numbers["lightning"] > 10
+    assert numbers["fused"] == numbers["auto"] == 2  # of two rounds
+
+
+class OtherStrategy(SingleDeviceStrategy):
+    """A user's strategy, which may do anything in a step."""
+
+
+OBSTACLES = {
+    "`Starting.on_train_batch_start` may end the epoch": (lambda: Starting(models.mlp()), {}),
+    "SimpleProfiler measures what Lightning calls in its own loop": (
+        lambda: models.Module(models.mlp()),
+        {"profiler": "simple"},
+    ),
+    "OtherStrategy may change how a step is made": (
+        lambda: models.Module(models.mlp()),
+        {"strategy": lambda: OtherStrategy("cpu")},
+    ),
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_obstacles_are_named(obstacle, fit, caplog):
+    make, options = OBSTACLES[obstacle]
+    row = Row(make, trainer=options)
+    with pytest.raises(MisconfigurationException, match=f"`visits='fused'`: .*, because {re.escape(obstacle)}"):
+        fit(row, "fused")
+    lines, left = {}, {}
+    for visits in ("auto", "lightning"):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "lightning_fed"):
+            left[visits] = outcome(*fit(row, visits))
+        lines[visits] = [record.message for record in caplog.records if "fused" in record.message]
+    assert lines == {"auto": [f"Visits are not fused, because {obstacle}."], "lightning": []}
+    assert left["auto"] == left["lightning"]
+
+
+def test_an_unknown_version_of_lightning_is_left_alone(fit, monkeypatch):
+    monkeypatch.setattr(batch_loop, "KNOWN_VERSIONS", ("1.",))
+    with pytest.raises(MisconfigurationException, match=f"because Lightning {re.escape(L.__version__)} has a loop"):
+        fit(TABLE["plain"], "fused")
+    counting = Counting()
+    fit(TABLE["plain"], "auto", counting)
+    assert counting.batches > 10
+
+
+def test_an_option_that_there_is_not():
+    with pytest.raises(
+        ValueError, match=r"Expected `visits` to be one of \['auto', 'lightning', 'fused'\], but got 'b"
+    ):
+        Federation(visits="both")
