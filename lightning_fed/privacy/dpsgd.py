@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 
 from lightning_fed.argument_checks import check_count, check_number, check_option
@@ -26,25 +25,16 @@ from lightning_fed.data.poisson import PoissonSampling, check_poisson_loader, po
 from lightning_fed.errors import ClientFault, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.privacy.accounting import Accountant, Budget
-from lightning_fed.privacy.gradients import ExampleGradients, check_examples, clipped_sum, find_unsupported
-from lightning_fed.rounds.callback import FederatedCallback, federated_callbacks
-from lightning_fed.rounds.lightning_internals import (
-    OverriddenMethod,
-    callbacks_of,
-    datamodule_of,
-    is_compiled,
-    is_overridden,
-)
+from lightning_fed.privacy.dpsgd_checks import check_federation, check_trainer, loader_owner
+from lightning_fed.privacy.gradients import ExampleGradients, check_examples, clipped_sum
+from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.lightning_internals import OverriddenMethod, callbacks_of
 from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.server.schedule import client_key
 
 _log = logging.getLogger(__name__)
 
 _NOISE = 1
-_PRECISIONS = ("32-true", "64-true", "bf16-mixed")
-_CLIENT_HOOKS = (
-    "on_client_request", "on_client_receive", "on_client_start", "on_client_batch", "on_client_end",
-)  # fmt: skip
 
 
 @dataclass
@@ -55,14 +45,23 @@ class _Account:
         num_samples: Number of its examples.
         batch_size: Expected number of examples in a batch.
         steps: Number of steps so far.
-        last: Number of steps of the last visit.
+        last: Number of steps of the last visit; 1 without a federation.
 
     """
 
     num_samples: int
     batch_size: int
     steps: int = 0
-    last: int = 0
+    last: int = 1
+
+    @property
+    def share(self) -> float:
+        """Probability with which an example is drawn."""
+        return min(1.0, self.batch_size / self.num_samples)
+
+    def again(self) -> _Account:
+        """The cost of another visit like the last one."""
+        return _Account(self.num_samples, self.batch_size, self.last, self.last)
 
     def after(self, other: _Account) -> _Account:
         """The account after another visit; where the number of examples has changed the larger share counts for all."""
@@ -140,7 +139,7 @@ class DPSGD(FederatedCallback):
         accountant: Accountant = "rdp",
         key_for_tests: int | None = None,
     ) -> None:
-        if not 0 < check_number("max_grad_norm", max_grad_norm):
+        if not check_number("max_grad_norm", max_grad_norm) > 0:
             raise ValueError(f"Expected `max_grad_norm` to be greater than 0, but got {max_grad_norm}.")
         if not 0 <= check_number("noise_multiplier", noise_multiplier) < math.inf:
             raise ValueError(f"Expected `noise_multiplier` to be at least 0 and finite, but got {noise_multiplier}.")
@@ -148,7 +147,7 @@ class DPSGD(FederatedCallback):
             raise ValueError("Expected `max_grad_norm` to be finite where there is noise, but got inf.")
         if not 0 < check_number("delta", delta) < 1:
             raise ValueError(f"Expected `delta` to be in (0, 1), but got {delta}.")
-        if max_epsilon is not None and not (noise_multiplier and 0 < check_number("max_epsilon", max_epsilon)):
+        if max_epsilon is not None and not (noise_multiplier and check_number("max_epsilon", max_epsilon) > 0):
             raise ValueError(
                 f"Expected `max_epsilon` to be greater than 0, and noise, but got {max_epsilon} with"
                 f" noise_multiplier={noise_multiplier}."
@@ -166,6 +165,7 @@ class DPSGD(FederatedCallback):
         self._accounts: dict[Client | None, _Account] = {}
         self._of_round: dict[Client | None, _Account] = {}
         self._visit: _Visit | None = None
+        self._safe_steps: dict[float, int] = {}  # within the budget, by the share of examples in a batch
         self._has_warned = False
 
     def epsilon(self, client: Client | None = None) -> float:
@@ -177,12 +177,7 @@ class DPSGD(FederatedCallback):
         """
         if client is not None:
             return self._epsilon(self._accounts[client]) if client in self._accounts else 0.0
-        largest: dict[int, _Account] = {}  # of the accounts with as many steps
-        for account in self._accounts.values():
-            known = largest.get(account.steps)
-            if known is None or _share(account) > _share(known):
-                largest[account.steps] = account
-        return max(map(self._epsilon, largest.values()), default=0.0)
+        return self._largest_epsilon(self._accounts.values())
 
     # The fit
 
@@ -194,7 +189,7 @@ class DPSGD(FederatedCallback):
             self._reset()
         self._trainer = trainer
         if _federation(trainer) is None:
-            owner = _loader_owner(trainer, pl_module)
+            owner = loader_owner(trainer, pl_module)
             self._loader = OverriddenMethod(owner, "train_dataloader", self._poisson_batches)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -204,23 +199,22 @@ class DPSGD(FederatedCallback):
             MisconfigurationException: With what to do instead.
 
         """
-        _check_trainer(trainer, pl_module)
+        check_trainer(trainer, pl_module, self.max_epsilon is not None)
         federation = _federation(trainer)
         if self.noise_multiplier:
             self._epsilon(_Account(2, 1, 1))  # an accountant that is not installed is missed now
         key = self._key if self._key is not None else self.key_for_tests
         self._key = process_group_of(trainer).broadcast(secrets.randbits(128) if key is None else key)
         if federation is not None:
-            _check_federation(trainer, federation, self)
+            check_federation(trainer, federation, self)
             federation.find_population().sampling = PoissonSampling(self._key)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Ends a fit that has nothing left of its budget; without a federation begins to look at the gradients."""
-        if _federation(trainer) is not None:
-            self._stop_in_time(trainer)
-            return
-        (account,) = self._accounts.values()
-        self._begin(_Visit(None, 0, account), trainer, pl_module)
+        self._stop_in_time(trainer)
+        if _federation(trainer) is None:
+            (account,) = self._accounts.values()
+            self._begin(_Visit(None, 0, account), trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Takes the hooks off."""
@@ -249,7 +243,8 @@ class DPSGD(FederatedCallback):
 
         """
         visit = self._planned(trainer)
-        account = visit.account_after(self._accounts.get(client))
+        known = self._accounts.get(client)
+        account = visit.of_all if known is None else known.after(visit.of_all)
         if self.max_epsilon is not None and self._epsilon(account) > self.max_epsilon:
             raise ClientFault(
                 f"its visit of {account.last} steps would take epsilon from {self.epsilon(client):.4g} to"
@@ -306,7 +301,7 @@ class DPSGD(FederatedCallback):
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> int | None:
+    ) -> None:
         """Counts the batch, and tries the loss out on the first one of several examples.
 
         Raises:
@@ -315,12 +310,7 @@ class DPSGD(FederatedCallback):
         """
         visit = self._visit
         if visit is None:
-            return None
-        if visit.client is None and self.max_epsilon is not None:
-            following = visit.account(self._accounts[None].steps + 1)
-            if self._epsilon(following) > self.max_epsilon:  # with `min_epochs`, or a fit that is resumed
-                trainer.should_stop = True
-                return -1
+            return
         visit.number = self._accounts[None].steps if visit.client is None else visit.number + 1
         visit.count = len(self._draw(visit, visit.number))
         visit.has_step = False
@@ -328,7 +318,6 @@ class DPSGD(FederatedCallback):
             check_examples(trainer, pl_module, batch, visit.gradients)
             visit.was_tried = True
         visit.gradients.values = {}
-        return None
 
     @torch.no_grad()
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -388,11 +377,8 @@ class DPSGD(FederatedCallback):
             raise MisconfigurationException(
                 "`training_step` gave no loss for a batch: which batches it leaves out would tell of their examples."
             )
-        if visit.client is None and self.max_epsilon is not None:
-            account = self._accounts[None]
-            following = self._epsilon(visit.account(account.steps + 1))
-            if following > self.max_epsilon:
-                self._stop(trainer, account.steps, "steps", following)
+        if visit.client is None:
+            self._stop_in_time(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Without a federation logs epsilon, and makes sure that nothing else of the model has changed.
@@ -456,7 +442,8 @@ class DPSGD(FederatedCallback):
         assert planned is not None
         client = planned.visit.client
         batch_size = federation.population.examples_per_batch(client)
-        return _Visit(client, planned.visit.round, _Account(planned.num_samples, batch_size, planned.num_batches))
+        steps = planned.num_batches
+        return _Visit(client, planned.visit.round, _Account(planned.num_samples, batch_size, steps, steps))
 
     def _begin(self, visit: _Visit, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._end()
@@ -498,7 +485,11 @@ class DPSGD(FederatedCallback):
         assert batch_size is not None
         account = _Account(num_samples, batch_size)
         known = self._accounts.setdefault(None, account)
-        known.num_samples, known.batch_size = num_samples, batch_size
+        if (known.num_samples, known.batch_size) != (num_samples, batch_size):
+            raise OptionError(
+                f"Expected {known.num_samples} examples in batches of {known.batch_size}, with which the steps so far"
+                f" were made, but got {num_samples} in batches of {batch_size}."
+            )
         return _DrawnBatches(loader, self)
 
     def batches(self, loader: Any) -> Iterator[Any]:
@@ -512,27 +503,41 @@ class DPSGD(FederatedCallback):
         )
         yield from poisson_loader(loader, drawn)
 
-    def _stop_in_time(self, trainer: L.Trainer) -> None:
-        if self.max_epsilon is None:
-            return
-        accounts = (
-            account.after(_Account(account.num_samples, account.batch_size, account.last))
-            for account in self._accounts.values()
-        )
-        following = max(map(self._epsilon, accounts), default=0.0)
-        if following > self.max_epsilon:
-            self._stop(trainer, trainer.current_epoch + 1, "rounds", following)
+    def _largest_epsilon(self, accounts: Iterable[_Account]) -> float:
+        largest: dict[int, _Account] = {}  # of those with as many steps
+        for account in accounts:
+            known = largest.get(account.steps, account)
+            largest[account.steps] = max(known, account, key=lambda one: one.share)
+        return max(map(self._epsilon, largest.values()), default=0.0)
 
-    def _stop(self, trainer: L.Trainer, count: int, what: str, following: float) -> None:
-        if not trainer.should_stop:
-            _log.warning(
-                "The fit ends after %d %s: with one more epsilon could be %.4g, more than max_epsilon=%g.",
-                count,
-                what,
-                following,
-                self.max_epsilon,
-            )
+    def _stop_in_time(self, trainer: L.Trainer) -> None:
+        if self.max_epsilon is None or trainer.should_stop:
+            return
+        following = [account.after(account.again()) for account in self._accounts.values()]
+        if all(account.steps <= self._safe_steps.get(account.share, 0) for account in following):
+            return
+        epsilon = self._largest_epsilon(following)
+        if epsilon <= self.max_epsilon:
+            self._note_safe_steps(following)
+            return
+        _log.warning(
+            "The fit ends after %d epochs and %d steps: with one more visit or step epsilon could be %.4g, more than"
+            " max_epsilon=%g.",
+            trainer.current_epoch,
+            trainer.global_step,
+            epsilon,
+            self.max_epsilon,
+        )
         trainer.should_stop = True
+
+    def _note_safe_steps(self, accounts: Iterable[_Account]) -> None:
+        """Notes numbers of steps that stay within the budget, so that not every step asks for epsilon."""
+        assert self.max_epsilon is not None
+        for account in accounts:
+            for steps in (2 * account.steps, account.steps + account.steps // 16, account.steps):
+                if self._epsilon(_Account(account.num_samples, account.batch_size, steps)) <= self.max_epsilon:
+                    self._safe_steps[account.share] = steps
+                    break
 
 
 class _Visit:
@@ -559,11 +564,6 @@ class _Visit:
         """The cost of so many steps."""
         return _Account(self.of_all.num_samples, self.of_all.batch_size, steps, steps)
 
-    def account_after(self, known: _Account | None) -> _Account:
-        """The client's account after the visit."""
-        whole = self.account(self.of_all.steps)
-        return whole if known is None else known.after(whole)
-
     def watch(self, module: L.LightningModule, optimized: set[nn.Parameter]) -> None:
         """Begins to look at the gradients, and notes what is not to change."""
         self.trained = {name: value for name, value in module.named_parameters() if value in optimized}
@@ -581,7 +581,8 @@ class _Visit:
                 )
 
     def _untrained(self) -> Mapping[str, Tensor]:
-        return {name: value for name, value in self._module.state_dict().items() if name not in self.trained}
+        state = self._module.state_dict()
+        return {name: value for name, value in state.items() if name not in self.trained and isinstance(value, Tensor)}
 
 
 class _DrawnBatches:
@@ -595,6 +596,13 @@ class _DrawnBatches:
         """The data set."""
         return self._loader.dataset
 
+    def state_dict(self) -> dict[str, Any]:
+        """An empty state: the draws go on from the steps of the account. Lightning takes it for exact resuming."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Does nothing, because the state is empty."""
+
     def __len__(self) -> int:
         return len(self._loader)
 
@@ -606,77 +614,9 @@ def _federation(trainer: L.Trainer) -> Federation | None:
     return next((callback for callback in callbacks_of(trainer) if isinstance(callback, Federation)), None)
 
 
-def _share(account: _Account) -> float:
-    return min(1.0, account.batch_size / account.num_samples)
-
-
 def _optimized(trainer: L.Trainer) -> set[nn.Parameter]:
     return {value for optimizer in trainer.optimizers for group in optimizer.param_groups for value in group["params"]}
 
 
 def _numpy_type(parameter: Tensor) -> Any:
     return np.float64 if parameter.dtype == torch.float64 else np.float32
-
-
-def _loader_owner(trainer: L.Trainer, module: L.LightningModule) -> Any:
-    for owner in (datamodule_of(trainer), module):
-        if owner is not None and is_overridden("train_dataloader", owner):
-            return owner
-    raise MisconfigurationException(
-        "Expected training data in a datamodule or in the module's own `train_dataloader`: `DPSGD` draws every example"
-        " by itself, and cannot reach loaders that are handed to `L.Trainer.fit(model, train_dataloaders=...)`. Put them"
-        " in a datamodule, for example `L.LightningDataModule.from_datasets(train_dataset, batch_size=64)`."
-    )
-
-
-def _check_trainer(trainer: L.Trainer, module: L.LightningModule) -> None:
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    tied = set(names) - {name for name, _ in module.named_parameters()}
-    refused = {
-        "automatic optimization: with a manual one the module steps as it likes": not module.automatic_optimization,
-        f"accumulate_grad_batches=1, but got {trainer.accumulate_grad_batches}: take a larger batch size": (
-            trainer.accumulate_grad_batches != 1
-        ),
-        "no `GradientAccumulationScheduler`: take a larger batch size": (
-            any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer))
-        ),
-        f"no `gradient_clip_val`, but got {trainer.gradient_clip_val}: `max_grad_norm` clips every example's": (
-            bool(trainer.gradient_clip_val)
-        ),
-        f"a precision of {list(_PRECISIONS)}, but got {trainer.precision!r}": trainer.precision not in _PRECISIONS,
-        "a module that is not compiled": is_compiled(module),
-        "one process, or strategy='client_parallel'": (trainer.world_size > 1 and process_group_of(trainer).size == 1),
-        "no `overfit_batches`: every step draws its examples": bool(trainer.overfit_batches),  # type: ignore[attr-defined]
-        "an optimizer that asks for one loss a step, which LBFGS does not": (
-            any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers)
-        ),
-        f"no parameters that belong to several layers, but got {sorted(tied)[:1]}": bool(tied),
-    }
-    for expected, is_refused in refused.items():
-        if is_refused:
-            raise MisconfigurationException(f"`DPSGD` needs {expected}.")
-    unsupported = find_unsupported(module)
-    if unsupported:
-        raise MisconfigurationException(
-            f"`DPSGD` needs layers that treat every example by itself, and whose gradients are known for each, but got"
-            f" {', '.join(unsupported[:5])}. `lightning_fed.modules.to_group_norm` replaces BatchNorm; Opacus has"
-            " layers in the place of LSTM, GRU and attention (`opacus.layers`)."
-        )
-
-
-def _check_federation(trainer: L.Trainer, federation: Federation, own: DPSGD) -> None:
-    if federation.vectorize > 1:
-        raise MisconfigurationException(
-            f"`DPSGD` needs clients that train one after another, but got vectorize={federation.vectorize}."
-        )
-    for callback in federated_callbacks(trainer):
-        if callback is own or callback.keeps_privacy:
-            continue
-        for hook in _CLIENT_HOOKS:
-            if is_overridden(hook, callback, FederatedCallback):
-                raise MisconfigurationException(
-                    f"`{type(callback).__name__}.{hook}` may send, or write into the model, what it computes from a"
-                    " client's examples without noise: `DPSGD` goes with 'fedavg', 'fedprox', 'scaffold', 'fednova',"
-                    " 'feddyn', 'fedper', server optimizers and robust rules. If the callback uses nothing but models,"
-                    " set its `keeps_privacy`."
-                )

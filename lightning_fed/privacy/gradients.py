@@ -6,7 +6,7 @@ Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1. 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -21,8 +21,6 @@ from lightning_fed.data.population import batch_length, seeded_generators
 from lightning_fed.model.entries import BatchNorm
 from lightning_fed.rounds.isolated_pass import isolated_pass
 from lightning_fed.rounds.lightning_internals import OverriddenMethod
-
-_Samplers = Mapping[type[nn.Module], Callable[[nn.Module, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]]
 
 
 class ExampleGradients:
@@ -55,7 +53,8 @@ class ExampleGradients:
     """
 
     def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-        self._samplers = grad_samplers()
+        self._samplers = _opacus("opacus.grad_sample").GradSampleModule.GRAD_SAMPLERS
+        self._sampler_of_others = _opacus("opacus.grad_sample.functorch").ft_compute_per_sample_gradient
         self.values: dict[nn.Parameter, Tensor] = {}
         self._names = {layer: name for name, layer in module.named_modules()}
         self._layers = list(self._find_layers(module, set(parameters)))
@@ -84,6 +83,7 @@ class ExampleGradients:
                 )
             yield layer
             if type(layer) not in self._samplers:  # which is then taken as a whole
+                _opacus("opacus.grad_sample.functorch").prepare_layer(layer)  # copies it: while it has no hook of ours
                 return
         for child in dict.fromkeys(layer.children()):
             yield from self._find_layers(child, trained)
@@ -98,14 +98,17 @@ class ExampleGradients:
             )
         if output.requires_grad:
             # Of the output as it is now, whatever is written into it afterwards.
-            output.register_hook(partial(self._add, layer, [value.detach() for value in inputs]))
+            noted = [value.detach() for value in inputs]
+            output.register_hook(partial(self._add, layer, noted))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _add(self, layer: nn.Module, activations: list[Tensor], output_gradient: Tensor) -> None:
-        sampler = self._samplers.get(type(layer), _sampler_of_others())
+        sampler = self._samplers.get(type(layer), self._sampler_of_others)
         for parameter, values in sampler(layer, activations, output_gradient.detach()).items():
             if not parameter.requires_grad:
                 continue
+            if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:  # which Opacus' rule does not know
+                values[:, layer.padding_idx] = 0
             known = self.values.get(parameter)
             if known is not None and len(known) != len(values):
                 raise MisconfigurationException(
@@ -218,17 +221,6 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([value.detach().flatten().double() for value in tensors])
 
 
-def grad_samplers() -> _Samplers:
-    """Opacus' rules by type of layer.
-
-    Raises:
-        ModuleNotFoundError: If it is not installed.
-
-    """
-    samplers: _Samplers = _opacus("opacus.grad_sample").GradSampleModule.GRAD_SAMPLERS
-    return samplers
-
-
 def find_unsupported(module: nn.Module) -> list[str]:
     """Names and types of the layers that Opacus refuses: of those that mix examples, or have no such gradients."""
     validators = _opacus("opacus.validators").ModuleValidator.VALIDATORS
@@ -242,10 +234,6 @@ def find_unsupported(module: nn.Module) -> list[str]:
             and validators[type(layer)](layer)
         )
     ]
-
-
-def _sampler_of_others() -> Any:
-    return _opacus("opacus.grad_sample.functorch").ft_compute_per_sample_gradient
 
 
 def _opacus(name: str) -> Any:

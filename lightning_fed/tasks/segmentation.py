@@ -239,7 +239,7 @@ class SegmentationTask(Task):
         """Returns the loss of logits ``(N, num_classes, H, W)`` and masks."""
         if not self._per_image:
             return self._loss_of(logits, target)
-        images = zip(logits.split(1), target.split(1), strict=True)
+        images = ((logits[row : row + 1], target[row : row + 1]) for row in range(len(logits)))
         return torch.stack([self._loss_of(*image) for image in images]).mean()
 
     def _loss_of(self, logits: Tensor, target: Tensor) -> Tensor:
