@@ -53,6 +53,7 @@ class FederatedTrainer(L.Trainer):
         evaluate_clients_every: Rounds between evaluations client by client.
         vectorize: At most how many clients train at once.
         privacy: Protection of the clients.
+        secure_sum: A sum of the clients' steps of which the server sees no single one.
         max_update_norm: Longest step of a client: a number, or a multiple of the round's median (``"3 * median"``).
         max_samples: Largest number of examples that counts.
         weighting: What a client counts by: its samples, or nothing.
@@ -100,6 +101,7 @@ class FederatedTrainer(L.Trainer):
         evaluate_clients_every: int = 1,
         vectorize: int = 1,
         privacy: Protection | None = None,
+        secure_sum: Protection | None = None,
         max_update_norm: float | str | None = None,
         max_samples: int | None = None,
         weighting: Literal["samples", "uniform"] = "samples",
@@ -128,6 +130,7 @@ class FederatedTrainer(L.Trainer):
             "evaluate_clients_every": evaluate_clients_every,
             "vectorize": vectorize,
             "privacy": privacy,
+            "secure_sum": secure_sum,
             "max_update_norm": max_update_norm,
             "max_samples": max_samples,
             "weighting": weighting,

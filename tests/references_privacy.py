@@ -67,3 +67,20 @@ def dpsgd_gradient_reference(gradients, clip, z, expected, key, client, round, n
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(keys)))
     noise = {name: z * clip * rng.standard_normal(shape, dtype) if z else 0.0 for name, shape in shapes.items()}
     return {name: (value + noise[name]) / expected for name, value in total.items()}
+
+
+def encoded_reference(values, clip, clients, max_weight, uniform):
+    """Fixed-point numbers modulo 2^32 of a weighted step, rounded up where a uniform number says so."""
+    scale = ((2**31 - 1) / clients - 1) / (max_weight * clip)
+    return np.floor(values * scale + uniform).astype(np.int64) % 2**32, scale
+
+
+def masked_sum_reference(vectors, seed):
+    """The sum of vectors of which every pair of clients has masked its own two, modulo 2^32 (Bonawitz et al. 2017)."""
+    rng, masked = np.random.default_rng(seed), [vector.copy() for vector in vectors]
+    for one in range(len(vectors)):
+        for other in range(one):
+            mask = rng.integers(2**32, size=vectors[0].shape)
+            masked[one] = (masked[one] + mask) % 2**32
+            masked[other] = (masked[other] - mask) % 2**32
+    return sum(masked) % 2**32, masked

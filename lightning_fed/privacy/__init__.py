@@ -10,6 +10,10 @@ from lightning_fed.privacy.callbacks import PrivacyBudget as PrivacyBudget
 from lightning_fed.privacy.central import CentralDP as CentralDP
 from lightning_fed.privacy.dpsgd import DPSGD as DPSGD
 from lightning_fed.privacy.mean import PrivateMean as PrivateMean
+from lightning_fed.privacy.ring import Ring as Ring
+from lightning_fed.privacy.secure_sum import RingSteps as RingSteps
+from lightning_fed.privacy.secure_sum import SecureMean as SecureMean
+from lightning_fed.privacy.secure_sum import SecureSum as SecureSum
 
 __all__ = [
     "DPSGD",
@@ -19,6 +23,10 @@ __all__ = [
     "ClippedSteps",
     "PrivacyBudget",
     "PrivateMean",
+    "Ring",
+    "RingSteps",
+    "SecureMean",
+    "SecureSum",
     "audit_mean",
     "calibrate",
     "empirical_epsilon",
