@@ -54,6 +54,7 @@ class FederatedTrainer(L.Trainer):
         vectorize: At most how many clients train at once.
         visits: Whose loop trains on the visits' batches.
         privacy: Protection of the clients.
+        secure_sum: A sum of the clients' steps of which the server sees no single one.
         max_update_norm: Longest step of a client: a number, or a multiple of the round's median (``"3 * median"``).
         max_samples: Largest number of examples that counts.
         weighting: What a client counts by: its samples, or nothing.
@@ -102,6 +103,7 @@ class FederatedTrainer(L.Trainer):
         vectorize: int = 1,
         visits: Literal["auto", "lightning", "fused"] = "auto",
         privacy: Protection | None = None,
+        secure_sum: Protection | None = None,
         max_update_norm: float | str | None = None,
         max_samples: int | None = None,
         weighting: Literal["samples", "uniform"] = "samples",
@@ -131,6 +133,7 @@ class FederatedTrainer(L.Trainer):
             "vectorize": vectorize,
             "visits": visits,
             "privacy": privacy,
+            "secure_sum": secure_sum,
             "max_update_norm": max_update_norm,
             "max_samples": max_samples,
             "weighting": weighting,

@@ -37,3 +37,50 @@ def adaptive_clip_reference(clip, is_short, cohort, noise, rate, quantile):
     """Andrew et al., section 2: shares relative to one half, so that nobody is one half."""
     share = 0.5 + (sum(0.5 if short else -0.5 for short in is_short) + noise) / cohort
     return clip * np.exp(-rate * (share - quantile)), share
+
+
+def client_key_reference(client):
+    """The first 64 bits of the hash of a client's name and its type."""
+    name = f"{'s' if isinstance(client, str) else 'i'}:{client}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
+def poisson_reference(key, client, round, number, num_samples, batch_size):
+    """Positions of a batch: how many there are, then which."""
+    keys = [key, 0 if client is None else client_key_reference(client), round, number, 0]
+    rng = np.random.default_rng(np.random.SeedSequence(keys))
+    count = rng.binomial(num_samples, min(1, batch_size / num_samples))
+    return sorted(rng.choice(num_samples, count, replace=False).tolist())
+
+
+def dpsgd_gradient_reference(gradients, clip, z, expected, key, client, round, number, shapes, dtype):
+    """Abadi et al., Algorithm 1; ``gradients`` are dictionaries of arrays, one for each example of the batch."""
+    total = {name: np.zeros(shape) for name, shape in shapes.items()}
+    for gradient in gradients:
+        flat = clipped_reference(np.concatenate([gradient[name].reshape(-1) for name in shapes]), clip)
+        start = 0
+        for name, shape in shapes.items():
+            size = int(np.prod(shape))
+            total[name] = total[name] + flat[start : start + size].reshape(shape)
+            start += size
+    keys = [key, 0 if client is None else client_key_reference(client), round, number, 1]
+    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(keys)))
+    noise = {name: z * clip * rng.standard_normal(shape, dtype) if z else 0.0 for name, shape in shapes.items()}
+    return {name: (value + noise[name]) / expected for name, value in total.items()}
+
+
+def encoded_reference(values, clip, clients, max_weight, uniform):
+    """Fixed-point numbers modulo 2^32 of a weighted step, rounded up where a uniform number says so."""
+    scale = ((2**31 - 1) / clients - 1) / (max_weight * clip)
+    return np.floor(values * scale + uniform).astype(np.int64) % 2**32, scale
+
+
+def masked_sum_reference(vectors, seed):
+    """The sum of vectors of which every pair of clients has masked its own two, modulo 2^32 (Bonawitz et al. 2017)."""
+    rng, masked = np.random.default_rng(seed), [vector.copy() for vector in vectors]
+    for one in range(len(vectors)):
+        for other in range(one):
+            mask = rng.integers(2**32, size=vectors[0].shape)
+            masked[one] = (masked[one] + mask) % 2**32
+            masked[other] = (masked[other] - mask) % 2**32
+    return sum(masked) % 2**32, masked

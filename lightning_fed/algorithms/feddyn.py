@@ -57,6 +57,7 @@ class DynamicRegularizer(FederatedCallback):
     """
 
     takes_stacks = True
+    keeps_privacy = True
 
     def __init__(self, alpha: float) -> None:
         self.alpha = _check_alpha(alpha)

@@ -59,6 +59,7 @@ class StepLength(FederatedCallback):
     """
 
     takes_stacks = True
+    keeps_privacy = True
 
     def __init__(self) -> None:
         self._mu = 0.0

@@ -52,6 +52,8 @@ class HeadThenBody(FederatedCallback):
 
     """
 
+    keeps_privacy = True
+
     def __init__(self, head_epochs: int) -> None:
         check_count("head_epochs", head_epochs)
         self.head_epochs = head_epochs

@@ -49,6 +49,7 @@ class ProximalTerm(FederatedCallback):
     """
 
     takes_stacks = True
+    keeps_privacy = True
 
     def __init__(self, mu: float) -> None:
         if not 0 <= mu < float("inf"):

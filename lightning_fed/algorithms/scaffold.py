@@ -60,6 +60,7 @@ class ControlVariates(FederatedCallback):
     """
 
     takes_stacks = True
+    keeps_privacy = True
 
     def __init__(self) -> None:
         self._corrections = VisitTensors()

@@ -132,6 +132,10 @@ class ServerOptimizer(Aggregator):
         """The broadcast of the averaging rule."""
         return self.inner.broadcast(client)
 
+    def expected(self, broadcast: Broadcast) -> State:
+        """Form of the answer, as the averaging rule has it."""
+        return self.inner.expected(broadcast)
+
     def receive(self, update: ClientUpdate) -> None:
         """Hands the update to the averaging rule."""
         if self.lazy_rows:

@@ -106,6 +106,7 @@ class CommunicationReport(FederatedCallback):
     """
 
     takes_stacks = True
+    keeps_privacy = True
 
     def __init__(self, parts: Sequence[str] = (), client_rounds: int = 100) -> None:
         self.parts = tuple(parts)

@@ -105,6 +105,8 @@ class Federation(L.Callback):
             Lightning's own (``"lightning"``), or fused where nothing stands in the way (``"auto"``; else the log says
             what). The results are the same.
         privacy: Protection of the clients, such as :class:`~lightning_fed.privacy.CentralDP`; ``None`` for none.
+        secure_sum: A sum of the clients' steps of which the server sees no single one, in simulation
+            (:class:`~lightning_fed.privacy.SecureSum`); ``None`` for none.
         vectorize: At most how many clients train at once, for small models; where they cannot, the log says why.
         max_update_norm: Longest step of a client, as the Euclidean norm of (local - global) over the entries that
             train: a number, or a multiple of the round's median (``"3 * median"``), for which the round's updates wait
@@ -170,6 +172,7 @@ class Federation(L.Callback):
         vectorize: int = 1,
         visits: VisitsMode = "auto",
         privacy: Protection | None = None,
+        secure_sum: Protection | None = None,
         max_update_norm: float | str | None = None,
         max_samples: int | None = None,
         weighting: Literal["samples", "uniform"] = "samples",
@@ -178,7 +181,10 @@ class Federation(L.Callback):
     ) -> None:
         given = locals()
         self.arguments = {name: given[name] for name in inspect.signature(Federation).parameters}
-        self.method = build_method(method) if privacy is None else privacy.protect(build_method(method))
+        self.method = build_method(method)
+        for protection in (privacy, secure_sum):
+            if protection is not None:
+                self.method = protection.protect(self.method)
         options = SimpleNamespace(**_settle(self.method, self.arguments))
         check_option("partial_work", options.partial_work, ("keep", "drop"))
         check_option("batch_norm", options.batch_norm, get_args(BatchNormMode))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,6 +73,10 @@ class DatasetClients(Population):
         """The client's local examples."""
         return self.source.num_samples(client)
 
+    def examples_per_batch(self, client: Client) -> int:
+        """The batch size."""
+        return self.batch_size
+
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int:
         """Batches in one pass over the client's data."""
         return count_batches(self.num_samples(client), self.batch_size, self.drop_last and not isolated)
@@ -96,7 +101,7 @@ class DatasetClients(Population):
         loader = self._loader
         # Without workers and pinned memory a loader does no more than this `map`.
         is_plain = isolated or (loader.num_workers == 0 and not loader.pin_memory)
-        sampler = _RoundSampler(self, self.drop_last and not isolated) if is_plain else self._sampler
+        sampler = _RoundSampler(self, self.drop_last and not isolated, isolated) if is_plain else self._sampler
         sampler.visits, sampler.groups = visits, groups
         issued = sampler.issued = deque()
         batches = map(self.source.__getitems__, sampler) if is_plain else iter(loader)
@@ -285,9 +290,9 @@ def cut_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> I
 class _RoundSampler:
     """Batch sampler over a round's visits; ``issued`` holds the position of every requested batch's visit."""
 
-    def __init__(self, population: DatasetClients, drop_last: bool) -> None:
+    def __init__(self, population: DatasetClients, drop_last: bool, isolated: bool = False) -> None:
         self._population = population
-        self._drop_last = drop_last
+        self._drop_last, self._isolated = drop_last, isolated
         self.visits: Sequence[PlannedVisit] = ()
         self.groups: Sequence[range] = ()
         self.issued: deque[int] = deque()
@@ -313,7 +318,12 @@ class _RoundSampler:
                 break
 
     def _endless_batches(self, planned: PlannedVisit) -> Iterator[np.ndarray]:
-        population = self._population
+        population, visit = self._population, planned.visit
+        if population.sampling is not None and not self._isolated:
+            for number in itertools.count():
+                yield population.sampling.served(
+                    visit.client, visit.round, number, planned.num_samples, population.batch_size
+                )
         epoch = 0
         while True:
             if population.shuffle:

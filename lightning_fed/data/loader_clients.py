@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_fed.data.interleave import interleave, sequential_groups
+from lightning_fed.data.poisson import check_poisson_loader, poisson_loader
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, client_keys
 from lightning_fed.messages import Client
 from lightning_fed.server.schedule import Visit
@@ -54,6 +55,17 @@ class LoaderClients(Population):
             " clients by their examples: define `__len__` on the data set."
         )
 
+    def examples_per_batch(self, client: Client) -> int:
+        """The batch size of the client's loader.
+
+        Raises:
+            OptionError: If its examples cannot be drawn one by one.
+
+        """
+        batch_size = check_poisson_loader(self.loaders[client]).batch_size
+        assert batch_size is not None
+        return batch_size
+
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
         """Length of the client's loader; an isolated pass is no different."""
         loader = self.loaders[client]
@@ -83,7 +95,9 @@ class LoaderClients(Population):
         try:
             loader = self.loaders[planned.visit.client]
             with isolated_generators(loader, planned.visit.seed) if isolated else nullcontext():
-                for batch in itertools.islice(self._passes(loader, planned.visit), planned.num_batches):
+                is_drawn = self.sampling is not None and not isolated
+                batches = self._draws(loader, planned) if is_drawn else self._passes(loader, planned.visit)
+                for batch in itertools.islice(batches, planned.num_batches):
                     yield VisitBatch(position, batch)
                     served += 1
         except Exception as error:
@@ -91,6 +105,16 @@ class LoaderClients(Population):
             return
         for _ in range(planned.num_batches - served):  # the loader gave fewer batches than its length
             yield VisitBatch(position)
+
+    def _draws(self, loader: Any, planned: PlannedVisit) -> Iterator[Any]:
+        sampling, visit, loader = self.sampling, planned.visit, check_poisson_loader(loader)
+        assert sampling is not None
+        assert loader.batch_size is not None
+        batches = (
+            sampling.served(visit.client, visit.round, number, planned.num_samples, loader.batch_size)
+            for number in range(planned.num_batches)
+        )
+        yield from poisson_loader(loader, batches)
 
     def _passes(self, loader: Iterable[Any], visit: Visit) -> Iterator[Any]:
         for _ in itertools.count() if visit.steps is not None else range(visit.epochs):

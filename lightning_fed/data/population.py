@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_fed.errors import without_frames
+from lightning_fed.data.poisson import PoissonSampling
+from lightning_fed.errors import OptionError, without_frames
 from lightning_fed.messages import Client
 from lightning_fed.server.schedule import Visit
 
@@ -85,6 +86,7 @@ class Population(ABC):
 
     Attributes:
         has_raised: Whether the log has shown a traceback of a client's data.
+        sampling: Draw of the examples of every batch that trains; ``None`` for passes over all of them.
 
     Raises:
         ValueError: If there are no clients, or a name is longer than :data:`LONGEST_NAME`.
@@ -93,6 +95,7 @@ class Population(ABC):
     """
 
     has_raised = False
+    sampling: PoissonSampling | None = None
 
     def __init__(self, clients: Sequence[Client]) -> None:
         if len(clients) == 0:
@@ -117,6 +120,15 @@ class Population(ABC):
     @abstractmethod
     def num_samples(self, client: Client) -> int:
         """The client's local examples."""
+
+    def examples_per_batch(self, client: Client) -> int:
+        """The batch size of the client's data.
+
+        Raises:
+            OptionError: If its examples cannot be drawn one by one.
+
+        """
+        raise OptionError(f"{type(self).__name__} does not draw examples one by one.")
 
     @abstractmethod
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:

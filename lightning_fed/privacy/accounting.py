@@ -27,9 +27,10 @@ Accountant = Literal["rdp", "pld"]
 
 @dataclass(frozen=True)
 class Budget:
-    r"""Cost of a fit's rounds in the clients' privacy.
+    r"""Cost of a fit's rounds in the clients' privacy, or of a client's steps in that of its examples.
 
-    The unit is a client, with all of its data. With ``"poisson"`` sampling every client is drawn by itself, and
+    The unit is a client, with all of its data; for :class:`DPSGD` read examples, batches and steps in the place of
+    clients, cohorts and rounds. With ``"poisson"`` sampling every client is drawn by itself, and
     neighbouring populations differ by one client that is there or not; noise of the standard deviation :math:`z C` is
     added to a sum of steps of length C at most. With ``"fixed"`` the cohort has a fixed size, and in neighbouring
     populations one client is another one: the sum then changes by 2 C, and the standard deviation is :math:`2 z C`.

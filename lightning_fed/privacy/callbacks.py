@@ -189,8 +189,8 @@ def private_mean(rule: Aggregator) -> PrivateMean:
     return rule
 
 
-def protected_rule(rule: Aggregator, mean: PrivateMean) -> Aggregator:
-    """A rule with the private mean in the place of its average.
+def protected_rule(rule: Aggregator, mean: Aggregator) -> Aggregator:
+    """A rule with a private mean, or a secure one, in the place of its average.
 
     Raises:
         ValueError: If its result is no average.
@@ -200,15 +200,7 @@ def protected_rule(rule: Aggregator, mean: PrivateMean) -> Aggregator:
 
 
 def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federation: Federation) -> None:
-    statistics = sorted(batch_norm_statistics(module))
-    stay = federation.batch_norm in ("personal", "frozen") or (
-        federation.batch_norm == "local" and federation.unseen_statistics == "batch"
-    )
-    if statistics and not stay:
-        raise MisconfigurationException(
-            f"BatchNorm's statistics ({statistics[0]}, ...) would leave the clients without noise: take"
-            " batch_norm='personal', 'local' or 'frozen', or GroupNorm (`lightning_fed.modules.to_group_norm`)."
-        )
+    refuse_statistics(module, federation, "without noise")
     if federation.server.min_clients > 1:
         raise MisconfigurationException(
             f"Expected min_clients=1 with differential privacy, but got {federation.server.min_clients}: a round that"
@@ -218,4 +210,27 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
         raise MisconfigurationException(
             "A scheduler per step goes on from the client with the most examples, which is not to be known: take one"
             " per epoch, that is per round."
+        )
+
+
+def refuse_statistics(module: L.LightningModule, federation: Federation, how: str) -> None:
+    """Refuses BatchNorm's running statistics that travel.
+
+    Args:
+        module: The module.
+        federation: The federation.
+        how: How they would leave the clients, for the error.
+
+    Raises:
+        MisconfigurationException: If they do.
+
+    """
+    statistics = sorted(batch_norm_statistics(module))
+    stay = federation.batch_norm in ("personal", "frozen") or (
+        federation.batch_norm == "local" and federation.unseen_statistics == "batch"
+    )
+    if statistics and not stay:
+        raise MisconfigurationException(
+            f"BatchNorm's statistics ({statistics[0]}, ...) would leave the clients {how}: take"
+            " batch_norm='personal', 'local' or 'frozen', or GroupNorm (`lightning_fed.modules.to_group_norm`)."
         )

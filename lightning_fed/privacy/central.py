@@ -20,8 +20,8 @@ from lightning_fed.privacy.accounting import Accountant, Sampling
 from lightning_fed.privacy.callbacks import ClippedSteps, PrivacyBudget, protected_rule
 from lightning_fed.privacy.mean import PrivateMean
 
-_AVERAGES = (FedAvg, FairAvg, FedProx)  # of which the noised mean takes the place
-_CALLBACKS = (ProximalTerm, HeadThenBody)  # which send nothing of their own
+AVERAGES = (FedAvg, FairAvg, FedProx)  # of which the noised mean takes the place
+CALLBACKS = (ProximalTerm, HeadThenBody)  # which send nothing of their own
 
 
 class CentralDP(Protection):
@@ -118,12 +118,12 @@ class CentralDP(Protection):
 
         """
         rule = averaging_rule(method.aggregator)
-        if type(rule) not in _AVERAGES:
+        if type(rule) not in AVERAGES:
             raise ValueError(
                 f"Expected a method whose result is a sum of clients' steps for differential privacy, but"
                 f" {type(rule).__name__} is none: take 'fedavg', 'fedprox', or a server's optimizer after them."
             )
-        others = [callback for callback in method.callbacks if type(callback) not in _CALLBACKS]
+        others = [callback for callback in method.callbacks if type(callback) not in CALLBACKS]
         if others:
             raise ValueError(
                 f"Expected a method whose clients send steps alone for differential privacy, but"

@@ -21,6 +21,7 @@ from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.privacy.accounting import Budget, budget_of
+from lightning_fed.privacy.ring import Ring, add_to_ring, merge_rings, ring_form
 from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.schedule import SecretSampling
 
@@ -62,6 +63,8 @@ class PrivateMean(Aggregator):
         rounds: Number of rounds that were released.
         budget: What a round costs; ``None`` before :meth:`begin`.
         key: The secret key, 128 bits; ``None`` before :meth:`begin`.
+        ring: The ring of a secure sum, where there is one: then the clip is that of the clients alone, for the length
+            of a single step is not to be known.
 
     Note:
         Its state, which is part of checkpoints, holds the ``key``: who has a checkpoint can take the noise away.
@@ -85,6 +88,7 @@ class PrivateMean(Aggregator):
         self.rounds = 0
         self.budget: Budget | None = None
         self.key: int | None = None
+        self.ring: Ring | None = None
         self._last: dict[str, float] = {}
         self.start_round(-1, {})
 
@@ -153,15 +157,19 @@ class PrivateMean(Aggregator):
             ValueError: If there are complex entries.
 
         """
-        if any(value.is_complex() for value in state.values()):
-            raise OptionError("Expected a model without complex entries for differential privacy.")
+        refuse_complex(state)
         self._round, self._state = round, state
         self.total: State = {}
+        self.count = 0  # of a secure sum
         self.short_count = 0.0  # 1/2 for a client whose step was short enough, -1/2 for one whose was not
 
     def broadcast(self, client: Client) -> Broadcast:
         """The global state, and the clip."""
         return Broadcast(self._round, dict(self._state), {CLIP: torch.tensor(self.clip, dtype=torch.float64)})
+
+    def expected(self, broadcast: Broadcast) -> State:
+        """A model; with a secure sum, whole numbers in the place of floating-point entries."""
+        return broadcast.state if self.ring is None else ring_form(broadcast.state)
 
     @torch.no_grad()
     def receive(self, update: ClientUpdate) -> None:
@@ -174,6 +182,10 @@ class PrivateMean(Aggregator):
         expected = {IS_SHORT} if self.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(f"it sends {sorted(update.extras)} along, and not {sorted(expected)}: no noise covers it")
+        if self.ring is not None:
+            vector = {name: update.state[name] for name in self._names}
+            self.count = add_to_ring(self.ring, self.total, vector, self.count)
+            return
         steps = {name: to_float64(update.state[name]) - to_float64(self._state[name]) for name in self._names}
         length = step_length(steps)
         if not length <= self.clip + rounding_of(self._state, self.clip):
@@ -194,6 +206,10 @@ class PrivateMean(Aggregator):
         """
         if not isinstance(other, PrivateMean):
             raise TypeError(f"Expected `other` to be a PrivateMean, but got {type(other).__name__}.")
+        self.count += other.count
+        if self.ring is not None:
+            merge_rings(self.ring, self.total, other.total)
+            return
         for name, total in other.total.items():
             self.total[name] = self.total[name] + total.to(self.total[name].device) if name in self.total else total
         self.short_count += other.short_count
@@ -214,7 +230,8 @@ class PrivateMean(Aggregator):
             old = to_float64(self._state[name])
             total = self.noise(name, old.shape, std).to(old.device)
             if name in self.total:
-                total += self.total[name].to(old.device)
+                received = self.total[name].to(old.device)
+                total += received if self.ring is None else self.ring.decode(received)
             new[name] = cast_back(old + total / cohort, self._state[name])
         self.rounds += 1
         self._last = {
@@ -267,6 +284,17 @@ class PrivateMean(Aggregator):
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([self.key, self._round, entry])))
         return torch.from_numpy(np.asarray(std * generator.standard_normal(tuple(shape))))
+
+
+def refuse_complex(state: State) -> None:
+    """Refuses entries of which there is no clipped step.
+
+    Raises:
+        ValueError: If there are complex entries.
+
+    """
+    if any(value.is_complex() for value in state.values()):
+        raise OptionError("Expected a model without complex entries, whose steps are clipped.")
 
 
 def step_length(steps: State) -> float:

@@ -72,6 +72,7 @@ class FederatedCallback(L.Callback):
     takes_stacks: bool = False
     needs_local_clients: str = ""
     can_recalibrate_remotely: bool = True
+    keeps_privacy: bool = False
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Server side, before the first visit: the module holds the global model, and must hold it again afterwards."""

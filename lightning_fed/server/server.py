@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from torch import Tensor
+
 from lightning_fed.errors import BadUpdate, OptionError, describe, without_frames
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import (
@@ -187,8 +189,11 @@ class Server(ServerInterface):
         return [name for name, value in state.items() if value.is_floating_point() and not is_running_statistic(name)]
 
     def _measure(self, update: ClientUpdate, sent: State) -> float:
-        """The length of a client's step, which is noted; of a model of any shape its own."""
-        names = self._trained(update.state)
+        """The length of a client's step, which is noted; of a model of any shape its own.
+
+        Of an answer that is no model, but numbers of a secure sum, there is none.
+        """
+        names = [name for name in self._trained(update.state) if not _is_integer(update.state[name])]
         if self.aggregator.resizes:
             return float(norm(update.state[name] for name in names))
         length = distance(update.state, sent, names)
@@ -233,6 +238,10 @@ class Server(ServerInterface):
                 raise ValueError(f"Client {request.client!r} asks for rows of {name!r}, but {fault}.")
             broadcast.state[name] = table[rows.to(table.device)]
             broadcast.rows[name] = rows
+
+
+def _is_integer(value: Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex())
 
 
 def _shorten(state: State, start: State, names: Iterable[str], factor: float) -> None:

@@ -70,6 +70,9 @@ class SegmentationTask(Task):
         class_names: Names of the classes in the log; None for their numbers.
         tile: Height and width of the tiles in which prediction runs; None for whole images.
         tile_overlap: Least share of a tile that it has in common with its neighbour, in [0, 1).
+        per_image: Whether the loss is taken of every image by itself, and then the mean: as
+            :class:`~lightning_fed.privacy.DPSGD` needs it where pixels are ignored, and for losses other than
+            cross-entropy. Otherwise it is taken of all pixels of the batch.
         optimizer: Name of a class in `torch.optim`.
         lr: Learning rate.
         momentum: Momentum, for an optimizer that has it. None: the optimizer's own default.
@@ -121,6 +124,7 @@ class SegmentationTask(Task):
         class_names: list[str] | None = None,
         tile: tuple[int, int] | None = None,
         tile_overlap: float = 0.25,
+        per_image: bool = False,
     ) -> None:
         super().__init__(
             optimizer=optimizer,
@@ -159,6 +163,7 @@ class SegmentationTask(Task):
         self._in_channels = in_channels
         self._model_kwargs = dict(model_kwargs or {})
         self._mode, self._per_class, self._class_names = mode, per_class, class_names
+        self._per_image = per_image
         self._tile = None if tile is None else (tile[0], tile[1])
         self._tile_overlap = tile_overlap
         self._loss = NamedLoss(loss, mode, ignore_index) if isinstance(loss, str) else loss
@@ -232,6 +237,12 @@ class SegmentationTask(Task):
 
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Returns the loss of logits ``(N, num_classes, H, W)`` and masks."""
+        if not self._per_image:
+            return self._loss_of(logits, target)
+        images = ((logits[row : row + 1], target[row : row + 1]) for row in range(len(logits)))
+        return torch.stack([self._loss_of(*image) for image in images]).mean()
+
+    def _loss_of(self, logits: Tensor, target: Tensor) -> Tensor:
         if isinstance(self._loss, NamedLoss):
             loss: Tensor = self._loss(logits, target, self.class_weights)
             return loss

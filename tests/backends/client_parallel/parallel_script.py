@@ -42,6 +42,7 @@ from lightning_fed.callbacks import CommunicationReport, FeatureFusion, LocalEva
 from lightning_fed.data import IID
 from lightning_fed.messages import Broadcast
 from lightning_fed.modules import SampledSoftmaxHead
+from lightning_fed.privacy import DPSGD, SecureSum
 from tests import resume_script
 from tests.conftest import QUIET
 from tests.recorders import MemoryLogger
@@ -198,6 +199,8 @@ class Noise(FederatedCallback):
 
 class Seen(FederatedCallback):
     """Notes which clients this process trains, and the global model of every round."""
+
+    keeps_privacy = True
 
     def __init__(self):
         self.clients = []
@@ -407,6 +410,15 @@ def own_rule(folder, processes):
     return {**found, "seen": rule.seen}
 
 
+def private_examples(folder, processes):
+    """Examples drawn and noised by a key, accounts that the processes join, and a secure sum."""
+    private = DPSGD(0.5, 0.8, 1e-3, key_for_tests=7)
+    data = FederatedDataModule(clients(), batch_size=4)
+    options = {"clients_per_round": 3, "secure_sum": SecureSum(2.0), "weighting": "uniform"}
+    found = train(folder, processes, lambda: Net(batch_norm=False), data, callbacks=[private], **options)
+    return {**found, "accounts": private.state_dict()["accounts"]}
+
+
 def noisy(folder, processes):
     noise = Noise()
     found = train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), callbacks=[noise])
@@ -604,7 +616,7 @@ JOBS = {
         job.__name__.replace("_", "-"): job
         for job in (
             talkative, worlds, one_client, three_clients, by_batches, nobody, faults, limits, stopped, counted,
-            spread_out, matched, evaluated_locally, own_rule, noisy, second_door, resumed, four_rounds, raising,
+            spread_out, matched, evaluated_locally, own_rule, private_examples, noisy, second_door, resumed, four_rounds, raising,
             hanging, killed, after_kill, refusals,
         )
     },

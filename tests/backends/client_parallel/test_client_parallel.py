@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ ALIKE = [
     "corrected-gradients", "server-moments", "sampled-classes", "fused-features", "talkative", "one-client",
     "three-clients", "by-batches", "nobody", "faults", "limits", "counted", "spread-out", "matched",
     "evaluated-locally", "own-rule", "noisy", "second-door", "four-rounds", "local-batch-norm-in-folder",
+    "private-examples",
 ]  # fmt: skip
 SLOW = [
     "batch-norm-average", "personal-batch-norm-in-folder", "margins-in-folder", "server-momentum", "partition",
@@ -128,6 +130,8 @@ def _is_number(text):
 
 @pytest.mark.parametrize("job", [*ALIKE, *(pytest.param(job, marks=pytest.mark.slow) for job in SLOW)])
 def test_two_processes_do_what_one_does(job, two, tmp_path):
+    if job == "private-examples" and not (find_spec("opacus") and find_spec("dp_accounting")):
+        pytest.skip("opacus or dp-accounting is not installed")
     one, (first, second) = JOBS[job](str(tmp_path), {"devices": 1}), two.found(job)
     assert_alike(one, first)
     assert_same(first["state"], second["state"])

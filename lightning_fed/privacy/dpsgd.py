@@ -1,0 +1,622 @@
+"""Differential privacy with an example as its unit: DP-SGD.
+
+Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar & Zhang, "Deep Learning with Differential Privacy", CCS 2016.
+https://arxiv.org/abs/1607.00133
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_fed.argument_checks import check_count, check_number, check_option
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.data.poisson import PoissonSampling, check_poisson_loader, poisson_loader
+from lightning_fed.errors import ClientFault, OptionError
+from lightning_fed.messages import Broadcast, Client, ClientUpdate
+from lightning_fed.privacy.accounting import Accountant, Budget
+from lightning_fed.privacy.dpsgd_checks import check_federation, check_trainer, loader_owner
+from lightning_fed.privacy.gradients import ExampleGradients, check_examples, clipped_sum
+from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.lightning_internals import OverriddenMethod, callbacks_of
+from lightning_fed.rounds.synchronisation import process_group_of
+from lightning_fed.server.schedule import client_key
+
+_log = logging.getLogger(__name__)
+
+_NOISE = 1
+
+
+@dataclass
+class _Account:
+    """What was taken of the privacy of a client's examples.
+
+    Args:
+        num_samples: Number of its examples.
+        batch_size: Expected number of examples in a batch.
+        steps: Number of steps so far.
+        last: Number of steps of the last visit; 1 without a federation.
+
+    """
+
+    num_samples: int
+    batch_size: int
+    steps: int = 0
+    last: int = 1
+
+    @property
+    def share(self) -> float:
+        """Probability with which an example is drawn."""
+        return min(1.0, self.batch_size / self.num_samples)
+
+    def again(self) -> _Account:
+        """The cost of another visit like the last one."""
+        return _Account(self.num_samples, self.batch_size, self.last, self.last)
+
+    def after(self, other: _Account) -> _Account:
+        """The account after another visit; where the number of examples has changed the larger share counts for all."""
+        return _Account(
+            min(self.num_samples, other.num_samples),
+            max(self.batch_size, other.batch_size),
+            self.steps + other.steps,
+            other.steps,
+        )
+
+
+class DPSGD(FederatedCallback):
+    r"""Differential privacy of every training example: DP-SGD in the visits of clients, or on a plain Trainer.
+
+    Every step draws each of the client's :math:`n` examples by itself with the probability :math:`q = B / n`, clips
+    their gradients to a length and adds noise to the sum:
+
+    .. math:: \tilde g = \frac{1}{B} \left( \sum_i g_i \min\left(1, \frac{C}{\lVert g_i \rVert}\right) +
+        \mathcal{N}(0, z^2 C^2 I) \right)
+
+    The module's optimizer steps with :math:`\tilde g`; :math:`B` is the batch size of its loader. In segmentation an
+    example is an image. The gradients of single examples come from Opacus' rules for layers (``pip install
+    'lightning-fed[privacy]'``), in one backward pass; the module is not changed. The loss must be a mean over the
+    examples of a batch: on the first batch of every visit it is tried out with two of them.
+
+    In a federation the unit is an example of one client, and the bound holds for whoever sees that client's updates,
+    the server too. Every client has its own account, from its own number of examples and of steps. Clients may send
+    only what they make of the noised steps: methods that send something else are refused. **The number of a client's
+    examples is not protected**, nor are the values that a module logs in ``training_step``.
+
+    Args:
+        max_grad_norm: Length C of an example's gradient, over all parameters that train.
+        noise_multiplier: Noise multiplier z: the standard deviation of the noise over the length;
+            :func:`calibrate` finds that of an epsilon. With 0 nothing is private.
+        delta: Probability :math:`\delta` with which the bound need not hold: less than one over a client's number of
+            examples.
+        max_epsilon: Bound that is kept: the fit ends before a client's next visit could exceed it (without a
+            federation: before the step that would), and a client whose first visit would exceed it is left out by
+            name.
+        accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
+        key_for_tests: A key that is known, for tests: with it nothing is private. ``None`` for one that
+            :mod:`secrets` draws.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+        MisconfigurationException: In a fit, for what cannot be private: BatchNorm and other layers that mix examples,
+            manual optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled modules, several
+            clients at once, callbacks and methods that send more; if a loss is no mean over examples.
+        ModuleNotFoundError: In a fit, if ``opacus`` or ``dp-accounting`` is not installed.
+
+    Note:
+        Logged are ``dp/epsilon``, the largest of all clients so far, and ``dp/delta``.
+
+        State: ``key``, the secret key of noise and batches; ``noise_multiplier``; ``accounts``, four whole numbers for
+        every client that has taken part. Who has a checkpoint can take the noise away. A fit that is resumed has the
+        same noise and batches as one that was never interrupted.
+
+    Example:
+        >>> trainer = L.Trainer(callbacks=[DPSGD(1.0, 1.1, delta=1e-5)], logger=False, enable_checkpointing=False)
+
+    References:
+        Abadi et al., CCS 2016, Algorithm 1.
+
+    """
+
+    needs_local_clients = "its key, and what it has taken of every client's privacy, are in the Trainer's checkpoint"
+    keeps_privacy = True
+
+    def __init__(
+        self,
+        max_grad_norm: float,
+        noise_multiplier: float,
+        delta: float,
+        max_epsilon: float | None = None,
+        accountant: Accountant = "rdp",
+        key_for_tests: int | None = None,
+    ) -> None:
+        if not check_number("max_grad_norm", max_grad_norm) > 0:
+            raise ValueError(f"Expected `max_grad_norm` to be greater than 0, but got {max_grad_norm}.")
+        if not 0 <= check_number("noise_multiplier", noise_multiplier) < math.inf:
+            raise ValueError(f"Expected `noise_multiplier` to be at least 0 and finite, but got {noise_multiplier}.")
+        if noise_multiplier and max_grad_norm == math.inf:
+            raise ValueError("Expected `max_grad_norm` to be finite where there is noise, but got inf.")
+        if not 0 < check_number("delta", delta) < 1:
+            raise ValueError(f"Expected `delta` to be in (0, 1), but got {delta}.")
+        if max_epsilon is not None and not (noise_multiplier and check_number("max_epsilon", max_epsilon) > 0):
+            raise ValueError(
+                f"Expected `max_epsilon` to be greater than 0, and noise, but got {max_epsilon} with"
+                f" noise_multiplier={noise_multiplier}."
+            )
+        check_option("accountant", accountant, ("rdp", "pld"))
+        self.max_grad_norm, self.noise_multiplier, self.delta = max_grad_norm, noise_multiplier, delta
+        self.max_epsilon, self.accountant = max_epsilon, accountant
+        self.key_for_tests = None if key_for_tests is None else check_count("key_for_tests", key_for_tests, lowest=0)
+        self._trainer: L.Trainer | None = None
+        self._loader: OverriddenMethod | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._key: int | None = None
+        self._accounts: dict[Client | None, _Account] = {}
+        self._of_round: dict[Client | None, _Account] = {}
+        self._visit: _Visit | None = None
+        self._safe_steps: dict[float, int] = {}  # within the budget, by the share of examples in a batch
+        self._has_warned = False
+
+    def epsilon(self, client: Client | None = None) -> float:
+        r"""The bound :math:`\epsilon` of what the fit has taken so far.
+
+        Args:
+            client: The client; ``None`` for the largest of all, and without a federation.
+
+        """
+        if client is not None:
+            return self._epsilon(self._accounts[client]) if client in self._accounts else 0.0
+        return self._largest_epsilon(self._accounts.values())
+
+    # The fit
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Begins a fit; without a federation draws the batches of the training loader."""
+        if stage != "fit":
+            return
+        if self._trainer is not trainer or trainer.current_epoch == 0:  # else its `max_epochs` was raised
+            self._reset()
+        self._trainer = trainer
+        if _federation(trainer) is None:
+            owner = loader_owner(trainer, pl_module)
+            self._loader = OverriddenMethod(owner, "train_dataloader", self._poisson_batches)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuses what cannot be private, and draws the key.
+
+        Raises:
+            MisconfigurationException: With what to do instead.
+
+        """
+        check_trainer(trainer, pl_module, self.max_epsilon is not None)
+        federation = _federation(trainer)
+        if self.noise_multiplier:
+            self._epsilon(_Account(2, 1, 1))  # an accountant that is not installed is missed now
+        key = self._key if self._key is not None else self.key_for_tests
+        self._key = process_group_of(trainer).broadcast(secrets.randbits(128) if key is None else key)
+        if federation is not None:
+            check_federation(trainer, federation, self)
+            federation.find_population().sampling = PoissonSampling(self._key)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Ends a fit that has nothing left of its budget; without a federation begins to look at the gradients."""
+        self._stop_in_time(trainer)
+        if _federation(trainer) is None:
+            (account,) = self._accounts.values()
+            self._begin(_Visit(None, 0, account), trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Takes the hooks off."""
+        self._end()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Takes back what the fit has changed."""
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Takes back what the fit has changed."""
+        self._end()
+        if self._loader is not None:
+            self._loader.restore()
+            self._loader = None
+
+    # A visit
+
+    def on_client_receive(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Lets no client take part whose visit would exceed the budget.
+
+        Raises:
+            ClientFault: If it would.
+
+        """
+        visit = self._planned(trainer)
+        known = self._accounts.get(client)
+        account = visit.of_all if known is None else known.after(visit.of_all)
+        if self.max_epsilon is not None and self._epsilon(account) > self.max_epsilon:
+            raise ClientFault(
+                f"its visit of {account.last} steps would take epsilon from {self.epsilon(client):.4g} to"
+                f" {self._epsilon(account):.4g}, more than max_epsilon={self.max_epsilon:g}"
+            )
+
+    def on_client_start(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Begins to look at the gradients."""
+        self._begin(self._planned(trainer), trainer, module)
+
+    def on_client_end(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
+    ) -> None:
+        """Makes sure that nothing else of the model has changed.
+
+        Raises:
+            MisconfigurationException: If something has.
+
+        """
+        if self._visit is not None:
+            self._visit.check_others()
+
+    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
+        """Takes the hooks off, and notes the visit's steps, also where nothing came of it."""
+        visit = self._visit
+        if visit is not None and visit.number >= 0:
+            self._of_round[client] = visit.account(visit.number + 1)
+        self._end()
+
+    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
+        """The steps of this process's visits."""
+        return self._of_round
+
+    def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
+        """Takes those of all processes."""
+        self._of_round = {client: account for share in shares for client, account in share.items()}
+
+    def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
+        """Enters the round's steps into the accounts, logs epsilon, and ends the fit where no budget is left."""
+        for client, account in self._of_round.items():
+            known = self._accounts.get(client)
+            self._accounts[client] = account if known is None else known.after(account)
+        self._of_round = {}
+        federation = _federation(trainer)
+        assert federation is not None
+        federation.round_log.put(
+            trainer, federation.server.report.round, {"dp/epsilon": self.epsilon(), "dp/delta": self.delta}
+        )
+        self._stop_in_time(trainer)
+
+    # A batch
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts the batch, and tries the loss out on the first one of several examples.
+
+        Raises:
+            MisconfigurationException: If it is no mean over examples.
+
+        """
+        visit = self._visit
+        if visit is None:
+            return
+        visit.number = self._accounts[None].steps if visit.client is None else visit.number + 1
+        visit.count = len(self._draw(visit, visit.number))
+        visit.has_step = False
+        if not visit.was_tried and visit.count > 1:
+            check_examples(trainer, pl_module, batch, visit.gradients)
+            visit.was_tried = True
+        visit.gradients.values = {}
+
+    @torch.no_grad()
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Replaces the gradients of the mean loss by the noised sum of clipped ones.
+
+        Raises:
+            MisconfigurationException: If a parameter's gradients of single examples are not known.
+
+        """
+        visit, federation = self._visit, _federation(trainer)
+        if visit is None or visit.has_step:
+            return
+        if federation is not None and federation.current_visit is not None and federation.current_visit.fault:
+            return
+        values, visit.gradients.values = visit.gradients.values, {}
+        for name, parameter in visit.trained.items():
+            rows = len(values[parameter]) if parameter in values else None
+            if rows is None and parameter.grad is not None and parameter.requires_grad:
+                raise MisconfigurationException(
+                    f"The parameter {name!r} has a gradient that came from outside of the call of its layer: the"
+                    " gradients of single examples are not known."
+                )
+            if rows is not None and rows != max(visit.count, 1):
+                raise MisconfigurationException(
+                    f"The layer of the parameter {name!r} sees {rows} rows in a batch of {visit.count} examples: the"
+                    " gradients of single examples cannot be told apart."
+                )
+        sums = clipped_sum(values, visit.count, self.max_grad_norm) if visit.count else {}
+        noise = self._noise(visit)
+        for parameter in visit.trained.values():
+            if not parameter.requires_grad:
+                continue
+            total = sums.get(parameter, torch.zeros_like(parameter))
+            if noise is not None:
+                drawn = noise.standard_normal(tuple(parameter.shape), dtype=_numpy_type(parameter))
+                scaled = self.noise_multiplier * self.max_grad_norm * torch.from_numpy(np.asarray(drawn))
+                total = total + scaled.to(parameter)
+            parameter.grad = total / visit.expected
+        visit.has_step = True
+        if visit.client is None:
+            self._accounts[None].steps += 1
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Makes sure that a step was made; without a federation ends the fit where no budget is left.
+
+        Raises:
+            MisconfigurationException: If none was.
+
+        """
+        visit, federation = self._visit, _federation(trainer)
+        if visit is None:
+            return
+        has_failed = federation is not None and (federation.current_visit is None or federation.current_visit.fault)
+        if not visit.has_step and not has_failed:
+            raise MisconfigurationException(
+                "`training_step` gave no loss for a batch: which batches it leaves out would tell of their examples."
+            )
+        if visit.client is None:
+            self._stop_in_time(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Without a federation logs epsilon, and makes sure that nothing else of the model has changed.
+
+        Raises:
+            MisconfigurationException: If something has.
+
+        """
+        if self._visit is not None and self._visit.client is None:
+            self._visit.check_others()
+            pl_module.log_dict({"dp/epsilon": self.epsilon(), "dp/delta": self.delta})
+
+    # State
+
+    @property
+    def state_key(self) -> str:
+        """The same whatever the arguments."""
+        return "DPSGD"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The key, the noise multiplier and the accounts."""
+        return {
+            "key": "" if self._key is None else f"{self._key:032x}",
+            "noise_multiplier": self.noise_multiplier,
+            "accounts": {
+                client: [account.num_samples, account.batch_size, account.steps, account.last]
+                for client, account in self._accounts.items()
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from them.
+
+        Raises:
+            ValueError: If the steps so far had other noise.
+
+        """
+        before = state_dict["noise_multiplier"]
+        if before != self.noise_multiplier and state_dict["accounts"]:
+            raise OptionError(
+                f"Expected the `noise_multiplier` of the steps so far, {before}, but got {self.noise_multiplier}."
+            )
+        self._key = int(state_dict["key"], 16) if state_dict["key"] else None
+        self._accounts = {client: _Account(*counts) for client, counts in state_dict["accounts"].items()}
+
+    # Parts
+
+    def _epsilon(self, account: _Account) -> float:
+        if not account.steps:
+            return 0.0
+        if not self.noise_multiplier:
+            return math.inf
+        size = min(account.batch_size, account.num_samples)
+        budget = Budget(self.noise_multiplier, self.delta, account.num_samples, size, "poisson", self.accountant)
+        return budget.epsilon(account.steps)
+
+    def _planned(self, trainer: L.Trainer) -> _Visit:
+        federation = _federation(trainer)
+        assert federation is not None
+        planned = federation.current_visit
+        assert planned is not None
+        client = planned.visit.client
+        batch_size = federation.population.examples_per_batch(client)
+        steps = planned.num_batches
+        return _Visit(client, planned.visit.round, _Account(planned.num_samples, batch_size, steps, steps))
+
+    def _begin(self, visit: _Visit, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._end()
+        if self.delta >= 1 / visit.of_all.num_samples and not self._has_warned:
+            _log.warning(
+                "delta=%g is not less than one over the number of examples (%d): it allows to give one of them away.",
+                self.delta,
+                visit.of_all.num_samples,
+            )
+            self._has_warned = True
+        visit.watch(module, _optimized(trainer))
+        self._visit = visit
+
+    def _end(self) -> None:
+        if self._visit is not None:
+            self._visit.gradients.remove()
+            self._visit = None
+
+    def _draw(self, visit: _Visit, number: int) -> np.ndarray:
+        assert self._key is not None
+        account = visit.of_all
+        return PoissonSampling(self._key).draw(
+            visit.client, visit.round, number, account.num_samples, account.batch_size
+        )
+
+    def _noise(self, visit: _Visit) -> np.random.Generator | None:
+        if not self.noise_multiplier:
+            return None
+        assert self._key is not None
+        client = 0 if visit.client is None else client_key(visit.client)
+        sequence = np.random.SeedSequence([self._key, client, visit.round, visit.number, _NOISE])
+        return np.random.Generator(np.random.Philox(sequence))
+
+    def _poisson_batches(self) -> _DrawnBatches:
+        """Override of ``train_dataloader``."""
+        assert self._loader is not None
+        loader = check_poisson_loader(self._loader.original())
+        num_samples, batch_size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
+        assert batch_size is not None
+        account = _Account(num_samples, batch_size)
+        known = self._accounts.setdefault(None, account)
+        if (known.num_samples, known.batch_size) != (num_samples, batch_size):
+            raise OptionError(
+                f"Expected {known.num_samples} examples in batches of {known.batch_size}, with which the steps so far"
+                f" were made, but got {num_samples} in batches of {batch_size}."
+            )
+        return _DrawnBatches(loader, self)
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Batches of an epoch without a federation: they go on from the number of steps so far."""
+        assert self._key is not None
+        account, sampling = self._accounts[None], PoissonSampling(self._key)
+        start = account.steps
+        drawn = (
+            sampling.served(None, 0, start + number, account.num_samples, account.batch_size)
+            for number in range(len(loader))
+        )
+        yield from poisson_loader(loader, drawn)
+
+    def _largest_epsilon(self, accounts: Iterable[_Account]) -> float:
+        largest: dict[int, _Account] = {}  # of those with as many steps
+        for account in accounts:
+            known = largest.get(account.steps, account)
+            largest[account.steps] = max(known, account, key=lambda one: one.share)
+        return max(map(self._epsilon, largest.values()), default=0.0)
+
+    def _stop_in_time(self, trainer: L.Trainer) -> None:
+        if self.max_epsilon is None or trainer.should_stop:
+            return
+        following = [account.after(account.again()) for account in self._accounts.values()]
+        if all(account.steps <= self._safe_steps.get(account.share, 0) for account in following):
+            return
+        epsilon = self._largest_epsilon(following)
+        if epsilon <= self.max_epsilon:
+            self._note_safe_steps(following)
+            return
+        _log.warning(
+            "The fit ends after %d epochs and %d steps: with one more visit or step epsilon could be %.4g, more than"
+            " max_epsilon=%g.",
+            trainer.current_epoch,
+            trainer.global_step,
+            epsilon,
+            self.max_epsilon,
+        )
+        trainer.should_stop = True
+
+    def _note_safe_steps(self, accounts: Iterable[_Account]) -> None:
+        """Notes numbers of steps that stay within the budget, so that not every step asks for epsilon."""
+        assert self.max_epsilon is not None
+        for account in accounts:
+            for steps in (2 * account.steps, account.steps + account.steps // 16, account.steps):
+                if self._epsilon(_Account(account.num_samples, account.batch_size, steps)) <= self.max_epsilon:
+                    self._safe_steps[account.share] = steps
+                    break
+
+
+class _Visit:
+    """The steps of a client, or of a fit without a federation.
+
+    Args:
+        client: The client; ``None`` without a federation.
+        round: Index of the round.
+        of_all: The visit's cost.
+
+    """
+
+    def __init__(self, client: Client | None, round: int, of_all: _Account) -> None:
+        self.client, self.round, self.of_all = client, round, of_all
+        self.number, self.count = -1, 0
+        self.was_tried = self.has_step = False
+
+    @property
+    def expected(self) -> float:
+        """Expected number of examples in a batch."""
+        return float(min(self.of_all.batch_size, self.of_all.num_samples))
+
+    def account(self, steps: int) -> _Account:
+        """The cost of so many steps."""
+        return _Account(self.of_all.num_samples, self.of_all.batch_size, steps, steps)
+
+    def watch(self, module: L.LightningModule, optimized: set[nn.Parameter]) -> None:
+        """Begins to look at the gradients, and notes what is not to change."""
+        self.trained = {name: value for name, value in module.named_parameters() if value in optimized}
+        self.gradients = ExampleGradients(module, self.trained.values())
+        self._module = module
+        self._others = {name: value.detach().clone() for name, value in self._untrained().items()}
+
+    def check_others(self) -> None:
+        """Refuses entries that have changed beside the noised steps."""
+        for name, value in self._untrained().items():
+            if name in self._others and not torch.equal(value, self._others[name]):
+                raise MisconfigurationException(
+                    f"The entry {name!r} of the module has changed in training, and not by the noised steps of an"
+                    " optimizer: it tells of examples without noise."
+                )
+
+    def _untrained(self) -> Mapping[str, Tensor]:
+        state = self._module.state_dict()
+        return {name: value for name, value in state.items() if name not in self.trained and isinstance(value, Tensor)}
+
+
+class _DrawnBatches:
+    """A loader whose batches ``DPSGD`` draws."""
+
+    def __init__(self, loader: Any, callback: DPSGD) -> None:
+        self._loader, self._callback = loader, callback
+
+    @property
+    def dataset(self) -> Any:
+        """The data set."""
+        return self._loader.dataset
+
+    def state_dict(self) -> dict[str, Any]:
+        """An empty state: the draws go on from the steps of the account. Lightning takes it for exact resuming."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Does nothing, because the state is empty."""
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._callback.batches(self._loader)
+
+
+def _federation(trainer: L.Trainer) -> Federation | None:
+    return next((callback for callback in callbacks_of(trainer) if isinstance(callback, Federation)), None)
+
+
+def _optimized(trainer: L.Trainer) -> set[nn.Parameter]:
+    return {value for optimizer in trainer.optimizers for group in optimizer.param_groups for value in group["params"]}
+
+
+def _numpy_type(parameter: Tensor) -> Any:
+    return np.float64 if parameter.dtype == torch.float64 else np.float32

@@ -1,0 +1,121 @@
+"""Checks of what :class:`~lightning_fed.privacy.DPSGD` is to train: what cannot be private is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.privacy.gradients import find_unsupported
+from lightning_fed.rounds.callback import FederatedCallback, federated_callbacks
+from lightning_fed.rounds.lightning_internals import callbacks_of, datamodule_of, is_compiled, is_overridden
+from lightning_fed.rounds.synchronisation import process_group_of
+
+_PRECISIONS = ("32-true", "64-true", "bf16-mixed")
+_CLIENT_HOOKS = (
+    "on_client_request", "on_client_receive", "on_client_start", "on_client_batch", "on_client_end",
+)  # fmt: skip
+
+
+def loader_owner(trainer: L.Trainer, module: L.LightningModule) -> Any:
+    """The datamodule or module whose ``train_dataloader`` the Trainer will call.
+
+    Raises:
+        MisconfigurationException: If there is none, because the loaders were handed to ``fit``.
+
+    """
+    for owner in (datamodule_of(trainer), module):
+        if owner is not None and is_overridden("train_dataloader", owner):
+            return owner
+    raise MisconfigurationException(
+        "Expected training data in a datamodule or in the module's own `train_dataloader`: `DPSGD` draws every example"
+        " by itself, and cannot reach loaders that are handed to `L.Trainer.fit(model, train_dataloaders=...)`. Put"
+        " them in a datamodule, for example `L.LightningDataModule.from_datasets(train_dataset, batch_size=64)`."
+    )
+
+
+def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: bool) -> None:
+    """Refuses Trainers and modules whose steps cannot be made private.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        ends_early: Whether the budget may end the fit.
+
+    Raises:
+        MisconfigurationException: With what to do instead.
+
+    """
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    tied = set(names) - {name for name, _ in module.named_parameters()}
+    refused = {
+        "automatic optimization: with a manual one the module steps as it likes": not module.automatic_optimization,
+        f"accumulate_grad_batches=1, but got {trainer.accumulate_grad_batches}: take a larger batch size": (
+            trainer.accumulate_grad_batches != 1
+        ),
+        "no `GradientAccumulationScheduler`: take a larger batch size": (
+            any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer))
+        ),
+        f"no `gradient_clip_val`, but got {trainer.gradient_clip_val}: `max_grad_norm` clips every example's": (
+            bool(trainer.gradient_clip_val)
+        ),
+        f"a precision of {list(_PRECISIONS)}, but got {trainer.precision!r}": trainer.precision not in _PRECISIONS,
+        "a module that is not compiled": is_compiled(module),
+        "one process, or strategy='client_parallel'": (trainer.world_size > 1 and process_group_of(trainer).size == 1),
+        "no `overfit_batches`: every step draws its examples": bool(trainer.overfit_batches),  # type: ignore[attr-defined]
+        "an optimizer that asks for one loss a step, which LBFGS does not": (
+            any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers)
+        ),
+        "no `min_epochs` and `min_steps` with `max_epsilon`, which may end the fit earlier": (
+            ends_early and bool(trainer.min_epochs or trainer.min_steps)
+        ),
+        f"no parameters that belong to several layers, but got {sorted(tied)[:1]}": bool(tied),
+    }
+    for expected, is_refused in refused.items():
+        if is_refused:
+            raise MisconfigurationException(f"`DPSGD` needs {expected}.")
+    unsupported = find_unsupported(module)
+    if unsupported:
+        raise MisconfigurationException(
+            f"`DPSGD` needs layers that treat every example by itself, and whose gradients are known for each, but got"
+            f" {', '.join(unsupported[:5])}. `lightning_fed.modules.to_group_norm` replaces BatchNorm; Opacus has"
+            " layers in the place of LSTM, GRU and attention (`opacus.layers`)."
+        )
+
+
+def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedCallback) -> None:
+    """Refuses clients that train at once, and callbacks that may send what has no noise.
+
+    Args:
+        trainer: The Trainer.
+        federation: Its federation.
+        own: The callback that asks.
+
+    Raises:
+        MisconfigurationException: With what to do instead.
+
+    """
+    if federation.vectorize > 1:
+        raise MisconfigurationException(
+            f"`DPSGD` needs clients that train one after another, but got vectorize={federation.vectorize}."
+        )
+    if federation.arguments["privacy"] is not None:
+        raise MisconfigurationException(
+            f"Expected one of `DPSGD` and privacy=, but got {type(federation.arguments['privacy']).__name__} too: its"
+            " clients say nothing of their steps, from which examples' accounts are kept."
+        )
+    for callback in federated_callbacks(trainer):
+        if callback is own or callback.keeps_privacy:
+            continue
+        for hook in _CLIENT_HOOKS:
+            if is_overridden(hook, callback, FederatedCallback):
+                raise MisconfigurationException(
+                    f"`{type(callback).__name__}.{hook}` may send, or write into the model, what it computes from a"
+                    " client's examples without noise: `DPSGD` goes with 'fedavg', 'fedprox', 'scaffold', 'fednova',"
+                    " 'feddyn', 'fedper', server optimizers and robust rules. If the callback uses nothing but models,"
+                    " set its `keeps_privacy`."
+                )

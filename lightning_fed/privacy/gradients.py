@@ -1,0 +1,245 @@
+"""Gradients of single examples by Opacus' rules for layers, their clipped sum, and a trial that they are that.
+
+Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1. https://arxiv.org/abs/1607.00133
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_fed.data.interleave import batch_tensors, rebuild_batch
+from lightning_fed.data.population import batch_length, seeded_generators
+from lightning_fed.model.entries import BatchNorm
+from lightning_fed.rounds.isolated_pass import isolated_pass
+from lightning_fed.rounds.lightning_internals import OverriddenMethod
+
+
+class ExampleGradients:
+    """The gradients of every example of a batch, found in one backward pass of its mean loss.
+
+    Hooks on layers note what a layer is called with, and what comes back to it; Opacus has a rule for every kind of
+    layer that makes the examples' gradients of the two, and for other layers one by ``torch.func``. Neither the module
+    nor its layers are changed, and layers may write into their inputs (``inplace=True``, ``out += identity``), which
+    Opacus' own hooks do not allow.
+
+    Args:
+        module: The module.
+        parameters: The parameters that train.
+
+    Attributes:
+        values: The gradients of the examples' own losses over the number of examples, by parameter: shape
+            (examples, ...).
+
+    Raises:
+        MisconfigurationException: If a layer has no such rule.
+        ModuleNotFoundError: If ``opacus`` is not installed.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)  # doctest: +SKIP
+        >>> gradients = ExampleGradients(layer, list(layer.parameters()))  # doctest: +SKIP
+        >>> layer(torch.ones(3, 2)).mean().backward()  # doctest: +SKIP
+        >>> gradients.values[layer.bias].flatten()  # doctest: +SKIP
+        tensor([0.3333, 0.3333, 0.3333])
+
+    """
+
+    def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        self._samplers = _opacus("opacus.grad_sample").GradSampleModule.GRAD_SAMPLERS
+        self._sampler_of_others = _opacus("opacus.grad_sample.functorch").ft_compute_per_sample_gradient
+        self.values: dict[nn.Parameter, Tensor] = {}
+        self._names = {layer: name for name, layer in module.named_modules()}
+        self._layers = list(self._find_layers(module, set(parameters)))
+        self._handles = [layer.register_forward_hook(self._watch) for layer in self._layers]
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        for layer in self._layers:
+            vars(layer).pop("ft_compute_sample_grad", None)  # which Opacus keeps with a layer that it has no rule for
+        self.values = {}
+
+    def _find_layers(self, layer: nn.Module, trained: set[nn.Parameter]) -> Iterator[nn.Module]:
+        if any(parameter in trained for parameter in layer.parameters(recurse=False)):
+            if not self._names[layer]:
+                names = [name for name, value in layer.named_parameters(recurse=False) if value in trained]
+                raise MisconfigurationException(
+                    f"{type(layer).__name__} has parameters of its own ({names[0]!r}), outside of any layer: of them"
+                    " the examples' gradients cannot be found. Put them into a layer (an `nn.Module`)."
+                )
+            if any(True for _ in layer.buffers(recurse=False)):
+                raise MisconfigurationException(
+                    f"The layer {self._names[layer]!r} ({type(layer).__name__}) has buffers, which depend on examples"
+                    " without noise: take one without (`lightning_fed.modules.to_group_norm` replaces BatchNorm)."
+                )
+            yield layer
+            if type(layer) not in self._samplers:  # which is then taken as a whole
+                _opacus("opacus.grad_sample.functorch").prepare_layer(layer)  # copies it: while it has no hook of ours
+                return
+        for child in dict.fromkeys(layer.children()):
+            yield from self._find_layers(child, trained)
+
+    def _watch(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if not isinstance(output, Tensor) or not inputs or not all(isinstance(value, Tensor) for value in inputs):
+            raise MisconfigurationException(
+                f"The layer {self._names[layer]!r} ({type(layer).__name__}) is not called with tensors by position, or"
+                " gives no tensor: the gradients of single examples cannot be found."
+            )
+        if output.requires_grad:
+            # Of the output as it is now, whatever is written into it afterwards.
+            noted = [value.detach() for value in inputs]
+            output.register_hook(partial(self._add, layer, noted))  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _add(self, layer: nn.Module, activations: list[Tensor], output_gradient: Tensor) -> None:
+        sampler = self._samplers.get(type(layer), self._sampler_of_others)
+        for parameter, values in sampler(layer, activations, output_gradient.detach()).items():
+            if not parameter.requires_grad:
+                continue
+            if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:  # which Opacus' rule does not know
+                values[:, layer.padding_idx] = 0
+            known = self.values.get(parameter)
+            if known is not None and len(known) != len(values):
+                raise MisconfigurationException(
+                    f"The layer {self._names[layer]!r} sees {len(known)} and {len(values)} rows of one batch: the"
+                    " gradients of single examples cannot be told apart."
+                )
+            self.values[parameter] = values if known is None else known + values
+
+
+def clipped_sum(
+    gradients: Mapping[nn.Parameter, Tensor], num_examples: int, max_norm: float
+) -> dict[nn.Parameter, Tensor]:
+    r"""Sum over a batch of the examples' gradients, each clipped to a length over all parameters.
+
+    .. math:: \sum_i g_i \min\left(1, \frac{C}{\lVert g_i \rVert}\right)
+
+    An example whose gradient is not finite adds nothing.
+
+    Args:
+        gradients: Of :class:`ExampleGradients`: those of the examples over their number.
+        num_examples: Number of examples in the batch.
+        max_norm: Length C; ``inf`` clips nothing.
+
+    Example:
+        >>> weight = nn.Parameter(torch.zeros(1))
+        >>> clipped_sum({weight: torch.tensor([[3.0], [0.5]]) / 2}, 2, max_norm=1.0)[weight]
+        tensor([1.5000])
+
+    """
+    if not gradients:
+        return {}
+    parts = [values.flatten(1).to(parameter.dtype) for parameter, values in gradients.items()]
+    norms = num_examples * torch.stack([part.norm(dim=1) for part in parts]).norm(dim=0)
+    is_finite = norms.isfinite()
+    factors = num_examples * torch.where(norms > max_norm, max_norm / norms, torch.ones_like(norms))
+    factors = torch.where(is_finite, factors, torch.zeros_like(factors))
+    sums = {}
+    for parameter, part in zip(gradients, parts, strict=True):
+        counted = part if bool(is_finite.all()) else torch.where(is_finite[:, None], part, torch.zeros_like(part))
+        sums[parameter] = (factors.to(part.dtype) @ counted).view_as(parameter)
+    return sums
+
+
+def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gradients: ExampleGradients) -> None:
+    """Compares the gradients of a batch's first two examples with those of each of them alone.
+
+    They differ where the loss is not a mean over examples (Dice over a batch, a contrastive loss, pixels that are
+    ignored), or a layer is used in a way that its rule does not know. Layers of dropout are left out of it; where the
+    step draws random numbers beside them, nothing can be compared. Nothing of it stays in the module.
+
+    Args:
+        trainer: The Trainer.
+        module: The module, as it is trained.
+        batch: A batch, on the module's device.
+        gradients: Notes the gradients.
+
+    Raises:
+        MisconfigurationException: If they differ.
+
+    """
+    if batch_length(batch) < 2:
+        return
+    step: Any = module.training_step
+    while isinstance(step, OverriddenMethod):
+        step = step.original
+    rest = [0] * (len(inspect.signature(step).parameters) > 1)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    modes = [(layer, layer.training) for layer in module.modules()]
+
+    def flat(rows: slice, seed: int) -> Tensor:
+        gradients.values = {}
+        torch.manual_seed(seed)
+        with trainer.precision_plugin.forward_context():
+            output = step(_some_of(batch, rows), *rest)
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        whole = zip(parameters, found, strict=True)
+        return _flat([torch.zeros_like(value) if one is None else one for value, one in whole])
+
+    with seeded_generators(0), isolated_pass(module, gradients=True):
+        for layer, mode in modes:
+            layer.training = mode and not isinstance(layer, nn.modules.dropout._DropoutNd)  # noqa: SLF001
+        flat(slice(0, 2), 0)
+        both = gradients.values
+        tolerance = 0.1 if "bf16" in trainer.precision else 0.02  # another order of the sums turns some ReLUs over
+        for row in range(2):
+            alone = flat(slice(row, row + 1), 0)
+            parts = ((value, both.get(value)) for value in parameters)
+            together = 2 * _flat([torch.zeros_like(value) if part is None else part[row] for value, part in parts])
+            if (together - alone).norm() <= tolerance * alone.norm() + 1e-9 or not alone.isfinite().all():
+                continue
+            if (flat(slice(row, row + 1), 1) - alone).norm() > tolerance * alone.norm():
+                break  # it draws
+            raise MisconfigurationException(
+                "The gradient of an example is another one in a batch of two than alone: `DPSGD` needs a loss that is"
+                " the mean over the examples of a batch, each by itself, and layers whose rows are examples. Of images"
+                " with ignored pixels, and for losses over regions, take the loss of every image and then the mean"
+                " (`SegmentationTask(per_image=True)`)."
+            )
+    gradients.values = {}
+
+
+def _some_of(batch: Any, rows: slice) -> Any:
+    length = batch_length(batch)
+    tensors = (value[rows] if value.ndim and len(value) == length else value for value in batch_tensors(batch))
+    return rebuild_batch(batch, tensors)
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([value.detach().flatten().double() for value in tensors])
+
+
+def find_unsupported(module: nn.Module) -> list[str]:
+    """Names and types of the layers that Opacus refuses: of those that mix examples, or have no such gradients."""
+    validators = _opacus("opacus.validators").ModuleValidator.VALIDATORS
+    return [
+        f"{name!r} ({type(layer).__name__})"
+        for name, layer in module.named_modules()
+        if isinstance(layer, BatchNorm)
+        or (
+            any(parameter.requires_grad for parameter in layer.parameters())
+            and type(layer) in validators
+            and validators[type(layer)](layer)
+        )
+    ]
+
+
+def _opacus(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "`DPSGD` needs the package `opacus`: pip install 'lightning-fed[privacy]'", name=error.name
+        ) from error

@@ -1,0 +1,311 @@
+"""Gradients of single examples: against a loop over them, in networks that people train; clips, trials, refusals."""
+
+import copy
+
+import lightning as L
+import numpy as np
+import pytest
+import segmentation_models_pytorch as smp
+import torch
+import torchvision
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_fed.modules import to_group_norm
+from tests.references_privacy import clipped_reference
+
+pytest.importorskip("opacus", reason="opacus is not installed")
+from lightning_fed.privacy.gradients import (
+    ExampleGradients,
+    check_examples,
+    clipped_sum,
+    find_unsupported,
+)
+
+
+class Scale(nn.Module):
+    """A layer of one's own, of which Opacus has no rule."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.linspace(0.5, 2, size)), nn.Linear(size, size)
+
+    def forward(self, inputs):
+        return self.inner(inputs) * self.scale
+
+
+class Residual(nn.Module):
+    """Writes into what its layers have given, and calls one of them twice."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(size, size), nn.LayerNorm(size)
+
+    def forward(self, inputs):
+        outputs = self.norm(self.layer(inputs))
+        outputs += inputs
+        return F.relu_(self.layer(outputs))
+
+
+def cnn():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.GroupNorm(2, 8), nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 3, stride=2, dilation=2, groups=4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Flatten(), nn.LazyLinear(4),
+    )  # fmt: skip
+
+
+def group_norm_resnet():
+    return to_group_norm(torchvision.models.resnet18(num_classes=4))
+
+
+def deeplab():
+    net = to_group_norm(smp.DeepLabV3Plus("resnet18", encoder_weights=None, classes=4))
+    for layer in net.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    return net
+
+
+def text():
+    return nn.Sequential(nn.Embedding(9, 6, padding_idx=0), nn.Flatten(), nn.Linear(30, 4))
+
+
+def own_layers():
+    return nn.Sequential(Scale(6), nn.Tanh(), Residual(6), nn.Linear(6, 4))
+
+
+NETS = {
+    "cnn": (cnn, (6, 3, 20, 20), ()),
+    "resnet": (group_norm_resnet, (3, 3, 32, 32), ()),
+    "deeplab": (deeplab, (3, 3, 64, 64), (64, 64)),
+    "text": (text, (5, 5), ()),
+    "own layers": (own_layers, (5, 6), ()),
+}
+
+
+def data_of(name, net_shape, target_shape):
+    generator = torch.Generator().manual_seed(3)
+    if name == "text":
+        inputs = torch.randint(9, net_shape, generator=generator)
+    else:
+        inputs = torch.randn(net_shape, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(4, (net_shape[0], *target_shape), generator=generator)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_gradients_of_a_loop_over_the_examples(name):
+    """To 1e-9 of an example's gradient, in float64: in float32 the order of sums turns single ReLUs over."""
+    torch.manual_seed(0)
+    make, *shapes = NETS[name]
+    inputs, targets = data_of(name, *shapes)
+    net = make().double()
+    net(inputs)  # makes lazy layers
+    plain = copy.deepcopy(net)
+    gradients = ExampleGradients(net, net.parameters())
+    F.cross_entropy(net(inputs), targets).backward()
+    assert gradients.values.keys() == set(net.parameters())
+    for row in range(len(inputs)):
+        plain.zero_grad()
+        F.cross_entropy(plain(inputs[row : row + 1]), targets[row : row + 1]).backward()
+        alone = torch.cat([parameter.grad.flatten() for parameter in plain.parameters()])
+        together = torch.cat([gradients.values[parameter][row].flatten() for parameter in net.parameters()])
+        assert (len(inputs) * together - alone).norm() <= 1e-9 * alone.norm()
+        assert alone.norm() > 1e-3
+    gradients.remove()
+    assert [vars(layer).keys() for layer in net.modules()] == [vars(layer).keys() for layer in plain.modules()]
+    hooks_of = [vars(layer)["_forward_hooks"] for layer in net.modules()]
+    assert not any(hooks_of)
+    assert {key for value in net.parameters() for key in vars(value)} == set()
+
+
+def test_parameters_that_do_not_train_are_left_out():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    net[0].requires_grad_(False)
+    net[1].bias.requires_grad_(False)
+    gradients = ExampleGradients(net, net.parameters())
+    net(torch.ones(4, 3)).mean().backward()
+    assert list(gradients.values) == [net[1].weight]
+    with torch.no_grad():
+        net(torch.ones(4, 3))
+    assert len(gradients.values) == 1
+
+
+@pytest.mark.parametrize("clip", [0.05, 1.0, 30.0, float("inf")])
+def test_the_clipped_sum_against_numpy(clip):
+    rng = np.random.default_rng(2)
+    values = {"w": rng.normal(size=(7, 3, 2)), "b": rng.normal(size=(7, 5))}
+    values = {
+        name: value * np.logspace(-2, 1, 7).reshape(-1, *[1] * (value.ndim - 1)) for name, value in values.items()
+    }
+    values["w"][3], values["b"][3] = 0.0, 0.0  # an example without gradient
+    flat = np.concatenate([value.reshape(7, -1) for value in values.values()], axis=1)
+    expected = sum(clipped_reference(row, clip) for row in flat)
+    parameters = {
+        name: nn.Parameter(torch.zeros(value.shape[1:], dtype=torch.float64)) for name, value in values.items()
+    }
+    sums = clipped_sum({parameters[name]: torch.from_numpy(value) / 7 for name, value in values.items()}, 7, clip)
+    found = np.concatenate([sums[parameters[name]].numpy().reshape(-1) for name in values])
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_example_whose_gradient_is_not_finite_adds_nothing(bad):
+    weight, bias = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    gradients = {weight: torch.tensor([[3.0, 4.0], [bad, 0.0]]) / 2, bias: torch.tensor([[0.0, 0.0], [1.0, 1.0]]) / 2}
+    sums = clipped_sum(gradients, 2, 1.0)
+    torch.testing.assert_close(sums[weight], torch.tensor([0.6, 0.8]))
+    torch.testing.assert_close(sums[bias], torch.zeros(2))
+
+
+def test_one_example_changes_the_sum_by_the_clip_at_most():
+    generator = torch.Generator().manual_seed(1)
+    weight = nn.Parameter(torch.zeros(300))
+    for scale in (1e-4, 1.0, 1e4):
+        values = scale * torch.randn(20, 300, generator=generator)
+        for left_out in range(20):
+            rest = torch.cat([values[:left_out], values[left_out + 1 :]])
+            change = (
+                clipped_sum({weight: values / 20}, 20, 0.7)[weight] - clipped_sum({weight: rest / 19}, 19, 0.7)[weight]
+            )
+            assert change.norm() <= 0.7 * (1 + 1e-5)
+
+
+# --- the trial --------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy_without_ignored(logits, targets):
+    return F.cross_entropy(logits, targets, ignore_index=3)
+
+
+def soft_dice(logits, targets):
+    shares, truth = logits.softmax(1), F.one_hot(targets, 4)
+    return (1 - 2 * (shares * truth).sum(0) / (shares + truth).sum(0)).mean()
+
+
+def contrastive(logits, targets):
+    return F.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+
+
+class Task(L.LightningModule):
+    def __init__(self, net, loss):
+        super().__init__()
+        self.net, self.loss, self.seen = net, loss, 0
+
+    def training_step(self, batch, batch_idx):
+        self.seen += 1
+        self.log("seen", float(self.seen))
+        return {"loss": self.loss(self.net(batch["inputs"]), batch["targets"])}
+
+
+def tried(net, loss, targets=(0, 3, 1)):
+    torch.manual_seed(0)
+    task = Task(net, loss)
+    batch = {"inputs": torch.randn(3, 6), "targets": torch.tensor(targets), "name": "x"}
+    gradients = ExampleGradients(task, task.parameters())
+    before = {name: value.clone() for name, value in task.state_dict().items()}
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    numbers = torch.get_rng_state()
+    check_examples(trainer, task, batch, gradients)
+    assert torch.equal(numbers, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in task.state_dict().items())
+    assert task.seen == 0
+    assert task.training
+    assert gradients.values == {}
+    assert all(parameter.grad is None for parameter in task.parameters())
+
+
+@pytest.mark.parametrize("extra", [nn.Identity, lambda: nn.Dropout(0.5), lambda: nn.LayerNorm(6)])
+def test_a_mean_over_examples_passes_the_trial(extra):
+    tried(nn.Sequential(nn.Linear(6, 6), extra(), nn.Linear(6, 4)), F.cross_entropy)
+
+
+def test_a_step_that_draws_cannot_be_tried():
+    tried(nn.Linear(6, 4), lambda logits, targets: F.cross_entropy(logits + torch.randn_like(logits), targets))
+
+
+class MixesRows(nn.Module):
+    def forward(self, inputs):
+        return inputs - inputs.mean(0)
+
+
+@pytest.mark.parametrize("loss", [cross_entropy_without_ignored, soft_dice, contrastive])
+def test_losses_that_mix_examples_are_refused(loss):
+    with pytest.raises(MisconfigurationException, match="the mean over the examples of a batch, each by itself"):
+        tried(nn.Linear(6, 4), loss)
+
+
+def test_a_sum_over_examples_is_refused():
+    with pytest.raises(MisconfigurationException, match="the mean over the examples of a batch"):
+        tried(nn.Linear(6, 4), lambda logits, targets: F.cross_entropy(logits, targets, reduction="sum"))
+
+
+def test_a_network_that_mixes_examples_is_refused():
+    with pytest.raises(MisconfigurationException, match="another one in a batch of two than alone"):
+        tried(nn.Sequential(nn.Linear(6, 6), MixesRows(), nn.Linear(6, 4)), F.cross_entropy)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_layers_that_are_refused_by_name():
+    net = nn.ModuleDict(
+        {
+            "norm": nn.BatchNorm2d(2, affine=False), "memory": nn.LSTM(2, 2), "attention": nn.MultiheadAttention(2, 1),
+            "plain": nn.Linear(2, 2), "group": nn.GroupNorm(1, 2),
+        }
+    )  # fmt: skip
+    assert find_unsupported(net) == ["'norm' (BatchNorm2d)", "'memory' (LSTM)", "'attention' (MultiheadAttention)"]
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(1))
+
+
+class WithBuffer(Own):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(1))
+
+
+def test_parameters_and_buffers_that_are_refused():
+    own = Own()
+    ExampleGradients(own, [])  # of none that trains: nothing to refuse
+    with pytest.raises(MisconfigurationException, match=r"Own has parameters of its own \('temperature'\)"):
+        ExampleGradients(own, own.parameters())
+    with pytest.raises(MisconfigurationException, match=r"The layer '0' \(WithBuffer\) has buffers"):
+        ExampleGradients(net := nn.Sequential(WithBuffer()), net.parameters())
+
+
+class ByName(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, inputs):
+        return self.layer(input=inputs)
+
+
+class Unrolled(nn.Module):
+    """A layer that sees an example's parts as rows, once, and examples as rows another time."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, inputs):
+        return self.layer(self.layer(inputs.flatten(0, 1)).view_as(inputs))
+
+
+def test_calls_that_are_refused():
+    net = ByName()
+    ExampleGradients(net, net.parameters())
+    with pytest.raises(MisconfigurationException, match=r"'layer' \(Linear\) is not called with tensors by position"):
+        net(torch.ones(2, 2))
+    net = Unrolled()
+    ExampleGradients(net, net.parameters())
+    with pytest.raises(MisconfigurationException, match="The layer 'layer' sees 3 and 6 rows of one batch"):
+        net(torch.ones(3, 2, 2)).mean().backward()

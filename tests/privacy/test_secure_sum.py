@@ -1,0 +1,322 @@
+"""Secure sums in simulation: the ring, fits against a plain implementation, what the server sees, refusals."""
+
+import copy
+import math
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed import ClientUpdate, FederatedDataModule
+from lightning_fed.algorithms import FedAvg, FedAvgM
+from lightning_fed.errors import BadUpdate
+from lightning_fed.method import build_method
+from lightning_fed.privacy import DPSGD, CentralDP, Ring, SecureMean, SecureSum
+from lightning_fed.privacy.secure_sum import WEIGHT
+from tests import models
+from tests.recorders import Recorder, assert_same, state_of
+from tests.references_privacy import clipped_reference, encoded_reference, masked_sum_reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+KEY = 0x0123456789ABCDEF0123456789ABCDEF
+needs_accountant = pytest.mark.skipif(find_spec("dp_accounting") is None, reason="dp-accounting is not installed")
+
+
+def vectors(count, size=50, seed=0):
+    return list(torch.randn(count, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+
+
+# --- the ring ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("clients", "max_weight"), [(1, 1), (10, 1), (7, 600), (100_000, 1)])
+def test_numbers_of_the_ring_against_numpy(clients, max_weight):
+    ring = Ring(3.0, clients, max_weight)
+    value = max_weight * vectors(1)[0] / 10
+    encoded = ring.encode(value, np.random.default_rng(5))
+    uniform = np.random.default_rng(5).random(50)
+    expected, scale = encoded_reference(value.numpy(), 3.0, clients, max_weight, uniform)
+    assert encoded.dtype == torch.int32
+    np.testing.assert_array_equal(encoded.long().numpy() % 2**32, expected)
+    assert ring.scale == pytest.approx(scale)
+    assert (ring.decode(encoded) - value).abs().max() < 1 / scale
+
+
+def test_rounding_is_right_in_the_mean():
+    ring, value = Ring(1.0, 1000), vectors(1)[0] / 10
+    rng = np.random.default_rng(1)
+    mean = sum(ring.decode(ring.encode(value, rng)) for _ in range(400)) / 400
+    error = (mean - value) * ring.scale
+    assert error.abs().max() < 5 * 0.5 / math.sqrt(400)  # a rounding has a standard deviation of half a unit at most
+
+
+@pytest.mark.parametrize(("clients", "max_weight"), [(3, 1), (1000, 1), (12, 90)])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_no_sum_leaves_the_ring(clients, max_weight, sign):
+    """All clients have the longest step and the largest weight, in the same entry; and weights add up beside it."""
+    ring = Ring(0.7, clients, max_weight)
+    longest = torch.tensor([sign * 0.7 * max_weight, 0.0], dtype=torch.float64)
+    rng, total = np.random.default_rng(2), torch.zeros(2, dtype=torch.int32)
+    weights = torch.zeros((), dtype=torch.int32)
+    for _ in range(clients):
+        total = ring.add(total, ring.encode(longest, rng))
+        weights = ring.add(weights, torch.tensor(max_weight, dtype=torch.int32))
+    assert ring.decode(total)[0] == pytest.approx(clients * float(longest[0]), rel=1e-6)
+    assert weights == clients * max_weight
+    for _ in range(2 + clients // 100):  # of more clients it would have: the bound is not loose
+        total = ring.add(total, ring.encode(longest, rng))
+    assert float(ring.decode(total)[0]) * sign < 0
+
+
+def test_sums_are_the_same_bits_in_any_order_and_with_masks():
+    ring, rng = Ring(10.0, 9), np.random.default_rng(3)
+    encoded = [ring.encode(value, rng) for value in vectors(9)]
+    sums = []
+    for order in (range(9), reversed(range(9)), rng.permutation(9)):
+        total = torch.zeros(50, dtype=torch.int32)
+        for position in order:
+            total = ring.add(total, encoded[position])
+        sums.append(total)
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+    plain = [value.long().numpy() % 2**32 for value in encoded]
+    masked, seen = masked_sum_reference(plain, 4)
+    np.testing.assert_array_equal(masked, sums[0].long().numpy() % 2**32)
+    assert all((one != other).mean() > 0.9 for one, other in zip(plain, seen, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 1000, 1_000_000])
+def test_rounding_makes_no_step_longer_than_the_clip(size):
+    ring = Ring(0.5, 200)
+    longest, rng = ring.longest(size), np.random.default_rng(1)
+    value = torch.full((size,), longest / math.sqrt(size), dtype=torch.float64)
+    assert ring.decode(ring.encode(value, rng)).norm() <= 0.5
+    assert 0.49 < longest < 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Ring(1.0, 3_000_000), "at most 2,097,151 clients in a secure sum with weights of up to 1, but got"),
+        (lambda: Ring(1.0, 1000, 10_000), "at most 209 clients in a secure sum with weights of up to 10,000"),
+        (lambda: Ring(1.0, 100_000).longest(10**10), "the rounding of 10,000,000,000 entries can be as long as half"),
+        (lambda: SecureSum(0.0), "`clip` to be greater than 0 and finite, but got 0.0"),
+    ],
+)
+def test_rings_that_cannot_be(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+START = {"w": torch.linspace(-1, 1, 12).view(4, 3), "n": torch.tensor(3)}
+
+
+def rule_of(ring, updates):
+    rule = SecureMean(ring.clip, FedAvg())
+    rule.ring = ring
+    rule.start_round(0, START)
+    for update in updates:
+        rule.receive(copy.deepcopy(update))
+    return rule
+
+
+def update_of(ring, step, weight, seed=0):
+    state = {"w": ring.encode(weight * step.view(4, 3), np.random.default_rng(seed)), "n": torch.tensor(9)}
+    return ClientUpdate(f"c{seed}", 1, state, {WEIGHT: torch.tensor(weight, dtype=torch.int32)})
+
+
+def test_the_mean_and_its_parts():
+    ring, weights = Ring(5.0, 6, 40), [3, 40, 0, 7, 1, 22]
+    steps = [value[:12] / 3 for value in vectors(6)]
+    updates = [update_of(ring, *pair, seed) for seed, pair in enumerate(zip(steps, weights, strict=True))]
+    whole = rule_of(ring, updates).aggregate()
+    mean = sum(weight * step for step, weight in zip(steps, weights, strict=True)) / sum(weights)
+    torch.testing.assert_close(whole["w"].double() - START["w"].double(), mean.view(4, 3), atol=2e-7, rtol=0)
+    assert whole["n"] == 3
+    assert_same(whole, rule_of(ring, reversed(updates)).aggregate())
+    merged = rule_of(ring, [])
+    for part in (updates[4:], [], updates[:4]):
+        merged.merge(rule_of(ring, part))
+    assert_same(whole, merged.aggregate())
+    with pytest.raises(TypeError, match="`other` to be a SecureMean, but got FedAvg"):
+        merged.merge(FedAvg())
+    with pytest.raises(BadUpdate, match="one more than the 6 clients whose sum has room"):
+        merged.receive(updates[0])
+
+
+def test_updates_that_are_left_out():
+    ring, rule = Ring(5.0, 6, 40), rule_of(Ring(5.0, 6, 40), [])
+    for extras, words in (
+        ({}, "and not its weight alone"),
+        ({WEIGHT: torch.tensor(1), "loss": torch.tensor(2.0)}, "and not its weight alone"),
+        ({WEIGHT: torch.tensor([1, 2])}, "and not its weight alone"),
+        ({WEIGHT: torch.tensor(41)}, "its weight is not from 0 to 40"),
+        ({WEIGHT: torch.tensor(-1)}, "its weight is not from 0 to 40"),
+    ):
+        update = update_of(ring, torch.zeros(12), 1)
+        update.extras = extras
+        with pytest.raises(BadUpdate, match=words):
+            rule.receive(update)
+    assert rule.total == {}
+
+
+# --- fits -------------------------------------------------------------------------------------------------------------
+
+CLIENTS = {f"c{number}": 6 + 3 * number for number in range(5)}
+WEIGHTS = {"samples": {"max_samples": 15}, "uniform": {"weighting": "uniform"}}
+
+
+def fit(trainer, rounds=3, secure_sum=None, method="fedavg", module=None, **options):
+    recorder = Recorder()
+    module = models.Module(models.mlp(), models.momentum) if module is None else module
+    callbacks = [*options.pop("callbacks", ()), recorder]
+    if secure_sum is not None:
+        options["secure_sum"] = secure_sum
+    fitted = trainer(max_rounds=rounds, method=method, seed=1, callbacks=callbacks, **options)
+    fitted.fit(module, models.as_datasets(models.vectors(CLIENTS)))
+    return recorder, module, fitted
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("clip", [0.01, 50.0])
+def test_a_fit_round_by_round(kind, clip, federated_trainer):
+    """Against NumPy: clipped, weighted steps; the very numbers that the clients sent are what is added up."""
+    recorder, _, trainer = fit(federated_trainer, 3, SecureSum(clip), clients_per_round=3, **WEIGHTS[kind])
+    assert len(recorder.aggregates) == 3
+    ring = Ring(clip, 3, 15 if kind == "samples" else 1)
+    for round, new in enumerate(recorder.aggregates):
+        visits = recorder.round(round)
+        names = sorted(visits[0].broadcast)
+        weights = [min(CLIENTS[visit.client], ring.max_weight) for visit in visits]
+        steps = [
+            np.concatenate([(visit.end[name].double() - visit.broadcast[name].double()).flatten() for name in names])
+            for visit in visits
+        ]
+        assert all(np.linalg.norm(step) > 0.01 for step in steps)
+        for name in names:
+            assert {visit.update[name].dtype for visit in visits} == {torch.int32}
+            total = sum(visit.update[name].long() for visit in visits)
+            expected = visits[0].broadcast[name].double() + ring.decode(total) / sum(weights)
+            assert torch.equal(new[name], expected.float())
+        clipped = sum(
+            weight * clipped_reference(step, clip) for weight, step in zip(weights, steps, strict=True)
+        ) / sum(weights)
+        moved = np.concatenate([(new[name].double() - visits[0].broadcast[name].double()).flatten() for name in names])
+        np.testing.assert_allclose(moved, clipped, atol=3 / ring.scale / sum(weights) + 2e-7)
+        assert {visit.num_samples for visit in visits} == {1}
+    size = sum(value.numel() for value in recorder.aggregates[0].values())
+    assert recorder.up_bytes == [3 * 4 * (size + 1)] * 3  # and the weight
+    assert "fed/update_norm" not in trainer.callback_metrics
+    assert trainer.callback_metrics["fed/num_samples"] == 3
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fairavg", "fedavgm", "fedprox:mu=0.1", "fedper"])
+def test_it_is_the_average_but_for_rounding(method, federated_trainer):
+    options = {} if method == "fairavg" else {"max_samples": 1000}
+    plain, _, _ = fit(federated_trainer, 1, None, method)
+    secure, _, _ = fit(federated_trainer, 1, SecureSum(20.0), method, **options)
+    units = 5 / Ring(20.0, 5, 1 if method == "fairavg" else 1000).scale / (5 if method == "fairavg" else 60)
+    for name, value in plain.aggregates[0].items():
+        torch.testing.assert_close(secure.aggregates[0][name], value, atol=units + 1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("vectorize", [1, 3])
+def test_clients_at_once_and_both_doors(vectorize, either_trainer, federated_trainer):
+    states, options = [], {"secure_sum": SecureSum(5.0), "weighting": "uniform", "seed": 1}
+    for make, more in ((either_trainer, {"vectorize": vectorize}), (federated_trainer, {})):
+        module = models.Module(models.mlp())
+        data = FederatedDataModule(models.as_datasets(models.vectors(CLIENTS)), batch_size=8)
+        make(max_rounds=2, **options, **more).fit(module, datamodule=data)
+        states.append(state_of(module))
+    for name, value in states[0].items():  # a rounding of float32 may turn over one of the ring
+        torch.testing.assert_close(value, states[1][name], atol=1e-6, rtol=1e-6)
+
+
+def test_resume_is_exact(federated_trainer, tmp_path):
+    path = tmp_path / "one.ckpt"
+
+    class Saves(Recorder):
+        def on_train_epoch_end(self, trainer, module):
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(path)
+
+    options = {"secure_sum": SecureSum(1.0), "weighting": "uniform", "method": FedAvgM()}
+    _, module, _ = fit(federated_trainer, 3, callbacks=[Saves()], **options)
+    resumed = models.Module(models.mlp(), models.momentum)
+    again = federated_trainer(max_rounds=3, seed=1, **options)
+    again.fit(resumed, models.as_datasets(models.vectors(CLIENTS)), ckpt_path=path, weights_only=True)
+    assert_same(state_of(module), state_of(resumed))
+
+
+@needs_accountant
+@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+def test_with_central_differential_privacy(sampling, federated_trainer):
+    """The same noise is added to the sum; no client's numbers stand for a step longer than the clip."""
+    dp = CentralDP(0.01, 1e-3, noise_multiplier=0.5, sampling=sampling, key_for_tests=KEY)
+    options = {"privacy": dp, "clients_per_round": 3}
+    plain, _, _ = fit(federated_trainer, 3, **options)
+    secure, _, trainer = fit(federated_trainer, 3, SecureSum(), **options)
+    assert len(secure.aggregates) == 3
+    assert trainer.callback_metrics["privacy/epsilon"] > 0
+    ring = trainer.federation.server.aggregator.ring
+    assert ring.clients == 5  # a draw may have all
+    for visit in secure.visits:
+        whole = torch.cat([ring.decode(value).flatten() for value in visit.update.values()])
+        assert 0.01 * (1 - 1e-5) < whole.norm() <= 0.01
+    for name, value in plain.aggregates[0].items():
+        torch.testing.assert_close(secure.aggregates[0][name], value, atol=1e-6, rtol=0)
+
+
+@needs_accountant
+def test_with_dpsgd(federated_trainer):
+    """The clients' steps have their own noise; what is sent of them is whole numbers."""
+    pytest.importorskip("opacus", reason="opacus is not installed")
+    callback = DPSGD(1.0, 1.0, 1e-3)
+    options = {"max_rounds": 2, "callbacks": [callback], "weighting": "uniform"}
+    trainer = federated_trainer(secure_sum=SecureSum(5.0), **options)
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(CLIENTS)))
+    assert trainer.callback_metrics["dp/epsilon"] == pytest.approx(callback.epsilon())
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["median", "krum", "fedatt", "scaffold", "fednova", "fedmargin", "qffl", "fesem"])
+def test_methods_that_are_no_sum(method):
+    with pytest.raises(ValueError, match=r"is none: take 'fedavg'|whose clients send steps alone"):
+        SecureSum(1.0).protect(build_method(method))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"secure_sum": SecureSum(1.0)}, "Expected `max_samples`, the most examples that count of a client, or"),
+        ({"secure_sum": SecureSum(1.0), "max_samples": 10**7}, "of 32 bits too few are left"),
+        ({"secure_sum": SecureSum()}, "Expected a `clip` of a secure sum, unless there is one of `CentralDP`"),
+        (
+            {"secure_sum": SecureSum(1.0), "privacy": CentralDP(1.0, 1e-3, noise_multiplier=1.0)},
+            "Expected a `clip` of a secure sum, unless there is one of `CentralDP`",
+        ),
+        (
+            {"secure_sum": SecureSum(), "privacy": CentralDP(1.0, 1e-3, noise_multiplier=1.0, adaptive=True)},
+            "of an adaptive one every client says",
+        ),
+        (
+            {"secure_sum": SecureSum(1.0), "weighting": "uniform", "max_update_norm": 1.0},
+            "Expected no `max_update_norm` with a secure sum",
+        ),
+    ],
+)
+def test_options_that_cannot_be(options, message, federated_trainer):
+    with pytest.raises(ValueError, match=message):
+        fit(federated_trainer, 1, **options)
+
+
+def test_statistics_would_travel_alone(federated_trainer):
+    module = models.Module(models.norm_mlp())
+    with pytest.raises(MisconfigurationException, match="would leave the clients each for itself"):
+        fit(federated_trainer, 1, SecureSum(1.0), module=module, weighting="uniform")
