@@ -69,6 +69,38 @@ def trainable_entries(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, value in live_entries(module).items() if value.data_ptr() in memory)
 
 
+def untrained_entries(module: nn.Module) -> frozenset[str]:
+    """Names of the entries that training leaves as they are, unless the module itself writes into them.
+
+    They are the parameters without gradient, and the buffers of layers in evaluation mode.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval())
+        >>> sorted(untrained_entries(net))
+        ['0.bias', '0.weight', '2.num_batches_tracked', '2.running_mean', '2.running_var']
+
+    """
+    trained = trainable_entries(module)
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)} - trained
+    for path, layer in module.named_modules():
+        if not layer.training:
+            names |= {f"{path}.{name}" if path else name for name, _ in layer.named_buffers(recurse=False)}
+    return frozenset(names.intersection(live_entries(module)))
+
+
+def is_identical(left: Tensor, right: Tensor) -> bool:
+    """True if two tensors are one, or have the same type, shape, device and values; NaN equals nothing.
+
+    Example:
+        >>> is_identical(torch.zeros(2), torch.zeros(2)), is_identical(torch.zeros(2), torch.zeros(2).half())
+        (True, False)
+
+    """
+    if left is right:
+        return True
+    return left.dtype == right.dtype and left.device == right.device and torch.equal(left, right)
+
+
 def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
     """Maps every entry to the first name of its memory: its own name, unless it is tied to an earlier entry.
 
