@@ -41,7 +41,7 @@ from lightning_fed.model.entries import (
     trainable_entries,
     untrained_entries,
 )
-from lightning_fed.rounds.batch_norm import prepare_batch_norm, recalibrate
+from lightning_fed.rounds.batch_norm import freeze_batch_norm, recalibrate, warn_of_batch_norm
 from lightning_fed.rounds.callback import FederatedCallback, federated_callbacks
 from lightning_fed.rounds.carried_attributes import note_attributes, warn_of_carried
 from lightning_fed.rounds.client_errors import client_fault
@@ -95,6 +95,8 @@ class Round:
         self.fit, self.cohort, self._loader = fit, cohort, loader
         self._trainer, self._module, self._server = fit.trainer, fit.module, fit.server
         fit.progress.start_round(fit.trainer)
+        if fit.is_batch_norm_fixed:
+            freeze_batch_norm(fit.module)
         if fit.remote is not None:
             fit.remote.start(fit)
         seed_everything(fit.schedule.start_seed(fit.trainer.current_epoch))
@@ -121,12 +123,12 @@ class Round:
         self._server.start_round(fit.trainer.current_epoch, self.start.state)
 
     def open(self) -> None:
-        """Prepares BatchNorm and calls the hooks of the round's start, before the first batch."""
+        """Calls the hooks of the round's start, before the first batch."""
         self.fit.synchronisation.start_round(self)
         if process_group_of(self._trainer).rank == 0:
             for client, reason in self._loader.failed.items():
                 self._server.fail(client, reason, self._loader.errors.get(client))
-        prepare_batch_norm(self.fit, self.local, self._loader.visits)
+        warn_of_batch_norm(self.fit, self.local, self._loader.visits)
         for callback in self._server_callbacks:
             callback.on_server_round_start(self._trainer, self._module)
         self._attributes = note_attributes(self._module)
