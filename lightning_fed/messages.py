@@ -7,6 +7,9 @@ counted, not estimated.
 Where the broadcast depends on the client, the client sends a :class:`Request` first. It may ask for a few rows of a
 large table (the classes of a head, the words of an embedding), and only these rows then travel, in both directions; or
 it may tell which parts of the model it has already.
+
+Entries that do not train (parameters without gradient, constant buffers) do not travel where the other side has their
+values: they are named in ``unsent``, and filled in by the receiver.
 """
 
 from __future__ import annotations
@@ -110,6 +113,8 @@ class Broadcast:
         extras: Further tensors of the method (control variates, ...).
         rows: For entries that ``state`` holds in part, the indices of their rows: those of the client's
             :class:`Request`, which this message answers. Their bytes are counted there.
+        unsent: Names of entries of ``state`` that the client has already, so that they do not travel. The server fills
+            it in.
 
     """
 
@@ -117,11 +122,17 @@ class Broadcast:
     state: State
     extras: State = field(default_factory=dict)
     rows: State = field(default_factory=dict)
+    unsent: frozenset[str] = frozenset()
+
+    @property
+    def sent(self) -> State:
+        """The entries of ``state`` that travel."""
+        return {name: value for name, value in self.state.items() if name not in self.unsent}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors in the message."""
-        return tensor_bytes(self.state) + tensor_bytes(self.extras)
+        """Bytes of all tensors that travel."""
+        return tensor_bytes(self.sent) + tensor_bytes(self.extras)
 
 
 @dataclass
@@ -136,6 +147,9 @@ class ClientUpdate:
         metrics: Plain numbers for the log.
         rows: For entries that ``state`` holds in part, the indices of their rows. The server fills in the rows that it
             sent: a client cannot write into rows that it did not ask for.
+        unsent: Names of entries of ``state`` that do not train and that the visit has left as the client was sent them,
+            so that they do not travel. Their tensors are those of the broadcast: put new ones in their place, do not
+            write into them.
 
     """
 
@@ -145,8 +159,14 @@ class ClientUpdate:
     extras: State = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     rows: State = field(default_factory=dict)
+    unsent: frozenset[str] = frozenset()
+
+    @property
+    def sent(self) -> State:
+        """The entries of ``state`` that travel."""
+        return {name: value for name, value in self.state.items() if name not in self.unsent}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors in the message."""
-        return tensor_bytes(self.state) + tensor_bytes(self.extras)
+        """Bytes of all tensors that travel."""
+        return tensor_bytes(self.sent) + tensor_bytes(self.extras)

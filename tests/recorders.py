@@ -58,6 +58,11 @@ class SeenVisit:
     extras: tuple = ()
 
 
+def travelling(message):
+    """The entries of a message that travel: those that do not train stay where they are known."""
+    return {name: value for name, value in message.state.items() if name not in message.unsent}
+
+
 class Recorder(FederatedCallback):
     """Notes every message, visit, aggregate, and what validation saw."""
 
@@ -77,8 +82,8 @@ class Recorder(FederatedCallback):
         self.down_bytes.append(0)
         self.up_bytes.append(0)
 
-    def on_server_send(self, trainer, module, client, broadcast):
-        self.down_bytes[-1] += bytes_of(broadcast.state, broadcast.extras)
+    def on_client_receive(self, trainer, module, client, broadcast):
+        self.down_bytes[-1] += bytes_of(travelling(broadcast), broadcast.extras)
 
     def on_client_start(self, trainer, module, client, broadcast):
         sent = {name: value.cpu().clone() for name, value in broadcast.state.items()}
@@ -106,7 +111,7 @@ class Recorder(FederatedCallback):
         visit.num_samples = update.num_samples
 
     def on_server_receive(self, trainer, module, update):
-        self.up_bytes[-1] += bytes_of(update.state, update.extras)
+        self.up_bytes[-1] += bytes_of(travelling(update), update.extras)
 
     def on_server_aggregate(self, trainer, module, state):
         self.aggregates.append({name: value.cpu().clone() for name, value in state.items()})

@@ -224,7 +224,7 @@ class FedNova(AveragingAggregator):
 
     def aggregate(self) -> State:
         """The global model, moved by the normalised changes."""
-        means = super().aggregate()
+        means = self.running.mean(self._state)
         for name, total in self.sums.items():
             means[name] = total.step(self._state[name], self.num_samples)
         return {name: means[name] for name in self._state if name in means}

@@ -125,7 +125,8 @@ class ServerOptimizer(Aggregator):
         self._state = state
         self.held: dict[str, Tensor] = {}  # of entries that came in rows: whether a client held the row
         self.whole: set[str] = set()  # entries that came as a whole
-        self.inner.trainable, self.inner.num_clients = self.trainable, self.num_clients
+        self.inner.trainable, self.inner.untrained = self.trainable, self.untrained
+        self.inner.num_clients = self.num_clients
         self.inner.start_round(round, state)
 
     def broadcast(self, client: Client) -> Broadcast:

@@ -168,7 +168,8 @@ class AttackedRule(Aggregator):
     def start_round(self, round: int, state: State) -> None:
         """Starts a round of the rule."""
         self._forget(state)
-        self.inner.trainable, self.inner.num_clients = self.trainable, self.num_clients
+        self.inner.trainable, self.inner.untrained = self.trainable, self.untrained
+        self.inner.num_clients = self.num_clients
         self.inner.start_round(round, state)
 
     def sampling(self) -> SecretSampling | None:

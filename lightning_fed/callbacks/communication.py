@@ -73,8 +73,8 @@ class CommunicationReport(FederatedCallback):
     Counted are the tensors of the messages themselves: a client's broadcast as it arrives, its answer as it leaves, the
     rows that it asks for. For FedSS with :math:`\varphi` as all but the head and :math:`d` numbers per class that is
     :math:`|\varphi| + d |S_k|` in each direction. Each time federated averaging would send all entries of the model,
-    personal and frozen ones too. Messages without a visit, BatchNorm's recalibration, are in ``comm/down_bytes``
-    and ``comm/up_bytes`` alone, which :class:`Federation` logs.
+    also those that are personal or frozen, or do not travel because they do not train. Messages without a visit,
+    BatchNorm's recalibration, are in ``comm/down_bytes`` and ``comm/up_bytes`` alone, which :class:`Federation` logs.
 
     Logged is, for every round, ``comm/down_share`` and ``comm/up_share``: the bytes over those of federated averaging.
     After the fit (or in it) :meth:`table` has the means over clients and rounds for every part, :attr:`rows` and
@@ -156,14 +156,14 @@ class CommunicationReport(FederatedCallback):
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
         """Counts the client's request and the broadcast that answers it."""
-        request, parts = self._request, {**self._by_part(broadcast.state), _EXTRAS: broadcast.extras}
+        request, parts = self._request, {**self._by_part(broadcast.sent), _EXTRAS: broadcast.extras}
         for part, tensors in parts.items():
             self._add(trainer, client, part, tensors, "down")
         self._add(trainer, client, _REQUEST, {**distinct(request.rows), **request.extras}, "up")
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
         """Counts the client's answer."""
-        for part, tensors in {**self._by_part(update.state), _EXTRAS: update.extras}.items():
+        for part, tensors in {**self._by_part(update.sent), _EXTRAS: update.extras}.items():
             self._add(trainer, update.client, part, tensors, "up")
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:

@@ -47,6 +47,7 @@ from lightning_fed.rounds.scheduler_steps import check_estimate, count_scheduler
 from lightning_fed.rounds.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.rounds.trainer_checks import add_callbacks, check_schedulers, put_first
 from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.server.held_entries import HeldEntries
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.limits import UpdateLimits
 from lightning_fed.server.schedule import Cohort, Schedule, default_seed
@@ -135,8 +136,8 @@ class Federation(L.Callback):
         the start of the round.
 
         Checkpoints hold ``rounds``, ``seed``, ``totals``, ``failed_rounds`` (ints), ``method``, ``clients`` (texts),
-        the states of ``aggregator`` and ``store``, and ``initial_statistics`` (tensors; empty but for pooled statistics
-        of unseen data).
+        the states of ``aggregator`` and ``store``, ``initial_statistics`` (tensors; empty but for pooled statistics of
+        unseen data) and ``held`` (which clients have which entries that do not train).
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)
@@ -249,6 +250,7 @@ class Federation(L.Callback):
             fixed_after=self.fixed_after,
             clock=self.clock,
         )
+        self.server.held = HeldEntries()
         self._loop = RoundLoop(self._fit, self.max_failed_rounds)
         self._models = ClientModels(self._fit)
 
@@ -399,11 +401,11 @@ class Federation(L.Callback):
             return
         self._loop.detach()
         log, rounds, failed_rounds = self.round_log, self.rounds, self._loop.failed_rounds
-        initial_statistics = self._fit.initial_statistics
+        initial_statistics, held = self._fit.initial_statistics, self.server.held
         self._reset(self._fit.remote)
         if rounds and previous is trainer and trainer.current_epoch == rounds:  # its `max_epochs` was raised
             self._fit.round_log, self._fit.rounds, self._loop.failed_rounds = log, rounds, failed_rounds
-            self._fit.initial_statistics = initial_statistics
+            self._fit.initial_statistics, self.server.held = initial_statistics, held
             self.store.restore(rounds, self.store.checkpoint(rounds))
         else:
             self.server.aggregator.load_state_dict(copy.deepcopy(self._fresh_aggregator))
@@ -424,6 +426,7 @@ class Federation(L.Callback):
         self._loop.start_training()
         local = self.local_model(pl_module)
         check_model({name: local.entries[name] for name in local.shared})
+        self.server.held.restore(local.entries)
         self._describe_clients()
         self.round_log.show(trainer)  # a fit that was resumed between a round's end and its checkpoint needs them
         if self.rounds == 0:
@@ -520,6 +523,7 @@ class Federation(L.Callback):
             "aggregator": self.server.aggregator.state_dict() if self._fit.round is None else self.server.state_before,
             "store": self.store.checkpoint(self.rounds),
             "initial_statistics": self._fit.initial_statistics,
+            "held": self.server.held.state_dict(),
         }
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -545,6 +549,7 @@ class Federation(L.Callback):
         self.server.aggregator.load_state_dict(state_dict["aggregator"])
         self._models.restore(self.rounds, state_dict["store"], must=self._is_fit)
         self._fit.initial_statistics = state_dict.get("initial_statistics", {})  # not in checkpoints of older versions
+        self.server.held.load_state_dict(state_dict.get("held", {}))
 
     def find_population(self) -> Population:
         """All clients; in a fit their data are asked for if they are not known yet."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_optimizers import OPTIMIZER
 from lightning_fed.messages import Client, ClientUpdate, State
-from lightning_fed.model.entries import Policy, copy_state, live_entries, load_entries
+from lightning_fed.model.entries import Policy, copy_state, identical_entries, live_entries, load_entries
 from lightning_fed.model.resize import resize_module, set_tensor_data
 
 OWN_MODEL = "model:"
@@ -82,11 +82,21 @@ class LocalModel:
         self._buffers = {name: (module.get_submodule(name.rpartition(".")[0]), value) for name, value in buffers}
         self.memory: State = {}
 
-    def global_state(self) -> State:
-        """A copy of the shared entries; sliced ones without copying, because no visit writes into them."""
+    def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
+        """A copy of the shared entries; sliced ones without copying, because no visit writes into them.
+
+        Args:
+            known: Tensors to return in the place of copies of entries with the same values.
+
+        """
         self._find_buffers()
-        copied = copy_state({name: self.entries[name] for name in self.shared if name not in self.sliced})
-        return {name: copied.get(name, self.entries[name]) for name in self.shared}
+        known = {name: value for name, value in (known or {}).items() if name in self.entries}
+        unchanged = identical_entries({name: self.entries[name] for name in known}, known)
+        here = [name for name in self.shared if name not in self.sliced and name not in unchanged]
+        copied = copy_state({name: self.entries[name] for name in here})
+        return {
+            name: known[name] if name in unchanged else copied.get(name, self.entries[name]) for name in self.shared
+        }
 
     def load_global(self, state: Mapping[str, Tensor]) -> None:
         """Loads the global model: shared entries from ``state``, all others the server's.
@@ -153,9 +163,9 @@ class LocalModel:
         """The client's stored optimizer state, in the form of :func:`pack_optimizers`."""
         return {name: value for name, value in (self.store.get(client) or {}).items() if name.startswith(OPTIMIZER)}
 
-    def answer(self, client: Client, num_samples: int) -> ClientUpdate:
-        """Builds the client's update: copies of the shared entries, and the rows of sliced ones without copying."""
-        return ClientUpdate(client, num_samples, self.global_state())
+    def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
+        """Builds the client's update of what :meth:`global_state` returns."""
+        return ClientUpdate(client, num_samples, self.global_state(known))
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
         """Copies entries into the module; replaces the data of sliced ones."""

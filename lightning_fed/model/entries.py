@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import State
-from lightning_fed.numerics.foreach import copies, copy_into, differences, norms
+from lightning_fed.numerics.foreach import are_equal, copies, copy_into, differences, norms
 
 Policy: TypeAlias = Literal["shared", "sliced", "personal", "frozen"]
 Selector: TypeAlias = type[nn.Module] | str | Callable[[nn.Module], Iterable[str]]
@@ -66,6 +66,47 @@ def trainable_entries(module: nn.Module) -> frozenset[str]:
     """
     memory = {parameter.data_ptr() for parameter in module.parameters() if parameter.requires_grad}
     return frozenset(name for name, value in live_entries(module).items() if value.data_ptr() in memory)
+
+
+def untrained_entries(module: nn.Module) -> frozenset[str]:
+    """Names of the entries that training leaves as they are, unless the module itself writes into them.
+
+    They are the parameters without gradient, and the buffers of layers in evaluation mode.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval())
+        >>> sorted(untrained_entries(net))
+        ['0.bias', '0.weight', '2.num_batches_tracked', '2.running_mean', '2.running_var']
+
+    """
+    trained = trainable_entries(module)
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)} - trained
+    for path, layer in module.named_modules():
+        if not layer.training:
+            names |= {f"{path}.{name}" if path else name for name, _ in layer.named_buffers(recurse=False)}
+    return frozenset(names.intersection(live_entries(module)))
+
+
+def identical_entries(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> frozenset[str]:
+    """Names of the entries that are one tensor in both states, or have the same type, shape, device and values.
+
+    NaN equals nothing. It synchronises with the device once.
+
+    Example:
+        >>> left = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)}
+        >>> sorted(identical_entries(left, {"a": torch.zeros(2), "b": torch.zeros(2).half(), "d": torch.zeros(2)}))
+        ['a']
+
+    """
+    both = [name for name in left if name in right]
+    same = {name for name in both if left[name] is right[name]}
+    alike = [name for name in both if name not in same and _form(left[name]) == _form(right[name])]
+    flags = are_equal([left[name] for name in alike], [right[name] for name in alike])
+    return frozenset(same.union(name for name, flag in zip(alike, flags, strict=True) if flag))
+
+
+def _form(value: Tensor) -> tuple[torch.dtype, torch.Size, torch.device]:
+    return value.dtype, value.shape, value.device
 
 
 def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:

@@ -73,6 +73,20 @@ def differences(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
             yield from torch._foreach_sub([new for new, _ in batch], [old for _, old in batch])  # noqa: SLF001
 
 
+def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
+    """Whether the values of each pair of tensors of one shape are the same; the device is waited for once.
+
+    Example:
+        >>> are_equal([torch.ones(2), torch.zeros(1)], [torch.ones(2), torch.ones(1)])
+        [True, False]
+
+    """
+    if _are_on_the_cpu(left):
+        return [torch.equal(one, other) for one, other in zip(left, right, strict=True)]
+    flags = [(one == other).all() for one, other in zip(left, right, strict=True)]
+    return [bool(flag) for flag in torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()]
+
+
 def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Euclidean norm of each tensor, float32, shape ``()``; those of the CPU come first.
 

@@ -44,6 +44,7 @@ class WeightedMean:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
+        self._weights: dict[str, float] = {}  # of the states that hold an entry
         self._likes: dict[str, Tensor] = {}  # empty tensors of the entries' dtypes, on their devices
         self._integers: dict[str, Tensor] = {}
         self._rows: dict[str, RowSums] = {}
@@ -58,7 +59,8 @@ class WeightedMean:
         """Adds one state.
 
         Args:
-            state: Entries of any shape; every state added must have the same names and shapes.
+            state: Entries of any shape; every state added must have the same names and shapes. A floating-point entry
+                may be missing: it then counts with its value in the ``base`` of :meth:`mean`.
             weight: Its weight, not negative.
             size: Number of examples behind it; decides whose integer entries are kept.
             rows: For entries that ``state`` holds in part, the indices of their rows: int64, shape ``(rows,)``.
@@ -80,6 +82,7 @@ class WeightedMean:
             elif name not in self._sums:
                 self._sums[name] = to_float64(value.detach().contiguous(), copy=True).mul_(weight)
                 self._likes[name] = value.new_empty(0)
+            self._weights[name] = self._weights.get(name, 0.0) + weight
         self._largest = max(self._largest, size)
         self.total += weight
         self.count += 1
@@ -93,6 +96,8 @@ class WeightedMean:
             else:
                 self._sums[name] = value.clone()
                 self._likes[name] = other._likes[name]
+        for name, weight in other._weights.items():
+            self._weights[name] = self._weights.get(name, 0.0) + weight
         for name, value in other._integers.items():
             self._keep_integer(name, value, other._largest)
         for name, sums in other._rows.items():
@@ -108,7 +113,8 @@ class WeightedMean:
         """The weighted mean of the states that were added, in the entries' own dtypes.
 
         Args:
-            base: The state before the round; needed for entries that the states hold in part.
+            base: The state before the round; needed for entries that the states hold in part, or some of them not at
+                all.
             row_weighting: Weighting of such rows, see :meth:`RowSums.mean`.
 
         Raises:
@@ -118,7 +124,7 @@ class WeightedMean:
         if self.total <= 0:
             raise ValueError("Expected at least one state with a positive weight before `mean`.")
         means = {
-            name: cast_back(value / self.total, self._likes[name])
+            name: cast_back(self._completed(name, value, base) / self.total, self._likes[name])
             for name, value in self._sums.items()
             if name not in self._rows
         }
@@ -126,6 +132,12 @@ class WeightedMean:
             assert base is not None
             means[name] = self._with_whole(name, sums).mean(base[name], row_weighting, self.total)
         return means | {name: value.clone() for name, value in self._integers.items()}
+
+    def _completed(self, name: str, value: Tensor, base: Mapping[str, Tensor] | None) -> Tensor:
+        """An entry's sum over all states, also those that do not hold it."""
+        if base is None or self._weights[name] == self.total:
+            return value
+        return value + to_float64(base[name]) * (self.total - self._weights[name])
 
     def _with_whole(self, name: str, sums: RowSums) -> RowSums:
         """The sums of an entry's rows, joined with those of the states that hold the whole entry."""

@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 class ClippedSteps(FederatedCallback):
     """The client's half of central differential privacy: it clips its step, and says nothing else of itself.
 
-    The number of examples that it sends is 1, and metrics of callbacks before this one stay at home.
+    The number of examples that it sends is 1. Metrics of callbacks before this one stay at home, and so does what a
+    module writes into parameters without gradient: the server adds no noise to them.
 
     Args:
         adaptive: Whether it says if its step was short enough.
@@ -52,10 +53,12 @@ class ClippedSteps(FederatedCallback):
         """Clips the step."""
         broadcast = self._broadcasts.pop(client)
         clip = float(broadcast.extras[CLIP])
+        untrained = find_federation(trainer).server.aggregator.untrained
+        update.state |= {name: broadcast.state[name] for name in untrained if name in update.state}
         steps = {
             name: to_float64(value) - to_float64(broadcast.state[name])
             for name, value in update.state.items()
-            if value.is_floating_point()
+            if value.is_floating_point() and name not in untrained
         }
         length = step_length(steps)
         factor = clip_factor(length, clip)

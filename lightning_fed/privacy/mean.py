@@ -269,7 +269,7 @@ class PrivateMean(Aggregator):
 
     @property
     def _names(self) -> list[str]:
-        return [name for name, value in self._state.items() if value.is_floating_point()]
+        return [name for name, value in self._state.items() if value.is_floating_point() and name not in self.untrained]
 
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
         """Noise of this round for an entry, float64, a function of (key, round, name).

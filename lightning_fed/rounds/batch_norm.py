@@ -54,8 +54,8 @@ def thaw_batch_norm(module: nn.Module) -> None:
                 child.train(parent.training)
 
 
-def prepare_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[PlannedVisit]) -> None:
-    """Prepares BatchNorm layers for a round, and says once in a fit what its way with running statistics cannot do.
+def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[PlannedVisit]) -> None:
+    """Says once in a fit what its way with BatchNorm's running statistics cannot do.
 
     Args:
         fit: The fit.
@@ -63,8 +63,6 @@ def prepare_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
         visits: The round's visits in this process.
 
     """
-    if fit.is_batch_norm_fixed:
-        freeze_batch_norm(fit.module)
     if fit.has_warned_of_batch_norm:
         return
     rounds = fit.trainer.max_epochs

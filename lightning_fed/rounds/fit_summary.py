@@ -12,6 +12,7 @@ from lightning_fed.rounds.fit import FederatedFit
 from lightning_fed.rounds.synchronisation import process_group_of
 
 _UNITS = ["bytes", "kB", "MB", "GB", "TB"]
+_AT_HOME = ("personal", "frozen", "untrained")
 _OWN = ("fed/", "comm/", "client/", "clients/")
 
 
@@ -38,14 +39,18 @@ def describe_start(fit: FederatedFit, method: str) -> str:
 
     """
     clients, trainer = len(fit.population.clients), fit.trainer
-    counts = Counter(fit.policies.values())
+    counts = Counter[str](fit.policies.values())
     entries = live_entries(fit.module)
-    shared = {name: entries[name] for name, policy in fit.policies.items() if policy == "shared"}
+    untrained = {name for name, value in fit.module.named_parameters() if not value.requires_grad}
+    shared = {
+        name: entries[name] for name, policy in fit.policies.items() if policy == "shared" and name not in untrained
+    }
+    counts["shared"], counts["untrained"] = len(shared), counts["shared"] - len(shared)
     first, last = trainer.current_epoch, trainer.max_epochs
     rounds = "rounds without end" if last in (None, -1) else f"rounds {first} to {last - 1}"
     sampling = fit.server.aggregator.sampling()
     size = f"{'about ' if sampling is not None and sampling.is_poisson else ''}{fit.schedule.cohort_size(clients)}"
-    kept = " and ".join(f"{counts[policy]} {policy}" for policy in ("personal", "frozen") if counts[policy])
+    kept = " and ".join(f"{counts[policy]} {policy}" for policy in _AT_HOME if counts[policy])
     text = [
         f"{method}: {rounds}, {size} of {clients} clients in each, {_execution(fit)}.",
         f"{format_bytes(tensor_bytes(shared))} travel to a client and back ({counts['shared']} entries"

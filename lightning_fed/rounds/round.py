@@ -33,8 +33,15 @@ from lightning_fed.data.population import PlannedVisit, seed_everything, seeded_
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout, describe, without_frames
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
-from lightning_fed.model.entries import find_fault, find_implausible, is_running_statistic, trainable_entries
-from lightning_fed.rounds.batch_norm import prepare_batch_norm, recalibrate
+from lightning_fed.model.entries import (
+    find_fault,
+    find_implausible,
+    identical_entries,
+    is_running_statistic,
+    trainable_entries,
+    untrained_entries,
+)
+from lightning_fed.rounds.batch_norm import freeze_batch_norm, recalibrate, warn_of_batch_norm
 from lightning_fed.rounds.callback import FederatedCallback, federated_callbacks
 from lightning_fed.rounds.carried_attributes import note_attributes, warn_of_carried
 from lightning_fed.rounds.client_errors import client_fault
@@ -88,6 +95,8 @@ class Round:
         self.fit, self.cohort, self._loader = fit, cohort, loader
         self._trainer, self._module, self._server = fit.trainer, fit.module, fit.server
         fit.progress.start_round(fit.trainer)
+        if fit.is_batch_norm_fixed:
+            freeze_batch_norm(fit.module)
         if fit.remote is not None:
             fit.remote.start(fit)
         seed_everything(fit.schedule.start_seed(fit.trainer.current_epoch))
@@ -95,7 +104,7 @@ class Round:
         self.local = LocalModel(
             fit.module, fit.policies, fit.store, fit.server.aggregator.resizes, fit.initial_statistics
         )
-        self.start = RoundStart(fit.trainer, self.local, fit.optimizer_state)
+        self.start = RoundStart(fit.trainer, self.local, fit.optimizer_state, self._server.held.values)
         self.visit: PlannedVisit | None = None
         self.group: Sequence[PlannedVisit] = ()
         self.trains_sent_model = True
@@ -103,17 +112,23 @@ class Round:
         self._suspended_memories: dict[int, State] = {}  # of the visits that are suspended, by position
         self._attributes: dict[str, Any] = {}
         self._measured: dict[str, float] = {}
+        untrained = untrained_entries(fit.module) - self.local.sliced.keys()
+        self._untrained = [name for name in self.start.state if name in untrained]
+        self._came: dict[Client, State] = {}  # entries of the messages to clients as they have arrived
         self._server.aggregator.trainable = trainable_entries(fit.module)
+        self._server.aggregator.untrained = frozenset(self._untrained) & frozenset(self.local.parameters)
         self._server.aggregator.num_clients = len(fit.population.clients)
+        unchanged = {name: self.start.state[name] for name in self._untrained}
+        self._server.held.start_round(fit.trainer.current_epoch, unchanged)
         self._server.start_round(fit.trainer.current_epoch, self.start.state)
 
     def open(self) -> None:
-        """Prepares BatchNorm and calls the hooks of the round's start, before the first batch."""
+        """Calls the hooks of the round's start, before the first batch."""
         self.fit.synchronisation.start_round(self)
         if process_group_of(self._trainer).rank == 0:
             for client, reason in self._loader.failed.items():
                 self._server.fail(client, reason, self._loader.errors.get(client))
-        prepare_batch_norm(self.fit, self.local, self._loader.visits)
+        warn_of_batch_norm(self.fit, self.local, self._loader.visits)
         for callback in self._server_callbacks:
             callback.on_server_round_start(self._trainer, self._module)
         self._attributes = note_attributes(self._module)
@@ -168,6 +183,7 @@ class Round:
         for callback in self._server_callbacks:
             callback.on_server_send(self._trainer, self._module, client, broadcast)
         self._server.sent(client, broadcast)
+        self._came[client] = dict(broadcast.state)
         return broadcast
 
     def unpack(self, client: Client, broadcast: Broadcast) -> None:
@@ -303,10 +319,20 @@ class Round:
     def answer(self, planned: PlannedVisit) -> ClientUpdate:
         """Makes the client's update, as callbacks change it before it is sent."""
         client = planned.visit.client
-        update = self.local.answer(client, planned.num_samples)
+        came = self._came.pop(client)
+        # Callbacks may write into the update, which without them needs no copies of what has not changed.
+        has_callbacks = any(is_overridden("on_client_end", hooks, FederatedCallback) for hooks in self._callbacks)
+        update = self.local.answer(client, planned.num_samples, None if has_callbacks else self._unchanged_of(came))
         for callback in self._callbacks:
             callback.on_client_end(self._trainer, self._module, client, update)
+        if update.state.keys() == came.keys():
+            unchanged = self._unchanged_of(came)
+            update.unsent = identical_entries(unchanged, update.state)
+            update.state |= {name: unchanged[name] for name in update.unsent}
         return update
+
+    def _unchanged_of(self, came: State) -> State:
+        return {name: came[name] for name in self._untrained if name in came}
 
     def receive(self, update: ClientUpdate) -> bool:
         """Counts, unpacks and checks an update, and has it aggregated; returns whether it was good."""
@@ -383,6 +409,7 @@ class Round:
                 self._server.abandon_round()
                 self.load_global(self.start.state)
                 state, is_new = None, False
+        self._server.held.note(self._server.report.round, self._server.report.received)
         self.log(has_aggregate=state is not None)
         self.fit.synchronisation.end_round()
         self._end(is_new)

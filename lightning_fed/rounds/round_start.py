@@ -10,6 +10,7 @@ import torch
 
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.client.local_optimizers import LocalOptimizers
+from lightning_fed.messages import State
 from lightning_fed.model.entries import tied_names
 from lightning_fed.rounds.lightning_internals import loss_scaler, loss_scaler_key
 
@@ -21,6 +22,7 @@ class RoundStart:
         trainer: The Trainer.
         local: The module's entries; the module holds the global model.
         optimizer_state: Whether clients start with fresh optimizer state or with their own.
+        known: Tensors that take the place of copies of entries with the same values.
 
     Attributes:
         state: The global model's shared entries.
@@ -28,7 +30,13 @@ class RoundStart:
 
     """
 
-    def __init__(self, trainer: L.Trainer, local: LocalModel, optimizer_state: Literal["reset", "keep"]) -> None:
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        local: LocalModel,
+        optimizer_state: Literal["reset", "keep"],
+        known: State | None = None,
+    ) -> None:
         self._trainer, self._local = trainer, local
         # With manual optimization Lightning leaves the stepping, and so the interval, to the user.
         is_manual = not trainer.lightning_module.automatic_optimization
@@ -43,7 +51,7 @@ class RoundStart:
             optimizer_state,
             [configs[index].scheduler for index in per_epoch if not configs[index].reduce_on_plateau],
         )
-        self.state = local.global_state()
+        self.state = local.global_state(known)
 
     def restore(self) -> None:
         """Makes the module the global model again, and its optimizers what they were."""

@@ -36,6 +36,7 @@ class Aggregator(ABC):
         always: Clients that take part in every round, beside those that are drawn, with all of their work.
         trainable: Names of the entries that the clients train, for rules that must tell them from others; a fit sets it
             before every round. ``None`` where nobody has said so.
+        untrained: Names of the parameters without gradient, which a visit most often leaves as they are; set likewise.
         num_clients: Number of all clients of the federation, for rules that keep something of each; set likewise.
 
     """
@@ -45,6 +46,7 @@ class Aggregator(ABC):
     takes_rows: bool = False
     always: Sequence[Client] = ()
     trainable: frozenset[str] | None = None
+    untrained: frozenset[str] = frozenset()
     num_clients: int | None = None
 
     @abstractmethod
@@ -68,7 +70,10 @@ class Aggregator(ABC):
 
     @abstractmethod
     def receive(self, update: ClientUpdate) -> None:
-        """Takes one client's update, already checked. Its tensors belong to the aggregator from now on.
+        """Takes one client's update, already checked.
+
+        Its tensors belong to the aggregator from now on, but for those named in ``update.unsent``: they are the
+        broadcast's, and only to be read.
 
         Raises:
             BadUpdate: If the rule cannot use it; nothing of it is kept, and the client is left out by name.

@@ -46,8 +46,13 @@ class AveragingAggregator(Aggregator):
         return Broadcast(self._round, dict(self._state))
 
     def receive(self, update: ClientUpdate) -> None:
-        """Adds the update to the mean."""
-        self.running.add(update.state, self.weight(update), update.num_samples, update.rows)
+        """Adds the update to the mean, but for entries that are the round's own: most of a model with adapters."""
+        moved = {
+            name: value
+            for name, value in update.state.items()
+            if value is not self._state.get(name) or not value.is_floating_point()
+        }
+        self.running.add(moved, self.weight(update), update.num_samples, update.rows)
 
     def merge(self, other: Aggregator) -> None:
         """Joins the mean of another aggregator of the same kind.
@@ -62,4 +67,6 @@ class AveragingAggregator(Aggregator):
 
     def aggregate(self) -> State:
         """The mean of the updates received."""
-        return self.running.mean(self._state, self.row_weighting)
+        means = self.running.mean(self._state, self.row_weighting)
+        unmoved = {name: value.clone() for name, value in self._state.items() if name not in means}
+        return {name: (means if name in means else unmoved)[name] for name in self._state} if unmoved else means

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_fed.argument_checks import check_count
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
+from lightning_fed.server.held_entries import HeldEntries
 from lightning_fed.server.limits import UpdateLimits
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class ServerInterface(ABC):
         report: Report of the round that is under way, or was last.
         state_before: The aggregator's state when the round began.
         errors: Exceptions by which updates of the round have failed here, without tracebacks.
+        held: Record of the entries without gradient that clients have already.
 
     Raises:
         ValueError: If ``min_clients`` is not a whole number from 1 on.
@@ -99,6 +101,7 @@ class ServerInterface(ABC):
         self.errors: dict[Client, Exception] = {}
         self.report = RoundReport(round=-1)
         self.state_before: dict[str, Any] = {}
+        self.held = HeldEntries()
 
     @abstractmethod
     def start_round(self, round: int, state: State) -> None:

@@ -6,7 +6,7 @@ Nothing here knows Lightning: feed it messages and it aggregates.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from torch import Tensor
 
@@ -80,6 +80,7 @@ class Server(ServerInterface):
         self._rows: dict[Client, State] = {}
         self._sent: dict[Client, State] = {}
         self._waiting: list[tuple[ClientUpdate, State]] = []  # for the median of all steps
+        self._names: Set[str] = frozenset()  # of the global model
         self._length = 1.0  # of the global model
 
     def start_round(self, round: int, state: State) -> None:
@@ -91,6 +92,7 @@ class Server(ServerInterface):
         self._rows.clear()
         self._sent.clear()
         self._waiting = []
+        self._names = state.keys()
         self._length = max(1.0, float(norm(state[name] for name in self._trained(state))))
         self.aggregator.start_round(round, state)
 
@@ -115,6 +117,12 @@ class Server(ServerInterface):
         self._sent[client] = dict(broadcast.state)
         return broadcast
 
+    def sent(self, client: Client, broadcast: Broadcast) -> None:
+        """Counts a message that goes to a client; of a whole model without what the client has already."""
+        if broadcast.state.keys() == self._names:
+            broadcast.unsent = self.held.held_by(client, broadcast.state, client in self.report.received)
+        super().sent(client, broadcast)
+
     def count(self, update: ClientUpdate) -> bool:
         """Counts an update as it has arrived; its rows are those that the client was sent."""
         self.report.up_bytes += update.nbytes
@@ -126,7 +134,7 @@ class Server(ServerInterface):
         client = update.client
         expected, sent = self._expected.pop(client), self._sent.pop(client)
         fault = find_bad_count(update.num_samples) or find_fault(update.state, expected, finite=False)
-        fault = fault or find_implausible(update.state) or find_non_finite(update.extras)
+        fault = fault or find_implausible(update.sent) or find_non_finite(update.extras)
         if fault is not None:
             return self.fail(client, fault)
         length = self._measure(update, sent)

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.backends.flower.bounds import OrderBounds
 from lightning_fed.backends.flower.data import HalfData
+from lightning_fed.backends.flower.held_file import HeldFile
 from lightning_fed.backends.flower.options import check_options
 from lightning_fed.backends.flower.packets import (
     HELLO,
@@ -196,7 +197,10 @@ class ClientRunner:
             if excess is not None:
                 _log.warning("Round %d: client %r does not train: %s.", train_request.visit.round, client, excess)
                 return write_fault(Fault(client, excess))
-        remote = RemoteServerSide(kind, train_request, broadcast, population)
+        held = HeldFile(self._store / train_request.run)
+        if train_request.keeps:
+            held.keep(broadcast.state)
+        remote = RemoteServerSide(kind, train_request, broadcast, population, held.read() if train_request.held else {})
         try:
             if train_request.run != self._run:
                 L.seed_everything(train_request.seed, verbose=False)
@@ -219,9 +223,8 @@ class ClientRunner:
             store = FolderStore(self._store / train_request.run, keep_all=True)
             if train_request.needed:
                 store.prune(client, train_request.needed)
-            return write_update(
-                server.update, Answer(steps, remote.left, store.newest(client) == train_request.visit.round)
-            )
+            keeps = store.newest(client) == train_request.visit.round
+            return write_update(server.update, Answer(steps, remote.left, keeps, len(server.update.unsent)))
         return write_fault(Fault(client, server.fault or "it has no answer"))
 
     def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:

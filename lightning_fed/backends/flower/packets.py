@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, distinct
 from lightning_fed.server.schedule import Visit
 
-VERSION = 2
+VERSION = 3
 """Version of the messages. Halves of different versions do not understand each other, and say so."""
 
 _MANY = 2**53  # whole numbers that a float holds exactly
@@ -44,6 +44,9 @@ _DTYPES = {
 
 NOT_HERE = "its data are not at this node"
 """The fault of a client that is asked for at the wrong node."""
+
+NOT_HELD = "it does not have the entries that it was not sent"
+"""The fault of a client whose model began with other values than the server's: it is asked again, with all of them."""
 
 
 class PacketError(ValueError):
@@ -86,6 +89,8 @@ class TrainRequest:
         frozen: Digest of the entries that never travel, which both halves must have alike.
         hyperparameters: Those of the round's optimizers, and the start of per-step schedulers and the loss scale.
         asked: Digest of the client's request, if there was one.
+        held: Digest of the entries that are not sent because the client should have them; empty if there are none.
+        keeps: Whether the client is to keep what it is sent, because it will not be sent all of it again.
 
     """
 
@@ -97,6 +102,8 @@ class TrainRequest:
     frozen: str
     hyperparameters: dict[str, Any]
     asked: str = ""
+    held: str = ""
+    keeps: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,12 +115,14 @@ class Answer:
         after: How far the visit took what goes on from it: ``"steps"`` of every per-step scheduler, and the state of
             the loss scale as ``"scaler"``.
         keeps: The client has kept state of the visit for its next one.
+        unsent: Number of entries that the update leaves out, because they are as the client was sent them.
 
     """
 
     steps: int = 0
     after: dict[str, Any] | None = None
     keeps: bool = False
+    unsent: int = 0
 
 
 @dataclass(frozen=True)
@@ -234,7 +243,7 @@ def write_train_request(kind: str, train_request: TrainRequest, broadcast: Broad
     }
     if broadcast is None:
         return write_packet(kind, header)
-    return write_packet(kind, header, state=broadcast.state, extras=broadcast.extras)
+    return write_packet(kind, header, state=broadcast.sent, extras=broadcast.extras)
 
 
 def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadcast]:
@@ -272,8 +281,11 @@ def _check_train_request(train_request: TrainRequest) -> None:
         raise TypeError(f"visit's seed is {visit.seed}")
     if visit.portion is not None and not (isinstance(visit.portion, int | float) and 0 <= visit.portion < 1):
         raise TypeError(f"portion is {visit.portion!r}")
-    if not isinstance(train_request.frozen, str) or not isinstance(train_request.asked, str):
+    digests = train_request.frozen, train_request.asked, train_request.held
+    if not all(isinstance(text, str) for text in digests):
         raise TypeError("a digest is no text")
+    if type(train_request.keeps) is not bool:
+        raise TypeError(f"keeps is {train_request.keeps!r}")
     if not isinstance(sent, dict):
         raise TypeError(f"the hyperparameters are {sent!r}")
     bad_rate = find_bad_rate(sent)
@@ -339,8 +351,9 @@ def write_update(update: ClientUpdate, answer: Answer) -> Packet:
         "steps": answer.steps,
         "after": answer.after,
         "keeps": answer.keeps,
+        "unsent": len(update.unsent),
     }
-    return write_packet("update", header, state=update.state, extras=update.extras)
+    return write_packet("update", header, state=update.sent, extras=update.extras)
 
 
 def write_fault(fault: Fault) -> Packet:
@@ -370,11 +383,11 @@ def read_reply(packet: Packet, client: Client, round: int) -> Request | tuple[Cl
             lists = tensors["rows"]
             return Request(client, {name: lists[key] for name, key in header["same"].items()}, tensors["extras"])
         metrics = {name: float(value) for name, value in header["metrics"].items() if isinstance(value, int | float)}
-        num_samples, steps = header["num_samples"], header["steps"]
-        if any(type(number) is not int or not 0 <= number < _MANY for number in (num_samples, steps)):
-            raise PacketError(f"it reports {num_samples!r} examples and {steps!r} steps")
+        num_samples, steps, unsent = header["num_samples"], header["steps"], header["unsent"]
+        if any(type(number) is not int or not 0 <= number < _MANY for number in (num_samples, steps, unsent)):
+            raise PacketError(f"it reports {num_samples!r} examples, {steps!r} steps and {unsent!r} entries left out")
         update = ClientUpdate(client, num_samples, tensors["state"], tensors["extras"], metrics)
-        return update, Answer(steps, header["after"], header["keeps"] is True)
+        return update, Answer(steps, header["after"], header["keeps"] is True, unsent)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise (error if isinstance(error, PacketError) else PacketError(f"it has no good header: {error!r}")) from error
 

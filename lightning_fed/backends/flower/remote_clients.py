@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -17,6 +18,7 @@ from lightning_fed.backends.flower.hyperparameters import (
     pack_numbers,
 )
 from lightning_fed.backends.flower.packets import (
+    NOT_HELD,
     NOT_HERE,
     REQUEST,
     STATISTICS,
@@ -153,7 +155,9 @@ class RemoteClientSide(RemoteSide):
         requests = self._requests(fit, round.start.state)
         visits = {visit.client: visit for visit in self._cohort.visits}
 
-        def packets() -> Iterator[tuple[Client, Packet]]:
+        broadcasts: dict[Client, Broadcast] = {}
+
+        def messages() -> Iterator[tuple[Visit, Broadcast, str]]:
             for visit in self._cohort.visits:
                 request = requests.get(visit.client)
                 if visit.client in server.report.failed:
@@ -168,10 +172,10 @@ class RemoteClientSide(RemoteSide):
                         visit.client, f"its request cannot be answered: {describe(error)}", without_frames(error)
                     )
                     continue
-                asked = digest_request(request) if request is not None else ""
-                yield visit.client, write_train_request(VISIT, self._train_request_for(visit, asked), broadcast)
+                broadcasts[visit.client] = broadcast
+                yield visit, broadcast, digest_request(request) if request is not None else ""
 
-        for client, reply in self._transport.ask(VISIT, packets(), number):
+        for client, reply in self._ask(server, VISIT, messages()):
             answer = _open(reply, client, number, round.start.state)
             if isinstance(answer, Fault) and answer.reason == NOT_HERE:
                 self._transport.forget(client)
@@ -187,6 +191,7 @@ class RemoteClientSide(RemoteSide):
                 after = None if said.after is None else _read_after(said.after, optimizers, most)
                 device = fit.module.device
                 update.state, update.extras = on_device(update.state, device), on_device(update.extras, device)
+                _fill_in(update, broadcasts[client].state, said.unsent)
             except BadUpdate as error:
                 server.fail(client, str(error))
                 continue
@@ -207,13 +212,13 @@ class RemoteClientSide(RemoteSide):
         reports: list[tuple[Client, State]] = []
         models: dict[Client, State] = {}
 
-        def packets() -> Iterator[tuple[Client, Packet]]:
+        def messages() -> Iterator[tuple[Visit, Broadcast, str]]:
             for visit in visits:
                 broadcast = send(visit)
                 models[visit.client] = {**self._server_entries, **broadcast.state}
-                yield visit.client, write_train_request(STATISTICS, self._train_request_for(visit), broadcast)
+                yield visit, broadcast, ""
 
-        for client, reply in self._transport.ask(STATISTICS, packets(), server.report.round):
+        for client, reply in self._ask(server, STATISTICS, messages()):
             answer = _open(reply, client, server.report.round, models[client])
             fault = answer.reason if isinstance(answer, Fault) else "it does not answer what it was asked"
             if isinstance(answer, tuple):
@@ -229,6 +234,51 @@ class RemoteClientSide(RemoteSide):
                 fault = bad_statistics
             _log.warning("Client %r's BatchNorm statistics are left out: %s.", client, fault)
         return reports
+
+    def _ask(
+        self, server: ServerInterface, kind: str, messages: Iterable[tuple[Visit, Broadcast, str]]
+    ) -> Iterator[tuple[Client, Packet | str]]:
+        """Sends messages, each with the digest of the request that it answers, and gives the answers in their order.
+
+        A client that does not have the entries which were left out of its message is sent all of them.
+        """
+        sent: dict[Client, tuple[Visit, Broadcast, str]] = {}
+        digests: dict[frozenset[str], str] = {frozenset(): ""}
+        lacking: list[Client] = []
+
+        def pack(message: tuple[Visit, Broadcast, str]) -> tuple[Client, Packet]:
+            visit, broadcast, asked = message
+            sent[visit.client] = message
+            if broadcast.unsent not in digests:
+                digests[broadcast.unsent] = digest({name: broadcast.state[name] for name in broadcast.unsent})
+            missing = server.held.names - broadcast.unsent
+            train_request = replace(
+                self._train_request_for(visit, asked),
+                held=digests[broadcast.unsent],
+                keeps=bool(missing) and missing <= broadcast.state.keys(),
+            )
+            return visit.client, write_train_request(kind, train_request, broadcast)
+
+        def pack_whole(client: Client) -> tuple[Client, Packet]:
+            _, broadcast, _ = sent[client]
+            broadcast.unsent = frozenset()
+            server.report.down_bytes += broadcast.nbytes
+            return pack(sent[client])
+
+        number, waiting = server.report.round, list[tuple[Client, Packet | str]]()
+        for client, reply in self._transport.ask(kind, map(pack, messages), number):
+            if sent[client][1].unsent and _is_lacking(reply):
+                lacking.append(client)
+            if lacking:  # the answers stay in their order
+                waiting.append((client, reply))
+            else:
+                yield client, reply
+        if not lacking:
+            return
+        _log.info("Round %d: %d clients are sent entries that do not train, once.", number, len(lacking))
+        answers = dict(self._transport.ask(kind, map(pack_whole, lacking), number))
+        for client, reply in waiting:
+            yield client, answers.get(client, reply)
 
     def _requests(self, fit: FederatedFit, model: State) -> dict[Client, Request]:
         """Requests of the clients, where callbacks have them ask."""
@@ -257,6 +307,28 @@ class RemoteClientSide(RemoteSide):
 
     def _train_request_for(self, visit: Visit, asked: str = "") -> TrainRequest:
         return TrainRequest(visit=visit, kept=self._client_store.kept(visit.client), asked=asked, **self._train_request)
+
+
+def _is_lacking(reply: Packet | str) -> bool:
+    """True if a client says that it does not have what it was not sent."""
+    return isinstance(reply, Packet) and not reply.data and NOT_HELD in reply.text
+
+
+def _fill_in(update: ClientUpdate, sent: State, count: int) -> None:
+    """Adds the entries to an update that its client has left out, as it was sent them.
+
+    Raises:
+        BadUpdate: If it says that they are more or fewer.
+
+    """
+    if not count:
+        return
+    missing = frozenset(sent.keys() - update.state.keys())
+    if len(missing) != count:
+        raise BadUpdate(f"it leaves {count} entries out, and {len(missing)} are missing")
+    whole = update.state | {name: sent[name] for name in missing}
+    update.state = {name: whole[name] for name in (*sent, *(update.state.keys() - sent.keys()))}
+    update.unsent = missing
 
 
 def _most_steps(visit: Visit, num_samples: int, is_automatic: bool) -> int:

@@ -17,13 +17,13 @@ from lightning_fed.backends.flower.hyperparameters import (
     on_device,
     pack_numbers,
 )
-from lightning_fed.backends.flower.packets import REQUEST, VISIT, TrainRequest
+from lightning_fed.backends.flower.packets import NOT_HELD, REQUEST, VISIT, TrainRequest
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.data.population import Population
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout, describe
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
-from lightning_fed.model.entries import find_non_finite, live_entries
+from lightning_fed.model.entries import copy_state, find_non_finite, live_entries
 from lightning_fed.rounds.batch_norm import client_statistics, layers_in_training
 from lightning_fed.rounds.fit import FederatedFit
 from lightning_fed.rounds.isolated_pass import forward_step
@@ -120,6 +120,7 @@ class RemoteServerSide(RemoteSide):
         train_request: The train request.
         broadcast: The message that came with it.
         population: The clients of this node.
+        kept: Entries that the server sent before, for those that it leaves out.
 
     Attributes:
         request: The client's request, if it was asked for that.
@@ -130,8 +131,16 @@ class RemoteServerSide(RemoteSide):
 
     has_server = False
 
-    def __init__(self, kind: str, train_request: TrainRequest, broadcast: Broadcast, population: Population) -> None:
+    def __init__(
+        self,
+        kind: str,
+        train_request: TrainRequest,
+        broadcast: Broadcast,
+        population: Population,
+        kept: State | None = None,
+    ) -> None:
         self.population = population
+        self._kept = kept or {}
         self._kind, self._train_request, self._broadcast = kind, train_request, broadcast
         self.server: RemoteServer
         self.request: Request | None = None
@@ -188,6 +197,25 @@ class RemoteServerSide(RemoteSide):
                 f"the server has other values of the entries that never travel ({', '.join(frozen) or 'none here'}):"
                 " both halves need the same model, with the same weights"
             )
+
+        if train_request.held:
+            self._fill_in(fit, entries)
+
+    def _fill_in(self, fit: FederatedFit, entries: State) -> None:
+        """Adds the entries to the message that the server has left out.
+
+        Raises:
+            ClientFault: If the client has other ones.
+
+        """
+        broadcast, shared = self._broadcast, [name for name in entries if fit.policies[name] == "shared"]
+        held = {name: self._kept.get(name, entries[name]) for name in shared if name not in broadcast.state}
+        if digest(held) != self._train_request.held:
+            raise ClientFault(NOT_HELD)
+        held = on_device(copy_state(held), fit.module.device)  # no part of the module, which trains
+        whole = broadcast.state | held
+        broadcast.state = {name: whole[name] for name in (*shared, *(whole.keys() - set(shared)))}
+        broadcast.unsent = frozenset(held)
 
     def exchange(self, round: Round) -> None:
         """Answers the query; of a visit, notes the state in which it left the schedulers."""

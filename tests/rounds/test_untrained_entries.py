@@ -1,0 +1,260 @@
+"""Entries that do not train stay where they are, and the weights are those of a fit in which everything travels."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import nn
+
+from lightning_fed import Federation
+from lightning_fed.callbacks import CommunicationReport
+from lightning_fed.privacy import CentralDP
+from lightning_fed.rounds import round as round_module
+from tests import models
+from tests.recorders import Recorder, assert_same, state_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:Found .* module"),
+]
+
+SIZES = {"a": 24, "b": 16, "c": 24, "d": 16}
+DATA = models.as_datasets(models.vectors(SIZES))
+
+
+class Adapted(models.Module):
+    """A frozen layer with a low-rank adapter beside it, a frozen BatchNorm layer, and a head."""
+
+    def __init__(self, optimizer=models.momentum):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(6, 3), optimizer)
+        self.base = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).requires_grad_(False).eval()
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, inputs):
+        return self.net(torch.relu(self.base(inputs) + self.up(self.down(inputs))))
+
+
+class Following(Adapted):
+    """The frozen layer follows the head all the same, as a teacher does."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.base[0].weight[:3].lerp_(self.net.weight, 0.1)
+
+
+class Switched(Adapted):
+    """The base trains in rounds 2 and 3 only."""
+
+    def on_train_epoch_start(self):
+        self.base[0].requires_grad_(self.current_epoch in (2, 3))
+
+
+def bytes_of(module, *names):
+    entries = module.state_dict()
+    return sum(value.numel() * value.element_size() for name, value in entries.items() if name.startswith(names))
+
+
+ADAPTERS = ("net.", "down.", "up.")
+
+
+@pytest.fixture
+def fit(federated_trainer):
+    def run(module, rounds=3, data=DATA, ckpt_path=None, **options):
+        recorder = Recorder()
+        callbacks = [recorder, *options.pop("callbacks", ())]
+        trainer = federated_trainer(max_rounds=rounds, callbacks=callbacks, **options)
+        trainer.fit(module, data, ckpt_path=ckpt_path)
+        return recorder, trainer
+
+    return run
+
+
+def logged(recorder, name):
+    return [values[f"comm/{name}_bytes"] for values in recorder.logged]
+
+
+def test_adapters_alone_travel(fit):
+    report = CommunicationReport()
+    recorder, trainer = fit(module := Adapted(), clients_per_round=3, callbacks=[report])
+    expected = [3 * bytes_of(module, *ADAPTERS)] * 3
+    assert logged(recorder, "up") == logged(recorder, "down") == expected == recorder.up_bytes == recorder.down_bytes
+    assert sum(row.up_bytes for row in report.rows) == sum(expected)
+    assert {row.part for row in report.rows} == {"net", "down", "up"}
+    assert trainer.callback_metrics["comm/up_share"] == bytes_of(module, *ADAPTERS) / bytes_of(module, "")
+
+
+METHODS = [
+    "fedavg", "fedprox", "fedadam", "scaffold", "feddyn", "fednova", "fedatt", "qffl", "fairavg", "feddane", "moon",
+    "ditto", "fedala", "fesem:num_centers=2", "median", "krum", "fedavgm",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("make_module", [Adapted, Following, Switched])
+def test_weights_are_those_of_a_fit_in_which_everything_travels(make_module, method, fit, monkeypatch):
+    rounds = 5 if make_module is Switched else 3
+    options = {"method": method, "clients_per_round": 3, "rounds": rounds}
+    seen, _ = fit(module := make_module(), **options)
+    monkeypatch.setattr(round_module, "untrained_entries", lambda module: frozenset())
+    plain, _ = fit(expected := make_module(), **options)
+    assert_same(state_of(module), state_of(expected))
+    assert not torch.equal(state_of(module)["up.weight"], state_of(make_module())["up.weight"])
+    assert sum(logged(seen, "up")) < sum(logged(plain, "up"))
+    for visit, alike in zip(seen.visits, plain.visits, strict=True):
+        assert_same(visit.broadcast, alike.broadcast)
+        assert_same(visit.update, alike.update)
+
+
+def test_what_a_module_writes_into_travels(fit):
+    """Up in every round; down from the second on, in which it is another."""
+    recorder, _ = fit(module := Following(), clients_per_round=4)
+    adapters, written = bytes_of(module, *ADAPTERS), bytes_of(module, "base.0.weight")
+    assert logged(recorder, "up") == [4 * (adapters + written)] * 3
+    assert logged(recorder, "down") == [4 * adapters, *[4 * (adapters + written)] * 2]
+
+
+def simulated_bytes(recorder, adapters, base, trains):
+    """What must travel down, client by client: who has which values of the base."""
+    version, held, down = 0, {}, []
+    rounds = max(visit.round for visit in recorder.visits) + 1
+    for number in range(rounds):
+        total = 0
+        for visit in recorder.round(number):
+            needs = trains(number) or held.get(visit.client, 0) != version
+            held[visit.client] = version
+            total += adapters + (base if needs else 0)
+        version += trains(number)
+        down.append(total)
+    return down
+
+
+def test_entries_that_train_for_some_rounds(fit):
+    """A client that was not there when they stopped gets them once."""
+    recorder, _ = fit(module := Switched(), rounds=9, clients_per_round=2, seed=3)
+    adapters, base = bytes_of(module, *ADAPTERS), bytes_of(module, "base.0.")
+    assert logged(recorder, "up") == [2 * (adapters + (base if number in (2, 3) else 0)) for number in range(9)]
+    expected = simulated_bytes(recorder, adapters, base, lambda number: number in (2, 3))
+    assert logged(recorder, "down") == expected == recorder.down_bytes
+    assert len({*expected[4:]}) > 1, "some clients have them in a round, and some do not"
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_resuming(stop, fit, tmp_path):
+    """Weights, and the bytes of the rounds after."""
+    options = {"clients_per_round": 2, "seed": 3, "method": "fedadam"}
+    whole, _ = fit(expected := Switched(models.adam), rounds=9, **options)
+    _, trainer = fit(Switched(models.adam), rounds=stop, **options)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    torch.load(tmp_path / "last.ckpt", weights_only=True)
+    rest, _ = fit(module := Switched(models.adam), rounds=9, ckpt_path=tmp_path / "last.ckpt", **options)
+    assert_same(state_of(module), state_of(expected))
+    assert rest.logged == whole.logged[stop:]
+
+
+def test_going_on_in_the_same_trainer(fit):
+    """Its `max_epochs` is raised: the clients still have what they had."""
+    whole, _ = fit(expected := Switched(), rounds=9, clients_per_round=2, seed=3)
+    recorder, trainer = fit(module := Switched(), rounds=5, clients_per_round=2, seed=3)
+    trainer.fit_loop.max_epochs = 9
+    trainer.fit(module, DATA)
+    assert_same(state_of(module), state_of(expected))
+    assert logged(recorder, "down") == logged(whole, "down")
+
+
+def test_another_fit_begins_with_its_own_model(fit):
+    """All clients have the model that it begins with."""
+    federation = Federation(clients_per_round=2, seed=3)
+    first, _ = fit(module := Switched(), rounds=5, federation=federation)
+    second, _ = fit(module, rounds=2, federation=federation)
+    assert logged(second, "down") == [2 * bytes_of(module, *ADAPTERS)] * 2
+    assert logged(first, "down")[4] > logged(second, "down")[0]
+
+
+class WithBackbone(models.Module):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(8, 3), models.momentum)
+        self.backbone = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
+
+    def forward(self, inputs):
+        return self.net(self.backbone(inputs))
+
+    def configure_optimizers(self):
+        return self.make_optimizer(filter(lambda parameter: parameter.requires_grad, self.parameters()))
+
+
+def test_backbone_finetuning(fit):
+    """Lightning's callback unfreezes the backbone at the start of round 2."""
+    finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=2, verbose=False)
+    recorder, _ = fit(module := WithBackbone(), rounds=4, callbacks=[finetuning])
+    head, whole = (len(SIZES) * bytes_of(module, name) for name in ("net.", ""))
+    assert logged(recorder, "up") == logged(recorder, "down") == [head, head, whole, whole]
+    assert not torch.equal(module.backbone[0].weight, WithBackbone().backbone[0].weight)
+
+
+class Writes(L.Callback):
+    """Gives the frozen layer other values between two rounds."""
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1:
+            with torch.no_grad():
+                module.base[0].bias.add_(1)
+
+
+def test_what_the_server_writes_is_sent_once(fit):
+    recorder, _ = fit(module := Adapted(), rounds=3, callbacks=[Writes()])
+    adapters, written = 4 * bytes_of(module, *ADAPTERS), 4 * bytes_of(module, "base.0.bias")
+    assert logged(recorder, "down") == [adapters, adapters + written, adapters]
+    assert logged(recorder, "up") == [adapters] * 3
+
+
+def test_a_client_that_fails_has_not_got_it(fit):
+    class Breaks(Switched):
+        def training_step(self, batch, batch_idx):
+            if self.current_epoch == 4 and len(batch[0]) == 16:
+                raise ValueError("no")
+            return super().training_step(batch, batch_idx)
+
+    data = models.as_datasets(models.vectors({"a": 24, "b": 16}))
+    recorder, _ = fit(module := Breaks(), rounds=6, data=data)
+    adapters, base = bytes_of(module, *ADAPTERS), bytes_of(module, "base.0.")
+    assert logged(recorder, "down")[4:] == [2 * (adapters + base), 2 * adapters + base]
+
+
+def test_differential_privacy_adds_no_noise_to_what_does_not_train(fit):
+    """Nor does what a module writes into such entries leave a client."""
+    privacy = CentralDP(clip=0.5, delta=1e-3, noise_multiplier=1.0, key_for_tests=5, sampling="fixed")
+    recorder, _ = fit(module := Following(), privacy=privacy, clients_per_round=3, batch_norm="frozen")
+    clip = 8
+    assert recorder.up_bytes == [3 * bytes_of(module, *ADAPTERS)] * 3
+    assert recorder.down_bytes == [3 * (bytes_of(module, *ADAPTERS) + clip)] * 3
+    start = state_of(Following())
+    for name, value in state_of(module).items():
+        assert torch.equal(value, start[name]) == name.startswith("base."), name
+
+
+def test_double_precision_does_not_drift(fit):
+    """A mean of equal numbers, each times a weight, can be off by a last bit, and would then be sent again."""
+    module = Adapted().double()
+    module.base[0].weight.data /= 3  # so that all bits are in use
+    start = state_of(module)
+    data = models.as_datasets({name: (x.double(), y) for name, (x, y) in models.vectors({"a": 23, "b": 26}).items()})
+    recorder, _ = fit(module, rounds=4, data=data)
+    assert_same(state_of(module), start, [name for name in start if name.startswith("base.")])
+    assert logged(recorder, "down") == [2 * bytes_of(module, *ADAPTERS)] * 4
+
+
+def test_recalibration_sends_adapters_too(fit):
+    """Of the base that the clients have just had; BatchNorm in training mode is measured and travels."""
+
+    class Normed(Adapted):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+    recorder, _ = fit(module := Normed(), rounds=2, batch_norm="recalibrate")
+    shared, measured = 4 * bytes_of(module, *ADAPTERS), 4 * 4 * (6 + 6) + 4 * 8
+    assert logged(recorder, "down") == [2 * shared] * 2
+    assert logged(recorder, "up") == [shared + measured] * 2
