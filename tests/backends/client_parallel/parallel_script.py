@@ -616,8 +616,8 @@ JOBS = {
         job.__name__.replace("_", "-"): job
         for job in (
             talkative, worlds, one_client, three_clients, by_batches, nobody, faults, limits, stopped, counted,
-            spread_out, matched, evaluated_locally, own_rule, private_examples, noisy, second_door, resumed, four_rounds, raising,
-            hanging, killed, after_kill, refusals,
+            spread_out, matched, evaluated_locally, own_rule, private_examples, noisy, second_door, resumed,
+            four_rounds, raising, hanging, killed, after_kill, refusals,
         )
     },
 }  # fmt: skip
