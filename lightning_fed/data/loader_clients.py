@@ -114,7 +114,7 @@ class LoaderClients(Population):
             sampling.served(visit.client, visit.round, number, planned.num_samples, loader.batch_size)
             for number in range(planned.num_batches)
         )
-        yield from poisson_loader(loader, batches)
+        yield from poisson_loader(loader, batches, visit.seed)
 
     def _passes(self, loader: Iterable[Any], visit: Visit) -> Iterator[Any]:
         for _ in itertools.count() if visit.steps is not None else range(visit.epochs):

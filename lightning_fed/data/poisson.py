@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_fed.errors import OptionError
@@ -72,7 +73,6 @@ class _ListedBatches:
 
 _LOADER_OPTIONS = (
     "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
-    "generator",
 )  # fmt: skip
 
 
@@ -101,14 +101,18 @@ def check_poisson_loader(loader: Any) -> DataLoader[Any]:
     return loader
 
 
-def poisson_loader(loader: DataLoader[Any], batches: Iterator[np.ndarray]) -> DataLoader[Any]:
+def poisson_loader(loader: DataLoader[Any], batches: Iterator[np.ndarray], seed: int) -> DataLoader[Any]:
     """A loader of given batches, with the data set, collation and workers of another.
 
     Args:
         loader: The other one, of :func:`check_poisson_loader`.
         batches: Positions of the examples of every batch.
+        seed: Seed of its workers, where the other has no generator of its own.
 
     """
+    generator = loader.generator if loader.generator is not None else torch.Generator().manual_seed(seed)
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
     sampler: Sequence[list[int]] = _ListedBatches(batches)  # type: ignore[assignment] # any iterable of lists
-    return DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=loader.collate_fn, **options)
+    return DataLoader(
+        loader.dataset, batch_sampler=sampler, collate_fn=loader.collate_fn, generator=generator, **options
+    )

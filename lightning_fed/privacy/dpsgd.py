@@ -39,7 +39,7 @@ _NOISE = 1
 
 @dataclass
 class _Account:
-    """What was taken of the privacy of a client's examples.
+    """Cost of the steps so far in the privacy of a client's examples.
 
     Args:
         num_samples: Number of its examples.
@@ -501,7 +501,7 @@ class DPSGD(FederatedCallback):
             sampling.served(None, 0, start + number, account.num_samples, account.batch_size)
             for number in range(len(loader))
         )
-        yield from poisson_loader(loader, drawn)
+        yield from poisson_loader(loader, drawn, start)
 
     def _largest_epsilon(self, accounts: Iterable[_Account]) -> float:
         largest: dict[int, _Account] = {}  # of those with as many steps

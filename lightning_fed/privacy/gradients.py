@@ -180,15 +180,14 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
 
     def flat(rows: slice, seed: int) -> Tensor:
         gradients.values = {}
-        torch.manual_seed(seed)
-        with trainer.precision_plugin.forward_context():
+        with seeded_generators(seed), trainer.precision_plugin.forward_context():
             output = step(_some_of(batch, rows), *rest)
         loss = output["loss"] if isinstance(output, Mapping) else output
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
         whole = zip(parameters, found, strict=True)
         return _flat([torch.zeros_like(value) if one is None else one for value, one in whole])
 
-    with seeded_generators(0), isolated_pass(module, gradients=True):
+    with isolated_pass(module, gradients=True):
         for layer, mode in modes:
             layer.training = mode and not isinstance(layer, nn.modules.dropout._DropoutNd)  # noqa: SLF001
         flat(slice(0, 2), 0)

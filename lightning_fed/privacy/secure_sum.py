@@ -289,7 +289,7 @@ def _ring_rule(federation: Federation) -> SecureMean | PrivateMean:
 
 
 def _weight(federation: Federation, rule: SecureMean | PrivateMean, update: ClientUpdate) -> int:
-    """What a client counts, a whole number."""
+    """Weight of a client, a whole number."""
     if isinstance(rule, PrivateMean):
         return 1
     counted = federation.server.limits.counted_samples(update.num_samples)
@@ -297,7 +297,7 @@ def _weight(federation: Federation, rule: SecureMean | PrivateMean, update: Clie
 
 
 def _most_weight(federation: Federation, rule: SecureMean | PrivateMean) -> int:
-    """The most that a client can count.
+    """Largest weight of a client.
 
     Raises:
         ValueError: If there is no bound.
