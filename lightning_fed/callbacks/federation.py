@@ -86,7 +86,8 @@ class Federation(L.Callback):
             with an error. So does one in which no round succeeds, and, at once, a round in which all clients fail by
             the same error. ``None`` goes on whatever fails.
         personal: Entries that stay with their client: name patterns (``"head.*"``) and module types.
-        frozen: Entries that never travel, do not train and stay as the server has them, likewise.
+        frozen: Entries that never travel, do not train and stay as the server has them, likewise. Parameters without
+            gradient need not be named: they travel only where the other side does not have their values.
         batch_norm: BatchNorm's running statistics are measured with the new global model by the round's clients
             (``"recalibrate"``), averaged like all entries (``"average"``), averaged for some rounds and then fixed,
             also in training (``"fixed"``, FixBN), kept by each client (``"local"``, SiloBN) or kept with the layers'

@@ -7,7 +7,7 @@ Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks"
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -176,9 +176,9 @@ class MatchedAverage:
 
         Raises:
             FileNotFoundError: If there is no such file.
-            ValueError: If networks differ in their entries or widths, have widths that do not fit each other or values
-                that are not finite, there is not one weight for each, there is no input to trace the neurons with or
-                none of them can be permuted, or a module with BatchNorm comes without data.
+            ValueError: If networks have low-rank adapters, differ in their entries or widths, have widths that do not
+                fit each other or values that are not finite, there is not one weight for each, there is no input to
+                trace the neurons with or none of them can be permuted, or a module with BatchNorm comes without data.
 
         """
         module = _module(networks) if module is None else module
@@ -188,6 +188,7 @@ class MatchedAverage:
                 " batch_norm='average' they are averaged, which belongs to no network."
             )
         states = _states(networks, module)
+        _refuse_adapters(states)
         if weights is not None and len(weights) != len(states):
             raise ValueError(f"Expected one of `weights` per network, but got {len(weights)} for {len(states)}.")
         example, data = self._example(module, example_input, data)
@@ -247,6 +248,22 @@ class MatchedAverage:
             )
         device = next((tensor.device for tensor in named_tensors(module).values()), torch.device("cpu"))
         return move_tensors(example, device), data
+
+
+def _refuse_adapters(states: Sequence[Mapping[str, Tensor]]) -> None:
+    """Refuses models with factors of low rank, whose means do not have the mean of their products.
+
+    Raises:
+        ValueError: If there are any.
+
+    """
+    adapters = sorted({name for state in states for name in state if "lora_A" in name.split(".")})
+    if adapters:
+        raise ValueError(
+            f"Expected models without adapters, but {adapters[0]!r} is a factor of one: the average of two factors is"
+            " not the average of their products. Merge every adapter into its model first (`merge_and_unload` of"
+            " peft), and then the models."
+        )
 
 
 def _module(networks: Sequence[Checkpoint | nn.Module]) -> nn.Module:
