@@ -1,9 +1,10 @@
 """Seconds per round: a PyTorch loop by hand, a plain Trainer, FederatedTrainer, and a new Trainer per client.
 
-FederatedTrainer is there twice, with fused visits and with Lightning's own loop. All train on the same batches of the same random data, in one process, alternating: every repetition runs a short
-fit of each, and ratios are taken within a repetition. Validation, loggers, progress bars and checkpoints are off. The
-second part measures the peak memory of rounds of 10, 50 and 200 clients, the third a round over 1,000 and over
-1,000,000 clients, and the last rounds whose clients train at once.
+FederatedTrainer is there twice, with fused visits and with Lightning's own loop. All train on the same batches of the
+same random data, in one process, alternating: every repetition runs a short fit of each, and ratios are taken within a
+repetition. Validation, loggers, progress bars and checkpoints are off. The second part measures the peak memory of
+rounds of 10, 50 and 200 clients, the third a round over 1,000 and over 1,000,000 clients, and the last rounds whose
+clients train at once.
 """
 
 from __future__ import annotations
