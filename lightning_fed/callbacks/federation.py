@@ -172,7 +172,7 @@ class Federation(L.Callback):
         store: str | os.PathLike[str] | ClientStore | None = None,
         evaluate_clients_every: int = 1,
         vectorize: int = 1,
-        visits: VisitsMode = "auto",
+        visits: Literal["auto", "lightning", "fused"] = "auto",
         privacy: Protection | None = None,
         secure_sum: Protection | None = None,
         max_update_norm: float | str | None = None,

@@ -384,6 +384,12 @@ def test_lightnings_loop_sees_one_batch_of_a_round(fit):
     assert numbers["fused"] == numbers["auto"] == 2  # of two rounds
 
 
+def test_several_processes_are_no_obstacle(federated_trainer):
+    """Their results are in the tests of the backend."""
+    trainer = federated_trainer(strategy="client_parallel", devices=1)
+    assert batch_loop.find_obstacle(trainer, models.Module(models.mlp()), has_batch_start=False) is None
+
+
 class OtherStrategy(SingleDeviceStrategy):
     """A user's strategy, which may do anything in a step."""
 
