@@ -73,7 +73,7 @@ def report(results: dict[str, Any], threads: int) -> str:
             wall, own = np.median(np.array(seconds[name]), axis=0)
             cells = [spread(ratios(seconds, name, "plain", clock)) for clock in (1, 0)]
             rows.append([words, f"{own:.3f}", f"{wall:.3f}", *cells])
-        what = f"**{result['words']}; GroupNorm, {result['parameters']:,} parameters**"
+        what = f"**{result['words']}; {result['parameters']:,} parameters**"
         parts += [f"{what}: {len(seconds['plain'])} repetitions of a round.", table(header, rows)]
     return "\n\n".join(parts)
 

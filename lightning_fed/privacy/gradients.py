@@ -104,6 +104,8 @@ class ExampleGradients:
     @torch.no_grad()
     def _add(self, layer: nn.Module, activations: list[Tensor], output_gradient: Tensor) -> None:
         sampler = self._samplers.get(type(layer), self._sampler_of_others)
+        if type(layer) is nn.Conv2d and layer.groups > 1:
+            sampler = _grouped_convolution
         for parameter, values in sampler(layer, activations, output_gradient.detach()).items():
             if not parameter.requires_grad:
                 continue
@@ -150,6 +152,24 @@ def clipped_sum(
         counted = part if bool(is_finite.all()) else torch.where(is_finite[:, None], part, torch.zeros_like(part))
         sums[parameter] = (factors.to(part.dtype) @ counted).view_as(parameter)
     return sums
+
+
+def _grouped_convolution(
+    layer: nn.Conv2d, activations: list[Tensor], output_gradient: Tensor
+) -> dict[nn.Parameter, Tensor]:
+    """Group by group, where Opacus' rule multiplies all channels with all: for a depthwise layer, too many."""
+    unfolded = _opacus("opacus.utils.tensor_utils").unfold2d(
+        activations[0].to(output_gradient.dtype),
+        kernel_size=layer.kernel_size,
+        padding=layer.padding,
+        stride=layer.stride,
+        dilation=layer.dilation,
+    )
+    count, groups = len(unfolded), layer.groups
+    patches = unfolded.view(count, groups, -1, unfolded.shape[-1])
+    signal = output_gradient.reshape(count, groups, -1, unfolded.shape[-1])
+    weights = torch.einsum("ngoq,ngpq->ngop", signal, patches).reshape(count, *layer.weight.shape)
+    return {layer.weight: weights} | ({} if layer.bias is None else {layer.bias: output_gradient.sum((2, 3))})
 
 
 def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gradients: ExampleGradients) -> None:

@@ -41,7 +41,7 @@ from lightning_fed.datasets import (
     Synthetic,
 )
 from lightning_fed.errors import OptionError
-from lightning_fed.privacy import PrivateMean
+from lightning_fed.privacy import PrivateMean, SecureMean
 from lightning_fed.recipe import FederatedCLI
 from lightning_fed.tasks import CharLanguageTask, ClassificationTask, SegmentationTask
 from tests.datasets.test_datasets import write_camvid_npz, write_cifar_npz, write_femnist, write_mnist, write_omniglot
@@ -323,6 +323,14 @@ def test_a_protection_of_the_clients():
     assert isinstance(compared.server.aggregator.inner, PrivateMean)
     with pytest.raises(ValueError, match="The method 'krum' does not work: Expected a method whose result is a sum"):
         MethodChoice.parse("krum").federation(federation)
+
+
+def test_a_secure_sum_and_private_examples_of_a_recipe():
+    dpsgd = "{class_path: DPSGD, init_args: {max_grad_norm: 1.0, noise_multiplier: 1.1, delta: 1.0e-5}}"
+    given = "{class_path: SecureSum, init_args: {clip: 2.0}}"
+    federation = federation_of("--trainer.secure_sum", given, "--trainer.callbacks+", dpsgd)
+    assert isinstance(federation.server.aggregator, SecureMean)
+    assert federation.server.aggregator.clip == 2.0
 
 
 def test_another_partition_than_the_recipes():

@@ -4,8 +4,10 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+from torch import nn
 
 from lightning_fed.privacy import Budget, calibrate
+from lightning_fed.privacy.gradients import find_unsupported
 
 # Cohort, population, rounds, delta: epsilon by noise multiplier, from Rényi divergences and from loss distributions.
 VECTORS = {
@@ -71,3 +73,11 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-fed\[privacy\]'"):
         Budget(1.234, 1e-3, 10, 2).epsilon(3)
+
+
+def test_without_the_package_of_examples_gradients(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("opacus.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "opacus", None)
+    with pytest.raises(ModuleNotFoundError, match=r"`DPSGD` needs .* pip install 'lightning-fed\[privacy\]'"):
+        find_unsupported(nn.Linear(1, 1))
