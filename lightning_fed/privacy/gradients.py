@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -169,7 +169,10 @@ def _grouped_convolution(
     patches = unfolded.view(count, groups, -1, unfolded.shape[-1])
     signal = output_gradient.reshape(count, groups, -1, unfolded.shape[-1])
     weights = torch.einsum("ngoq,ngpq->ngop", signal, patches).reshape(count, *layer.weight.shape)
-    return {layer.weight: weights} | ({} if layer.bias is None else {layer.bias: output_gradient.sum((2, 3))})
+    samples = {cast(nn.Parameter, layer.weight): weights}
+    if isinstance(layer.bias, nn.Parameter):
+        samples[layer.bias] = output_gradient.sum((2, 3))
+    return samples
 
 
 def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gradients: ExampleGradients) -> None:
