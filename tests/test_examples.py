@@ -51,7 +51,7 @@ def read_curves(folder):
     return curves
 
 
-@pytest.mark.parametrize("name", ["segmentation", "classifier"])
+@pytest.mark.parametrize("name", ["segmentation", "classifier", "lora"])
 def test_a_project_is_federated_by_at_most_five_changed_lines(name):
     before, after = ((EXAMPLES / f"{name}{kind}.py").read_text().splitlines() for kind in ("", "_federated"))
     changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]

@@ -316,6 +316,19 @@ def three_clients(folder, processes):
     return train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), clients_per_round=3)
 
 
+class Switched(Net):
+    """The first layer trains in round 1 only."""
+
+    def on_train_epoch_start(self):
+        self.net[0].requires_grad_(self.current_epoch == 1)
+
+
+def switched(folder, processes):
+    """What a client has already depends on visits in other processes."""
+    data = FederatedDataModule(clients(), batch_size=4)
+    return train(folder, processes, Switched, data, rounds=9, clients_per_round=3)
+
+
 def by_batches(folder, processes):
     """The shares depend on the data alone."""
     if "strategy" in processes:
@@ -615,8 +628,8 @@ JOBS = {
     **{
         job.__name__.replace("_", "-"): job
         for job in (
-            talkative, worlds, one_client, three_clients, by_batches, nobody, faults, limits, stopped, counted,
-            spread_out, matched, evaluated_locally, own_rule, private_examples, noisy, second_door, resumed,
+            talkative, worlds, one_client, three_clients, switched, by_batches, nobody, faults, limits, stopped,
+            counted, spread_out, matched, evaluated_locally, own_rule, private_examples, noisy, second_door, resumed,
             four_rounds, raising, hanging, killed, after_kill, refusals,
         )
     },

@@ -26,7 +26,7 @@ pytestmark = [
 ALIKE = [
     "schedulers", "personal-in-memory", "personal-in-folder", "two-optimizers", "margins-in-memory", "centers",
     "corrected-gradients", "server-moments", "sampled-classes", "fused-features", "talkative", "one-client",
-    "three-clients", "by-batches", "nobody", "faults", "limits", "counted", "spread-out", "matched",
+    "three-clients", "switched", "by-batches", "nobody", "faults", "limits", "counted", "spread-out", "matched",
     "evaluated-locally", "own-rule", "noisy", "second-door", "four-rounds", "local-batch-norm-in-folder",
     "private-examples",
 ]  # fmt: skip
