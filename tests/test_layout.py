@@ -12,7 +12,7 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 
 # A file imports from rooms of earlier lines and from its own room. Rooms of one line do not know each other.
 ORDER = [
-    ["aliases", "errors", "argument_checks", "console", "files", "messages"],
+    ["aliases", "errors", "argument_checks", "console", "atomic_files", "messages"],
     ["numerics"],
     ["process_group"],
     ["model"],

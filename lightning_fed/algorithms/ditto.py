@@ -22,7 +22,7 @@ from lightning_fed.client.local_model import OWN_MODEL
 from lightning_fed.messages import Broadcast, Client, State
 from lightning_fed.method import Method, register
 from lightning_fed.model.entries import copy_state, live_entries
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import gradient_scale
 from lightning_fed.rounds.round import VisitModel
 from lightning_fed.server.aggregator import Aggregator

@@ -23,7 +23,7 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.client.local_model import OWN_MODEL
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.method import Method, register
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.isolated_pass import isolated_pass
 from lightning_fed.server.aggregator import Aggregator
 

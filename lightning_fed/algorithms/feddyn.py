@@ -23,7 +23,7 @@ from lightning_fed.method import register
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import at_least_float32
 from lightning_fed.numerics.trees import move_beside
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import gradient_scale
 from lightning_fed.server.averaging import AveragingAggregator
 

@@ -22,7 +22,7 @@ from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import callbacks_of, is_step_left_out
 from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.averaging import AveragingAggregator

@@ -23,7 +23,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.method import Method, register
 from lightning_fed.model.features import FeatureLayer, has_channels_last
 from lightning_fed.numerics.precision import at_least_float32
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import is_compiled, loss_scale
 from lightning_fed.server.aggregator import Aggregator
 

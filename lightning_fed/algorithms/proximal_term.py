@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import gradient_scale
 
 

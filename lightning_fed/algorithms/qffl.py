@@ -22,7 +22,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.isolated_pass import isolated_pass
 from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.averaging import AveragingAggregator

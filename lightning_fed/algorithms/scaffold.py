@@ -24,7 +24,7 @@ from lightning_fed.method import register
 from lightning_fed.numerics.precision import at_least_float32, cast_back, to_float64
 from lightning_fed.numerics.trees import move_beside
 from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import gradient_scale, is_step_left_out
 from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.averaging import AveragingAggregator

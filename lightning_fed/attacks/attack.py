@@ -12,7 +12,7 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import is_running_statistic
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 
 
 class Attack(FederatedCallback):

@@ -25,12 +25,12 @@ from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, Protection, build_method
 from lightning_fed.model.entries import Policy, Selector, check_selectors
-from lightning_fed.rounds.callback import federated_callbacks
 from lightning_fed.rounds.checkpoint_checks import check_file, check_method, check_model, count_of, describe_clients
 from lightning_fed.rounds.client_errors import describe_visit
 from lightning_fed.rounds.client_models import ClientModels
 from lightning_fed.rounds.entry_policies import check_sliced, decide_policies
-from lightning_fed.rounds.fit import BatchNormMode, FederatedFit, UnseenMode, VisitsMode
+from lightning_fed.rounds.federated_callback import federated_callbacks
+from lightning_fed.rounds.federated_fit import BatchNormMode, FederatedFit, UnseenMode, VisitsMode
 from lightning_fed.rounds.fit_summary import describe_end, describe_start
 from lightning_fed.rounds.lightning_internals import (
     callbacks_of,

@@ -8,8 +8,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_fed.argument_checks import check_count
 from lightning_fed.data.federated import EvaluationData
 from lightning_fed.messages import Client, ClientUpdate
-from lightning_fed.rounds.callback import FederatedCallback
 from lightning_fed.rounds.client_evaluation import evaluate_visit
+from lightning_fed.rounds.federated_callback import FederatedCallback
 
 
 class LocalEvaluation(FederatedCallback):

@@ -13,7 +13,7 @@ from lightning_fed.messages import Broadcast, Client
 from lightning_fed.model.entries import batch_norm_statistics
 from lightning_fed.model.unseen_statistics import UnseenStatistics
 from lightning_fed.rounds.batch_norm import layers_in_training
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 
 _log = logging.getLogger(__name__)
 

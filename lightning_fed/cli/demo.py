@@ -23,7 +23,7 @@ from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.segmentation_grid import default_colors, segmentation_grid
 from lightning_fed.callbacks.segmentation_images import SegmentationImages
 from lightning_fed.data.arrays import ArrayDataset
-from lightning_fed.data.labels import labels_of
+from lightning_fed.data.label_lookup import labels_of
 from lightning_fed.data.partitions import Dirichlet
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.datasets.array_module import ArrayDataModule

@@ -22,7 +22,7 @@ import lightning as L
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.errors import OptionError
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 
 _ON_CLIENTS = (
     "accelerator", "devices", "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches",

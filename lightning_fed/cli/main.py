@@ -114,7 +114,7 @@ def _demo(args: Sequence[str]) -> None:
 
 
 def _compare(args: Sequence[str]) -> None:
-    from lightning_fed.compare.methods import CENTRAL, MethodChoice, method_choices
+    from lightning_fed.compare.method_options import CENTRAL, MethodChoice, method_choices
     from lightning_fed.compare.plan import Plan, run_comparison
     from lightning_fed.compare.report import write_report
 

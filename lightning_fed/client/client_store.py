@@ -17,8 +17,8 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from lightning_fed.atomic_files import atomic_write, write_text_atomically
 from lightning_fed.errors import ClientFault, describe
-from lightning_fed.files import atomic_write, write_text_atomically
 from lightning_fed.messages import Client, State, digest
 from lightning_fed.model.entries import copy_state
 from lightning_fed.process_group import ProcessGroup

@@ -1,8 +1,8 @@
 """The same training with several methods: one recipe, the same clients, rounds and initial weights, and a table."""
 
-from lightning_fed.compare.methods import CENTRAL as CENTRAL
-from lightning_fed.compare.methods import MethodChoice as MethodChoice
-from lightning_fed.compare.methods import method_choices as method_choices
+from lightning_fed.compare.method_options import CENTRAL as CENTRAL
+from lightning_fed.compare.method_options import MethodChoice as MethodChoice
+from lightning_fed.compare.method_options import method_choices as method_choices
 from lightning_fed.compare.newcomers import epochs_to_converge as epochs_to_converge
 from lightning_fed.compare.newcomers import train_newcomers as train_newcomers
 from lightning_fed.compare.plan import Plan as Plan

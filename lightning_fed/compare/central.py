@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from torch import nn
 
 from lightning_fed.callbacks.federation import Federation
-from lightning_fed.compare.methods import CENTRAL
+from lightning_fed.compare.method_options import CENTRAL
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_loader
 from lightning_fed.data.population import seed_everything
 from lightning_fed.model.entries import entry_policies

@@ -18,11 +18,11 @@ from typing import Any, TextIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.compare.central import check_central
-from lightning_fed.compare.methods import CENTRAL, MethodChoice
+from lightning_fed.compare.method_options import CENTRAL, MethodChoice
 from lightning_fed.compare.run import Run, evaluate, quiet, train
 from lightning_fed.data.federated import FederatedDataModule
-from lightning_fed.files import write_text_atomically
 from lightning_fed.model.entries import entry_policies
 from lightning_fed.recipe import FederatedCLI
 

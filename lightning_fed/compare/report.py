@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_fed.compare.methods import CENTRAL
-from lightning_fed.files import write_text_atomically
+from lightning_fed.atomic_files import write_text_atomically
+from lightning_fed.compare.method_options import CENTRAL
 
 _log = logging.getLogger(__name__)
 

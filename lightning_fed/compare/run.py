@@ -17,9 +17,9 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ModelSummary, Prog
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from lightning_fed.atomic_files import RoundCheckpoint
 from lightning_fed.compare.central import central_trainer
-from lightning_fed.compare.methods import MethodChoice
-from lightning_fed.files import RoundCheckpoint
+from lightning_fed.compare.method_options import MethodChoice
 from lightning_fed.recipe import FederatedCLI
 from lightning_fed.server.aggregator import Aggregator
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.data.labels import MapDataset, labels_of
+from lightning_fed.data.label_lookup import MapDataset, labels_of
 from lightning_fed.data.partition_base import NumberedPartition
 from lightning_fed.data.sample_assignment import (
     IndexArray,
@@ -31,8 +31,8 @@ LabelFn = Callable[[Any], int]
 class LabelPartition(NumberedPartition):
     """A partition by labels (abstract: subclasses implement :meth:`assign_by_label`).
 
-    The labels are found with :func:`~lightning_fed.data.labels.labels_of`; for segmentation the label of an image is
-    its dominant foreground class.
+    The labels are found with :func:`~lightning_fed.data.label_lookup.labels_of`; for segmentation the label of an image
+    is its dominant foreground class.
 
     Args:
         num_clients: Number of clients, at least 1.

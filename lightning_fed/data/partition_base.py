@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_fed.argument_checks import check_count
 from lightning_fed.data.client_report import ClientReport, report_clients
 from lightning_fed.data.dataset_clients import DatasetClients, PartitionedSource
-from lightning_fed.data.labels import MapDataset, length_of
+from lightning_fed.data.label_lookup import MapDataset, length_of
 from lightning_fed.data.sample_assignment import IndexArray, PartitionError
 from lightning_fed.messages import Client
 

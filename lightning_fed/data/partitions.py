@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.data.label_lookup import MapDataset, groups_of, length_of
 from lightning_fed.data.label_partitions import Dirichlet as Dirichlet
 from lightning_fed.data.label_partitions import LabelsPerClient as LabelsPerClient
 from lightning_fed.data.label_partitions import Shards as Shards
-from lightning_fed.data.labels import MapDataset, groups_of, length_of
 from lightning_fed.data.partition_base import NumberedPartition, change_input
 from lightning_fed.data.partition_base import Partition as Partition
 from lightning_fed.data.sample_assignment import (

@@ -14,7 +14,7 @@ from lightning_fed.argument_checks import check_count
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.datasets.array_module import ArrayDataModule, Split
 from lightning_fed.datasets.augment import FlipAndShift
-from lightning_fed.datasets.files import decode_images, find_file, read_npz, resize_masks, split_bytes
+from lightning_fed.datasets.file_readers import decode_images, find_file, read_npz, resize_masks, split_bytes
 
 _NAMES = (
     "sky",

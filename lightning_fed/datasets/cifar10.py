@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.datasets.array_module import ArrayDataModule, Split
 from lightning_fed.datasets.augment import FlipAndShift
-from lightning_fed.datasets.files import decode_images, find_file, read_npz, split_bytes
+from lightning_fed.datasets.file_readers import decode_images, find_file, read_npz, split_bytes
 
 _NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

@@ -10,7 +10,7 @@ import torch
 
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.datasets.array_module import ArrayDataModule, Split
-from lightning_fed.datasets.files import find_file, read_npz
+from lightning_fed.datasets.file_readers import find_file, read_npz
 
 _NAMES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
 _MEAN, _STD = 0.9612, 0.1655  # of the training images as stored, black on white

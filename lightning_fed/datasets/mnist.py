@@ -11,7 +11,7 @@ import torch
 
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.datasets.array_module import ArrayDataModule, Split
-from lightning_fed.datasets.files import find_file, read_idx
+from lightning_fed.datasets.file_readers import find_file, read_idx
 
 _PREFIXES: dict[Split, str] = {"train": "train", "val": "train", "test": "t10k"}
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_fed.argument_checks import check_count
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.datasets.array_module import ArrayDataModule, Split
-from lightning_fed.datasets.files import decode_images, find_file, read_npz
+from lightning_fed.datasets.file_readers import decode_images, find_file, read_npz
 
 # Alphabet: number of its characters.
 _BACKGROUND = {

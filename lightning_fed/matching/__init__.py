@@ -3,7 +3,6 @@
 from lightning_fed.matching.alignment import align_networks as align_networks
 from lightning_fed.matching.alignment import align_neurons as align_neurons
 from lightning_fed.matching.checkpoints import load_matched as load_matched
-from lightning_fed.matching.groups import PermutationGroups as PermutationGroups
 from lightning_fed.matching.matched_mean import matched_mean as matched_mean
 from lightning_fed.matching.merging import MatchedAverage as MatchedAverage
 from lightning_fed.matching.merging import MergedGroup as MergedGroup
@@ -19,6 +18,7 @@ from lightning_fed.matching.permutation import neuron_features as neuron_feature
 from lightning_fed.matching.permutation import permute_neurons as permute_neurons
 from lightning_fed.matching.permutation import resize_groups as resize_groups
 from lightning_fed.matching.permutation import slice_neurons as slice_neurons
+from lightning_fed.matching.permutation_groups import PermutationGroups as PermutationGroups
 from lightning_fed.matching.stages import Stage as Stage
 from lightning_fed.matching.stages import find_stages as find_stages
 from lightning_fed.model.resize import resize_module as resize_module

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.matching.checkpoints import Checkpoint, check_entries, read_checkpoint, state_of
-from lightning_fed.matching.groups import PermutationGroups
 from lightning_fed.matching.neuron_matching import MatchScore
 from lightning_fed.matching.one_shot import MatchMode, MatchOrder, match_states
 from lightning_fed.matching.permutation import PermutationGroup
+from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.model.batch_norm import batch_norm_layers, recalibrate_batch_norm
 from lightning_fed.model.batches import BatchKey, find_inputs
 from lightning_fed.model.entries import find_non_finite

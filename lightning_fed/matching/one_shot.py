@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lightning_fed.argument_checks import check_option
 from lightning_fed.matching.alignment import align_networks, align_neurons
-from lightning_fed.matching.groups import PermutationGroups
 from lightning_fed.matching.matched_mean import matched_mean
 from lightning_fed.matching.neuron_matching import match_neurons
 from lightning_fed.matching.permutation import (
@@ -29,6 +28,7 @@ from lightning_fed.matching.permutation import (
     neuron_features,
     resize_groups,
 )
+from lightning_fed.matching.permutation_groups import PermutationGroups
 
 MatchMode: TypeAlias = Literal["grow", "permute", "none"]
 MatchOrder: TypeAlias = Literal["fedma", "pfnm"]

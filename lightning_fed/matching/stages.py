@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from lightning_fed.errors import OptionError
-from lightning_fed.matching.groups import PermutationGroups
+from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.model.entries import is_running_statistic
 
 StageChoice: TypeAlias = Literal["auto"] | int | Sequence[Sequence[str]]

@@ -1,6 +1,6 @@
 """Measures of the papers besides accuracy, as torchmetrics: in any LightningModule, federated or not."""
 
-from lightning_fed.algorithms.fedmargin.metric import AggregateMeanMargin as AggregateMeanMargin
+from lightning_fed.algorithms.fedmargin.aggregate_margin import AggregateMeanMargin as AggregateMeanMargin
 from lightning_fed.metrics.discrepancy import MaximumMeanDiscrepancy as MaximumMeanDiscrepancy
 from lightning_fed.metrics.entropy import MeanEntropy as MeanEntropy
 from lightning_fed.metrics.retrieval import MeanAveragePrecisionAtR as MeanAveragePrecisionAtR

@@ -16,7 +16,7 @@ from lightning_fed.model.entries import batch_norm_statistics
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.privacy.accounting import Accountant, Budget, Sampling, plan_budget
 from lightning_fed.privacy.mean import CLIP, IS_SHORT, PrivateMean, clip_factor, step_length
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.server.aggregator import Aggregator
 

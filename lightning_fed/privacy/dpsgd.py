@@ -27,7 +27,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.privacy.accounting import Accountant, Budget
 from lightning_fed.privacy.dpsgd_checks import check_federation, check_trainer, loader_owner
 from lightning_fed.privacy.gradients import ExampleGradients, check_examples, clipped_sum
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import OverriddenMethod, callbacks_of
 from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.server.schedule import client_key

@@ -26,7 +26,7 @@ from lightning_fed.privacy.callbacks import ClippedSteps, PrivacyBudget, protect
 from lightning_fed.privacy.central import AVERAGES, CALLBACKS
 from lightning_fed.privacy.mean import PrivateMean, clip_factor, refuse_complex, step_length
 from lightning_fed.privacy.ring import Ring, add_to_ring, merge_rings, ring_form
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.averaging import AveragingAggregator
 from lightning_fed.server.schedule import derive_seed

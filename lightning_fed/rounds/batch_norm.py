@@ -25,8 +25,8 @@ from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layer
 from lightning_fed.model.batch_norm import find_bad_statistics, limit_counts, shift_between
 from lightning_fed.model.batch_norm import pool_statistics as pool_statistics
 from lightning_fed.model.entries import BatchNorm
-from lightning_fed.rounds.callback import tell_of_model
-from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.federated_callback import tell_of_model
+from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.isolated_pass import forward_step, isolated_pass, one_pass, run_step
 from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.server.interface import ServerInterface

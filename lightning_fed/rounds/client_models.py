@@ -12,9 +12,9 @@ import torch
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.data.federated import EvaluationData
 from lightning_fed.messages import Client, State
-from lightning_fed.rounds.callback import tell_of_model
 from lightning_fed.rounds.client_evaluation import Stage, evaluate_clients, name_strangers
-from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.federated_callback import tell_of_model
+from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import datamodule_of
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from lightning_fed.messages import tensor_bytes
 from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import live_entries
-from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.synchronisation import process_group_of
 
 _UNITS = ["bytes", "kB", "MB", "GB", "TB"]

@@ -23,7 +23,7 @@ from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.rounds.entry_policies import freeze_parameters
 from lightning_fed.rounds.failed_rounds import FailedRounds
-from lightning_fed.rounds.fit import FederatedFit, VisitsMode
+from lightning_fed.rounds.federated_fit import FederatedFit, VisitsMode
 from lightning_fed.rounds.lightning_internals import (
     OverriddenMethod,
     datamodule_of,

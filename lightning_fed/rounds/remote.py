@@ -12,7 +12,7 @@ from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Visit
 
 if TYPE_CHECKING:
-    from lightning_fed.rounds.fit import FederatedFit
+    from lightning_fed.rounds.federated_fit import FederatedFit
     from lightning_fed.rounds.round import Round
 
 

@@ -42,10 +42,10 @@ from lightning_fed.model.entries import (
     untrained_entries,
 )
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, recalibrate, warn_of_batch_norm
-from lightning_fed.rounds.callback import FederatedCallback, federated_callbacks
 from lightning_fed.rounds.carried_attributes import note_attributes, warn_of_carried
 from lightning_fed.rounds.client_errors import client_fault
-from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import is_overridden
 from lightning_fed.rounds.round_start import RoundStart
 from lightning_fed.rounds.synchronisation import process_group_of

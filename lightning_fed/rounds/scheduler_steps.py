@@ -7,7 +7,7 @@ import logging
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.messages import Client
-from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.federated_fit import FederatedFit
 
 _log = logging.getLogger(__name__)
 _COUNTED_CLIENTS = 1000

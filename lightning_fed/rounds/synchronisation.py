@@ -13,7 +13,7 @@ from lightning_fed.data.visit_costs import VisitCosts
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 
 if TYPE_CHECKING:
-    from lightning_fed.rounds.fit import FederatedFit
+    from lightning_fed.rounds.federated_fit import FederatedFit
     from lightning_fed.rounds.round import Round
 
 

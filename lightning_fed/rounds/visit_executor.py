@@ -11,7 +11,7 @@ from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import VisitGroups
 
 if TYPE_CHECKING:
-    from lightning_fed.rounds.fit import FederatedFit
+    from lightning_fed.rounds.federated_fit import FederatedFit
     from lightning_fed.rounds.round import Round
 
 

@@ -28,7 +28,7 @@ from lightning_fed.algorithms import (
     server_optimizer,
 )
 from lightning_fed.callbacks import AttentionMap, ClassPrototypes, PrototypePlots, ProximalTerm
-from lightning_fed.compare.methods import MethodChoice
+from lightning_fed.compare.method_options import MethodChoice
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.server.server import Server

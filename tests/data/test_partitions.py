@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_fed.data import partitions
-from lightning_fed.data.labels import labels_of
+from lightning_fed.data.label_lookup import labels_of
 from lightning_fed.data.partitions import (
     IID,
     ByGroup,

@@ -17,7 +17,7 @@ from PIL import Image
 from lightning_fed.datasets.camvid import CamVid
 from lightning_fed.datasets.cifar10 import CIFAR10
 from lightning_fed.datasets.femnist import FEMNIST
-from lightning_fed.datasets.files import decode_images, read_idx, read_npz, resize_masks
+from lightning_fed.datasets.file_readers import decode_images, read_idx, read_npz, resize_masks
 from lightning_fed.datasets.mnist import MNIST, FashionMNIST
 from lightning_fed.datasets.omniglot import Omniglot
 

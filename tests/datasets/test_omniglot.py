@@ -8,7 +8,7 @@ from PIL import Image
 
 from lightning_fed.data import ByGroup, LabelsPerClient
 from lightning_fed.datasets import Omniglot, omniglot
-from lightning_fed.datasets.files import find_file
+from lightning_fed.datasets.file_readers import find_file
 from lightning_fed.metrics import MeanAveragePrecisionAtR
 from tests.datasets.test_datasets import DATA, real, write_omniglot
 

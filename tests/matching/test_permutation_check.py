@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_fed.matching import PermutationGroup, PermutationGroups
-from lightning_fed.matching.rules import RULES
+from lightning_fed.matching.operation_rules import RULES
 from tests import models
 from tests.matching.networks import LeNet, build, images, vgg9
 

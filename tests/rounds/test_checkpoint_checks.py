@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.files import RoundCheckpoint
+from lightning_fed.atomic_files import RoundCheckpoint
 from lightning_fed.rounds.checkpoint_checks import check_file, check_method, describe_clients
 from tests.models import Module, as_datasets, mlp, vectors
 

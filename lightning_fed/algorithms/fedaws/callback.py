@@ -22,7 +22,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.entries import live_entries
 from lightning_fed.model.features import find_classifier
 from lightning_fed.numerics.precision import at_least_float32
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 
 Variant: TypeAlias = Literal["top_k", "margin"]
 

@@ -24,8 +24,8 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.entries import find_non_finite
 from lightning_fed.numerics.weighted_mean import WeightedMean
 from lightning_fed.rounds.batch_norm import batch_norm_layers
-from lightning_fed.rounds.callback import FederatedCallback, tell_of_model
 from lightning_fed.rounds.client_errors import client_fault
+from lightning_fed.rounds.federated_callback import FederatedCallback, tell_of_model
 from lightning_fed.rounds.isolated_pass import isolated_pass, one_pass, run_step, until_fault
 from lightning_fed.rounds.lightning_internals import gradient_scale
 from lightning_fed.rounds.synchronisation import process_group_of

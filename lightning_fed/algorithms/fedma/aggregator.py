@@ -19,10 +19,10 @@ from lightning_fed.algorithms.fedma.class_mean import class_mean
 from lightning_fed.algorithms.fedma.matching_pass import COUNTS, REQUIRED_STEP, STEP, MatchingPass, tensor_hash
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.errors import BadUpdate, OptionError
-from lightning_fed.matching.groups import PermutationGroups
 from lightning_fed.matching.neuron_matching import MatchScore
 from lightning_fed.matching.one_shot import MatchMode, MatchOrder, StateMatch, match_states
 from lightning_fed.matching.permutation import PermutationGroup, grow_neurons
+from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.matching.stages import Stage, StageChoice, check_stages, find_outputs
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.method import register

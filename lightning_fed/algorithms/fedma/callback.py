@@ -30,8 +30,8 @@ from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.client.local_model import forget_memory
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.errors import ClientFault
-from lightning_fed.matching.groups import PermutationGroups
 from lightning_fed.matching.permutation import PermutationGroup, resize_groups
+from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.matching.stages import find_stages
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.batches import BatchKey, find_inputs, find_target
@@ -40,7 +40,7 @@ from lightning_fed.model.initial_state import initial_state
 from lightning_fed.model.resize import match_widths, named_tensors
 from lightning_fed.numerics.trees import move_tensors
 from lightning_fed.rounds.batch_norm import batch_norm_layers, measure_statistics, pool_statistics
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import OverriddenMethod
 from lightning_fed.server.schedule import Visit, client_key, derive_seed
 

@@ -12,6 +12,7 @@ reading of them is an option. The files, in reading order:
   ``attention_map``.
 """
 
+from lightning_fed.algorithms.fedmargin.aggregate_margin import AggregateMeanMargin as AggregateMeanMargin
 from lightning_fed.algorithms.fedmargin.aggregator import FedMargin as FedMargin
 from lightning_fed.algorithms.fedmargin.aggregator import MarginReport as MarginReport
 from lightning_fed.algorithms.fedmargin.attention import combine_attention as combine_attention
@@ -23,7 +24,6 @@ from lightning_fed.algorithms.fedmargin.margins import aggregate_mean_margin as 
 from lightning_fed.algorithms.fedmargin.margins import aggregate_prototype_margin as aggregate_prototype_margin
 from lightning_fed.algorithms.fedmargin.margins import class_margins as class_margins
 from lightning_fed.algorithms.fedmargin.margins import local_prototype_margin as local_prototype_margin
-from lightning_fed.algorithms.fedmargin.metric import AggregateMeanMargin as AggregateMeanMargin
 from lightning_fed.algorithms.fedmargin.principal_axes import PrincipalAxes as PrincipalAxes
 from lightning_fed.algorithms.fedmargin.principal_axes import principal_axes as principal_axes
 from lightning_fed.algorithms.fedmargin.prototype_messages import find_invalid_prototypes as find_invalid_prototypes

@@ -23,7 +23,7 @@ from lightning_fed.callbacks.pictures import (
     tensorboards,
 )
 from lightning_fed.messages import Client, State
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 
 _MAX_LABELS = 50
 

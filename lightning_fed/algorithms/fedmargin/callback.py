@@ -36,8 +36,8 @@ from lightning_fed.data.population import PlannedVisit, seed_everything, seeded_
 from lightning_fed.errors import OptionError, describe
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.model.features import FeatureLayer, count_classes, find_feature_layer, tap_features
-from lightning_fed.model.labels import VoidLabel
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.model.label_maps import VoidLabel
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.isolated_pass import forward_step, one_pass, until_fault
 
 _log = logging.getLogger(__name__)

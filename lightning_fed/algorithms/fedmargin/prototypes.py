@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.model.labels import VoidLabel, class_indices, resize_labels
+from lightning_fed.model.label_maps import VoidLabel, class_indices, resize_labels
 from lightning_fed.numerics.chunks import chunk_steps
 from lightning_fed.numerics.precision import float64_device
 
@@ -68,7 +68,7 @@ def class_sums(
     Args:
         features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``; any floating-point type.
         labels: Classes, integers, shape ``(N,)`` or ``(N, *label_size)``. Of label maps the nearest label is taken for
-            every position of the feature map, see :func:`~lightning_fed.model.labels.resize_labels`.
+            every position of the feature map, see :func:`~lightning_fed.model.label_maps.resize_labels`.
         num_classes: Number of classes :math:`C`.
         ignore_index: Label of void pixels, outside of :math:`0 \dots C - 1`; ``None`` for none, ``"auto"`` for 255
             unless that is a class.

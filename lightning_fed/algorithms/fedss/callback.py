@@ -26,7 +26,7 @@ from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import ClientFault, OptionError, describe
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request
 from lightning_fed.model.batches import find_target
-from lightning_fed.rounds.callback import FederatedCallback
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.isolated_pass import one_pass
 
 ClientClasses: TypeAlias = Mapping[Client, Sequence[int]] | Callable[[Client], Sequence[int]]

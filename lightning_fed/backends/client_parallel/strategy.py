@@ -21,7 +21,7 @@ from lightning_fed.argument_checks import check_option
 from lightning_fed.backends.client_parallel.distributed_log import DistributedLog
 from lightning_fed.backends.client_parallel.synchronisation import ProcessSynchronisation, check_processes
 from lightning_fed.process_group import ProcessGroup, TorchProcessGroup
-from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import callbacks_of
 from lightning_fed.rounds.synchronisation import ClientSharing, RoundSynchronisation
 

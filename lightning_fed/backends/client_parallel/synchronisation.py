@@ -19,8 +19,8 @@ from lightning_fed.data.visit_costs import VisitCosts
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import norm
 from lightning_fed.process_group import ProcessGroup
-from lightning_fed.rounds.callback import FederatedCallback, federated_callbacks
-from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.isolated_pass import find_metrics, unsynchronized
 from lightning_fed.rounds.lightning_internals import add_optimizer_steps, callbacks_of, is_overridden
 from lightning_fed.rounds.round import Round

@@ -33,8 +33,8 @@ from lightning_fed.backends.flower.packets import (
     write_request,
     write_update,
 )
-from lightning_fed.backends.flower.remote_server import HalvesMismatch, RemoteServerSide
 from lightning_fed.backends.flower.server import Model
+from lightning_fed.backends.flower.server_for_client import HalvesMismatch, RemoteServerSide
 from lightning_fed.backends.flower.transport import from_records, to_records
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.client.client_store import FolderStore

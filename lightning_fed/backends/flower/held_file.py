@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from lightning_fed.files import atomic_write
+from lightning_fed.atomic_files import atomic_write
 from lightning_fed.messages import State
 from lightning_fed.model.entries import copy_state
 

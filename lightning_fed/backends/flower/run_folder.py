@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lightning_fed.files import write_text_atomically
+from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.messages import Client
 
 try:

@@ -9,8 +9,8 @@ import lightning as L
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
-from lightning_fed.rounds.callback import FederatedCallback
-from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.federated_callback import FederatedCallback
+from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import (
     callbacks_of,
     datamodule_of,

@@ -17,7 +17,7 @@ from lightning_fed.data.population import PlannedVisit, Population, seed_everyth
 from lightning_fed.data.round_loader import VisitGroups
 from lightning_fed.errors import describe
 from lightning_fed.rounds.client_errors import client_fault
-from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.visit_executor import VISIT_EXECUTORS, VisitExecutor
 from lightning_fed.server.schedule import Schedule

@@ -12,8 +12,8 @@ from lightning_fed import Federation
 from lightning_fed.backends.flower import OrderBounds
 from lightning_fed.backends.flower.client import client_app, find_public_reason
 from lightning_fed.backends.flower.packets import TrainRequest
-from lightning_fed.backends.flower.remote_server import HalvesMismatch
 from lightning_fed.backends.flower.server import run_server, server_app
+from lightning_fed.backends.flower.server_for_client import HalvesMismatch
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records
 from lightning_fed.server.schedule import Visit
 from tests import models

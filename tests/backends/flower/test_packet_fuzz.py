@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_fed.algorithms import FedAvg
+from lightning_fed.backends.flower.clients_for_server import _open
 from lightning_fed.backends.flower.packets import (
     VERSION,
     Answer,
@@ -32,7 +33,6 @@ from lightning_fed.backends.flower.packets import (
     write_train_request,
     write_update,
 )
-from lightning_fed.backends.flower.remote_clients import _open
 from lightning_fed.messages import Broadcast, ClientUpdate, Request
 from lightning_fed.model.batch_norm import find_bad_statistics
 from lightning_fed.server.schedule import Visit

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_fed.files import atomic_write, write_text_atomically
+from lightning_fed.atomic_files import atomic_write, write_text_atomically
 
 
 def write_half(path):

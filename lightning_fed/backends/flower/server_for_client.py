@@ -25,7 +25,7 @@ from lightning_fed.errors import ClientFault, VisitTimeout, describe
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
 from lightning_fed.model.entries import copy_state, find_non_finite, live_entries
 from lightning_fed.rounds.batch_norm import client_statistics, layers_in_training
-from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.isolated_pass import forward_step
 from lightning_fed.rounds.lightning_internals import keep_schedulers, loss_scaler
 from lightning_fed.rounds.remote import RemoteSide

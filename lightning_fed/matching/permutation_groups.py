@@ -18,8 +18,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_fed.matching.grouping import find_groups
-from lightning_fed.matching.layers import LAYERS
+from lightning_fed.matching.find_groups import find_groups
+from lightning_fed.matching.layer_rules import LAYERS
+from lightning_fed.matching.operation_rules import RULES
 from lightning_fed.matching.permutation import (
     Axis,
     PermutationGroup,
@@ -31,7 +32,6 @@ from lightning_fed.matching.permutation import (
     slice_neurons,
 )
 from lightning_fed.matching.permutation_check import PermutationCheck, restored_afterwards, split_inputs
-from lightning_fed.matching.rules import RULES
 from lightning_fed.matching.tracer import Tracer
 from lightning_fed.model.resize import named_tensors
 

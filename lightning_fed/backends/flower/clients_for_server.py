@@ -39,8 +39,8 @@ from lightning_fed.errors import BadUpdate, describe, without_frames
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
 from lightning_fed.model.batch_norm import find_bad_statistics
 from lightning_fed.model.entries import find_non_finite
-from lightning_fed.rounds.callback import FederatedCallback, federated_callbacks
-from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import add_optimizer_steps, is_overridden
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round

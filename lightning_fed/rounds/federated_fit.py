@@ -15,7 +15,7 @@ from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.messages import State
 from lightning_fed.model.entries import Policy, batch_norm_statistics, copy_state, live_entries
 from lightning_fed.rounds.batch_loop import BatchLoop
-from lightning_fed.rounds.callback import FederatedCallback, federated_callbacks
+from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.rounds.lightning_internals import IgnoredWarning
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round_log import RoundLog
