@@ -539,16 +539,16 @@ def test_too_few_clients_leave_the_global_model_as_it_was(federated_trainer, cap
     assert "fewer than min_clients=4" in caplog.text
 
 
-@pytest.mark.parametrize("preset", ["FedPer", "FedBN"])
-def test_presets(preset, federated_trainer):
+@pytest.mark.parametrize("method_name", ["FedPer", "FedBN"])
+def test_methods_that_keep_layers_at_home(method_name, federated_trainer):
     recorder = Recorder()
-    method = FedPer("net.head.*") if preset == "FedPer" else FedBN()
+    method = FedPer("net.head.*") if method_name == "FedPer" else FedBN()
     trainer = federated_trainer(max_rounds=2, method=method, local_epochs=2, callbacks=[recorder])
     trainer.fit(models.Module(models.BaseAndHead(), models.momentum), models.as_datasets(models.vectors()))
-    at_home = "net.head." if preset == "FedPer" else "net.base.1."
+    at_home = "net.head." if method_name == "FedPer" else "net.base.1."
     names = [name for name in state_of(models.Module(models.BaseAndHead())) if not name.startswith(at_home)]
     assert all(list(visit.broadcast) == list(visit.update) == names for visit in recorder.visits)
-    assert len(names) == 7 if preset == "FedPer" else 4
+    assert len(names) == 7 if method_name == "FedPer" else 4
     first, second = (next(v for v in recorder.round(r) if v.client == "cid") for r in (0, 1))
     for name, value in second.start.items():
         if value.is_floating_point():
@@ -556,12 +556,12 @@ def test_presets(preset, federated_trainer):
 
 
 @pytest.mark.parametrize("store", [None, "clients"], ids=["memory", "folder"])
-@pytest.mark.parametrize("preset", ["FedPer", "FedBN"])
-def test_a_clients_own_model(preset, store, plain_trainer, federated_trainer, tmp_path):
+@pytest.mark.parametrize("method_name", ["FedPer", "FedBN"])
+def test_a_clients_own_model(method_name, store, plain_trainer, federated_trainer, tmp_path):
     """Its personal entries are those of its last visit, and a plain Trainer finds what was logged for the client."""
     options = {"local_epochs": 2, "clients_per_round": 2, "seed": SEED, "store": store and tmp_path / store}
-    federation = Federation(FedPer("net.head.*") if preset == "FedPer" else FedBN(), **options)
-    at_home = "net.head." if preset == "FedPer" else "net.base.1."
+    federation = Federation(FedPer("net.head.*") if method_name == "FedPer" else FedBN(), **options)
+    at_home = "net.head." if method_name == "FedPer" else "net.base.1."
     recorder, module = Recorder(), models.Module(models.BaseAndHead(), models.momentum)
     held_out = models.vectors({name: 20 + size for name, size in models.SIZES.items()})
     trainer = federated_trainer(max_rounds=2, federation=federation, callbacks=[recorder])

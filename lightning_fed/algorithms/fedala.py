@@ -70,7 +70,7 @@ class AdaptiveAggregation(FederatedCallback):
 
     """
 
-    takes_stacks = True
+    supports_vectorize = True
 
     def __init__(self, num_layers: int = 1, share: float = 0.8, eta: float = 1.0) -> None:
         self.num_layers = check_count("num_layers", num_layers)

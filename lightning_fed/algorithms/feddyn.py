@@ -56,7 +56,7 @@ class DynamicRegularizer(FederatedCallback):
 
     """
 
-    takes_stacks = True
+    supports_vectorize = True
     keeps_privacy = True
 
     def __init__(self, alpha: float) -> None:

@@ -58,7 +58,7 @@ class StepLength(FederatedCallback):
 
     """
 
-    takes_stacks = True
+    supports_vectorize = True
     keeps_privacy = True
 
     def __init__(self) -> None:

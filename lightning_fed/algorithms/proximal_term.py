@@ -48,7 +48,7 @@ class ProximalTerm(FederatedCallback):
 
     """
 
-    takes_stacks = True
+    supports_vectorize = True
     keeps_privacy = True
 
     def __init__(self, mu: float) -> None:

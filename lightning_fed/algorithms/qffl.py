@@ -56,7 +56,7 @@ class LossReport(FederatedCallback):
 
     """
 
-    takes_stacks = True
+    supports_vectorize = True
 
     def __init__(self, lipschitz: float | None = None) -> None:
         if lipschitz is not None and not 0 < check_number("lipschitz", lipschitz) < float("inf"):

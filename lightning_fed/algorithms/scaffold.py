@@ -59,7 +59,7 @@ class ControlVariates(FederatedCallback):
 
     """
 
-    takes_stacks = True
+    supports_vectorize = True
     keeps_privacy = True
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ class UpdateAttack(Attack):
 
     """
 
-    takes_stacks = True
+    supports_vectorize = True
 
     def __init__(self, clients: Sequence[Client] | int, seed: int = 0) -> None:
         super().__init__(clients, seed)

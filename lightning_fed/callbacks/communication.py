@@ -105,7 +105,7 @@ class CommunicationReport(FederatedCallback):
 
     """
 
-    takes_stacks = True
+    supports_vectorize = True
     keeps_privacy = True
 
     def __init__(self, parts: Sequence[str] = (), client_rounds: int = 100) -> None:

@@ -149,7 +149,7 @@ class Federation(L.Callback):
 
     """
 
-    takes_stacks = True
+    supports_vectorize = True
 
     def __init__(
         self,

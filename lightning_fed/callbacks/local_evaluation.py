@@ -39,7 +39,7 @@ class LocalEvaluation(FederatedCallback):
 
     """
 
-    takes_stacks = True
+    supports_vectorize = True
 
     def __init__(self, every_n_rounds: int = 1) -> None:
         self.every_n_rounds = check_count("every_n_rounds", every_n_rounds)

@@ -23,7 +23,7 @@ class FederatedProgressBar(TQDMProgressBar):
 
     """
 
-    takes_stacks = True
+    supports_vectorize = True
 
     def __init__(self, refresh_rate: int = 20, **options: Any) -> None:
         super().__init__(refresh_rate=refresh_rate, **options)

@@ -34,7 +34,7 @@ class UnseenData(FederatedCallback):
 
     """
 
-    takes_stacks = True
+    supports_vectorize = True
 
     def __init__(self, statistics: Literal["batch", "nearest"], store: ClientStore) -> None:
         self._statistics, self._store = statistics, store

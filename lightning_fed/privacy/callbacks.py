@@ -34,7 +34,7 @@ class ClippedSteps(FederatedCallback):
 
     """
 
-    takes_stacks = True
+    supports_vectorize = True
 
     def __init__(self, adaptive: bool = False) -> None:
         self.adaptive = adaptive
@@ -90,7 +90,7 @@ class PrivacyBudget(FederatedCallback):
 
     """
 
-    takes_stacks = True
+    supports_vectorize = True
 
     def __init__(
         self,

@@ -117,7 +117,7 @@ class SecureSum(Protection):
 class RingSteps(FederatedCallback):
     """The client's half of a secure sum: it sends its step in the ring; at a fit's start it settles the ring."""
 
-    takes_stacks = True
+    supports_vectorize = True
     keeps_privacy = True
     needs_local_clients = "a secure sum is simulated: nothing is masked"
 

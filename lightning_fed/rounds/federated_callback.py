@@ -24,9 +24,9 @@ class FederatedCallback(L.Callback):
     what travels.
 
     Attributes:
-        takes_stacks: Whether the callback can do with clients that train at once (``vectorize``): in Lightning's hooks
-            of a batch the module's parameters, their gradients and what optimizers keep then have a leading axis of
-            the clients, and the batch is stacked; :meth:`on_client_start` is called for all of them before the first
+        supports_vectorize: Whether the callback can do with clients that train at once (``vectorize``): in Lightning's
+            hooks of a batch the module's parameters, their gradients and what optimizers keep then have a leading axis
+            of the clients, and the batch is stacked; :meth:`on_client_start` is called for all of them before the first
             batch, and :meth:`on_client_end` after the last. Where a callback implements hooks of a visit or a batch and
             does not say so, clients train one after another.
         needs_local_clients: Reason why the callback cannot work with clients on other machines; empty where it can.
@@ -69,7 +69,7 @@ class FederatedCallback(L.Callback):
 
     """
 
-    takes_stacks: bool = False
+    supports_vectorize: bool = False
     needs_local_clients: str = ""
     can_recalibrate_remotely: bool = True
     keeps_privacy: bool = False

@@ -384,14 +384,14 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("preset", [FedPer, FedRep])
+@pytest.mark.parametrize("method", [FedPer, FedRep])
 @pytest.mark.parametrize("name", HEADS)
-def test_automatic_heads(name, preset):
+def test_automatic_heads(name, method):
     """The layer that makes the logits, with its weight and bias."""
     from lightning_fed.model.entries import entry_policies
 
     make, expected = HEADS[name]
-    policies = entry_policies(make(), Federation(preset()).personal)
+    policies = entry_policies(make(), Federation(method()).personal)
     chosen = {entry for entry, policy in policies.items() if policy == "personal"}
     assert {entry.rpartition(".")[0] for entry in chosen} == expected
     assert {entry.rpartition(".")[2] for entry in chosen} <= {"weight", "bias"}

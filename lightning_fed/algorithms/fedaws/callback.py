@@ -75,7 +75,7 @@ class SpreadOut(FederatedCallback):
 
     """
 
-    takes_stacks = True
+    supports_vectorize = True
 
     def __init__(
         self,

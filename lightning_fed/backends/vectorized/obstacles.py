@@ -79,7 +79,7 @@ def check_vectorizable(fit: FederatedFit) -> None:
     if datamodule is not None:
         _check_hooks(datamodule, _DATA_HOOKS, L.LightningDataModule)
     for callback in callbacks_of(trainer):
-        if not getattr(callback, "takes_stacks", False):
+        if not getattr(callback, "supports_vectorize", False):
             _check_hooks(callback, _BATCH_HOOKS, L.Callback)
             if isinstance(callback, FederatedCallback):
                 _check_hooks(callback, _VISIT_HOOKS, FederatedCallback)

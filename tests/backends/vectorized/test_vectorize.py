@@ -186,7 +186,7 @@ def test_personal_layers(federated_trainer):
 class Remembers(FederatedCallback):
     """Keeps something of every visit in the client's memory, and sends it along in the next."""
 
-    takes_stacks = True
+    supports_vectorize = True
 
     def on_client_start(self, trainer, module, client, broadcast):
         self.federation = next(each for each in trainer.callbacks if isinstance(each, Federation))
@@ -472,7 +472,7 @@ def test_a_checkpoint_inside_a_round_holds_the_global_model(federated_trainer, t
     saved = tmp_path / "inside.ckpt"
 
     class Saves(L.Callback):
-        takes_stacks = True
+        supports_vectorize = True
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if trainer.current_epoch == 1 and batch_idx == 1:
@@ -490,7 +490,7 @@ def test_visits_that_break_off_end(federated_trainer):
     """Callbacks take back what they changed for every client of the group."""
 
     class Ends(FederatedCallback):
-        takes_stacks = True
+        supports_vectorize = True
         open, closed = (), ()
 
         def on_client_start(self, trainer, module, client, broadcast):
@@ -693,9 +693,9 @@ def test_a_population_that_takes_no_turns(federated_trainer, caplog):
     assert "because `Plain.stream` has no argument `groups`" in caplog.text
 
 
-def test_a_callback_may_say_that_it_takes_stacks(federated_trainer, caplog):
+def test_a_callback_may_say_that_it_supports_vectorize(federated_trainer, caplog):
     class Watches(L.Callback):
-        takes_stacks = True
+        supports_vectorize = True
 
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             self.shape = module.net[0].weight.shape
@@ -719,7 +719,7 @@ def test_both_doors_have_it(either_trainer):
 
 def test_the_loss_of_a_step_is_the_mean(federated_trainer):
     class Sees(L.Callback):
-        takes_stacks = True
+        supports_vectorize = True
         losses = ()
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
