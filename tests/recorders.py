@@ -1,6 +1,7 @@
 """Callbacks and a logger that note what passes, for tests."""
 
 import copy
+import inspect
 from dataclasses import dataclass, field
 
 import lightning as L
@@ -14,6 +15,11 @@ from lightning_fed import FederatedCallback
 def state_of(module):
     """A copy of everything in the module's state, tied entries under each of their names."""
     return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+
+def loading(weights_only):
+    """The argument of `fit` and `load_from_checkpoint` that Lightning has from 2.6 on; nothing before."""
+    return {"weights_only": weights_only} if "weights_only" in inspect.signature(L.Trainer.fit).parameters else {}
 
 
 def bytes_of(*states):

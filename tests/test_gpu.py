@@ -25,7 +25,7 @@ from lightning_fed.matching import MatchedAverage
 from lightning_fed.modules import SampledSoftmaxHead
 from tests import draws_script, models
 from tests.conftest import QUIET
-from tests.recorders import Recorder, assert_same, fit_fixed, state_of
+from tests.recorders import Recorder, assert_same, fit_fixed, loading, state_of
 from tests.references import seed_reference, visit_seed_reference
 
 pytestmark = [
@@ -312,7 +312,7 @@ def test_a_fit_goes_on_on_another_device(method, first, second, tmp_path):
     module = models.Module(models.BaseAndHead(), models.momentum)
     trainer = trainer_on(second, **options)
     data = FederatedDataModule(models.as_datasets(clients), batch_size=16)
-    trainer.fit(module, data, ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    trainer.fit(module, data, ckpt_path=tmp_path / "last.ckpt", **loading(weights_only=False))
     assert trainer.current_epoch == 4
     if first == second:
         assert_same(whole, state_of(module))

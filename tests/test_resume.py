@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.data import IID
-from tests.recorders import SavesOnException
+from tests.recorders import SavesOnException, loading
 from tests.resume_script import RUNS, At, Interruption, fit, last_checkpoint, prepare, rows
 
 
@@ -237,7 +237,7 @@ class Saves(L.Callback):
         if path.exists():  # at a later validation batch
             return
         trainer.save_checkpoint(path / "full.ckpt")
-        trainer.save_checkpoint(path / "weights.ckpt", weights_only=True)
+        trainer.save_checkpoint(path / "weights.ckpt", **loading(weights_only=True))
         if (self.folder / "clients").exists():
             shutil.copytree(self.folder / "clients", path / "clients", dirs_exist_ok=True)
         self.saved.append((hook, self.batch, trainer.num_training_batches, path, trainer.global_step))

@@ -28,7 +28,7 @@ from lightning_fed.process_group import pack, unpack
 from lightning_fed.server.schedule import client_key
 from lightning_fed.server.server import Server
 from tests import models
-from tests.recorders import Recorder, assert_same, state_of
+from tests.recorders import Recorder, assert_same, loading, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -389,7 +389,7 @@ def test_a_resumed_fit_under_attack(federated_trainer, tmp_path):
     again = federated_trainer(
         max_rounds=3, method="centered_clipping", seed=1, batch_norm="average", callbacks=[ALIE(["ann"])]
     )
-    again.fit(resumed, models.as_datasets(models.vectors()), ckpt_path=path, weights_only=True)
+    again.fit(resumed, models.as_datasets(models.vectors()), ckpt_path=path, **loading(weights_only=True))
     assert_same(state_of(module), state_of(resumed))
     names = [name for name in trainer.callback_metrics if name.endswith("/excluded")]
     assert len(names) == 6

@@ -17,6 +17,7 @@ from lightning_fed.matching import PermutationGroups, load_matched
 from lightning_fed.modules import recalibrate_batch_norm
 from lightning_fed.tasks import CharLanguageTask, ClassificationTask
 from tests import models
+from tests.recorders import loading
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,7 +81,7 @@ def test_fit_merge_and_test(capsys):
     main(["fit", "-c", "recipe.yaml"])
     checkpoint = torch.load("run/a.ckpt", weights_only=True)
     example = torch.zeros(2, 3, 16, 16)
-    module = ClassificationTask.load_from_checkpoint("run/a.ckpt", weights_only=True)
+    module = ClassificationTask.load_from_checkpoint("run/a.ckpt", **loading(weights_only=True))
     torch.save({**checkpoint, "state_dict": permuted(module, example, 0)}, "b.ckpt")
     capsys.readouterr()
     main(["merge", "run/a.ckpt", "b.ckpt", "-o", "out/c.ckpt", "--mode", "permute"])
@@ -94,7 +95,7 @@ def test_fit_merge_and_test(capsys):
     merged = torch.load("out/c.ckpt", weights_only=True)
     assert merged["hyper_parameters"] == checkpoint["hyper_parameters"]
     assert checkpoint.keys() - merged.keys() == {"callbacks", "loops", "lr_schedulers", "optimizer_states"}
-    again = ClassificationTask.load_from_checkpoint("out/c.ckpt", weights_only=True)
+    again = ClassificationTask.load_from_checkpoint("out/c.ckpt", **loading(weights_only=True))
     images = torch.randn(5, 3, 16, 16)
     torch.testing.assert_close(again.eval()(images), module.eval()(images))
     main(["validate", "-c", "recipe.yaml", "--ckpt_path", "out/c.ckpt"])
@@ -117,7 +118,7 @@ def test_grown_checkpoints(capsys):
     bias = [net.model.classifier[-1].bias for net in nets]
     torch.testing.assert_close(again.model.classifier[-1].bias, (3 * bias[0] + bias[1] + bias[2]) / 5)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        ClassificationTask.load_from_checkpoint("out.ckpt", weights_only=True)
+        ClassificationTask.load_from_checkpoint("out.ckpt", **loading(weights_only=True))
     assert torch.load("out.ckpt", weights_only=True)["hyper_parameters"]["lr"] == 0.3
 
 

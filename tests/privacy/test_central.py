@@ -17,7 +17,7 @@ from lightning_fed.privacy.mean import CLIP, IS_SHORT
 from lightning_fed.server.schedule import Schedule, SecretSampling
 from lightning_fed.server.server import Server
 from tests import models
-from tests.recorders import Recorder, assert_same, state_of
+from tests.recorders import Recorder, assert_same, loading, state_of
 from tests.references_privacy import adaptive_clip_reference, noise_reference, private_mean_reference
 
 pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
@@ -323,7 +323,7 @@ def test_resume_is_exact_and_the_budget_goes_on(federated_trainer, tmp_path):
     _, module, trainer = fit(federated_trainer, secret, "fedavgm", 4, callbacks=[Saves()])
     resumed = models.Module(models.mlp(), models.momentum)
     again = federated_trainer(method="fedavgm", max_rounds=4, clients_per_round=3, seed=1, privacy=secret)
-    again.fit(resumed, models.as_datasets(models.vectors(CLIENTS)), ckpt_path=path, weights_only=True)
+    again.fit(resumed, models.as_datasets(models.vectors(CLIENTS)), ckpt_path=path, **loading(weights_only=True))
     assert_same(state_of(module), state_of(resumed))
     assert trainer.callback_metrics["privacy/epsilon"] == again.callback_metrics["privacy/epsilon"]
     assert 4.99 < trainer.callback_metrics["privacy/epsilon"] <= 5.0
@@ -341,7 +341,7 @@ def test_the_fit_ends_with_its_budget(federated_trainer, tmp_path, caplog):
     trainer.save_checkpoint(path)
     again = federated_trainer(method="fedavg", max_rounds=9, clients_per_round=3, seed=1, privacy=privacy)
     after = models.Module(models.mlp(), models.momentum)
-    again.fit(after, models.as_datasets(models.vectors(CLIENTS)), ckpt_path=path, weights_only=True)
+    again.fit(after, models.as_datasets(models.vectors(CLIENTS)), ckpt_path=path, **loading(weights_only=True))
     assert_same(state_of(after), state_of(module))
 
 

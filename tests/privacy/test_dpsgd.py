@@ -21,7 +21,7 @@ from lightning_fed.privacy import DPSGD, Budget, CentralDP, empirical_epsilon
 from lightning_fed.tasks import SegmentationTask
 from tests import models
 from tests.privacy.test_accounting import VECTORS
-from tests.recorders import Recorder, assert_same, state_of
+from tests.recorders import Recorder, assert_same, loading, state_of
 from tests.references_privacy import dpsgd_gradient_reference, poisson_reference
 
 pytest.importorskip("opacus", reason="opacus is not installed")
@@ -301,13 +301,13 @@ def test_a_resumed_federation_has_the_same_noise_and_pays_once(federated_trainer
     _, module, trainer = federated(federated_trainer, first, 4, FedAvgM(), clients_per_round=2, callbacks=[Saves()])
     again, resumed = DPSGD(0.5, 1.0, 1e-3), models.Module(models.mlp(), models.momentum)
     second = federated_trainer(method=FedAvgM(), max_rounds=4, seed=1, clients_per_round=2, callbacks=[again])
-    second.fit(resumed, clients_of(), ckpt_path=path, weights_only=True)
+    second.fit(resumed, clients_of(), ckpt_path=path, **loading(weights_only=True))
     assert_same(state_of(module), state_of(resumed))
     assert first.state_dict() == again.state_dict()
     assert trainer.callback_metrics["dp/epsilon"] == second.callback_metrics["dp/epsilon"]
     other = federated_trainer(method=FedAvgM(), max_rounds=4, seed=1, clients_per_round=2, callbacks=[dpsgd()])
     with pytest.raises(ValueError, match=r"Expected the `noise_multiplier` of the steps so far, 1.0, but got 0.8"):
-        other.fit(resumed, clients_of(), ckpt_path=path, weights_only=True)
+        other.fit(resumed, clients_of(), ckpt_path=path, **loading(weights_only=True))
 
 
 def test_a_round_that_breaks_off_is_done_again_with_the_same_noise(federated_trainer, tmp_path):
@@ -327,7 +327,7 @@ def test_a_round_that_breaks_off_is_done_again_with_the_same_noise(federated_tra
         federated(federated_trainer, DPSGD(0.5, 1.0, 1e-3, key_for_tests=KEY), 3, callbacks=[Breaks()])
     again, resumed = DPSGD(0.5, 1.0, 1e-3), models.Module(models.mlp(), models.momentum)
     federated_trainer(max_rounds=3, seed=1, callbacks=[again]).fit(
-        resumed, clients_of(), ckpt_path=path, weights_only=True
+        resumed, clients_of(), ckpt_path=path, **loading(weights_only=True)
     )
     assert_same(state_of(module), state_of(resumed))
     assert whole.state_dict() == again.state_dict()
@@ -349,14 +349,14 @@ def test_a_resumed_plain_fit_has_the_same_noise(plain_trainer, tmp_path, step):
     plain_trainer(max_epochs=3, callbacks=[first, Saves()]).fit(modules[0], datamodule=data)
     again = DPSGD(0.5, 1.0, 1e-3)
     second = plain_trainer(max_epochs=3, callbacks=[again])
-    second.fit(modules[1], datamodule=data, ckpt_path=path, weights_only=True)
+    second.fit(modules[1], datamodule=data, ckpt_path=path, **loading(weights_only=True))
     assert_same(state_of(modules[0]), state_of(modules[1]))
     assert first.state_dict() == again.state_dict()
     assert again.epsilon() == pytest.approx(Budget(1.0, 1e-3, 30, BATCH).epsilon(15))
     fewer = models.PooledData(models.vectors({"a": 29}), batch_size=BATCH)
     with pytest.raises(ValueError, match="Expected 30 examples in batches of 6, with which the steps so far were made"):
         plain_trainer(max_epochs=9, callbacks=[DPSGD(0.5, 1.0, 1e-3)]).fit(
-            modules[1], datamodule=fewer, ckpt_path=path, weights_only=True
+            modules[1], datamodule=fewer, ckpt_path=path, **loading(weights_only=True)
         )
 
 

@@ -16,7 +16,7 @@ from lightning_fed.method import build_method
 from lightning_fed.privacy import DPSGD, CentralDP, Ring, SecureMean, SecureSum
 from lightning_fed.privacy.secure_sum import WEIGHT
 from tests import models
-from tests.recorders import Recorder, assert_same, state_of
+from tests.recorders import Recorder, assert_same, loading, state_of
 from tests.references_privacy import clipped_reference, encoded_reference, masked_sum_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -248,7 +248,7 @@ def test_resume_is_exact(federated_trainer, tmp_path):
     _, module, _ = fit(federated_trainer, 3, callbacks=[Saves()], **options)
     resumed = models.Module(models.mlp(), models.momentum)
     again = federated_trainer(max_rounds=3, seed=1, **options)
-    again.fit(resumed, models.as_datasets(models.vectors(CLIENTS)), ckpt_path=path, weights_only=True)
+    again.fit(resumed, models.as_datasets(models.vectors(CLIENTS)), ckpt_path=path, **loading(weights_only=True))
     assert_same(state_of(module), state_of(resumed))
 
 

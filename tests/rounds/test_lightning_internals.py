@@ -12,6 +12,7 @@ from torch.func import vmap
 from torch.utils.data import DataLoader
 
 from lightning_fed.rounds import lightning_internals as internals
+from tests.recorders import loading
 
 BATCHES = 3
 
@@ -154,7 +155,7 @@ def test_a_checkpoint_becomes_one_of_the_epochs_start(fit, plain_trainer, tmp_pa
 
     fit(callbacks=[Saves()])
     resumed = Net()
-    plain_trainer(max_epochs=1).fit(resumed, ckpt_path=path, weights_only=False)
+    plain_trainer(max_epochs=1).fit(resumed, ckpt_path=path, **loading(weights_only=False))
     assert len(resumed.seen) == BATCHES, "Lightning's checkpoints count the batches of an epoch in another way"
 
 
@@ -171,7 +172,7 @@ def test_a_checkpoint_becomes_one_of_the_epochs_end(fit, plain_trainer, tmp_path
 
     fit(callbacks=[Saves()])
     resumed = Net(lambda trainer, module: trainer.current_epoch)
-    plain_trainer(max_epochs=2).fit(resumed, ckpt_path=path, weights_only=False)
+    plain_trainer(max_epochs=2).fit(resumed, ckpt_path=path, **loading(weights_only=False))
     assert resumed.seen == [1] * BATCHES, "Lightning's checkpoints mark the end of an epoch in another way"
 
 

@@ -14,6 +14,7 @@ from lightning_fed.algorithms import FedMA
 from lightning_fed.datasets import Shakespeare
 from lightning_fed.matching import PermutationGroups, load_matched
 from lightning_fed.tasks import CharLanguageTask, CharLSTM
+from tests.recorders import loading
 from tests.tasks.test_tasks import assert_same_weights, fit, loader, trainer
 
 
@@ -112,7 +113,7 @@ def test_a_checkpoint_has_its_options(tmp_path):
     task = CharLanguageTask(hidden_size=6, num_layers=2, every_step=True)
     run = fit(task, [windows(4, every_step=True)])
     run.save_checkpoint(tmp_path / "a.ckpt")
-    again = CharLanguageTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    again = CharLanguageTask.load_from_checkpoint(tmp_path / "a.ckpt", **loading(weights_only=True))
     assert_same_weights(again.model, task.model)
     text, _ = windows(2)
     assert torch.equal(again.eval()(text), task.eval()(text))

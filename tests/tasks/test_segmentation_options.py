@@ -17,6 +17,7 @@ from lightning_fed.metrics import SegmentationScores
 from lightning_fed.tasks import SegmentationTask
 from lightning_fed.tasks.encoder_weights import load_encoder_weights
 from lightning_fed.tasks.tiles import tiled_logits
+from tests.recorders import loading
 from tests.tasks.test_tasks import IGNORED, fit, images, labels, loader, masks, trainer
 
 
@@ -181,7 +182,7 @@ def test_a_function_of_ones_own(tmp_path):
     convolution = SegmentationTask(nn.Conv2d(3, 3, 1), 3, loss=lambda x, y: x.square().mean())
     fit(convolution, [(images(2, 3, 8), masks(2, 8))]).save_checkpoint(tmp_path / "own.ckpt")
     assert "loss" not in convolution.hparams
-    SegmentationTask.load_from_checkpoint(tmp_path / "own.ckpt", model=nn.Conv2d(3, 3, 1), weights_only=True)
+    SegmentationTask.load_from_checkpoint(tmp_path / "own.ckpt", model=nn.Conv2d(3, 3, 1), **loading(weights_only=True))
 
 
 # --- modes ------------------------------------------------------------------------------------------------------------

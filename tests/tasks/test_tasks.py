@@ -20,6 +20,7 @@ from lightning_fed.modules import find_classifier, find_sampled_softmax_head
 from lightning_fed.tasks.base import Task
 from lightning_fed.tasks.classification import ClassificationTask
 from lightning_fed.tasks.segmentation import SegmentationTask
+from tests.recorders import loading
 
 IGNORED = 255
 
@@ -441,12 +442,14 @@ def test_checkpoints_load_safely_and_rebuild_the_task(tmp_path):
     batches = {task: (images(2), labels(2)), segmentation: (images(2, 3, 8), labels(2, 8, 8, classes=3))}
     for module, batch in batches.items():
         fit(module, [batch]).save_checkpoint(tmp_path / f"{module.num_classes}.ckpt")
-    loaded = ClassificationTask.load_from_checkpoint(tmp_path / "10.ckpt", weights_only=True)
+    loaded = ClassificationTask.load_from_checkpoint(tmp_path / "10.ckpt", **loading(weights_only=True))
     assert_same_weights(loaded, task)
     assert loaded.hparams == task.hparams
     assert (loaded.lr, loaded.class_weights.tolist()) == (0.3, [0.5] * 10)
     # a ready module is not among the hyperparameters: it is given again
-    loaded = SegmentationTask.load_from_checkpoint(tmp_path / "3.ckpt", model=nn.Conv2d(3, 3, 1), weights_only=True)
+    loaded = SegmentationTask.load_from_checkpoint(
+        tmp_path / "3.ckpt", model=nn.Conv2d(3, 3, 1), **loading(weights_only=True)
+    )
     assert_same_weights(loaded, segmentation)
     assert "model" not in segmentation.hparams
     assert (loaded.ignore_index, loaded.hparams["loss"]) == (7, "dice")
