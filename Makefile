@@ -9,7 +9,9 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
-# pip takes the newest versions; uv can take the lowest that pyproject.toml allows.
+# pip takes the newest versions; uv can take the lowest that pyproject.toml allows. Without the extras `peft` and
+# `privacy`, whose libraries need newer versions than the package itself.
+comma := ,
 INSTALL_LOWEST := $(INSTALL) uv==0.12.24 && $(BIN)/uv pip install -q --python $(BIN)/python --resolution lowest-direct
 # One thread for each of pytest's two workers: more would take turns on the same cores. Each worker takes one half of the
 # files in their order, so that what the tests of a file share is made once; who is done first helps the other.
@@ -26,7 +28,7 @@ venv: $(STAMP) ## install the package and its tools into .venv
 $(STAMP): pyproject.toml
 	@echo "Installing into $(VENV): about two minutes and 6 GB, most of it torch."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(if $(LOWEST),$(INSTALL_LOWEST),$(INSTALL)) -e ".[dev]"
+	$(if $(LOWEST),$(INSTALL_LOWEST) -e ".[demo$(comma)flower$(comma)tests]",$(INSTALL) -e ".[dev]")
 	@touch $@
 
 demo: $(STAMP) ## DeepLabV3+ on 24 clients, about two minutes; on CamVid with DATA=folder
