@@ -24,7 +24,7 @@ from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, Protection, build_method
-from lightning_fed.model.entries import Policy, Selector, check_selectors
+from lightning_fed.model.entries import Policy, Selector, check_selectors, live_entries
 from lightning_fed.rounds.checkpoint_checks import check_file, check_method, check_model, count_of, describe_clients
 from lightning_fed.rounds.client_errors import describe_visit
 from lightning_fed.rounds.client_models import ClientModels
@@ -514,6 +514,7 @@ class Federation(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the rounds' counts, method, clients, states of aggregator and store, and initial statistics."""
+        module = self._trainer.lightning_module if self._trainer is not None and self._fit.round is None else None
         return {
             "rounds": self.rounds,
             "seed": self.schedule.seed,
@@ -524,7 +525,7 @@ class Federation(L.Callback):
             "aggregator": self.server.aggregator.state_dict() if self._fit.round is None else self.server.state_before,
             "store": self.store.checkpoint(self.rounds),
             "initial_statistics": self._fit.initial_statistics,
-            "held": self.server.held.state_dict(),
+            "held": self.server.held.state_dict(None if module is None else live_entries(module)),
         }
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

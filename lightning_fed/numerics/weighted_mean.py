@@ -113,8 +113,8 @@ class WeightedMean:
         """The weighted mean of the states that were added, in the entries' own dtypes.
 
         Args:
-            base: The state before the round; needed for entries that the states hold in part, or some of them not at
-                all.
+            base: The state before the round; needed for entries that the states hold in part. Of one that some states
+                do not hold at all it is their value, which is 0 without it.
             row_weighting: Weighting of such rows, see :meth:`RowSums.mean`.
 
         Raises:

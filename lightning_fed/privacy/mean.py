@@ -168,8 +168,10 @@ class PrivateMean(Aggregator):
         return Broadcast(self._round, dict(self._state), {CLIP: torch.tensor(self.clip, dtype=torch.float64)})
 
     def expected(self, broadcast: Broadcast) -> State:
-        """A model; with a secure sum, whole numbers in the place of floating-point entries."""
-        return broadcast.state if self.ring is None else ring_form(broadcast.state)
+        """A model; with a secure sum, whole numbers in the place of floating-point entries that train."""
+        if self.ring is None:
+            return broadcast.state
+        return broadcast.state | ring_form({name: broadcast.state[name] for name in self._names})
 
     @torch.no_grad()
     def receive(self, update: ClientUpdate) -> None:

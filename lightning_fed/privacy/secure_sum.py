@@ -162,10 +162,11 @@ class RingSteps(FederatedCallback):
         assert planned is not None
         assert rule.ring is not None
         ring, weight = rule.ring, _weight(federation, rule, update)
+        left_out = rule.untrained if isinstance(rule, PrivateMean) else frozenset()
         steps = {
             name: to_float64(value) - to_float64(old[name])
             for name, value in update.state.items()
-            if value.is_floating_point()
+            if value.is_floating_point() and name not in left_out
         }
         # So much shorter that rounding makes it no longer than the noise covers.
         longest = ring.longest(sum(step.numel() for step in steps.values())) if rule.is_private else ring.clip

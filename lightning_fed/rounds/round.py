@@ -114,6 +114,7 @@ class Round:
         self._measured: dict[str, float] = {}
         untrained = untrained_entries(fit.module) - self.local.sliced.keys()
         self._untrained = [name for name in self.start.state if name in untrained]
+        self._writes = self._count_writes()
         self._came: dict[Client, State] = {}  # entries of the messages to clients as they have arrived
         self._server.aggregator.trainable = trainable_entries(fit.module)
         self._server.aggregator.untrained = frozenset(self._untrained) & frozenset(self.local.parameters)
@@ -183,11 +184,11 @@ class Round:
         for callback in self._server_callbacks:
             callback.on_server_send(self._trainer, self._module, client, broadcast)
         self._server.sent(client, broadcast)
-        self._came[client] = dict(broadcast.state)
         return broadcast
 
     def unpack(self, client: Client, broadcast: Broadcast) -> None:
         """Has callbacks unpack the message on the client's side."""
+        self._came[client] = dict(broadcast.state)
         for callback in self._callbacks:
             callback.on_client_receive(self._trainer, self._module, client, broadcast)
 
@@ -311,6 +312,7 @@ class Round:
         if planned.fault is None and self._module.automatic_optimization and planned.position not in self._trained:
             planned.fault = f"its training step gave no loss in {planned.num_batches} batches"
         if planned.fault is not None:
+            self._came.pop(planned.visit.client, None)
             self._server.fail(planned.visit.client, planned.fault, planned.error)
         elif self.receive(self.answer(planned)):
             self.keep(planned)
@@ -330,6 +332,26 @@ class Round:
             update.unsent = identical_entries(unchanged, update.state)
             update.state |= {name: unchanged[name] for name in update.unsent}
         return update
+
+    def _count_writes(self) -> dict[str, int]:
+        """How often PyTorch has seen somebody write into each entry of the round's start that messages share."""
+        return {name: self.start.state[name]._version for name in self._untrained}  # noqa: SLF001
+
+    def _check_writes(self) -> None:
+        """Refuses a rule or a callback that has written into what is not its own.
+
+        Raises:
+            MisconfigurationException: If one has.
+
+        """
+        written = [name for name, count in self._count_writes().items() if count != self._writes[name]]
+        if written:
+            raise MisconfigurationException(
+                f"Expected the entries of a message that do not train to be left as they are, but {written[0]!r} was"
+                f" written into ({len(written)} in all) by {type(self._server.aggregator).__name__} or a callback:"
+                " all messages of a round share these tensors (`update.unsent` names them), so put new ones in their"
+                " place."
+            )
 
     def _unchanged_of(self, came: State) -> State:
         return {name: came[name] for name in self._untrained if name in came}
@@ -418,8 +440,13 @@ class Round:
     def aggregate(self) -> State | None:
         """Makes the new global values of the shared entries, as callbacks change them; ``None`` if there are none."""
         state = self._server.finish_round()
+        self._check_writes()
         if state is None:
             return None
+        # Callbacks may write into it, and a rule may have chosen one client's update.
+        start = self.start.state
+        if state is not start:
+            state = {name: value.clone() if value is start.get(name) else value for name, value in state.items()}
         form = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
         for callback in self._server_callbacks:
             callback.on_server_aggregate(self._trainer, self._module, state)

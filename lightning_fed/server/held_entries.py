@@ -92,11 +92,21 @@ class HeldEntries:
         if any(start != _ALWAYS for start in self._since.values()):
             self._rounds |= dict.fromkeys(clients, round)
 
-    def state_dict(self) -> dict[str, Any]:
-        """See the class's note."""
+    def state_dict(self, entries: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+        """See the class's note.
+
+        Args:
+            entries: The model with which a resumed fit will begin: what has other values by now is left out, because
+                nobody has them. By default nothing has.
+
+        """
+        entries = {} if entries is None else entries
+        now = {name: entries[name].to(value.device) for name, value in self.values.items() if name in entries}
+        changed = now.keys() - identical_entries(self.values, now)
         # Names as Python has them: NumPy's do not load with `weights_only=True`.
         clients = [str(client) if isinstance(client, str) else int(client) for client in self._rounds]
-        state = {"since": dict(self._since), "clients": clients, "rounds": list(self._rounds.values())}
+        since = {name: start for name, start in self._since.items() if name not in changed}
+        state = {"since": since, "clients": clients, "rounds": list(self._rounds.values())}
         return {} if self._is_new else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

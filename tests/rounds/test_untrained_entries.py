@@ -3,12 +3,14 @@
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
-from lightning_fed import Federation
-from lightning_fed.callbacks import CommunicationReport
-from lightning_fed.privacy import CentralDP
+from lightning_fed import FederatedCallback, Federation
+from lightning_fed.algorithms import FedAvg
+from lightning_fed.callbacks import CommunicationReport, find_federation
+from lightning_fed.privacy import CentralDP, SecureSum
 from lightning_fed.rounds import round as round_module
 from tests import models
 from tests.recorders import Recorder, assert_same, state_of
@@ -140,15 +142,15 @@ def test_entries_that_train_for_some_rounds(fit):
     assert len({*expected[4:]}) > 1, "some clients have them in a round, and some do not"
 
 
-@pytest.mark.parametrize("stop", [1, 3, 5])
-def test_resuming(stop, fit, tmp_path):
+@pytest.mark.parametrize(("make_module", "stop"), [(Switched, 1), (Switched, 3), (Switched, 5), (Following, 2)])
+def test_resuming(make_module, stop, fit, tmp_path):
     """Weights, and the bytes of the rounds after."""
     options = {"clients_per_round": 2, "seed": 3, "method": "fedadam"}
-    whole, _ = fit(expected := Switched(models.adam), rounds=9, **options)
-    _, trainer = fit(Switched(models.adam), rounds=stop, **options)
+    whole, _ = fit(expected := make_module(models.adam), rounds=9, **options)
+    _, trainer = fit(make_module(models.adam), rounds=stop, **options)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     torch.load(tmp_path / "last.ckpt", weights_only=True)
-    rest, _ = fit(module := Switched(models.adam), rounds=9, ckpt_path=tmp_path / "last.ckpt", **options)
+    rest, _ = fit(module := make_module(models.adam), rounds=9, ckpt_path=tmp_path / "last.ckpt", **options)
     assert_same(state_of(module), state_of(expected))
     assert rest.logged == whole.logged[stop:]
 
@@ -223,16 +225,63 @@ def test_a_client_that_fails_has_not_got_it(fit):
     assert logged(recorder, "down")[4:] == [2 * (adapters + base), 2 * adapters + base]
 
 
-def test_differential_privacy_adds_no_noise_to_what_does_not_train(fit):
+@pytest.mark.parametrize("options", [{}, {"secure_sum": SecureSum()}], ids=["central", "secure"])
+def test_differential_privacy_adds_no_noise_to_what_does_not_train(options, fit):
     """Nor does what a module writes into such entries leave a client."""
     privacy = CentralDP(clip=0.5, delta=1e-3, noise_multiplier=1.0, key_for_tests=5, sampling="fixed")
-    recorder, _ = fit(module := Following(), privacy=privacy, clients_per_round=3, batch_norm="frozen")
+    module = Following()
+    recorder, trainer = fit(module, privacy=privacy, clients_per_round=3, batch_norm="frozen", **options)
+    report = find_federation(trainer).server.report
+    assert (len(report.received), report.failed) == (3, {})
     clip = 8
     assert recorder.up_bytes == [3 * bytes_of(module, *ADAPTERS)] * 3
     assert recorder.down_bytes == [3 * (bytes_of(module, *ADAPTERS) + clip)] * 3
     start = state_of(Following())
     for name, value in state_of(module).items():
         assert torch.equal(value, start[name]) == name.startswith("base."), name
+
+
+class OneClient(FedAvg):
+    """The new model is that of the round's first client."""
+
+    def start_round(self, round, state):
+        super().start_round(round, state)
+        self.chosen = None
+
+    def receive(self, update):
+        self.chosen = self.chosen or update.state
+
+    def aggregate(self):
+        return self.chosen
+
+
+class WritesIntoTheAggregate(FederatedCallback):
+    def on_server_aggregate(self, trainer, module, state):
+        state["base.0.bias"].add_(1)
+
+
+def test_a_callback_may_write_into_an_aggregate_that_is_one_clients_update(fit):
+    """Into copies: the round's own tensors, by which the server knows what clients have, stay what they were."""
+    recorder, _ = fit(module := Adapted(), method=OneClient(), callbacks=[WritesIntoTheAggregate()])
+    adapters, written = 4 * bytes_of(module, *ADAPTERS), 4 * bytes_of(module, "base.0.bias")
+    assert logged(recorder, "down") == [adapters, adapters + written, adapters + written]
+    assert torch.equal(state_of(module)["base.0.bias"], state_of(Adapted())["base.0.bias"] + 1 + 1 + 1)
+
+
+class SumsInPlace(OneClient):
+    """Writes into updates as if all of their tensors were its own."""
+
+    def receive(self, update):
+        super().receive(update)
+        for name, value in update.state.items():
+            if value.is_floating_point() and self.chosen is not update.state:
+                self.chosen[name].add_(value)
+
+
+def test_a_rule_that_writes_into_what_messages_share_is_refused(fit):
+    """Every later client of the round would have been sent other weights."""
+    with pytest.raises(MisconfigurationException, match=r"left as they are, but 'base.0.weight' was .* by SumsInPlace"):
+        fit(Adapted(), method=SumsInPlace())
 
 
 def test_double_precision_does_not_drift(fit):

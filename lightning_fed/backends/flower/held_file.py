@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
 from lightning_fed.atomic_files import atomic_write
+from lightning_fed.errors import describe
 from lightning_fed.messages import State
 from lightning_fed.model.entries import copy_state
+
+_log = logging.getLogger(__name__)
 
 
 class HeldFile:
@@ -44,8 +48,11 @@ class HeldFile:
             return {}
 
     def keep(self, state: State) -> None:
-        """Adds entries, in the place of those with the same names."""
+        """Adds entries, in the place of those with the same names; where they cannot be written, none are kept."""
         # Copies, because safetensors refuses tensors that share memory.
         whole = self.read() | copy_state(state)
-        with atomic_write(self._path, f"-{os.getpid()}.partial") as partial:
-            save_file({name: value.contiguous().cpu() for name, value in whole.items()}, partial)
+        try:
+            with atomic_write(self._path, f"-{os.getpid()}.partial") as partial:
+                save_file({name: value.contiguous().cpu() for name, value in whole.items()}, partial)
+        except Exception as error:  # a full disk, a type that safetensors does not know
+            _log.warning("What the server sends once cannot be kept, and will be asked for again: %s.", describe(error))

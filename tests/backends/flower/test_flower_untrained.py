@@ -128,3 +128,14 @@ def test_an_update_that_leaves_out_what_it_does_not_say(federated_trainer, tmp_p
     _, trainer, _, _ = on_flower(tmp_path, Adapted, DATA, lambda: Federation(seed=3), 1, change=change, limit=60)
     assert trainer.callback_metrics["fed/clients"] == 2
     assert trainer.callback_metrics["fed/failed"] == 1
+
+
+def test_a_type_that_cannot_be_kept(federated_trainer, tmp_path):
+    """A client that cannot write what it is sent once trains all the same, and is sent it again."""
+
+    class Complex(Following):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("phases", torch.ones(2, dtype=torch.complex128))
+
+    both(federated_trainer, tmp_path, Complex, rounds=3)
