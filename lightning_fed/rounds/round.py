@@ -46,7 +46,7 @@ from lightning_fed.rounds.carried_attributes import note_attributes, warn_of_car
 from lightning_fed.rounds.client_errors import client_fault
 from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.rounds.federated_fit import FederatedFit
-from lightning_fed.rounds.lightning_internals import is_overridden
+from lightning_fed.rounds.lightning_internals import is_overridden, tensor_version
 from lightning_fed.rounds.round_start import RoundStart
 from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.server.schedule import Cohort
@@ -335,7 +335,7 @@ class Round:
 
     def _count_writes(self) -> dict[str, int]:
         """How often PyTorch has seen somebody write into each entry of the round's start that messages share."""
-        return {name: self.start.state[name]._version for name in self._untrained}  # noqa: SLF001
+        return {name: tensor_version(self.start.state[name]) for name in self._untrained}
 
     def _check_writes(self) -> None:
         """Refuses a rule or a callback that has written into what is not its own.
