@@ -85,7 +85,7 @@ class DPSGD(FederatedCallback):
     The module's optimizer steps with :math:`\tilde g`; :math:`B` is the batch size of its loader. In segmentation an
     example is an image. The gradients of single examples come from Opacus' rules for layers (``pip install
     'lightning-fed[privacy]'``), in one backward pass; the module is not changed. The loss must be a mean over the
-    examples of a batch: on the first batch of every visit it is tried out with two of them.
+    examples of a batch: on the first batch of every visit it is tried out with some of them.
 
     In a federation the unit is an example of one client, and the bound holds for whoever sees that client's updates,
     the server too. Every client has its own account, from its own number of examples and of steps. Clients may send
@@ -109,7 +109,8 @@ class DPSGD(FederatedCallback):
         ValueError: If an argument is out of its range.
         MisconfigurationException: In a fit, for what cannot be private: BatchNorm and other layers that mix examples,
             manual optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled modules, several
-            clients at once, callbacks and methods that send more; if a loss is no mean over examples.
+            clients at once, optimizers that ask for several losses a step or train what is not the module's, callbacks
+            and methods that send more; if a loss is no mean over examples.
         ModuleNotFoundError: In a fit, if ``opacus`` or ``dp-accounting`` is not installed.
 
     Note:
@@ -324,14 +325,20 @@ class DPSGD(FederatedCallback):
         """Replaces the gradients of the mean loss by the noised sum of clipped ones.
 
         Raises:
-            MisconfigurationException: If a parameter's gradients of single examples are not known.
+            MisconfigurationException: If a parameter's gradients of single examples are not known, or the optimizer
+                asks for a second loss.
 
         """
         visit, federation = self._visit, _federation(trainer)
-        if visit is None or visit.has_step:
+        if visit is None:
             return
         if federation is not None and federation.current_visit is not None and federation.current_visit.fault:
             return
+        if visit.has_step:
+            raise MisconfigurationException(
+                "`DPSGD` needs an optimizer that asks for one loss a step, but got a second one in the same batch: the"
+                " step's noise is that of the first."
+            )
         values, visit.gradients.values = visit.gradients.values, {}
         for name, parameter in visit.trained.items():
             rows = len(values[parameter]) if parameter in values else None
@@ -581,7 +588,8 @@ class _Visit:
                 )
 
     def _untrained(self) -> Mapping[str, Tensor]:
-        state = self._module.state_dict()
+        # Also buffers that are not saved: what a step writes into them, the next one may train with.
+        state = {**dict(self._module.named_buffers()), **self._module.state_dict()}
         return {name: value for name, value in state.items() if name not in self.trained and isinstance(value, Tensor)}
 
 

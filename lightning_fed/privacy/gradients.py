@@ -22,6 +22,8 @@ from lightning_fed.model.entries import BatchNorm
 from lightning_fed.rounds.isolated_pass import isolated_pass
 from lightning_fed.rounds.lightning_internals import OverriddenMethod
 
+_TRIED = 8  # examples beside each other: enough for a loss that mixes some of them, and little beside a visit
+
 
 class ExampleGradients:
     """The gradients of every example of a batch, found in one backward pass of its mean loss.
@@ -176,7 +178,7 @@ def _grouped_convolution(
 
 
 def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gradients: ExampleGradients) -> None:
-    """Compares the gradients of a batch's first two examples with those of each of them alone.
+    """Compares the gradients of a batch's first two examples, beside up to six others, with those of each alone.
 
     They differ where the loss is not a mean over examples (Dice over a batch, a contrastive loss, pixels that are
     ignored), or a layer is used in a way that its rule does not know. Layers of dropout are left out of it; where the
@@ -189,11 +191,15 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
         gradients: Notes the gradients.
 
     Raises:
-        MisconfigurationException: If they differ.
+        MisconfigurationException: If they differ, or the batch cannot be divided.
 
     """
-    if batch_length(batch) < 2:
-        return
+    count = min(batch_length(batch), _TRIED)
+    if count < 2:
+        raise MisconfigurationException(
+            "`DPSGD` needs batches whose first tensor has a row for every example, but got one of a single row in a"
+            " batch of several: whether the loss mixes examples cannot be tried."
+        )
     step: Any = module.training_step
     while isinstance(step, OverriddenMethod):
         step = step.original
@@ -213,19 +219,21 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
     with isolated_pass(module, gradients=True):
         for layer, mode in modes:
             layer.training = mode and not isinstance(layer, nn.modules.dropout._DropoutNd)  # noqa: SLF001
-        flat(slice(0, 2), 0)
-        both = gradients.values
+        flat(slice(0, count), 0)
+        beside = gradients.values
         tolerance = 0.1 if "bf16" in trainer.precision else 0.02  # another order of the sums turns some ReLUs over
         for row in range(2):
             alone = flat(slice(row, row + 1), 0)
-            parts = ((value, both.get(value)) for value in parameters)
-            together = 2 * _flat([torch.zeros_like(value) if part is None else part[row] for value, part in parts])
-            if (together - alone).norm() <= tolerance * alone.norm() + 1e-9 or not alone.isfinite().all():
+            parts = ((value, beside.get(value)) for value in parameters)
+            together = count * _flat([torch.zeros_like(value) if part is None else part[row] for value, part in parts])
+            if (together - alone).norm() <= tolerance * alone.norm() + 1e-9:
                 continue
+            if not alone.isfinite().all() and not together.isfinite().all():
+                continue  # it is the example's own; where it has one beside others alone, they have a part in it
             if (flat(slice(row, row + 1), 1) - alone).norm() > tolerance * alone.norm():
                 break  # it draws
             raise MisconfigurationException(
-                "The gradient of an example is another one in a batch of two than alone: `DPSGD` needs a loss that is"
+                "The gradient of an example is another one beside others than alone: `DPSGD` needs a loss that is"
                 " the mean over the examples of a batch, each by itself, and layers whose rows are examples. Of images"
                 " with ignored pixels, and for losses over regions, take the loss of every image and then the mean"
                 " (`SegmentationTask(per_image=True)`)."

@@ -18,7 +18,7 @@ import torch
 from lightning_fed.algorithms.server_optimizer import averaging_rule
 from lightning_fed.argument_checks import check_number
 from lightning_fed.callbacks.federation import Federation, find_federation
-from lightning_fed.errors import BadUpdate, OptionError
+from lightning_fed.errors import BadUpdate, ClientFault, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import Method, Protection
 from lightning_fed.numerics.precision import cast_back, to_float64
@@ -139,6 +139,10 @@ class RingSteps(FederatedCallback):
             raise OptionError("Expected no `max_update_norm` with a secure sum, whose `clip` is one.")
         population = len(federation.find_population().clients)
         cohort = federation.schedule.cohort_size(population)
+        if cohort < 2 and not rule.is_private:
+            raise OptionError(
+                f"Expected at least 2 clients in a round of a secure sum, but got {cohort}: the sum would be its step."
+            )
         if rule.is_private and cohort < population:  # a draw may have more; of so many more there will never be
             cohort = min(population, math.ceil(cohort + 10 * math.sqrt(cohort) + 10))
         rule.ring = Ring(rule.clip, cohort, _most_weight(federation, rule))
@@ -156,7 +160,12 @@ class RingSteps(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Replaces the model by its weighted step in the ring."""
+        """Replaces the model by its weighted step in the ring.
+
+        Raises:
+            ClientFault: If the step is not finite: whole numbers would not show it.
+
+        """
         federation, old = find_federation(trainer), self._broadcasts.pop(client).state
         rule, planned = _ring_rule(federation), federation.current_visit
         assert planned is not None
@@ -168,9 +177,12 @@ class RingSteps(FederatedCallback):
             for name, value in update.state.items()
             if value.is_floating_point() and name not in left_out
         }
+        length = step_length(steps)
+        if not math.isfinite(length):
+            raise ClientFault("its step has NaN or infinite values")
         # So much shorter that rounding makes it no longer than the noise covers.
         longest = ring.longest(sum(step.numel() for step in steps.values())) if rule.is_private else ring.clip
-        factor = weight * clip_factor(step_length(steps), longest)
+        factor = weight * clip_factor(length, longest)
         seed = derive_seed(planned.visit.seed, _ROUNDING)
         generator = np.random.default_rng(np.random.SeedSequence([seed, planned.visit.round]))
         update.state = {

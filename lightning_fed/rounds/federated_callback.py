@@ -127,7 +127,12 @@ class FederatedCallback(L.Callback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Client side, after its last batch: may add extras and metrics, compress, clip, add noise."""
+        """Client side, after its last batch: may add extras and metrics, compress, clip, add noise.
+
+        Raises:
+            ClientFault: If the client is to be left out for what it would send.
+
+        """
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
         """Server side, on receipt, before the update is checked: may unpack what :meth:`on_client_end` packed."""

@@ -311,10 +311,16 @@ class Round:
         """Brings a client's update to the server; what a client keeps is kept only if its update was good."""
         if planned.fault is None and self._module.automatic_optimization and planned.position not in self._trained:
             planned.fault = f"its training step gave no loss in {planned.num_batches} batches"
-        if planned.fault is not None:
+        update = None
+        if planned.fault is None:
+            try:
+                update = self.answer(planned)
+            except ClientFault as error:
+                planned.fail(str(error), error)
+        if update is None:
             self._came.pop(planned.visit.client, None)
-            self._server.fail(planned.visit.client, planned.fault, planned.error)
-        elif self.receive(self.answer(planned)):
+            self._server.fail(planned.visit.client, planned.fault or "", planned.error)
+        elif self.receive(update):
             self.keep(planned)
         self.leave()
 

@@ -451,6 +451,20 @@ def test_ignored_pixels_mix_images(federated_trainer):
         segmentation(federated_trainer, ignored=True)
 
 
+def test_ignored_pixels_of_a_later_image_mix_them_too(plain_trainer):
+    """The first two images of the batch have none."""
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self):
+            images, masks = shapes_of(ignored=False).tensors
+            masks[2:, :20] = 255
+            return DataLoader(TensorDataset(images, masks), 8)
+
+    task = SegmentationTask(tiny_segmenter(), 3, norm="group")
+    with pytest.raises(MisconfigurationException, match=r"SegmentationTask\(per_image=True\)"):
+        plain_trainer(max_epochs=1, callbacks=[dpsgd()]).fit(task, datamodule=Data())
+
+
 def test_the_loss_image_by_image():
     masks = shapes_of(ignored=True).tensors[1]
     together, apart = (SegmentationTask("Unet", 3, loss="ce+dice", per_image=value) for value in (False, True))
@@ -498,6 +512,55 @@ class Frequent(models.Module):
         return super().training_step(batch, batch_idx) + self.net[0].bias.square().sum()
 
 
+class WritesUnsaved(models.Module):
+    """What a step writes is not sent, but the next one trains with it."""
+
+    def __init__(self):
+        super().__init__(models.mlp())
+        self.register_buffer("centre", torch.zeros(6), persistent=False)
+
+    def training_step(self, batch, batch_idx):
+        if self.training:
+            self.centre += batch[0].mean(0)
+        return super().training_step((batch[0] - self.centre, batch[1]), batch_idx)
+
+
+class TrainsOthers(models.Module):
+    """A parameter in a list is none of the module's."""
+
+    def __init__(self):
+        super().__init__(models.mlp())
+        self.hidden = [nn.Parameter(torch.zeros(6))]
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0] + self.hidden[0], batch[1]), batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), *self.hidden], lr=0.1)
+
+
+class Spreads(models.Module):
+    """One example alone has no standard deviation."""
+
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        return F.cross_entropy(logits, batch[1]) - logits.std(0).mean()
+
+
+class AsksTwice(torch.optim.SGD):
+    """The second time with the loss elsewhere, as sharpness-aware minimization does."""
+
+    def step(self, closure=None):
+        closure()
+        loss = closure()
+        super().step()
+        return loss
+
+
+def asks_twice(parameters):
+    return AsksTwice(parameters, lr=0.1)
+
+
 def lbfgs(parameters):
     return torch.optim.LBFGS(parameters)
 
@@ -508,13 +571,18 @@ def lbfgs(parameters):
         (lambda: models.Module(models.norm_mlp()), r"'net.1' \(BatchNorm1d\), 'net.5' \(BatchNorm1d\)"),
         (lambda: models.ManualModule(models.mlp()), "needs automatic optimization"),
         (lambda: models.Module(models.mlp(), lbfgs), "asks for one loss a step, which LBFGS does not"),
+        (lambda: models.Module(models.mlp(), asks_twice), "but got a second one in the same batch"),
+        (TrainsOthers, "optimizers of the module's parameters alone"),
+        (WritesUnsaved, "The entry 'centre' of the module has changed in training"),
+        (lambda: Spreads(models.mlp()), "is another one beside others than alone"),
         (WritesBuffer, "The entry 'centre' of the module has changed in training"),
         (lambda: models.Quadratic(6), r"Quadratic has parameters of its own \('w'\)"),
         (lambda: Skips(models.mlp()), "gave no loss for a batch"),
         (lambda: models.Module(torch.compile(models.mlp())), "a module that is not compiled"),
-        (lambda: Frequent(models.mlp()), "is another one in a batch of two than alone|from outside of the call"),
+        (lambda: Frequent(models.mlp()), "is another one beside others than alone|from outside of the call"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:std():UserWarning")
 @pytest.mark.parametrize("kind", ["federated", "plain"])
 def test_modules_that_are_refused(make, words, kind, federated_trainer, plain_trainer):
     fit, trainer = (plain, plain_trainer) if kind == "plain" else (federated, federated_trainer)
@@ -542,7 +610,7 @@ def test_tied_weights_are_refused(plain_trainer):
         ({"method": "ditto"}, "may send, or write into the model"),
         ({"method": "fedala"}, "may send, or write into the model"),
         ({"callbacks": [ClassPrototypes()]}, "`ClassPrototypes.on_client_start` may send"),
-        ({"callbacks": [Recorder()]}, "`Recorder.on_client_start` may send"),
+        ({"callbacks": [Recorder()]}, "`Recorder.on_client_receive` may send"),
     ],
 )
 def test_fits_that_are_refused(options, words, federated_trainer):
@@ -595,6 +663,26 @@ def test_rows_that_are_no_examples(plain_trainer):
     trainer = plain_trainer(max_epochs=1, callbacks=[dpsgd()])
     with pytest.raises(MisconfigurationException, match=r"sees \d+ rows in a batch of \d+ examples"):
         trainer.fit(models.Module(models.mlp()), datamodule=Data())
+
+
+def test_a_batch_that_cannot_be_divided_is_refused(plain_trainer):
+    """Its first tensor is the batch's, so that nothing could be tried of a loss that mixes examples."""
+
+    def scaled(samples):
+        inputs, targets = zip(*samples, strict=True)
+        return torch.ones(1), torch.stack(inputs), torch.stack(targets)
+
+    class Mixes(models.Module):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch[1:], batch_idx) * self.net(batch[1]).mean()
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(*models.vectors({"a": 30})["a"]), BATCH, collate_fn=scaled)
+
+    trainer = plain_trainer(max_epochs=1, callbacks=[dpsgd()])
+    with pytest.raises(MisconfigurationException, match="whose first tensor has a row for every example"):
+        trainer.fit(Mixes(models.mlp()), datamodule=Data())
 
 
 @pytest.mark.parametrize(

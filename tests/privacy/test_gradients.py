@@ -243,7 +243,7 @@ def test_a_sum_over_examples_is_refused():
 
 
 def test_a_network_that_mixes_examples_is_refused():
-    with pytest.raises(MisconfigurationException, match="another one in a batch of two than alone"):
+    with pytest.raises(MisconfigurationException, match="another one beside others than alone"):
         tried(nn.Sequential(nn.Linear(6, 6), MixesRows(), nn.Linear(6, 4)), F.cross_entropy)
 
 

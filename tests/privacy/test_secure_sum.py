@@ -252,6 +252,25 @@ def test_resume_is_exact(federated_trainer, tmp_path):
     assert_same(state_of(module), state_of(resumed))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("vectorize", [1, 5])
+def test_a_step_that_is_not_finite_is_left_out(value, vectorize, federated_trainer):
+    """Whole numbers would not show it: what is added up are the others' numbers, and the new model is theirs."""
+
+    data = models.vectors(CLIENTS)
+    data["c1"][0][:] = value
+    recorder, module = Recorder(), models.Module(models.mlp())
+    options = {"secure_sum": SecureSum(5.0), "weighting": "uniform", "vectorize": vectorize, "callbacks": [recorder]}
+    trainer = federated_trainer(max_rounds=1, seed=1, **options)
+    trainer.fit(module, models.as_datasets(data))
+    assert trainer.callback_metrics["fed/failed"] == 1
+    assert trainer.callback_metrics["fed/clients"] == 4
+    ring, visits = Ring(5.0, 5), [visit for visit in recorder.visits if visit.client != "c1"]
+    for name, new in recorder.aggregates[0].items():
+        total = sum(visit.update[name].long() for visit in visits)
+        assert torch.equal(new, (visits[0].broadcast[name].double() + ring.decode(total) / 4).float())
+
+
 @needs_accountant
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 def test_with_central_differential_privacy(sampling, federated_trainer):
@@ -295,6 +314,10 @@ def test_methods_that_are_no_sum(method):
     ("options", "message"),
     [
         ({"secure_sum": SecureSum(1.0)}, "Expected `max_samples`, the most examples that count of a client, or"),
+        (
+            {"secure_sum": SecureSum(1.0), "weighting": "uniform", "clients_per_round": 1},
+            "Expected at least 2 clients in a round of a secure sum, but got 1",
+        ),
         ({"secure_sum": SecureSum(1.0), "max_samples": 10**7}, "of 32 bits too few are left"),
         ({"secure_sum": SecureSum()}, "Expected a `clip` of a secure sum, unless there is one of `CentralDP`"),
         (
