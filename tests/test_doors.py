@@ -316,19 +316,23 @@ class Endless(IterableDataset):
 
 
 def sampled():
-    return DataLoader(loader().dataset, 8, sampler=WeightedRandomSampler([1.0] * 137, 137))
+    return DataLoader(loader().dataset, 8, sampler=WeightedRandomSampler([1.0] * 137, 100))
 
 
 BAD_DATA = {  # what FederatedTrainer.fit is given, options, error, message
     "no partition": (loader, {}, MisconfigurationException, "Expected a `partition` .*, but got neither"),
     "nothing": (lambda: None, {}, MisconfigurationException, "Expected a `partition` .*, but got neither"),
     "nothing to split": (lambda: None, {"partition": IID(2)}, MisconfigurationException, "or use `FederatedTrainer`"),
-    "partition of clients": (datasets, {"partition": IID(2)}, MisconfigurationException, "but got both"),
+    "partition of clients": (
+        datasets, {"partition": IID(2)}, MisconfigurationException,
+        "which `partition` splits .* a dict of 3. .* leave out",
+    ),
     "no clients": (dict, {}, ValueError, "at least one client, but got none"),
     "no clients in a list": (list, {}, ValueError, "at least one client, but got none"),
-    "a data set": (lambda: loader().dataset, {"partition": IID(2)}, TypeError, "one DataLoader .* got TensorDataset"),
-    "a stream": (lambda: DataLoader(Endless()), {"partition": IID(2)}, TypeError, "over a map-style data set"),
-    "a sampler": (sampled, {"partition": IID(2)}, ValueError, "without a sampler of its own, .*WeightedRandomSampler"),
+    "a stream": (
+        lambda: DataLoader(Endless()), {"partition": IID(2)}, TypeError, "a map-style .* over the iterable Endless",
+    ),
+    "a sampler": (sampled, {"partition": IID(2)}, ValueError, "without a sampler of its own .*=WeightedRandomSampler"),
     "no batches": (
         lambda: DataLoader(loader().dataset, None), {"partition": IID(2)}, ValueError, "a batch size .*batch_size=None",
     ),
@@ -347,6 +351,15 @@ BAD_DATA = {  # what FederatedTrainer.fit is given, options, error, message
     ),
     "too few to split": (loader, {"partition": IID(2), "clients_per_round": 3}, ValueError, "number of clients"),
 }  # fmt: skip
+
+
+def test_a_bare_data_set_is_split(federated_trainer):
+    """As one in a loader with batches of 32."""
+    own, other = module(), module()
+    dataset = loader().dataset
+    federated_trainer(max_rounds=2, partition=IID(2), seed=1).fit(own, dataset)
+    federated_trainer(max_rounds=2, partition=IID(2), seed=1).fit(other, DataLoader(dataset, 32, shuffle=True))
+    assert_same(state_of(own), state_of(other))
 
 
 @pytest.mark.parametrize("case", BAD_DATA.values(), ids=BAD_DATA)
