@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fed.aliases import refuse_foreign
 from lightning_fed.callbacks.federation import Federation
@@ -179,9 +181,10 @@ class FederatedTrainer(L.Trainer):
 
         Args:
             model: Any LightningModule.
-            train_dataloaders: One ``DataLoader``, which ``partition`` splits; or a mapping or sequence of clients, each
-                with a ``DataLoader`` or a map-style data set; or a datamodule. Data sets get batches of 32: for another
-                size hand over a ``FederatedDataModule(clients, batch_size=...)``, or loaders.
+            train_dataloaders: One ``DataLoader`` or map-style data set, which ``partition`` splits; or a mapping or
+                sequence of clients, each with a ``DataLoader``, several of them (as ``CombinedLoader`` takes them) or a
+                map-style data set; or a datamodule. Data sets get batches of 32: for another size hand over a
+                ``FederatedDataModule(clients, batch_size=...)``, or loaders.
             val_dataloaders: Validation data of the global model, as ``L.Trainer.fit`` takes them; a mapping of clients
                 is evaluated client by client as well. Where ``train_dataloaders`` is one loader, a mapping in which no
                 key is a client of the ``partition`` is Lightning's: several loaders by name.
@@ -200,6 +203,15 @@ class FederatedTrainer(L.Trainer):
         is_data = train_dataloaders is not None and not isinstance(train_dataloaders, L.LightningDataModule)
         if is_data and datamodule is None:  # both is an error, which Lightning raises
             brings_clients = isinstance(train_dataloaders, Mapping | list | tuple)
+            if brings_clients and self.federation.partition is not None:
+                raise MisconfigurationException(
+                    f"Expected one DataLoader or data set, which `partition` splits into clients, but got a"
+                    f" {type(train_dataloaders).__name__} of {len(train_dataloaders)}. If its entries are the clients,"
+                    " leave out `partition`; if they are several streams of the same examples, zip them into one data"
+                    " set (`torch.utils.data.StackDataset`)."
+                )
+            if isinstance(train_dataloaders, Dataset) and not isinstance(train_dataloaders, IterableDataset):
+                train_dataloaders = DataLoader(train_dataloaders, batch_size=32, shuffle=True)
             datamodule = (
                 FederatedDataModule(train_dataloaders, val_dataloaders)
                 if brings_clients

@@ -45,6 +45,7 @@ ALLOWED = {
     "ArrayDataModule._loader": "a user's loader",
     "EvaluationData.evaluation_loader": "evaluation in order",
     "FederatedDataModule._loader": "a user's loader",
+    "FederatedTrainer.fit": "a user's loader, of a data set that is to be split",
     "Omniglot.retrieval_dataloader": "evaluation in order",
     "Shakespeare.evaluation_loader": "evaluation in order",
     # What a visit seeds.

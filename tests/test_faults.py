@@ -709,7 +709,7 @@ class Misfit(FederatedCallback):
         (lambda: Loader(2, breaks_at=0), OSError, "in __iter__"),
         (lambda: DataLoader(Endless(), batch_size=BATCH), ValueError, "a data set with a length"),
         (lambda: Unmeasured(2), MisconfigurationException, "has no length: set `local_steps`"),
-        (lambda: {"a": DataLoader(examples(4)), "b": DataLoader(examples(4))}, TypeError, "several in a dict"),
+        (lambda: {"a": examples(4), "b": examples(4)}, TypeError, "data sets in a dict"),
     ],
     ids=["data", "length", "loaders", "streams", "loaders without a length", "nested"],
 )

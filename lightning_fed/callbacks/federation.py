@@ -464,7 +464,8 @@ class Federation(L.Callback):
         """Evaluates the clients, before any checkpoint is saved by what they reach."""
         every = 0 if trainer.sanity_checking else self.evaluate_clients_every
         if every and (is_validating(trainer) or (trainer.current_epoch + 1) % every == 0):
-            self._models.evaluate(trainer, pl_module, "validation")
+            with self._loop.averages_in_place():
+                self._models.evaluate(trainer, pl_module, "validation")
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what is the clients' own."""

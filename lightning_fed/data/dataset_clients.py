@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.interleave import interleave, sequential_groups
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, client_keys, seed_everything
+from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
 from lightning_fed.server.schedule import derive_seed
 
@@ -34,6 +35,8 @@ class DatasetClients(Population):
         shuffle: Whether every epoch of every visit has its own order, drawn from the visit's seed.
         drop_last: Whether a trailing batch that is not full is left out.
         loader_options: Further arguments of the ``DataLoader`` (``num_workers``, ``pin_memory``, ...).
+        weights: Function that gives the weights of a client's examples, shape (num_samples,), by which every epoch
+            draws as many with replacement; ``None`` to pass over all of them.
 
     Raises:
         ValueError: If ``batch_size`` is below 1.
@@ -47,6 +50,7 @@ class DatasetClients(Population):
         shuffle: bool = True,
         drop_last: bool = False,
         loader_options: Mapping[str, Any] | None = None,
+        weights: Callable[[Client], np.ndarray] | None = None,
     ) -> None:
         super().__init__(source.clients)
         if batch_size < 1:
@@ -55,6 +59,7 @@ class DatasetClients(Population):
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
+        self.weights = weights
         self._loader_options = loader_options or {}
         self._sampler = _RoundSampler(self, drop_last)
         self._loader = self._make_loader()
@@ -74,7 +79,17 @@ class DatasetClients(Population):
         return self.source.num_samples(client)
 
     def examples_per_batch(self, client: Client) -> int:
-        """The batch size."""
+        """The batch size.
+
+        Raises:
+            OptionError: If a sampler draws the examples.
+
+        """
+        if self.weights is not None:
+            raise OptionError(
+                "Expected a DataLoader without a sampler of its own, because every example is drawn by itself, but got"
+                " sampler=WeightedRandomSampler."
+            )
         return self.batch_size
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int:
@@ -326,13 +341,23 @@ class _RoundSampler:
                 )
         epoch = 0
         while True:
-            if population.shuffle:
+            if population.weights is not None and not self._isolated:
+                order = _draw(population.weights(visit.client), np.random.default_rng([visit.seed, epoch]))
+            elif population.shuffle:
                 order = np.random.default_rng([planned.visit.seed, epoch]).permutation(planned.num_samples)
             else:
                 order = np.arange(planned.num_samples)
             for start, end in cut_batches(planned.num_samples, population.batch_size, self._drop_last):
                 yield order[start:end]
             epoch += 1
+
+
+def _draw(weights: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Positions drawn by weight with replacement, as many as there are weights."""
+    total = weights.sum()
+    if not total > 0:
+        raise ValueError("all of its examples have weight 0")
+    return generator.choice(len(weights), len(weights), p=weights / total)
 
 
 def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:

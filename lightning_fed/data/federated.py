@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import lightning as L
+import numpy as np
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -14,6 +15,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    WeightedRandomSampler,
 )
 
 from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource, PartitionedSource, SampleTransform
@@ -288,7 +290,8 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
     """Splits the data set of a user's ``DataLoader`` into clients, with its batch size, collation and workers.
 
     Args:
-        loader: The loader; ``shuffle=True`` becomes shuffling within each client.
+        loader: The loader; ``shuffle=True`` becomes shuffling within each client, and a ``WeightedRandomSampler``
+            draws within each client by the same weights.
         partition: The partition of the data set.
         seed: Seed of the split, unless the partition has its own.
 
@@ -297,16 +300,24 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
         ValueError: If it has a sampler of its own, whose order mixes clients.
 
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if not isinstance(loader, DataLoader) or is_iterable:
+        found = f"one over the iterable {type(loader.dataset).__name__}" if is_iterable else type(loader).__name__
         raise TypeError(
             "Expected `train_dataloader` to return one DataLoader over a map-style data set, which a `partition` can"
-            f" split, but got {type(loader).__name__}. Give each client its own loader in a FederatedDataModule."
+            f" split, but got {found}. Give each client its own loader in a FederatedDataModule."
         )
     sampler = loader.sampler
     is_plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
-    if not is_plain or type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+    weights = _weights_of(loader)
+    if (
+        not (is_plain or weights is not None)
+        or type(loader.batch_sampler) is not BatchSampler
+        or loader.batch_size is None
+    ):
         raise OptionError(
-            "Expected a DataLoader with a batch size and without a sampler of its own, because batches are cut within"
+            "Expected a DataLoader with a batch size and without a sampler of its own (but a WeightedRandomSampler that"
+            " draws as many examples as there are, with replacement), because batches are cut within"
             f" clients, but got sampler={type(sampler).__name__} and batch_size={loader.batch_size}. Give each"
             " client its own loader in a FederatedDataModule."
         )
@@ -323,4 +334,15 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
         isinstance(sampler, RandomSampler),
         loader.drop_last,
         {name: getattr(loader, name) for name in _LOADER_OPTIONS},
+        None if weights is None else lambda client: weights[indices[client]],
     )
+
+
+def _weights_of(loader: DataLoader[Any]) -> np.ndarray | None:
+    """Weights of a ``WeightedRandomSampler`` that draws as many examples as there are, with replacement."""
+    sampler = loader.sampler
+    if type(sampler) is not WeightedRandomSampler or not sampler.replacement:
+        return None
+    weights = np.asarray(sampler.weights, dtype=np.float64)
+    num_samples = len(loader.dataset)  # type: ignore[arg-type] # a map-style one
+    return weights if len(weights) == sampler.num_samples == num_samples else None

@@ -10,6 +10,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,14 @@ MapDataset = Dataset[Any] | Sequence[Any]
 
 IndexArray = npt.NDArray[np.int64]
 
-_ATTRIBUTES = ("targets", "labels")
-_KEYS = ("label", "labels", "target", "mask")
-_HINT = "Pass `label_fn`, a function of a sample that gives its label as an integer."
+_ATTRIBUTES = ("targets", "labels", "y")
+_COLUMNS = ("label", "labels", "target", "y")
+_KEYS = (*_COLUMNS, "mask")
+_NUM_BINS = 10
+_HINT = (
+    "Pass `label_fn`, a function of a sample that gives its label as an integer. The partitions `IID` and `ByGroup`"
+    " need no labels."
+)
 _MOST_BINS = 1 << 16  # larger class numbers are counted by sorting
 
 
@@ -43,17 +49,21 @@ def labels_of(
     The first of these that the data set offers:
 
     1. ``label_fn(sample)`` of every sample, if given.
-    2. The attribute ``targets`` or ``labels`` (list, array or tensor, one entry per sample).
+    2. The attribute ``targets``, ``labels`` or ``y`` (list, array or tensor, one entry per sample), or a column
+       ``"label"``, ``"labels"``, ``"target"`` or ``"y"`` of a table (``datasets.Dataset``).
     3. The labels of what a ``Subset`` or ``ConcatDataset`` is made of.
     4. The targets of a ``TensorDataset``.
-    5. Every sample is read (a line is logged, because it can take long): entry ``"label"``, ``"labels"``, ``"target"``
-       or ``"mask"`` of a mapping, element 1 of a tuple or list; of a longer tuple the last where element 1 is neither
-       label nor mask. Random augmentations see the same fixed seed each time, and the global generators are left as
-       they were.
+    5. Every sample is read (a line is logged, because it can take long): entry ``"label"``, ``"labels"``, ``"target"``,
+       ``"y"`` or ``"mask"`` of a mapping, the attribute of such a name of an object, element 1 of a tuple or list; of a
+       longer tuple the last where element 1 is neither label nor mask. Random augmentations see the same fixed seed
+       each time, and the global generators are left as they were.
 
     A target is an integer (also as a float, as binary losses want it) or a mask of integers, shape ``(H, W)``,
     ``(1, H, W)`` or ``(H, W, 1)``. A mask's label is its dominant foreground class: the class with most pixels, apart
-    from ``ignore_index`` and ``background``, the smaller one of two equals.
+    from ``ignore_index`` and ``background``, the smaller one of two equals. So is the label of an image with objects,
+    whose target is a mapping with ``"labels"``. Where no target is of these kinds, a vector of zeros and ones (one-hot,
+    multi-hot) has the label of its first one (its length, if there is none), and numbers with fractions are put into
+    ten bins of equally many samples, which is logged.
 
     Args:
         dataset: A data set with ``__len__`` and ``__getitem__``.
@@ -67,7 +77,8 @@ def labels_of(
 
     Raises:
         TypeError: If the data set cannot be read by index, or its targets are neither labels nor masks.
-        ValueError: If a label is not a whole number, or a mask has a negative class other than ``ignore_index``.
+        ValueError: If a label of ``label_fn`` is not a whole number, a target is not finite, or a mask has a negative
+            class other than ``ignore_index``.
 
     Example:
         >>> import torch
@@ -82,16 +93,15 @@ def labels_of(
         with _fixed_generators():
             return np.asarray([_as_label(label_fn(dataset[i]), "`label_fn`") for i in range(length)], dtype=np.int64)
 
-    def label_of_target(target: Any) -> int:
+    def label_of_target(target: Any) -> int | float:
         return _label_of_target(target, ignore_index, background)
 
-    def known(part: Any, indices: IndexArray) -> IndexArray | None:
-        candidates = (
-            _labels_of_targets(targets, indices, len(part), label_of_target) for targets in _possible_targets(part)
-        )
-        return next((labels for labels in candidates if labels is not None), None)
+    def known(part: Any, indices: IndexArray) -> npt.NDArray[Any] | None:
+        candidates = [(targets, kind(label_of_target)) for kind in _TARGET_KINDS for targets in _possible_targets(part)]
+        values = (_labels_of_targets(targets, indices, len(part), label_of) for targets, label_of in candidates)
+        return next((labels for labels in values if labels is not None), None)
 
-    def read(part: Any, indices: IndexArray) -> IndexArray:
+    def read(part: Any, indices: IndexArray) -> npt.NDArray[Any]:
         _log.info(
             "Reading %d samples of %s to find their labels, because it has no labels as `targets` or `labels`. Should"
             " this take long, give it such an attribute.",
@@ -99,9 +109,9 @@ def labels_of(
             type(part).__name__,
         )
         with _fixed_generators():
-            return np.asarray(_labels_of_samples(part, indices, label_of_target), dtype=np.int64)
+            return _as_numbers(_labels_of_samples(part, indices, label_of_target))
 
-    return _collect(dataset, np.arange(length), known, read)
+    return _in_bins(_collect(dataset, np.arange(length), known, read))
 
 
 def groups_of(
@@ -111,7 +121,7 @@ def groups_of(
 
     Args:
         dataset: A data set with ``__len__`` and ``__getitem__``.
-        group: Name of an attribute of the data set with one group per sample (found through ``Subset`` and
+        group: Name of an attribute, or of a column of a table, with one group per sample (found through ``Subset`` and
             ``ConcatDataset``; equal names in two parts are one group), or the groups themselves, or a function of a
             sample that gives its group (reads every sample).
 
@@ -139,12 +149,12 @@ def groups_of(
         return _as_groups(group, length, "`group`")
 
     def known(part: Any, indices: IndexArray) -> npt.NDArray[Any] | None:
-        values = getattr(part, group, None)
+        values = _stored_values(part, group)
         return None if values is None else _as_groups(values, len(part), f"`{group}`")[indices]
 
     def read(part: Any, indices: IndexArray) -> npt.NDArray[Any]:
         raise ValueError(
-            f"Expected the data set to have an attribute `{group}` with one group per sample, but"
+            f"Expected the data set to have an attribute or column `{group}` with one group per sample, but"
             f" {type(part).__name__} has none. Name another one, or pass the groups or a function of a sample."
         )
 
@@ -222,14 +232,31 @@ def _possible_targets(dataset: Any) -> Iterator[Any]:
     """Yields the attributes and tensors that may hold the targets of all samples."""
     for name in _ATTRIBUTES:
         yield getattr(dataset, name, None)
+    for name in _COLUMNS:
+        yield _column(dataset, name)
     if type(dataset) is TensorDataset:  # not a subclass, which may return something else
         for index in _target_indices(dataset.tensors):
             yield dataset.tensors[index]
 
 
+def _stored_values(dataset: Any, name: str) -> Any:
+    """The attribute or column of this name; ``None`` if there is neither."""
+    values = getattr(dataset, name, None)
+    return _column(dataset, name) if values is None else values
+
+
+def _column(dataset: Any, name: str) -> Any:
+    """A column of a table such as ``datasets.Dataset``, as it is stored; ``None`` if there is none."""
+    names = getattr(dataset, "column_names", None)
+    if not isinstance(names, list | tuple) or name not in names:
+        return None
+    values = (dataset.with_format(None) if hasattr(dataset, "with_format") else dataset)[name]
+    return values if _as_array(values) is not None else list(values)
+
+
 def _labels_of_targets(
-    targets: Any, indices: IndexArray, length: int, label_of_target: Callable[[Any], int]
-) -> IndexArray | None:
+    targets: Any, indices: IndexArray, length: int, label_of_target: Callable[[Any], int | float]
+) -> npt.NDArray[Any] | None:
     """Labels from the targets of all samples, or ``None`` if these are not one label or mask per sample."""
     array = _as_array(targets)
     targets = targets if array is None else array
@@ -238,50 +265,62 @@ def _labels_of_targets(
     if isinstance(targets, list | tuple) and all(isinstance(target, int | float) for target in targets):
         targets = np.asarray(targets, dtype=None if targets else np.int64)
     if isinstance(targets, np.ndarray) and targets.ndim == 1:
-        return _as_labels(targets[indices])
+        labels = _as_labels(targets[indices])
+        if labels is not None or (targets.dtype.kind == "f" and not np.isfinite(targets).all()):
+            return labels
     try:
-        return np.asarray([label_of_target(targets[index]) for index in indices.tolist()], dtype=np.int64)
+        return _as_numbers([label_of_target(targets[index]) for index in indices.tolist()])
     except TypeError:
         return None
 
 
-def _labels_of_samples(dataset: Any, indices: IndexArray, label_of_target: Callable[[Any], int]) -> list[int]:
-    labels: list[int] = []
-    key: Any = None
+def _labels_of_samples(
+    dataset: Any, indices: IndexArray, label_of_target: Callable[[Any], int | float]
+) -> list[int | float]:
+    labels: list[int | float] = []
+    target_of: Callable[[Any], Any] | None = None
     for index in indices.tolist():
         sample = dataset[index]
         try:
-            if key is None:
-                key = _target_key(sample, label_of_target)
-            labels.append(label_of_target(sample[key]))
+            if target_of is None:
+                target_of, label_of = _find_target(sample, label_of_target)
+            labels.append(label_of(target_of(sample)))
         except (TypeError, ValueError) as error:
             error.add_note(f"This is about sample {index} of {type(dataset).__name__}.")
             raise
     return labels
 
 
-def _target_key(sample: Any, label_of_target: Callable[[Any], int]) -> Any:
-    """Key or position of the target in a sample."""
+def _find_target(
+    sample: Any, label_of_target: Callable[[Any], int | float]
+) -> tuple[Callable[[Any], Any], Callable[[Any], int | float]]:
+    """Functions that give the target of a sample, and the label of a target, as one sample has them."""
+    getters: Sequence[Callable[[Any], Any]]
     if isinstance(sample, Mapping):
-        for key in _KEYS:
-            if key in sample:
-                return key
+        getters = [itemgetter(key) for key in _KEYS if key in sample][:1]
+        if not getters:
+            raise TypeError(
+                f"Expected a sample with one of the keys {', '.join(map(repr, _KEYS))}, but got the keys"
+                f" {', '.join(map(repr, sample))}. {_HINT}"
+            )
+    elif isinstance(sample, tuple | list):
+        getters = [itemgetter(index) for index in _target_indices(sample)]
+    else:
+        getters = [attrgetter(name) for name in _KEYS if hasattr(sample, name)][:1]
+    if not getters:
         raise TypeError(
-            f"Expected a sample with one of the keys {', '.join(map(repr, _KEYS))}, but got the keys"
-            f" {', '.join(map(repr, sample))}. {_HINT}"
+            "Expected a sample to be a mapping, an object with an attribute such as `y`, or a tuple or list of at least"
+            f" an input and a target, but got {_described(sample)}. {_HINT}"
         )
-    if not isinstance(sample, tuple | list) or len(sample) < 2:
-        raise TypeError(
-            "Expected a sample to be a mapping, or a tuple or list of at least an input and a target, but got"
-            f" {_described(sample)}. {_HINT}"
-        )
-    for index in _target_indices(sample):
-        try:
-            label_of_target(sample[index])
-        except (TypeError, ValueError):
-            continue
-        return index
-    return 1
+    for kind in _TARGET_KINDS:
+        label_of = kind(label_of_target)
+        for target_of in getters:
+            try:
+                label_of(target_of(sample))
+            except (TypeError, ValueError):
+                continue
+            return target_of, _numbers(label_of_target) if kind is _classes else label_of
+    return getters[0], _numbers(label_of_target)
 
 
 def _target_indices(sample: Sequence[Any]) -> tuple[int, ...]:
@@ -289,12 +328,48 @@ def _target_indices(sample: Sequence[Any]) -> tuple[int, ...]:
     return (1,) if len(sample) == 2 else (1, -1) if len(sample) > 2 else ()
 
 
-def _label_of_target(target: Any, ignore_index: int | None, background: int | None) -> int:
-    """The label itself, or a mask's dominant foreground class."""
+def _classes(label_of_target: Callable[[Any], int | float]) -> Callable[[Any], int]:
+    def label_of(target: Any) -> int:
+        label = label_of_target(target)
+        if isinstance(label, float):
+            raise TypeError(f"Expected a target to be a whole number, but got {label}.")
+        return label
+
+    return label_of
+
+
+def _sets(label_of_target: Callable[[Any], int | float]) -> Callable[[Any], int]:
+    def label_of(target: Any) -> int:
+        array = _as_array(target)
+        if array is None or array.ndim != 1 or array.size < 2 or not np.isin(array, (0, 1)).all():
+            raise TypeError(f"Expected a target to be a vector of zeros and ones, but got {_described(target)}.")
+        return int(array.argmax()) if array.any() else array.size
+
+    return label_of
+
+
+def _numbers(label_of_target: Callable[[Any], int | float]) -> Callable[[Any], int | float]:
+    return label_of_target
+
+
+_TARGET_KINDS = (_classes, _sets, _numbers)
+"""What the targets of a data set may be. A later kind is looked for only where none are of the kinds before it."""
+
+
+def _label_of_target(target: Any, ignore_index: int | None, background: int | None) -> int | float:
+    """The label itself, or a mask's or an image's dominant foreground class."""
+    if isinstance(target, Mapping) and "labels" in target:
+        classes = _as_array(target["labels"])
+        if classes is not None and classes.ndim == 1 and classes.dtype.kind in "iu":
+            nothing = 0 if background is None else background
+            return _dominant_class(classes[None], ignore_index, background) if classes.size else nothing
     array = _as_array(target)
     if array is not None and array.dtype.kind in "iubf":
         if array.size == 1:
-            return _as_label(array.item(), "a target")
+            item = array.item()
+            if not np.isfinite(item):
+                raise ValueError(f"Expected a target to be a whole number, but got {item}. {_HINT}")
+            return int(item) if item == item // 1 else float(item)
         if array.ndim == 3 and 1 in (array.shape[0], array.shape[-1]):
             array = array.squeeze(0 if array.shape[0] == 1 else -1)
         if array.ndim == 2:
@@ -303,6 +378,27 @@ def _label_of_target(target: Any, ignore_index: int | None, background: int | No
         "Expected a target to be a class label (a whole number) or a mask of classes of shape (H, W), (1, H, W) or"
         f" (H, W, 1), but got {_described(target if array is None else array)}. {_HINT}"
     )
+
+
+def _as_numbers(values: Sequence[int | float]) -> npt.NDArray[Any]:
+    """Labels as integers, or as floats if one of them has a fraction."""
+    return np.asarray(values, dtype=np.float64 if any(isinstance(value, float) for value in values) else np.int64)
+
+
+def _in_bins(values: npt.NDArray[Any]) -> IndexArray:
+    """Labels as they are; numbers with fractions by bins of equally many samples."""
+    labels = _as_labels(values)
+    if labels is not None:
+        return labels
+    _log.info(
+        "The targets are numbers with fractions, from %g to %g: their labels are %d bins of equally many samples."
+        " Another division can be passed as `label_fn`.",
+        values.min(),
+        values.max(),
+        _NUM_BINS,
+    )
+    edges = np.quantile(values, np.linspace(0, 1, _NUM_BINS + 1)[1:-1])
+    return np.searchsorted(edges, values, side="right").astype(np.int64)
 
 
 def _dominant_class(mask: npt.NDArray[Any], ignore_index: int | None, background: int | None) -> int:

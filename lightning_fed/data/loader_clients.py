@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from lightning_fed.data.interleave import interleave, sequential_groups
 from lightning_fed.data.poisson import check_poisson_loader, poisson_loader
@@ -22,7 +22,8 @@ class LoaderClients(Population):
     """Clients with a ``DataLoader`` or another iterable of batches each; a round chains them.
 
     Args:
-        loaders: Client to loader; may build a client's loader when it is looked up.
+        loaders: Client to loader, or to several (a ``CombinedLoader``, or a mapping or sequence of loaders), of which a
+            batch has one each; may build a client's loader when it is looked up.
 
     """
 
@@ -34,19 +35,26 @@ class LoaderClients(Population):
     def num_samples(self, client: Client) -> int:
         """Length of the loader's data set or of its sampler, or else the examples in one pass over its batches.
 
+        Of several loaders those of the one that decides how many batches there are.
+
         Raises:
-            TypeError: If it is not one loader but several.
+            TypeError: If there are data sets among several loaders.
             ValueError: If neither has a length.
 
         """
-        loader = self.loaders[client]
-        check_client_loader(loader)
+        return self._count(client, self._loader(client))
+
+    def _count(self, client: Client, loader: Any) -> int:
+        if isinstance(loader, _Streams):
+            counts = [self._count(client, stream) for stream in loader.streams]
+            return sum(counts) if loader.mode == "sequential" else counts[loader.leading]
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, Sized):
             # Clients may share a data set, each with a sampler of its part.
             sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
             return min(len(sampler), len(dataset)) if isinstance(sampler, Sized) else len(dataset)
-        if isinstance(loader, Sized) and dataset is None:
+        has_length = isinstance(loader, Sized)
+        if has_length and dataset is None:
             if client not in self._counted:
                 self._counted[client] = sum(batch_length(batch) for batch in loader)
             return self._counted[client]
@@ -54,6 +62,15 @@ class LoaderClients(Population):
             f"Expected the loader of client {client!r} to have a data set with a length, because an average weighs"
             " clients by their examples: define `__len__` on the data set."
         )
+
+    def _loader(self, client: Client) -> Any:
+        """The client's loader, its several loaders as one."""
+        loader: Any = self.loaders[client]
+        check_client_loader(loader)
+        values = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, list | tuple) else ()
+        if any(isinstance(value, DataLoader | CombinedLoader) for value in values):
+            loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning takes them
+        return _Streams(loader) if isinstance(loader, CombinedLoader) else loader
 
     def examples_per_batch(self, client: Client) -> int:
         """The batch size of the client's loader.
@@ -68,15 +85,19 @@ class LoaderClients(Population):
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
         """Length of the client's loader; an isolated pass is no different."""
-        loader = self.loaders[client]
+        loader = self._loader(client)
         try:
-            return len(loader)  # type: ignore[arg-type]
+            return len(loader)
         except TypeError:  # a DataLoader over an IterableDataset has `__len__`, which raises
             return None
 
     def gives_all(self, client: Client) -> bool:
         """True if a pass over the loader gives every example: not if it may drop or draw examples."""
-        loader = self.loaders[client]
+        return self._gives_all(self._loader(client))
+
+    def _gives_all(self, loader: Any) -> bool:
+        if isinstance(loader, _Streams):
+            return loader.mode != "min_size" and all(map(self._gives_all, loader.streams))
         batch_sampler = getattr(loader, "batch_sampler", None)
         sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
         drops = getattr(loader, "drop_last", False) or getattr(batch_sampler, "drop_last", False)
@@ -93,7 +114,7 @@ class LoaderClients(Population):
     def _batches(self, position: int, planned: PlannedVisit, isolated: bool) -> Iterator[VisitBatch]:
         served = 0
         try:
-            loader = self.loaders[planned.visit.client]
+            loader = self._loader(planned.visit.client)
             with isolated_generators(loader, planned.visit.seed) if isolated else nullcontext():
                 is_drawn = self.sampling is not None and not isolated
                 batches = self._draws(loader, planned) if is_drawn else self._passes(loader, planned.visit)
@@ -126,22 +147,45 @@ class LoaderClients(Population):
                 raise ValueError("its loader gave no batch")
 
 
+class _Streams:
+    """Batches of a ``CombinedLoader``, as Lightning gives them to ``training_step``, with their number as a length."""
+
+    def __init__(self, combined: CombinedLoader) -> None:
+        self._combined, self.mode = combined, combined._mode  # noqa: SLF001 - has no public name
+        self.streams: list[Any] = combined.flattened
+
+    def __len__(self) -> int:
+        """Number of batches in a pass; raises ``TypeError`` where a loader has none."""
+        lengths = [len(stream) for stream in self.streams]
+        return sum(lengths) if self.mode == "sequential" else lengths[self.leading]
+
+    @property
+    def leading(self) -> int:
+        """Position of the loader with which a pass ends."""
+        lengths = [len(stream) for stream in self.streams]
+        return lengths.index(min(lengths) if self.mode == "min_size" else max(lengths))
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, _, _ in iter(self._combined):
+            yield batch
+
+
 def check_client_loader(loader: Any) -> None:
-    """Refuses several loaders as the data of one client.
+    """Refuses data sets in the place of several loaders of one client.
 
     Args:
         loader: A client's data.
 
     Raises:
-        TypeError: If it is a ``CombinedLoader``, or a mapping or sequence of loaders.
+        TypeError: If it is a mapping or sequence of data sets.
 
     """
     values = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, list | tuple) else ()
-    if isinstance(loader, CombinedLoader) or any(isinstance(value, DataLoader | CombinedLoader) for value in values):
+    if any(isinstance(value, Dataset) for value in values):
         raise TypeError(
-            f"Expected a client's data to be one loader or data set, but got several in a {type(loader).__name__}:"
-            " which of them says how many examples and batches the client has is not known. Zip them into one data set"
-            " (`torch.utils.data.StackDataset`), or put their examples together (`ConcatDataset`)."
+            f"Expected a client's data to be a data set, a loader or several loaders, but got data sets in a"
+            f" {type(loader).__name__}. Put each in a `DataLoader`, or all of them in one data set"
+            " (`torch.utils.data.StackDataset` zips them, `ConcatDataset` puts them together)."
         )
 
 
@@ -157,15 +201,16 @@ def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
         ValueError: If the loader has persistent workers, which hold the random numbers of training.
 
     """
-    if getattr(loader, "persistent_workers", False):
+    loaders = loader.streams if isinstance(loader, _Streams) else [loader]
+    if any(getattr(part, "persistent_workers", False) for part in loaders):
         raise ValueError(
             "Expected a loader that can be passed over beside training, but its workers are persistent and serve one"
             " pass at a time: set `persistent_workers=False` (or measure prototypes with passes='online', or give"
             " `SampledSoftmax` the clients' `classes`)"
         )
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    generators = [getattr(owner, "generator", None) for owner in owners]
+    batch_samplers = [getattr(part, "batch_sampler", None) for part in loaders]
+    samplers = [getattr(part, "sampler", None) for part in (*loaders, *batch_samplers)]
+    generators = [getattr(owner, "generator", None) for owner in (*loaders, *batch_samplers, *samplers)]
     states = [(item, item.get_state()) for item in generators if isinstance(item, torch.Generator)]
     for generator, _ in states:
         generator.manual_seed(seed)

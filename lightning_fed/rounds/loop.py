@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -32,6 +32,7 @@ from lightning_fed.rounds.lightning_internals import (
     is_overridden,
 )
 from lightning_fed.rounds.round import Round
+from lightning_fed.rounds.round_averages import RoundAverages
 from lightning_fed.rounds.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.rounds.trainer_checks import check_trainer, find_loader_owner
 from lightning_fed.rounds.visit_executor import VISIT_EXECUTORS
@@ -52,13 +53,13 @@ class RoundLoop:
     Attributes:
         failed_rounds: Count of the rounds that brought no new model because clients failed.
         is_planned: True once the first round has been planned.
-
     """
 
     def __init__(self, fit: FederatedFit, max_failed_rounds: int | None = None) -> None:
         self.fit = fit
         self.failed_rounds = FailedRounds(max_failed_rounds)
         self.is_planned = False
+        self._averages: RoundAverages | None = None
         self._partition: Partition | None = None
         self._loader: RoundLoader | None = None
         self._finished_loader: RoundLoader | None = None
@@ -95,6 +96,7 @@ class RoundLoop:
                 f" brings them, but got {'both' if partition is not None else 'neither'}."
             )
         loader_owner = find_loader_owner(trainer, module)
+        self._averages = RoundAverages(fit)
         # A visit that fails is padded with `None` batches: on purpose, and the log says why.
         fit.ignore_warning("train_dataloader yielded None")
         self._reload_interval = exchange_reload_interval(trainer, 1)
@@ -134,6 +136,8 @@ class RoundLoop:
 
         """
         fit, fit.policies = self.fit, policies
+        if self._averages is not None:
+            self._averages.check_entries()
         fit.batch_loop = self._fuse(visits)
         fit.note_initial_statistics()
         self._frozen = freeze_parameters(fit.module, policies)
@@ -184,6 +188,9 @@ class RoundLoop:
         """Restores what :meth:`attach` and the rounds have changed."""
         for method in self._overridden:
             method.restore()
+        if self._averages is not None:
+            self._averages.restore()
+            self._averages = None
         if self._reload_interval is not None:
             exchange_reload_interval(self.fit.trainer, self._reload_interval)
         for parameter in self._frozen:
@@ -204,6 +211,10 @@ class RoundLoop:
                 loader = self._train_dataloader.original()
                 fit.population = split_loader(loader, self._partition, fit.schedule.seed)
         return fit.population
+
+    def averages_in_place(self) -> AbstractContextManager[None]:
+        """The module meanwhile is the average of the global models, as in validation, where there is one."""
+        return nullcontext() if self._averages is None else self._averages.in_place()
 
     # A round
 
@@ -311,6 +322,8 @@ class RoundLoop:
     def _close_round(self, round: Round, loader: RoundLoader) -> None:
         fit, server = self.fit, self.fit.server
         has_aggregate = round.close()
+        if has_aggregate and self._averages is not None:
+            self._averages.end_round()
         self._finished_loader = loader
         fit.progress.end_round()
         fit.rounds = server.report.round + 1

@@ -61,9 +61,10 @@ class RoundStart:
     def patch(self, checkpoint: dict[str, Any]) -> None:
         """Puts the start of the round into a checkpoint that is taken inside it, in place of a client's state."""
         state = {**self.state, **self._local.server_entries}
-        saved = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, torch.Tensor)}
-        firsts = tied_names(saved)
-        checkpoint["state_dict"] |= {name: state[first].clone() for name, first in firsts.items() if first in state}
+        # Beside an average, which takes its place in the checkpoint, `WeightAveraging` saves the model under this name.
+        model = checkpoint.get("current_model_state", checkpoint["state_dict"])
+        firsts = tied_names({name: value for name, value in model.items() if isinstance(value, torch.Tensor)})
+        model |= {name: state[first].clone() for name, first in firsts.items() if first in state}
         if "optimizer_states" not in checkpoint:
             return
         checkpoint["optimizer_states"], schedulers, scaler = self.optimizers.checkpoint()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import lightning as L
-import lightning.pytorch.callbacks as lightning_callbacks
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -22,16 +21,12 @@ from lightning_fed.server.schedule import Schedule
 _REFUSED: dict[type[L.Callback], str] = {
     BatchSizeFinder: "it would tune on the first client's batches: tune with a plain `L.Trainer` first",
     LearningRateFinder: "it would tune on the first client's batches: tune with a plain `L.Trainer` first",
-    StochasticWeightAveraging: "it edits the training loop and would average clients: use a server-side rule",
+    StochasticWeightAveraging: "it edits the training loop and would average clients: use `WeightAveraging`"
+    " (from Lightning 2.6 on), which averages the global models here, or a rule of the server",
     ModelPruning: "it renames entries of the module between rounds, which clients would not know: prune the trained"
     " model with `torch.nn.utils.prune`",
     GradientAccumulationScheduler: "its windows would straddle two clients: use a larger batch size",
 }
-_AVERAGE_STEPS = [  # new in Lightning 2.6; a subclass of the user's may well average rounds
-    getattr(lightning_callbacks, name)
-    for name in ("WeightAveraging", "EMAWeightAveraging")
-    if hasattr(lightning_callbacks, name)
-]
 
 
 def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.LightningDataModule | L.LightningModule:
@@ -125,11 +120,6 @@ def check_trainer(trainer: L.Trainer, local_steps: int | None, stragglers: float
         for refused, reason in _REFUSED.items():
             if isinstance(callback, refused):
                 raise MisconfigurationException(f"`{type(callback).__name__}` does not work in a federation: {reason}.")
-        if type(callback) in _AVERAGE_STEPS:
-            raise MisconfigurationException(
-                f"`{type(callback).__name__}` does not work in a federation: it averages after every batch, whoever's"
-                " it is. Subclass `WeightAveraging` with a `should_update` that looks at `epoch_idx` to average rounds."
-            )
 
 
 def check_schedulers(trainer: L.Trainer) -> None:

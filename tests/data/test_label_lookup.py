@@ -1,6 +1,7 @@
 import logging
 import random
 from collections import namedtuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -258,14 +259,15 @@ class Stream(IterableDataset):
         (object(), TypeError, "(map-style), but got object."),
         (Samples([torch.rand(2)]), TypeError, "but got Tensor of shape (2,) and type torch.float32. Pass `label_fn`"),
         (Samples([(1,)]), TypeError, "an input and a target, but got tuple of length 1. Pass `label_fn`"),
-        (Samples([{"x": 1, "y": 2}]), TypeError, "'label', 'labels', 'target', 'mask', but got the keys 'x', 'y'."),
+        (Samples([{"x": 1}]), TypeError, "'label', 'labels', 'target', 'y', 'mask', but got the keys 'x'."),
+        (Samples([{"x": 1}]), TypeError, "The partitions `IID` and `ByGroup` need no labels."),
         (
             Samples([(0, {"boxes": []})]),
             TypeError,
             "or a mask of classes of shape (H, W), (1, H, W) or (H, W, 1), but got dict",
         ),
         (Samples([(0, "cat")]), TypeError, "but got str."),
-        (Samples([(0, np.zeros(4))]), TypeError, "but got ndarray of shape (4,) and type float64."),
+        (Samples([(0, np.full(4, 2.0))]), TypeError, "but got ndarray of shape (4,) and type float64."),
         (Samples([(0, torch.zeros(3, 4, 4))]), TypeError, "but got ndarray of shape (3, 4, 4) and type float32."),
         (Samples([(0, Image.new("RGB", (5, 4)))]), TypeError, "but got ndarray of shape (4, 5, 3) and type uint8."),
         (
@@ -273,16 +275,91 @@ class Stream(IterableDataset):
             TypeError,
             "Expected a mask of classes (whole numbers), but got one of float32",
         ),
-        (Samples([(0, 0.5)]), ValueError, "Expected a target to be a whole number, but got 0.5."),
         (Samples([(0, float("nan"))]), ValueError, "Expected a target to be a whole number, but got nan."),
         (TensorDataset(torch.rand(3, 2)), TypeError, "an input and a target, but got tuple of length 1."),
-        (TensorDataset(torch.rand(3, 2), torch.rand(3)), ValueError, "Expected a target to be a whole number"),
+        (TensorDataset(torch.rand(3, 2), torch.full((3,), torch.inf)), ValueError, "to be a whole number, but got inf"),
     ],
 )
 def test_errors_say_what_was_expected_and_what_came(dataset, kind, message):
     with pytest.raises(kind) as error:
         labels_of(dataset)
     assert message in str(error.value)
+
+
+class Table:
+    """A table as ``datasets.Dataset`` is one: columns as they are stored, rows as they are formatted."""
+
+    def __init__(self, is_formatted=True, **columns):
+        self.columns, self.is_formatted = columns, is_formatted
+        self.column_names = list(columns)
+        self.reads = 0
+
+    def __len__(self):
+        return len(self.columns[self.column_names[0]])
+
+    def with_format(self, kind):
+        assert kind is None
+        return Table(False, **self.columns)
+
+    def __getitem__(self, key):
+        if isinstance(key, str):
+            assert not self.is_formatted
+            return iter(self.columns[key])  # lazy
+        self.reads += 1
+        return {"pixels": self.columns["image"][key]}
+
+
+def test_columns_of_a_table():
+    table = Table(image=list("abcdef"), label=CLASSES, writer=["x", "y", "x", "z", "z", "z"])
+    assert_labels(labels_of(table), CLASSES)
+    assert_labels(labels_of(Subset(table, [4, 1])), [CLASSES[4], CLASSES[1]])
+    assert groups_of(Subset(table, [4, 1]), "writer").tolist() == ["z", "y"]
+    assert table.reads == 0
+
+
+@pytest.mark.parametrize("key", ["label", "labels", "target", "y", "mask"])
+def test_names_of_targets(key):
+    assert_labels(labels_of([{"x": 0, key: label} for label in CLASSES]), CLASSES)
+    assert_labels(labels_of([SimpleNamespace(x=0, **{key: torch.tensor([label])}) for label in CLASSES]), CLASSES)
+
+
+def test_attribute_y():
+    assert_labels(labels_of(Samples([0] * 6, y=torch.tensor(CLASSES))), CLASSES)
+
+
+def test_objects_in_images():
+    """The class of most objects, the smaller one of two equals; an image without objects is background."""
+    targets = [{"boxes": 0, "labels": torch.tensor(labels, dtype=torch.int64)} for labels in ([2, 1, 2], [3, 1], [])]
+    assert_labels(labels_of([(0, target) for target in targets]), [2, 1, 0])
+
+
+def test_sets_of_classes():
+    """One-hot and multi-hot: the first of them; none of three is class 3."""
+    rows = [[0, 1, 1], [1, 0, 0], [0, 0, 0], [0, 0, 1]]
+    for kind in (torch.float32, torch.int64, torch.bool):
+        assert_labels(labels_of(TensorDataset(torch.rand(4, 2), torch.tensor(rows).to(kind))), [1, 0, 3, 2])
+        assert_labels(labels_of([(0, torch.tensor(row).to(kind)) for row in rows]), [1, 0, 3, 2])
+
+
+def test_a_label_is_preferred_to_what_looks_like_a_set_or_a_number():
+    """Tokens, their mask or weight, and the label: the label's place is not the mask's."""
+    tokens, mask, weight = torch.rand(6, 4), torch.ones(6, 4, dtype=torch.int64), torch.rand(6)
+    for beside in (mask, weight):
+        dataset = TensorDataset(tokens, beside, torch.tensor(CLASSES))
+        assert_labels(labels_of(dataset), CLASSES)
+        assert_labels(labels_of([dataset[index] for index in range(6)]), CLASSES)
+
+
+def test_numbers_are_divided_into_bins(caplog):
+    """Ten of equally many samples, in order, over all parts; whole numbers among them are no labels of their own."""
+    values = torch.cat([torch.tensor([4.0]), torch.randn(99, generator=torch.Generator().manual_seed(0))])
+    ranks = values.argsort().argsort()
+    parts = [TensorDataset(torch.rand(50, 2), part) for part in values.split(50)]
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        labels = labels_of(ConcatDataset(parts))
+    assert_labels(labels, (ranks // 10).tolist())
+    assert "10 bins" in caplog.text
+    assert_labels(labels_of([(0, value) for value in values]), (ranks // 10).tolist())
 
 
 def test_error_names_the_sample():
@@ -330,13 +407,13 @@ def test_groups_of_nested_data_sets_and_of_samples():
             [0],
             "groups",
             ValueError,
-            "Expected the data set to have an attribute `groups` with one group per sample, but list",
+            "Expected the data set to have an attribute or column `groups` with one group per sample, but list",
         ),
         (
             Subset(Samples([0]), [0]),
             "video",
             ValueError,
-            "an attribute `video` with one group per sample, but Samples has none",
+            "an attribute or column `video` with one group per sample, but Samples has none",
         ),
         ([0, 1], [1], ValueError, "Expected `group` to have one group for each of 2 samples, but got 1."),
         (

@@ -198,19 +198,61 @@ def test_a_loader_without_a_data_set_is_counted_once():
     assert batches.passes == 1
 
 
-SEVERAL = {
-    "combined": lambda: CombinedLoader([DataLoader(DATASET, 2), DataLoader(DATASET, 2)], "min_size"),
-    "mapping": lambda: {"one": DataLoader(DATASET, 2), "other": DataLoader(DATASET, 5)},
-    "list": lambda: [DataLoader(DATASET, 2), DataLoader(DATASET, 5)],
-}
+def several(mode):
+    """Labelled and unlabelled examples: 10 in batches of 5, and 12 in batches of 2."""
+    labelled = DataLoader(DATASET, 5)
+    unlabelled = DataLoader(TensorDataset(torch.arange(100, 112)), 2)
+    loaders = {"labelled": labelled, "unlabelled": unlabelled}
+    return loaders if mode == "mapping" else CombinedLoader(loaders, mode)
 
 
-@pytest.mark.parametrize("kind", SEVERAL)
-def test_several_loaders_for_one_client_are_refused(kind):
-    with pytest.raises(
-        TypeError, match=r"one loader or data set, but got several in a .*`torch\.utils\.data\.StackDataset`"
-    ):
-        FederatedDataModule({"a": SEVERAL[kind](), "b": SEVERAL[kind]()})
-    lazy = LoaderClients(LazyClients(["a"], lambda client: SEVERAL[kind]()))
-    with pytest.raises(TypeError, match="one loader or data set, but got several"):
-        lazy.num_samples("a")
+@pytest.mark.parametrize(
+    ("mode", "num_samples", "num_batches"),
+    [("mapping", 12, 6), ("max_size_cycle", 12, 6), ("max_size", 12, 6), ("min_size", 10, 2), ("sequential", 22, 8)],
+)
+def test_several_loaders_for_one_client(mode, num_samples, num_batches):
+    """Batches are those of Lightning's `CombinedLoader`, in a visit of two epochs; counts those of one loader."""
+    population = FederatedDataModule({"a": several(mode), "b": DataLoader(DATASET, 2)}).population()
+    assert population.num_samples("a") == num_samples
+    assert population.batches_per_epoch("a") == num_batches
+    assert population.gives_all("a") == (mode != "min_size")
+    visit = PlannedVisit(Visit("a", 0, 0, epochs=2), num_samples, 2 * num_batches)
+    batches = [item.batch for item in population.stream([visit])]
+    combined = CombinedLoader(several("mapping"), "max_size_cycle" if mode == "mapping" else mode)
+    expected = [batch for batch, _, _ in combined] * 2
+    assert len(batches) == len(expected) == 2 * num_batches
+    for batch, other in zip(batches, expected, strict=True):
+        torch.testing.assert_close(batch, other, rtol=0, atol=0)
+
+
+def test_a_sequence_of_loaders_gives_a_list_of_batches():
+    population = LoaderClients({"a": [DataLoader(DATASET, 5), DataLoader(DATASET, 2)]})
+    visit = PlannedVisit(Visit("a", 0, 0), 10, 5)
+    first = next(population.stream([visit])).batch
+    assert [part[0].tolist() for part in first] == [[0, 1, 2, 3, 4], [0, 1]]
+
+
+def test_an_isolated_pass_over_several_loaders_leaves_their_generators_alone():
+    def shuffled(seed):
+        return DataLoader(DATASET, 2, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+    loaders = [shuffled(1), shuffled(2)]
+    population = LoaderClients({"a": loaders})
+    states = [loader.generator.get_state() for loader in loaders]
+    passes = [
+        [item.batch for item in population.stream([PlannedVisit(Visit("a", 0, 7), 10, 5)], isolated=True)]
+        for _ in range(2)
+    ]
+    torch.testing.assert_close(*passes, rtol=0, atol=0)
+    assert all(torch.equal(loader.generator.get_state(), state) for loader, state in zip(loaders, states, strict=True))
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_several_data_sets_for_one_client_are_refused(kind):
+    data = {"one": DATASET, "other": DATASET}
+    data = data if kind is dict else list(data.values())
+    message = rf"but got data sets in a {kind.__name__}\. Put each .*`torch\.utils\.data\.StackDataset`"
+    with pytest.raises(TypeError, match=message):
+        FederatedDataModule({"a": data, "b": data})
+    with pytest.raises(TypeError, match=message):
+        LoaderClients(LazyClients(["a"], lambda client: data)).num_samples("a")

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from lightning_fed import FederatedCallback, FederatedDataModule
 from lightning_fed.algorithms import FedAvgM
 from lightning_fed.callbacks import ClassPrototypes
+from lightning_fed.data import IID
 from lightning_fed.modules import to_group_norm
 from lightning_fed.privacy import DPSGD, Budget, CentralDP, empirical_epsilon
 from lightning_fed.tasks import SegmentationTask
@@ -643,6 +644,8 @@ def test_loaders_that_are_refused(plain_trainer, federated_trainer):
     loaders = {"a": DataLoader(dataset, 4, sampler=sampler)}
     with pytest.raises(ValueError, match="without a sampler of its own, because every example is drawn by itself"):
         federated(federated_trainer, dpsgd(), 1, data=FederatedDataModule(loaders))
+    with pytest.raises(ValueError, match="without a sampler of its own, because every example is drawn by itself"):
+        federated_trainer(max_rounds=1, callbacks=[dpsgd()], partition=IID(2)).fit(module, loaders["a"])
     trainer = plain_trainer(max_epochs=1, min_epochs=1, callbacks=[dpsgd(max_epsilon=3.0)])
     data = models.PooledData(models.vectors({"a": 12}), batch_size=4)
     with pytest.raises(MisconfigurationException, match="no `min_epochs` and `min_steps` with `max_epsilon`"):

@@ -1,0 +1,108 @@
+"""Lightning's averages of weights, taken of the global models: once a round in place of once a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch.callbacks as lightning_callbacks
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.lightning_internals import OverriddenMethod, callbacks_of
+
+_log = logging.getLogger(__name__)
+
+_KIND: Any = getattr(lightning_callbacks, "WeightAveraging", ())  # new in Lightning 2.6
+
+
+class RoundAverages:
+    """The ``WeightAveraging`` callbacks of a fit, whose step is a round, until :meth:`restore`.
+
+    ``should_update(step_idx=r)`` is asked once, when round r has brought a new global model and before it is validated:
+    so validation sees an average with the round's model in it, as it does after an epoch's last step without a
+    federation. ``should_update(epoch_idx=r)`` is asked after validation, as ever, and not where the round is in the
+    average already.
+
+    Args:
+        fit: The fit.
+
+    Raises:
+        MisconfigurationException: If there is one, and models cannot be averaged here.
+
+    """
+
+    def __init__(self, fit: FederatedFit) -> None:
+        self._fit = fit
+        self._is_round_over = False
+        self._callbacks = [callback for callback in callbacks_of(fit.trainer) if isinstance(callback, _KIND)]
+        for callback in self._callbacks:
+            name = f"`{type(callback).__name__}`"
+            if fit.server.aggregator.resizes:
+                raise MisconfigurationException(
+                    f"{name} does not work with {type(fit.server.aggregator).__name__}, which changes the shapes of"
+                    " entries from round to round: train without it."
+                )
+            if not fit.has_server:
+                raise MisconfigurationException(
+                    f"{name} averages global models, which the server has: give it to the server's Trainer."
+                )
+            if fit.trainer.is_global_zero:
+                _log.info(
+                    "%s averages the global models, not the clients': its steps, and its decay, are those of rounds.",
+                    name,
+                )
+        self._overridden = [self._override(callback) for callback in self._callbacks]
+
+    def _override(self, callback: Any) -> OverriddenMethod:
+        def should_update(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            if epoch_idx is None:  # a client's step
+                return False
+            is_due = bool(method.original(step_idx=epoch_idx))
+            return is_due if self._is_round_over else not is_due and bool(method.original(epoch_idx=epoch_idx))
+
+        method = OverriddenMethod(callback, "should_update", should_update)
+        return method
+
+    def check_entries(self) -> None:
+        """Compares the averages' entries with the module's, before anything trains.
+
+        Raises:
+            MisconfigurationException: If a method has changed the module after it was copied for the average.
+
+        """
+        for callback in self._callbacks:
+            checkpoint = {"state_dict": self._fit.module.state_dict()}
+            callback.on_save_checkpoint(self._fit.trainer, self._fit.module, checkpoint)
+            average, current = (
+                {name: value.shape for name, value in checkpoint[key].items() if hasattr(value, "shape")}
+                for key in ("state_dict", "current_model_state")
+            )
+            if average != current:
+                raise MisconfigurationException(
+                    f"Expected `{type(callback).__name__}` behind `Federation` in the Trainer's `callbacks`, because"
+                    " the method changes the module, but got it in front."
+                )
+
+    def end_round(self) -> None:
+        """Updates the averages with the new global model, which the module is."""
+        self._is_round_over = True
+        for callback in self._callbacks:
+            callback.on_train_epoch_end(self._fit.trainer, self._fit.module)
+        self._is_round_over = False
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The module meanwhile is the average, as in validation."""
+        for callback in self._callbacks:
+            callback.on_validation_epoch_start(self._fit.trainer, self._fit.module)
+        yield
+        for callback in self._callbacks:
+            callback.on_validation_epoch_end(self._fit.trainer, self._fit.module)
+
+    def restore(self) -> None:
+        """Gives the callbacks their own steps back."""
+        for method in self._overridden:
+            method.restore()

@@ -1,0 +1,221 @@
+"""Lightning's averages of weights, of global models: against sums written by hand, and against Lightning's own."""
+
+import logging
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fed import FederatedCallback, FederatedDataModule, Federation
+from lightning_fed.algorithms import FedFusion
+from tests import models
+from tests.recorders import MemoryLogger, assert_same, state_of
+
+callbacks = L.pytorch.callbacks
+if not hasattr(callbacks, "WeightAveraging"):
+    pytest.skip("Lightning 2.6 brings `WeightAveraging`", allow_module_level=True)
+
+CLIENTS = models.vectors({"a": 40, "b": 64, "c": 33})
+ROUNDS, DECAY = 4, 0.6
+
+
+def module():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, models.CLASSES))
+    return models.Module(net, optimizer=models.momentum)
+
+
+def data(clients=CLIENTS):
+    datasets = models.as_datasets(clients)
+    return FederatedDataModule(datasets, datasets, batch_size=8)
+
+
+def ema(**options):
+    return callbacks.EMAWeightAveraging(**{"decay": DECAY, **options})
+
+
+class RoundMean(callbacks.WeightAveraging):
+    """The mean of the models of epochs, which Lightning updates after validation."""
+
+    def should_update(self, step_idx=None, epoch_idx=None):
+        return epoch_idx is not None
+
+
+def moving_averages(states, decay=DECAY):
+    """The average after each of the models, of which the first is taken over."""
+    averages = [states[0]]
+    for state in states[1:]:
+        before = averages[-1]
+        averages.append({name: before[name] * decay + value * (1 - decay) for name, value in state.items()})
+    return averages
+
+
+def assert_close(left, right):
+    """Compares parameters and statistics; counts of batches are cut to integers in every average."""
+    assert left.keys() == right.keys()
+    for name, value in right.items():
+        if not name.endswith("num_batches_tracked"):
+            assert torch.allclose(left[name], value, rtol=1e-4, atol=1e-6), name
+
+
+class GlobalModels(FederatedCallback):
+    """Notes the module's state at the end of every round, statistics of BatchNorm included, and what is validated."""
+
+    def __init__(self):
+        self.states, self.validated = [], []
+
+    def on_server_round_end(self, trainer, pl_module, is_new):
+        self.states.append(state_of(pl_module))
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if batch_idx == 0 and dataloader_idx == 0 and not trainer.sanity_checking:
+            self.validated.append(state_of(pl_module))
+
+
+@pytest.mark.parametrize("visits", ["lightning", "fused"])
+def test_a_moving_average_of_the_global_models(visits, either_trainer):
+    """It is validated in the round in which it was made, saved, and left in the module; clients train on without it."""
+    seen, average, plain = GlobalModels(), ema(), GlobalModels()
+    own = module()
+    trainer = either_trainer(ROUNDS, callbacks=[seen, average], visits=visits, local_epochs=2)
+    trainer.fit(own, datamodule=data())
+    either_trainer(ROUNDS, callbacks=[plain], visits=visits, local_epochs=2).fit(module(), datamodule=data())
+    for with_average, without in zip(seen.states, plain.states, strict=True):
+        assert_same(with_average, without)
+    expected = moving_averages(seen.states)
+    assert len(seen.validated) == ROUNDS
+    for validated, average in zip(seen.validated, expected, strict=True):
+        assert_close(validated, average)
+    assert_close(state_of(own), expected[-1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_buffers": False},
+        {"update_every_n_steps": 2},
+        {"update_starting_at_step": 2},
+        {"update_every_n_steps": 0, "update_starting_at_epoch": 1},
+        {"update_starting_at_epoch": 1},
+    ],
+)
+def test_as_in_a_plain_fit_of_one_step_per_epoch(options, either_trainer, plain_trainer):
+    """One client whose visit is one batch: a step, an epoch and a round are the same, and so are the averages.
+
+    But for an average of both steps and epochs, which takes a round's model once.
+    """
+    clients = {"a": CLIENTS["a"]}
+    own, seen, runs = module(), GlobalModels(), []
+    either_trainer(ROUNDS, callbacks=[seen, ema(**options)], batch_norm="average", optimizer_state="keep").fit(
+        own, datamodule=FederatedDataModule(models.as_datasets(clients), models.as_datasets(clients), batch_size=40)
+    )
+    runs.append((seen.validated, state_of(own)))
+    if options == {"update_starting_at_epoch": 1}:
+        options = {}
+    plain, watching = module(), GlobalModels()
+    loader = DataLoader(TensorDataset(*clients["a"]), 40)
+    plain_trainer(max_epochs=ROUNDS, callbacks=[watching, ema(**options)]).fit(plain, loader, loader)
+    runs.append((watching.validated, state_of(plain)))
+    for left, right in zip(runs[0][0], runs[1][0], strict=True):
+        assert_close(left, right)
+    assert_close(runs[0][1], runs[1][1])
+
+
+def test_averages_of_epochs_come_after_validation(federated_trainer):
+    seen, own = GlobalModels(), module()
+    federated_trainer(max_rounds=3, callbacks=[seen, RoundMean()]).fit(own, datamodule=data())
+    for name, value in state_of(own).items():
+        if not name.endswith("num_batches_tracked"):
+            assert torch.allclose(value, torch.stack([state[name] for state in seen.states]).mean(0), atol=1e-6)
+    assert_close(seen.validated[1], seen.states[0])
+
+
+def test_clients_are_evaluated_with_the_average(federated_trainer):
+    """Without entries of their own the mean over the clients' examples is the loss of the model that is validated."""
+    logger = MemoryLogger()
+    federated_trainer(max_rounds=3, callbacks=[ema()], logger=logger).fit(module(), datamodule=data())
+    sizes = {name: len(targets) for name, (_, targets) in CLIENTS.items()}
+    lines = {name: value for _, line in logger.lines for name, value in line.items()}
+    weighted = sum(lines[f"client/{name}/val_loss"] * size for name, size in sizes.items()) / sum(sizes.values())
+    assert weighted == pytest.approx(lines["val_loss"], rel=1e-5)
+
+
+def test_a_failed_round_is_not_averaged(federated_trainer):
+    class Fails(FederatedCallback):
+        def on_client_end(self, trainer, pl_module, client, update):
+            if trainer.current_epoch == 2:
+                for value in update.state.values():
+                    value.fill_(float("nan")) if value.is_floating_point() else None
+
+    seen, own = GlobalModels(), module()
+    federated_trainer(max_rounds=4, callbacks=[seen, Fails(), ema()]).fit(own, datamodule=data())
+    assert_close(state_of(own), moving_averages([seen.states[round] for round in (0, 1, 3)])[-1])
+
+
+class StopsIn(L.Callback):
+    """Saves what there is in one hook of a round, and breaks the fit off."""
+
+    def __init__(self, round, path, hook="on_train_batch_end"):
+        self.round, self.path = round, path
+        setattr(self, hook, self.stop)
+
+    def stop(self, trainer, pl_module, outputs=None, batch=None, batch_idx=9):
+        if trainer.current_epoch == self.round and batch_idx == 9 and not trainer.sanity_checking:
+            trainer.save_checkpoint(self.path)
+            raise KeyError("broken off")
+
+
+@pytest.mark.parametrize("average", [ema, RoundMean, lambda: ema(update_starting_at_epoch=0)])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+def test_resumed(hook, average, federated_trainer, tmp_path):
+    whole, path = module(), tmp_path / "stopped.ckpt"
+    federated_trainer(max_rounds=ROUNDS, callbacks=[average()], seed=1).fit(whole, datamodule=data())
+    trainer = federated_trainer(max_rounds=ROUNDS, callbacks=[average(), StopsIn(2, path, hook)], seed=1)
+    with pytest.raises(KeyError):
+        trainer.fit(module(), datamodule=data())
+    resumed = module()
+    trainer = federated_trainer(max_rounds=ROUNDS, callbacks=[average()], seed=1)
+    trainer.fit(resumed, datamodule=data(), ckpt_path=str(path))
+    assert_same(state_of(resumed), state_of(whole))
+
+
+def test_checkpoints_hold_the_average_and_the_global_model(federated_trainer, tmp_path):
+    """Inside a round too: no client's model."""
+    path, seen = tmp_path / "inside.ckpt", GlobalModels()
+    trainer = federated_trainer(max_rounds=ROUNDS, callbacks=[seen, ema(), StopsIn(2, path)])
+    with pytest.raises(KeyError):
+        trainer.fit(module(), datamodule=data())
+    saved = torch.load(path, weights_only=True)
+    assert_same(saved["current_model_state"], seen.states[1])
+    assert_close(saved["state_dict"], moving_averages(seen.states[:2])[-1])
+
+
+def test_it_is_said(federated_trainer, caplog):
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        federated_trainer(max_rounds=1, callbacks=[ema()]).fit(module(), datamodule=data())
+    assert "`EMAWeightAveraging` averages the global models" in caplog.text
+
+
+def test_the_callback_is_left_as_it_was(federated_trainer):
+    average = ema(update_every_n_steps=3)
+    federated_trainer(max_rounds=1, callbacks=[average]).fit(module(), datamodule=data())
+    assert "should_update" not in vars(average)
+    assert average.should_update(step_idx=3)
+
+
+def test_a_method_that_changes_the_module(plain_trainer):
+    """The average is a copy of the module as the method has made it, or the order of the callbacks is refused."""
+
+    def trainer(*order):
+        return plain_trainer(max_epochs=2, callbacks=list(order))
+
+    def method():
+        return Federation(FedFusion("conv", at="net.1"))
+
+    trainer(method(), ema()).fit(models.Module(models.mlp()), datamodule=data())
+    with pytest.raises(MisconfigurationException, match="`EMAWeightAveraging` behind `Federation`"):
+        trainer(ema(), method()).fit(models.Module(models.mlp()), datamodule=data())
