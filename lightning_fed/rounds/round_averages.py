@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch.callbacks as lightning_callbacks
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.rounds.fit import FederatedFit
+from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import OverriddenMethod, callbacks_of
 
 _log = logging.getLogger(__name__)
