@@ -171,16 +171,21 @@ class _Streams:
 
 
 def check_client_loader(loader: Any) -> None:
-    """Refuses data sets in the place of several loaders of one client.
+    """Refuses data sets in the place of loaders, which would give single samples for batches.
 
     Args:
         loader: A client's data.
 
     Raises:
-        TypeError: If it is a mapping or sequence of data sets.
+        TypeError: If it is a mapping or sequence of data sets, or a table such as ``datasets.Dataset``.
 
     """
     values = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, list | tuple) else ()
+    if hasattr(loader, "column_names") and not isinstance(loader, Dataset):
+        raise TypeError(
+            f"Expected a client's data to be a data set of torch or a loader, but got the table"
+            f" {type(loader).__name__}. Put it in a `DataLoader`."
+        )
     if any(isinstance(value, Dataset) for value in values):
         raise TypeError(
             f"Expected a client's data to be a data set, a loader or several loaders, but got data sets in a"

@@ -256,3 +256,13 @@ def test_several_data_sets_for_one_client_are_refused(kind):
         FederatedDataModule({"a": data, "b": data})
     with pytest.raises(TypeError, match=message):
         LoaderClients(LazyClients(["a"], lambda client: data)).num_samples("a")
+
+
+def test_a_table_as_a_client_is_refused():
+    """It would be iterated sample by sample."""
+
+    class Table(list):
+        column_names = ("x",)
+
+    with pytest.raises(TypeError, match=r"but got the table Table\. Put it in a `DataLoader`"):
+        FederatedDataModule({"a": Table([{"x": 1}])})
