@@ -353,7 +353,7 @@ def _numbers(label_of_target: Callable[[Any], int | float]) -> Callable[[Any], i
 
 
 _TARGET_KINDS = (_classes, _sets, _numbers)
-"""What the targets of a data set may be. A later kind is looked for only where none are of the kinds before it."""
+"""Kinds of targets of a data set. A later kind is looked for only where none are of the kinds before it."""
 
 
 def _label_of_target(target: Any, ignore_index: int | None, background: int | None) -> int | float:

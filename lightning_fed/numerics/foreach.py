@@ -74,7 +74,7 @@ def differences(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
 
 
 def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
-    """Whether the values of each pair of tensors of one shape are the same; the device is waited for once.
+    """Compares pairs of tensors of one shape: true where all values are the same. The device is waited for once.
 
     Example:
         >>> are_equal([torch.ones(2), torch.zeros(1)], [torch.ones(2), torch.ones(1)])

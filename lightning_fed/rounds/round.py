@@ -340,7 +340,7 @@ class Round:
         return update
 
     def _count_writes(self) -> dict[str, int]:
-        """How often PyTorch has seen somebody write into each entry of the round's start that messages share."""
+        """Versions, as PyTorch counts writes, of the entries of the round's start that messages share."""
         return {name: tensor_version(self.start.state[name]) for name in self._untrained}
 
     def _check_writes(self) -> None:
