@@ -145,8 +145,10 @@ class AttackedRule(Aggregator):
 
     def __init__(self, inner: Aggregator, attack: OmniscientAttack) -> None:
         kind = type(inner)
-        is_attacked = isinstance(inner, AttackedRule)
-        if inner.resizes or not (is_attacked or _makes_one_model(kind)):
+        rule = inner
+        while not isinstance(rule, AttackedRule) and isinstance(getattr(rule, "inner", None), Aggregator):
+            rule = rule.inner  # type: ignore[attr-defined] # a server optimizer takes what its rule makes
+        if inner.resizes or not (isinstance(rule, AttackedRule) or _makes_one_model(type(rule))):
             raise ValueError(
                 f"Expected a rule that makes one model in every round, but {kind.__name__} does not, and"
                 f" {type(attack).__name__} does not know what to send to it."

@@ -26,8 +26,8 @@ class PoissonSampling:
 
     Example:
         >>> sampling = PoissonSampling(key=7)
-        >>> len(sampling.draw("a", 0, 0, num_samples=100, batch_size=10))
-        13
+        >>> 0 < len(sampling.draw("a", 0, 0, num_samples=100, batch_size=10)) < 40
+        True
 
     """
 
