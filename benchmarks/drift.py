@@ -95,7 +95,7 @@ STUDIES = {
         ("--trainer.local_epochs", "2"),
         {"Dirichlet 0.5": ()},
         {"Dirichlet 0.5": {"fedavg": "88.09", "scaffold": "88.44", "fedprox": "88.15", "fednova": "88.22"}},
-        seeds=(0,),
+        seeds=(0, 1),
     ),
     "pfl_fashion_mnist": Study(
         "compare_pfl_fashion_mnist.yaml",
@@ -118,7 +118,7 @@ STUDIES = {
                 "fedrep": "97.56",
             }
         },
-        seeds=(0,),
+        seeds=(0, 1),
     ),
 }
 

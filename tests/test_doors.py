@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.imports import RequirementCache
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -105,7 +106,6 @@ REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes
     "validation by steps": (
         {"val_check_interval": 3, "check_val_every_n_epoch": None}, {}, module, "check_val_every_n_epoch=None",
     ),
-    "validation by time": ({"val_check_interval": "00:00:01:00"}, {}, module, "Validation inside a round"),
     "windows over clients": (
         {"accumulate_grad_batches": 2}, {}, module, "`local_steps` to a multiple of 2 .* or use a 2 times larger batch",
     ),
@@ -131,6 +131,8 @@ REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes
     "scheduler with a frequency": ({}, {}, bad_scheduler(frequency=2), "use frequency=1 .* or interval='epoch'"),
     "plateaus of a client": ({}, {}, bad_scheduler(monitor="train_loss"), "use interval='epoch'"),
 }  # fmt: skip
+if RequirementCache("lightning>=2.6"):  # before, it takes no time
+    REFUSED["validation by time"] = ({"val_check_interval": "00:00:01:00"}, {}, module, "Validation inside a round")
 if AVERAGES_WEIGHTS:
     REFUSED["averages of models of changing shapes"] = (
         {"callbacks": [L.pytorch.callbacks.EMAWeightAveraging()]}, {"method": "fedma"}, module,

@@ -1125,11 +1125,11 @@ def test_the_modules_hook_sees_no_batch_that_failed(name):
     assert [(row["fed/clients"], row["fed/failed"]) for row in rows.values()] == [(1, 1)] * ROUNDS
 
 
+@pytest.mark.filterwarnings("ignore:.*in eval mode")  # Lightning's, of some versions
 def test_a_single_example_without_batch_norm_in_training():
     module = Net()
     module.body[1].eval()
-    with pytest.warns(UserWarning, match="in eval mode"):  # Lightning's
-        _, rows = train({"good": examples(BATCH), "tiny": examples(1)}, module=module)
+    _, rows = train({"good": examples(BATCH), "tiny": examples(1)}, module=module)
     assert [row["fed/clients"] for row in rows.values()] == [2] * ROUNDS
 
 

@@ -227,6 +227,7 @@ def test_a_client_that_fails_has_not_got_it(fit):
 
 @pytest.mark.parametrize("options", [{}, {"secure_sum": SecureSum()}], ids=["central", "secure"])
 def test_differential_privacy_adds_no_noise_to_what_does_not_train(options, fit):
+    pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
     """Nor does what a module writes into such entries leave a client."""
     privacy = CentralDP(clip=0.5, delta=1e-3, noise_multiplier=1.0, key_for_tests=5, sampling="fixed")
     module = Following()

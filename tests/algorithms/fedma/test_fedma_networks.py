@@ -78,7 +78,9 @@ def test_statistics_of_instance_norm_stay_when_they_are_matched(federated_traine
     module = models.Module(net, momentum)
     fit(federated_trainer(max_rounds=3, method=FedMA("none"), callbacks=[Watch()]), module, data_of(clients_data))
     assert not torch.equal(seen[0, "c0"], seen[0, "c1"])
-    assert all(torch.equal(seen[round, client], net[1].running_mean) for round in (1, 2) for client in clients_data)
+    later = [seen[round, client] for round in (1, 2) for client in clients_data]
+    # torch 2.6 takes their mean over the batch's copies in evaluation too, which rounds. The clients' differ by 7e-5.
+    torch.testing.assert_close(later, [net[1].running_mean] * 4, rtol=0, atol=1e-7)
 
 
 def test_a_stage_that_comes_to_nothing_is_not_measured(federated_trainer, caplog, monkeypatch):
