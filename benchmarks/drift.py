@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import machine, parser, prepare, spread, table, version, write_section
+from common import parser, prepare, spread, table, version, write_section
 
 from lightning_fed.compare import MethodChoice, Plan, load_results, run_comparison
 
@@ -154,23 +154,28 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
     parts = [
         f"`{command} --out docs/results.md`. {study.words}; `recipes/{study.recipe}`. Published: {study.source}."
         f" `{study.monitor}` in percent, mean over the last {arguments.last} rounds, ± standard deviation over seeds."
-        f" {machine(arguments.threads)}, version {version()}."
+        f" Version {version()}."
     ]
+    header = ["method", "here", "minus FedAvg, paired by seed", "place", "published", "place there", "seeds"]
     for variant, runs in results.items():
-        scores: dict[str, list[float]] = {}
+        scores: dict[str, dict[int, float]] = {}
         for run in runs:
-            scores.setdefault(run["method"], []).append(score(run, study.monitor, arguments.last))
+            scores.setdefault(run["method"], {})[run["seed"]] = score(run, study.monitor, arguments.last)
         published = study.published.get(variant, {})
-        ours = sorted(scores, key=lambda method: -statistics.fmean(scores[method]))
+        ours = sorted(scores, key=lambda method: -statistics.fmean(scores[method].values()))
         theirs = sorted(published, key=lambda method: -float(published[method]))
         rows = []
         for method, values in scores.items():
             known = method.partition(":")[0]
             place = str(theirs.index(known) + 1) if known in theirs else ""
-            cells = [spread(values, 2), str(ours.index(method) + 1), published.get(known, ""), place, len(values)]
+            others = scores.get("fedavg", {})
+            paired = [value - others[seed] for seed, value in values.items() if seed in others]
+            difference = spread(paired, 2) if paired and method != "fedavg" else ""
+            cells = [spread(list(values.values()), 2), difference, str(ours.index(method) + 1)]
+            cells += [published.get(known, ""), place, len(values)]
             rows.append([f"`{method}`", *cells])
         parts += [f"**{variant}**"] if variant else []
-        parts.append(table(["method", "here", "place", "published", "place there", "seeds"], rows))
+        parts.append(table(header, rows))
     return "\n\n".join(parts)
 
 
