@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse import _typehints
 from jsonargparse.typing import class_from_function
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -34,6 +36,33 @@ COMMANDS = {
 """The commands of ``LightningCLI``, which read a recipe, with their descriptions."""
 
 
+@contextmanager
+def remembered_subclasses() -> Iterator[None]:
+    """Looks for a class's subclasses once, until further modules are imported.
+
+    jsonargparse does so for every string where a module may stand as well, such as the name of a network: some fifty
+    times for a recipe, and torch and its companions have 1,600 modules. That was three quarters of a command's start. A
+    jsonargparse without this function, which is none of its public ones, is only slower.
+    """
+    find = getattr(_typehints, "get_all_subclass_paths", None)
+    if find is None:
+        yield
+        return
+    known: dict[Any, list[str]] = {}
+
+    def look_up(*arguments: Any, **options: Any) -> list[str]:
+        key = (arguments, tuple(sorted(options.items())), len(sys.modules))
+        if key not in known:
+            known[key] = find(*arguments, **options)
+        return known[key]
+
+    _typehints.get_all_subclass_paths = look_up
+    try:
+        yield
+    finally:
+        _typehints.get_all_subclass_paths = find
+
+
 class FederatedCLI(LightningCLI):
     """``LightningCLI`` with a :class:`~lightning_fed.FederatedTrainer`, and errors without a traceback.
 
@@ -54,22 +83,23 @@ class FederatedCLI(LightningCLI):
             commands = {args[0]: COMMANDS[args[0]]}
             subcommands = {name: skipped for name, skipped in self.subcommands().items() if name in commands}
             setattr(self, "subcommands", lambda: subcommands)  # noqa: B010 - a method, for mypy
-        super().__init__(
-            trainer_class=_TRAINER_CLASS,
-            # A run's configuration goes where its logs are. With `logger: false` that is one folder for all runs.
-            save_config_kwargs={"overwrite": True},
-            seed_everything_default=0,
-            parser_kwargs={
-                "prog": "lightning-fed",
-                "usage": "lightning-fed COMMAND [options]",
-                "version": __version__,
-                # Without these an error would be preceded by the names of some sixty options.
-                **{name: {"usage": f"lightning-fed {name} -c RECIPE [options]", "description": text}
-                   for name, text in commands.items()},
-            },
-            args=args,
-            run=run,
-        )  # fmt: skip
+        with remembered_subclasses():
+            super().__init__(
+                trainer_class=_TRAINER_CLASS,
+                # A run's configuration goes where its logs are. With `logger: false` that is one folder for all runs.
+                save_config_kwargs={"overwrite": True},
+                seed_everything_default=0,
+                parser_kwargs={
+                    "prog": "lightning-fed",
+                    "usage": "lightning-fed COMMAND [options]",
+                    "version": __version__,
+                    # Without these an error would be preceded by the names of some sixty options.
+                    **{name: {"usage": f"lightning-fed {name} -c RECIPE [options]", "description": text}
+                       for name, text in commands.items()},
+                },
+                args=args,
+                run=run,
+            )  # fmt: skip
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Reads the command line; a checkpoint's hyper-parameters replace the recipe's where it says whose they are.
