@@ -21,7 +21,7 @@ from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.privacy.accounting import Budget, budget_of
-from lightning_fed.privacy.ring import Ring, add_to_ring, merge_rings, ring_form
+from lightning_fed.privacy.ring import CLIENTS, RingSum, ring_form
 from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.schedule import SecretSampling
 
@@ -63,8 +63,8 @@ class PrivateMean(Aggregator):
         rounds: Number of rounds that were released.
         budget: What a round costs; ``None`` before :meth:`begin`.
         key: The secret key, 128 bits; ``None`` before :meth:`begin`.
-        ring: The ring of a secure sum, where there is one: then the clip is that of the clients alone, for the length
-            of a single step is not to be known.
+        sums: The secure sum, where there is one: then the clip is that of the clients alone, for the length of a single
+            step is not to be known.
 
     Note:
         Its state, which is part of checkpoints, holds the ``key``: who has a checkpoint can take the noise away.
@@ -88,7 +88,7 @@ class PrivateMean(Aggregator):
         self.rounds = 0
         self.budget: Budget | None = None
         self.key: int | None = None
-        self.ring: Ring | None = None
+        self.sums: RingSum | None = None
         self._last: dict[str, float] = {}
         self.start_round(-1, {})
 
@@ -160,16 +160,20 @@ class PrivateMean(Aggregator):
         refuse_complex(state)
         self._round, self._state = round, state
         self.total: State = {}
-        self.count = 0  # of a secure sum
+        self.sums = None if self.sums is None else self.sums.emptied()
         self.short_count = 0.0  # 1/2 for a client whose step was short enough, -1/2 for one whose was not
 
     def broadcast(self, client: Client) -> Broadcast:
-        """The global state, and the clip."""
-        return Broadcast(self._round, dict(self._state), {CLIP: torch.tensor(self.clip, dtype=torch.float64)})
+        """The global state, and the clip; with a secure sum the most clients that may be in it."""
+        extras = {CLIP: torch.tensor(self.clip, dtype=torch.float64)}
+        if self.sums is not None:
+            assert self.sums.ring is not None
+            extras[CLIENTS] = torch.tensor(self.sums.ring.clients, dtype=torch.int32)
+        return Broadcast(self._round, dict(self._state), extras)
 
     def expected(self, broadcast: Broadcast) -> State:
         """A model; with a secure sum, whole numbers in the place of floating-point entries that train."""
-        if self.ring is None:
+        if self.sums is None:
             return broadcast.state
         return broadcast.state | ring_form({name: broadcast.state[name] for name in self._names})
 
@@ -184,9 +188,8 @@ class PrivateMean(Aggregator):
         expected = {IS_SHORT} if self.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(f"it sends {sorted(update.extras)} along, and not {sorted(expected)}: no noise covers it")
-        if self.ring is not None:
-            vector = {name: update.state[name] for name in self._names}
-            self.count = add_to_ring(self.ring, self.total, vector, self.count)
+        if self.sums is not None:
+            self.sums.add(update.client, {name: update.state[name] for name in self._names})
             return
         steps = {name: to_float64(update.state[name]) - to_float64(self._state[name]) for name in self._names}
         length = step_length(steps)
@@ -208,13 +211,17 @@ class PrivateMean(Aggregator):
         """
         if not isinstance(other, PrivateMean):
             raise TypeError(f"Expected `other` to be a PrivateMean, but got {type(other).__name__}.")
-        self.count += other.count
-        if self.ring is not None:
-            merge_rings(self.ring, self.total, other.total)
+        if self.sums is not None:
+            assert other.sums is not None
+            self.sums.merge(other.sums)
             return
         for name, total in other.total.items():
             self.total[name] = self.total[name] + total.to(self.total[name].device) if name in self.total else total
         self.short_count += other.short_count
+
+    def leave_out(self) -> dict[Client, str]:
+        """All clients of a secure sum that has too few: then there is noise alone, as of a round of nobody."""
+        return {} if self.sums is None else self.sums.leave_out()
 
     @torch.no_grad()
     def aggregate(self) -> State:
@@ -228,12 +235,12 @@ class PrivateMean(Aggregator):
             raise RuntimeError("A private mean must `begin` before its first round.")
         new = {name: value.clone() for name, value in self._state.items()}
         std, cohort = self.noise_std, self.budget.cohort
+        received = self.total if self.sums is None else self.sums.decoded()
         for name in self._names:
             old = to_float64(self._state[name])
             total = self.noise(name, old.shape, std).to(old.device)
-            if name in self.total:
-                received = self.total[name].to(old.device)
-                total += received if self.ring is None else self.ring.decode(received)
+            if name in received:
+                total += received[name].to(old.device)
             new[name] = cast_back(old + total / cohort, self._state[name])
         self.rounds += 1
         self._last = {
