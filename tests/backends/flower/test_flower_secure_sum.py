@@ -126,8 +126,10 @@ def test_as_many_as_the_threshold_allows(stages, federated_trainer, tmp_path):
 def test_one_more_and_the_round_comes_to_nothing(stage, federated_trainer, tmp_path, caplog):
     """The model stays as it was, also in one process, and the next round is as ever."""
     lost = ["ann", "dan"]
-    (plain, _, here), (masked, _, there), _, _ = both(federated_trainer, tmp_path, federation, stage, lost)
+    (plain, _, here), (masked, _, there), _, grid = both(federated_trainer, tmp_path, federation, stage, lost)
     assert len(here.aggregates) == len(there.aggregates) == 2
+    asked = [asked for _, message in grid.sent if (asked := stage_of(message))[:2] == ("unmask", 1)]
+    assert len(asked) == (5 if stage == "unmask" else 0)
     assert_same(state_of(masked), state_of(plain))
     assert [row["fed/failed"] for row in here.logged] == [row["fed/failed"] for row in there.logged] == [0, 5, 0]
     words = "3 clients have answered, and 4 must have" if stage == "unmask" else "is read of 4 clients or more, and"
