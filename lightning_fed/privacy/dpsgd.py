@@ -6,11 +6,14 @@ https://arxiv.org/abs/1607.00133
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -20,7 +23,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_fed.argument_checks import check_count, check_number, check_option
+from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.callbacks.federation import Federation
+from lightning_fed.client.client_store import FolderStore
 from lightning_fed.data.poisson import PoissonSampling, check_poisson_loader, poisson_loader
 from lightning_fed.errors import ClientFault, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
@@ -92,6 +97,11 @@ class DPSGD(FederatedCallback):
     only what they make of the noised steps: methods that send something else are refused. **The number of a client's
     examples is not protected**, nor are the values that a module logs in ``training_step``.
 
+    On Flower noise, batches and accounts are the client's: every visit has a key of its own, which is forgotten after
+    it, so that one that the server asks for again is another release, and is paid for. The account is a file in the
+    client's ``store``, of all its fits: a client that has nothing left of ``max_epsilon`` answers with that. Its
+    epsilon is in its own log.
+
     Args:
         max_grad_norm: Length C of an example's gradient, over all parameters that train.
         noise_multiplier: Noise multiplier z: the standard deviation of the noise over the length;
@@ -128,7 +138,6 @@ class DPSGD(FederatedCallback):
 
     """
 
-    needs_local_clients = "its key, and what it has taken of every client's privacy, are in the Trainer's checkpoint"
     keeps_privacy = True
 
     def __init__(
@@ -244,6 +253,7 @@ class DPSGD(FederatedCallback):
 
         """
         visit = self._planned(trainer)
+        self._read_account(trainer, client)
         known = self._accounts.get(client)
         account = visit.of_all if known is None else known.after(visit.of_all)
         if self.max_epsilon is not None and self._epsilon(account) > self.max_epsilon:
@@ -276,6 +286,9 @@ class DPSGD(FederatedCallback):
         if visit is not None and visit.number >= 0:
             self._of_round[client] = visit.account(visit.number + 1)
         self._end()
+        if self._of_round and _account_path(trainer, client) is not None:
+            self._enter_round()
+            self._write_account(trainer, client)
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
         """The steps of this process's visits."""
@@ -287,12 +300,11 @@ class DPSGD(FederatedCallback):
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
         """Enters the round's steps into the accounts, logs epsilon, and ends the fit where no budget is left."""
-        for client, account in self._of_round.items():
-            known = self._accounts.get(client)
-            self._accounts[client] = account if known is None else known.after(account)
-        self._of_round = {}
+        self._enter_round()
         federation = _federation(trainer)
         assert federation is not None
+        if not self._accounts:  # they are with clients on other machines
+            return
         federation.round_log.put(
             trainer, federation.server.report.round, {"dp/epsilon": self.epsilon(), "dp/delta": self.delta}
         )
@@ -432,6 +444,41 @@ class DPSGD(FederatedCallback):
         self._accounts = {client: _Account(*counts) for client, counts in state_dict["accounts"].items()}
 
     # Parts
+
+    def _enter_round(self) -> None:
+        for client, account in self._of_round.items():
+            known = self._accounts.get(client)
+            self._accounts[client] = account if known is None else known.after(account)
+        self._of_round = {}
+
+    def _read_account(self, trainer: L.Trainer, client: Client) -> None:
+        """Goes on with a client's account, where it is a file on the client's machine.
+
+        Raises:
+            ValueError: If the steps so far had other noise.
+
+        """
+        path = _account_path(trainer, client)
+        if path is None or not path.exists():
+            return
+        known = json.loads(path.read_text())
+        if known["noise_multiplier"] != self.noise_multiplier:
+            raise OptionError(
+                f"Expected the `noise_multiplier` of the client's steps so far, {known['noise_multiplier']}, but got"
+                f" {self.noise_multiplier}; its account is {path}."
+            )
+        self._accounts[client] = _Account(*known["account"])
+
+    def _write_account(self, trainer: L.Trainer, client: Client) -> None:
+        path = _account_path(trainer, client)
+        assert path is not None
+        account = self._accounts[client]
+        counts = [account.num_samples, account.batch_size, account.steps, account.last]
+        write_text_atomically(path, json.dumps({"noise_multiplier": self.noise_multiplier, "account": counts}))
+        _log.info(
+            "Round %d: client %r has taken %d steps so far, epsilon %.4g at delta %g.",
+            trainer.current_epoch, client, account.steps, self.epsilon(client), self.delta,
+        )  # fmt: skip
 
     def _epsilon(self, account: _Account) -> float:
         if not account.steps:
@@ -620,6 +667,16 @@ class _DrawnBatches:
 
 def _federation(trainer: L.Trainer) -> Federation | None:
     return next((callback for callback in callbacks_of(trainer) if isinstance(callback, Federation)), None)
+
+
+def _account_path(trainer: L.Trainer, client: Client) -> Path | None:
+    """File of a client's account on its own machine, of all fits; ``None`` where the server is in this process."""
+    federation = _federation(trainer)
+    if federation is None or federation.has_server:
+        return None
+    assert isinstance(federation.store, FolderStore)
+    name = hashlib.sha256(json.dumps(client).encode()).hexdigest()[:32]
+    return federation.store.folder.parent / "dpsgd" / f"{name}.json"
 
 
 def _optimized(trainer: L.Trainer) -> set[nn.Parameter]:
