@@ -455,7 +455,7 @@ class DPSGD(FederatedCallback):
         """Goes on with a client's account, where it is a file on the client's machine.
 
         Raises:
-            ValueError: If the steps so far had other noise.
+            ClientFault: If the steps so far had other noise.
 
         """
         path = _account_path(trainer, client)
@@ -463,9 +463,9 @@ class DPSGD(FederatedCallback):
             return
         known = json.loads(path.read_text())
         if known["noise_multiplier"] != self.noise_multiplier:
-            raise OptionError(
-                f"Expected the `noise_multiplier` of the client's steps so far, {known['noise_multiplier']}, but got"
-                f" {self.noise_multiplier}; its account is {path}."
+            raise ClientFault(
+                f"its steps so far were made with noise_multiplier={known['noise_multiplier']}, and not"
+                f" {self.noise_multiplier}: another noise needs another store"
             )
         self._accounts[client] = _Account(*known["account"])
 
