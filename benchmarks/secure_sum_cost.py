@@ -40,8 +40,8 @@ CONTEXT = context_of("0a", 0)
 
 
 def seconds_of(function: Callable[[], Any], repetitions: int) -> tuple[float, Any]:
-    """Median of this process' own seconds in a call, and its last result."""
-    seconds, result = [], None
+    """Median of this process' own seconds in a call after a first one, and its last result."""
+    seconds, result = [], function()
     for _ in range(repetitions):
         start = time.process_time()
         result = function()

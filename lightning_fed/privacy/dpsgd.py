@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,13 @@ from lightning_fed.client.client_store import FolderStore
 from lightning_fed.data.poisson import PoissonSampling, check_poisson_loader, poisson_loader
 from lightning_fed.errors import ClientFault, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
-from lightning_fed.privacy.accounting import Accountant, Budget
+from lightning_fed.privacy.accounting import Accountant, Budget, calibrate
 from lightning_fed.privacy.dpsgd_checks import check_federation, check_trainer, loader_owner
 from lightning_fed.privacy.gradients import ExampleGradients, check_examples, clipped_sum
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import OverriddenMethod, callbacks_of
 from lightning_fed.rounds.synchronisation import process_group_of
-from lightning_fed.server.schedule import client_key
+from lightning_fed.server.schedule import Visit, client_key
 
 _log = logging.getLogger(__name__)
 
@@ -104,8 +104,8 @@ class DPSGD(FederatedCallback):
 
     Args:
         max_grad_norm: Length C of an example's gradient, over all parameters that train.
-        noise_multiplier: Noise multiplier z: the standard deviation of the noise over the length;
-            :func:`calibrate` finds that of an epsilon. With 0 nothing is private.
+        noise_multiplier: Noise multiplier z: the standard deviation of the noise over the length. With 0 nothing is
+            private. ``None`` to find that of ``epsilon``.
         delta: Probability :math:`\delta` with which the bound need not hold: less than one over a client's number of
             examples.
         max_epsilon: Bound that is kept: the fit ends before a client's next visit could exceed it (without a
@@ -114,9 +114,14 @@ class DPSGD(FederatedCallback):
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
         key_for_tests: A key that is known, for tests: with it nothing is private. ``None`` for one that
             :mod:`secrets` draws.
+        epsilon: In the place of a noise multiplier, the bound after all epochs of the fit: the least noise is taken
+            with which no client exceeds it that takes part in every round. Every client is asked for its number of
+            examples. It is the ``max_epsilon``, too, unless there is another. Not on Flower, where nobody knows all
+            clients' numbers: :func:`calibrate` finds a ``noise_multiplier``.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is out of its range, or not one of ``noise_multiplier`` and ``epsilon`` is given; in
+            a fit, if the number of its epochs is open and the noise is to be found.
         MisconfigurationException: In a fit, for what cannot be private: BatchNorm and other layers that mix examples,
             manual optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled modules, several
             clients at once, optimizers that ask for several losses a step or train what is not the module's, callbacks
@@ -143,15 +148,31 @@ class DPSGD(FederatedCallback):
     def __init__(
         self,
         max_grad_norm: float,
-        noise_multiplier: float,
+        noise_multiplier: float | None,
         delta: float,
         max_epsilon: float | None = None,
         accountant: Accountant = "rdp",
         key_for_tests: int | None = None,
+        epsilon: float | None = None,
     ) -> None:
+        if (noise_multiplier is None) == (epsilon is None):
+            raise ValueError(
+                f"Expected one of `noise_multiplier` and `epsilon`, but got noise_multiplier={noise_multiplier} and"
+                f" epsilon={epsilon}."
+            )
         if not check_number("max_grad_norm", max_grad_norm) > 0:
             raise ValueError(f"Expected `max_grad_norm` to be greater than 0, but got {max_grad_norm}.")
-        if not 0 <= check_number("noise_multiplier", noise_multiplier) < math.inf:
+        if epsilon is not None:
+            if not 0 < check_number("epsilon", epsilon) < math.inf:
+                raise ValueError(f"Expected `epsilon` to be greater than 0 and finite, but got {epsilon}.")
+            self.needs_local_clients = (
+                "the noise of an `epsilon` follows from the numbers of examples of all clients, which stay with them;"
+                " give it a `noise_multiplier`, which `lightning_fed.privacy.calibrate` finds"
+            )
+            max_epsilon = epsilon if max_epsilon is None else max_epsilon
+            noise_multiplier = math.nan  # until the fit is planned
+        assert noise_multiplier is not None
+        if epsilon is None and not 0 <= check_number("noise_multiplier", noise_multiplier) < math.inf:
             raise ValueError(f"Expected `noise_multiplier` to be at least 0 and finite, but got {noise_multiplier}.")
         if noise_multiplier and max_grad_norm == math.inf:
             raise ValueError("Expected `max_grad_norm` to be finite where there is noise, but got inf.")
@@ -164,7 +185,7 @@ class DPSGD(FederatedCallback):
             )
         check_option("accountant", accountant, ("rdp", "pld"))
         self.max_grad_norm, self.noise_multiplier, self.delta = max_grad_norm, noise_multiplier, delta
-        self.max_epsilon, self.accountant = max_epsilon, accountant
+        self.max_epsilon, self.accountant, self.planned_epsilon = max_epsilon, accountant, epsilon
         self.key_for_tests = None if key_for_tests is None else check_count("key_for_tests", key_for_tests, lowest=0)
         self._trainer: L.Trainer | None = None
         self._loader: OverriddenMethod | None = None
@@ -203,24 +224,33 @@ class DPSGD(FederatedCallback):
             self._loader = OverriddenMethod(owner, "train_dataloader", self._poisson_batches)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses what cannot be private, and draws the key.
+        """Refuses what cannot be private, draws the key, and in a federation finds the noise of an epsilon.
 
         Raises:
             MisconfigurationException: With what to do instead.
+            ValueError: If the number of rounds is open and the noise is to be found.
 
         """
         check_trainer(trainer, pl_module, self.max_epsilon is not None)
         federation = _federation(trainer)
-        if self.noise_multiplier:
+        if self.noise_multiplier and self.planned_epsilon is None:
             self._epsilon(_Account(2, 1, 1))  # an accountant that is not installed is missed now
         key = self._key if self._key is not None else self.key_for_tests
         self._key = process_group_of(trainer).broadcast(secrets.randbits(128) if key is None else key)
         if federation is not None:
             check_federation(trainer, federation, self)
             federation.find_population().sampling = PoissonSampling(self._key)
+            if self.planned_epsilon is not None and not federation.has_server:
+                raise MisconfigurationException(f"`DPSGD` cannot find its noise here: {self.needs_local_clients}.")
+            self._plan_noise(trainer.max_epochs, lambda: map(_visit_of(federation), federation.population.clients))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Ends a fit that has nothing left of its budget; without a federation begins to look at the gradients."""
+        if _federation(trainer) is None:
+            (account,) = self._accounts.values()
+            steps = trainer.estimated_stepping_batches
+            visit = _Account(account.num_samples, account.batch_size)
+            self._plan_noise(int(steps) if steps < math.inf else None, lambda: [visit])
         self._stop_in_time(trainer)
         if _federation(trainer) is None:
             (account,) = self._accounts.values()
@@ -436,6 +466,8 @@ class DPSGD(FederatedCallback):
 
         """
         before = state_dict["noise_multiplier"]
+        if self.planned_epsilon is not None:
+            self.noise_multiplier = before
         if before != self.noise_multiplier and state_dict["accounts"]:
             raise OptionError(
                 f"Expected the `noise_multiplier` of the steps so far, {before}, but got {self.noise_multiplier}."
@@ -444,6 +476,40 @@ class DPSGD(FederatedCallback):
         self._accounts = {client: _Account(*counts) for client, counts in state_dict["accounts"].items()}
 
     # Parts
+
+    def _plan_noise(self, times: int | None, visits: Callable[[], Iterable[_Account]]) -> None:
+        """Finds the noise of an epsilon, where it is to be found and no steps were made before.
+
+        Args:
+            times: How often visits are made; ``None`` or less than 1 where it is open.
+            visits: Gives the cost of each client's visit.
+
+        Raises:
+            ValueError: If the number of visits is open.
+
+        """
+        epsilon = self.planned_epsilon
+        if epsilon is None or any(account.steps for account in self._accounts.values()):
+            return
+        if times is None or times < 1:
+            raise OptionError(
+                f"Expected a number of epochs (`max_rounds`, `max_epochs`) to find the noise of an epsilon, but got"
+                f" {times}: give a `noise_multiplier` instead."
+            )
+        self.noise_multiplier = 0.0
+        for visit in visits():
+            account = _Account(visit.num_samples, visit.batch_size, visit.last * times)
+            if account.steps and self._epsilon(account) > epsilon:
+                size = min(account.batch_size, account.num_samples)
+                self.noise_multiplier = calibrate(
+                    epsilon, self.delta, account.num_samples, size, account.steps, "poisson", self.accountant
+                ).noise_multiplier
+        if not self.noise_multiplier:
+            raise OptionError("Expected clients with examples to find the noise of an epsilon, but there are none.")
+        _log.info(
+            "A noise multiplier of %.4g keeps epsilon at %g or below in %d visits of every client.",
+            self.noise_multiplier, epsilon, times,
+        )  # fmt: skip
 
     def _enter_round(self) -> None:
         for client, account in self._of_round.items():
@@ -667,6 +733,23 @@ class _DrawnBatches:
 
 def _federation(trainer: L.Trainer) -> Federation | None:
     return next((callback for callback in callbacks_of(trainer) if isinstance(callback, Federation)), None)
+
+
+def _visit_of(federation: Federation) -> Callable[[Client], _Account]:
+    """Function from a client to the cost of a visit with all of its work."""
+    population, schedule = federation.population, federation.schedule
+
+    def visit(client: Client) -> _Account:
+        planned = Visit(client, 0, 0, schedule.local_epochs, schedule.local_steps)
+        try:
+            steps = planned.num_batches(population.batches_per_epoch(client) or 1)
+            return _Account(population.num_samples(client), population.examples_per_batch(client), steps, steps)
+        except OptionError:
+            raise
+        except Exception:  # its visits will say why
+            return _Account(1, 1, 0, 0)
+
+    return visit
 
 
 def _account_path(trainer: L.Trainer, client: Client) -> Path | None:

@@ -10,6 +10,8 @@ pytest.importorskip("flwr")
 pytest.importorskip("opacus")
 pytest.importorskip("dp_accounting")
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
 from lightning_fed import Federation
 from lightning_fed.privacy import DPSGD, Budget, SecureSum
 from tests import models
@@ -85,3 +87,11 @@ def test_another_noise_needs_another_account(tmp_path, caplog):
         words = f"Round 1: client {client!r} is left out: its steps so far were made with noise_multiplier=0.5"
         assert words in caplog.text
     assert accounts(tmp_path) == STEPS
+
+
+def test_the_noise_of_an_epsilon_is_refused(tmp_path):
+    """Nobody knows all clients' numbers of examples."""
+    with pytest.raises(
+        MisconfigurationException, match=r"`DPSGD` does not work yet .* `lightning_fed\.privacy\.calibrate`"
+    ):
+        on_flower(tmp_path, module, models.vectors(SIZES), Federation, 1, lambda: [DPSGD(1.0, None, 1e-3, epsilon=4.0)])
