@@ -329,9 +329,9 @@ def test_a_fit_with_more_rounds_has_the_noise_that_it_began_with(federated_train
 
 def test_the_noise_of_an_epsilon_needs_a_number_of_epochs(federated_trainer, plain_trainer):
     callback = DPSGD(0.5, None, 1e-3, epsilon=6.0)
-    with pytest.raises(ValueError, match="a number of epochs .* to find the noise of an epsilon, but got"):
+    with pytest.raises(ValueError, match=r"a number of epochs .* to find the noise of an epsilon, but got"):
         federated(federated_trainer, callback, -1)
-    with pytest.raises(ValueError, match="a number of epochs .* to find the noise of an epsilon, but got None"):
+    with pytest.raises(ValueError, match=r"a number of epochs .* to find the noise of an epsilon, but got None"):
         plain(plain_trainer, callback, -1)
 
 
