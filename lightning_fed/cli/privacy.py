@@ -15,6 +15,7 @@ from lightning_fed.data.population import Population
 from lightning_fed.errors import OptionError
 from lightning_fed.privacy.accounting import calibrate, plan_budget
 from lightning_fed.privacy.audit import audit_mean
+from lightning_fed.privacy.callbacks import simulated_counts
 from lightning_fed.privacy.central import CentralDP
 
 _CANARIES = 1000
@@ -60,20 +61,27 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
     if not isinstance(privacy, CentralDP):
         raise OptionError("Expected a recipe with `privacy: {class_path: CentralDP, ...}` in its `trainer`.")
     population = len(_population(recipe).clients)
-    cohort = recipe.federation.schedule.cohort_size(population)
+    trained = recipe.federation.schedule.cohort_size(population)
+    population, cohort = simulated_counts(population, trained, privacy.noise_population, privacy.noise_cohort)
+    is_simulated = privacy.noise_cohort is not None
     rounds = int(recipe.server_trainer["max_epochs"])
     setting: Any = (privacy.delta, population, cohort, rounds, privacy.sampling, privacy.accountant)
     budget = plan_budget(privacy.noise_multiplier, privacy.epsilon, *setting)
     num_parameters = sum(parameter.numel() for parameter in recipe.model.parameters())
-    std = budget.noise_multiplier * privacy.clip * (1 if privacy.sampling == "poisson" else 2)
+    std = budget.noise_multiplier * privacy.clip * (1 if privacy.sampling == "poisson" else 2) * trained / cohort
     parts = [
+        *([f"**simulated**: {trained} clients train in a round, with the noise of {cohort}"] if is_simulated else []),
         f"{cohort} of {population} clients in a round ({privacy.sampling}), {rounds} rounds, delta {budget.delta:g}"
         f" ({privacy.accountant})",
         f"noise multiplier {budget.noise_multiplier:.4g}, clip {privacy.clip:g}: the noise of a round's sum has a"
         f" standard deviation of {std:.4g} at every coordinate, and with {num_parameters:,} parameters a length of"
-        f" about {std * math.sqrt(num_parameters):.3g}; {cohort} steps of the clip's length that agree have one of"
-        f" {cohort * privacy.clip:g}",
-        _table("rounds", "epsilon", [(f"{number}", budget.epsilon(number)) for number in _some_rounds(rounds)]),
+        f" about {std * math.sqrt(num_parameters):.3g}; {trained} steps of the clip's length that agree have one of"
+        f" {trained * privacy.clip:g}",
+        _table(
+            "rounds",
+            "simulated epsilon" if is_simulated else "epsilon",
+            [(f"{number}", budget.epsilon(number)) for number in _some_rounds(rounds)],
+        ),
         _table(
             f"epsilon after {rounds} rounds",
             "noise multiplier",

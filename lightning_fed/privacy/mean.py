@@ -62,6 +62,8 @@ class PrivateMean(Aggregator):
         clip: The clip of the round to come.
         rounds: Number of rounds that were released.
         budget: What a round costs; ``None`` before :meth:`begin`.
+        simulating: Expected number of clients in a round, where the budget is that of others, which are simulated, so
+            that it bounds nothing; ``None`` where it is their own.
         key: The secret key, 128 bits; ``None`` before :meth:`begin`.
         sums: The secure sum, where there is one: then the clip is that of the clients alone, for the length of a single
             step is not to be known.
@@ -87,6 +89,7 @@ class PrivateMean(Aggregator):
         self.clip = float(clip)
         self.rounds = 0
         self.budget: Budget | None = None
+        self.simulating: int | None = None
         self.key: int | None = None
         self.sums: RingSum | None = None
         self._last: dict[str, float] = {}
@@ -96,12 +99,13 @@ class PrivateMean(Aggregator):
         """The callbacks of the rule whose place it takes."""
         return self.callbacks
 
-    def begin(self, budget: Budget, key: int) -> None:
+    def begin(self, budget: Budget, key: int, simulating: int | None = None) -> None:
         """Starts a fit, or goes on with one.
 
         Args:
             budget: What a round costs.
             key: The secret key.
+            simulating: Expected number of clients in a round, where the budget is that of others.
 
         Raises:
             ValueError: If the fit that is gone on with has another budget, or the count needs more noise.
@@ -110,6 +114,7 @@ class PrivateMean(Aggregator):
         if self.budget is not None and self.budget != budget:
             raise OptionError(f"Expected the budget that the rounds so far had, {self.budget}, but got {budget}.")
         self.budget, self.key = budget, key
+        self.simulating = simulating
         self.step_noise  # noqa: B018 - raises
 
     def sampling(self) -> SecretSampling | None:
@@ -146,9 +151,19 @@ class PrivateMean(Aggregator):
         return float((z**-2 - twice**-2) ** -0.5)
 
     @property
+    def cohort(self) -> int:
+        """Expected number of clients in a round."""
+        assert self.budget is not None
+        return self.budget.cohort if self.simulating is None else self.simulating
+
+    @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise of the sum, at every coordinate, in this round."""
-        return self.step_noise * self.sensitivity * self.clip
+        """Standard deviation of the noise of the sum, at every coordinate, in this round.
+
+        The mean of fewer clients than those of the budget has the noise that the mean of all would have.
+        """
+        assert self.budget is not None
+        return self.step_noise * self.sensitivity * self.clip * self.cohort / self.budget.cohort
 
     def start_round(self, round: int, state: State) -> None:
         """Starts a round from ``state``.
@@ -234,7 +249,7 @@ class PrivateMean(Aggregator):
         if self.budget is None or self.key is None:
             raise RuntimeError("A private mean must `begin` before its first round.")
         new = {name: value.clone() for name, value in self._state.items()}
-        std, cohort = self.noise_std, self.budget.cohort
+        std, cohort = self.noise_std, self.cohort
         received = self.total if self.sums is None else self.sums.decoded()
         for name in self._names:
             old = to_float64(self._state[name])
@@ -259,7 +274,8 @@ class PrivateMean(Aggregator):
         """The budget so far, and the noise and the clip of the round."""
         if self.budget is None or not self._last:
             return {}
-        return {"privacy/epsilon": self.budget.epsilon(self.rounds), **self._last}
+        name = "privacy/epsilon" if self.simulating is None else "privacy/simulated_epsilon"
+        return {name: self.budget.epsilon(self.rounds), **self._last}
 
     def state_dict(self) -> dict[str, Any]:
         """The key, the budget, the number of rounds and the clip."""
