@@ -21,7 +21,7 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.client.local_model import OWN_MODEL
 from lightning_fed.messages import Broadcast, Client, State
 from lightning_fed.method import Method, register
-from lightning_fed.model.entries import copy_state, live_entries
+from lightning_fed.model.entries import copy_state, find_non_finite, live_entries
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import gradient_scale
 from lightning_fed.rounds.round import VisitModel
@@ -43,7 +43,9 @@ class PersonalModel(FederatedCallback):
 
     Of clients that have entries at home (``personal``) both models have their own; those of :math:`v_i` are not pulled.
     What the rule's callbacks add to gradients (SCAFFOLD's, FedProx's) is added in the first epochs only. A straggler
-    that gets through no more than these leaves :math:`v_i` as it was. What the module logs in training (``train_loss``)
+    that gets through no more than these leaves :math:`v_i` as it was. A client whose own model gets NaN or infinite
+    values is left out of the round by name, as one whose update has them; its own model stays that of its last good
+    visit. What the module logs in training (``train_loss``)
     is of both models, and of the module's random numbers those of the second come after those of the first.
 
     Args:
@@ -130,6 +132,10 @@ class PersonalModel(FederatedCallback):
         elif self._global is not None and is_over:
             model = federation.exchange_model(self._global).state
             self._global = None
+            fault = find_non_finite(model)
+            if fault is not None:
+                planned.fault = f"of its own model, {fault}"
+                return
             federation.client_memory.update({f"{OWN_MODEL}{name}": value for name, value in model.items()})
 
     @torch.no_grad()

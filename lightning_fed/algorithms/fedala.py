@@ -25,6 +25,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.method import Method, register
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.isolated_pass import isolated_pass
+from lightning_fed.rounds.lightning_internals import loss_scale
 from lightning_fed.server.aggregator import Aggregator
 
 _PREFIX = "ala:"
@@ -47,8 +48,10 @@ class AdaptiveAggregation(FederatedCallback):
         0, 1 \right)
 
     Gradients are those of ``training_step`` in evaluation mode, beside the training, which draws the same random
-    numbers as without. The client's last model and its weights stay in its memory; it is evaluated with this model
-    (``fed/val_acc/mean``), before its first visit with the global one. A client whose data fail is left out by name.
+    numbers as without. In mixed precision with a loss scale they are of the scaled loss, and of a batch with which they
+    overflow the weights do not learn. The client's last model and its weights stay in its memory; it is evaluated with
+    this model (``fed/val_acc/mean``), before its first visit with the global one. A client whose data fail is left out
+    by name.
 
     Args:
         num_layers: Number of layers, from the end, that are mixed; a layer is a module with parameters of its own that
@@ -134,13 +137,16 @@ class AdaptiveAggregation(FederatedCallback):
                 loss = loss_of(trainer, module, batch, number)
                 if loss is None:
                     continue
+                last_loss = float(loss.detach())
                 parameters = [mixture.parameter for mixture in mixtures]
-                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+                scale = loss_scale(trainer)
+                gradients = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
+                if any(not bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None):
+                    continue
                 for mixture, gradient in zip(mixtures, gradients, strict=True):
                     if gradient is not None:
-                        mixture.weight.sub_(self.eta * gradient * mixture.difference).clamp_(0, 1)
+                        mixture.weight.sub_(self.eta / scale * gradient * mixture.difference).clamp_(0, 1)
                         mixture.write()
-                last_loss = float(loss.detach())
         return last_loss
 
     def on_client_end(

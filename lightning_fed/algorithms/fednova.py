@@ -47,7 +47,9 @@ class StepLength(FederatedCallback):
     the average. Weight decay is part of the gradient.
 
     Raises:
-        MisconfigurationException: In ``fit``, if an optimizer is not ``torch.optim.SGD``.
+        MisconfigurationException: In ``fit``, if an optimizer is not ``torch.optim.SGD``, or has momentum that clients
+            keep between rounds (``optimizer_state="keep"``): then gradients of earlier visits are in the change, which
+            no length of this visit's steps stands for.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -67,7 +69,8 @@ class StepLength(FederatedCallback):
         self._lengths: dict[nn.Parameter, list[float]] = {}  # after every step
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses optimizers whose steps are not sums of gradients."""
+        """Refuses optimizers whose steps are not sums of the visit's gradients."""
+        keeps = find_federation(trainer).optimizer_state == "keep"
         terms = (callback for callback in callbacks_of(trainer) if isinstance(callback, ProximalTerm))
         self._mu = sum(term.mu for term in terms)
         for optimizer in trainer.optimizers:
@@ -76,6 +79,12 @@ class StepLength(FederatedCallback):
                     "FedNova divides a client's change by how far its optimizer goes with given gradients, which is"
                     f" defined for torch.optim.SGD (with momentum too), but got {type(optimizer).__name__}. 'fedavg'"
                     " and 'scaffold' go with any optimizer."
+                )
+            if keeps and any(group["momentum"] for group in optimizer.param_groups):
+                raise MisconfigurationException(
+                    "FedNova divides a client's change by the length of its visit's steps, but with"
+                    " optimizer_state='keep' momentum brings the gradients of earlier visits into it: use"
+                    " optimizer_state='reset', or SGD without momentum."
                 )
 
     def on_client_start(

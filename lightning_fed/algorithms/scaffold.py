@@ -44,7 +44,8 @@ class ControlVariates(FederatedCallback):
     :math:`c_i^+ - c_i`. With plain SGD of rate :math:`\eta` this is the paper's option II,
     :math:`c_i - c + (x - y_i) / (K \eta)`; unlike that it is a gradient with momentum, with adaptive optimizers, with
     weight decay and with changing rates as well. Steps are counted parameter by parameter, so that a module may have
-    several optimizers.
+    several optimizers. Control variates are of float32 at least, also where the model is of 16 bits
+    (``precision="bf16-true"``), in which their small changes would be lost.
 
     The correction is added where :class:`~lightning_fed.callbacks.ProximalTerm` adds its own, to the parameters that
     travel: what stays at home trains as ever. Of a term that another callback adds to the gradients, those that come
@@ -120,7 +121,6 @@ class ControlVariates(FederatedCallback):
                 mean = total / self._steps[parameter]
             else:  # the steps of the group are those of its longest visit
                 mean = total[row] / (planned.num_batches // trainer.accumulate_grad_batches)
-            mean = mean.to(parameter.dtype)
             update.extras[key] = mean - memory.get(key, torch.zeros_like(mean)).to(mean.device)
             memory[key] = mean
 
@@ -226,7 +226,11 @@ class SCAFFOLD(AveragingAggregator):
             raise BadUpdate("it sent no control variate: no step was made, or its callback is missing")
         for name, value in changes.items():
             entry = self._state.get(name)
-            if entry is None or value.shape != entry.shape or value.dtype != entry.dtype:
+            if (
+                entry is None
+                or value.shape != entry.shape
+                or value.dtype != torch.promote_types(entry.dtype, torch.float32)
+            ):
                 raise BadUpdate(f"its control variate does not fit the entry {name!r}")
         super().receive(update)
         # A client may not have trained every entry: what is not there has not changed.
@@ -244,8 +248,8 @@ class SCAFFOLD(AveragingAggregator):
         share = self.changes.count / (self.num_clients or self.changes.count)
         control = dict(self._control)
         for name, change in self.changes.mean().items():
-            before = control.get(name, torch.zeros_like(self._state[name]))
-            control[name] = cast_back(to_float64(before) + share * change, self._state[name])
+            before = control.get(name, at_least_float32(torch.zeros_like(self._state[name])))
+            control[name] = cast_back(to_float64(before) + share * change, before)
         self._control = control
         return state
 

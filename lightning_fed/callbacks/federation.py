@@ -107,7 +107,7 @@ class Federation(L.Callback):
             Lightning's own (``"lightning"``), or fused where nothing stands in the way (``"auto"``; else the log says
             what). The results are the same.
         privacy: Protection of the clients, such as :class:`~lightning_fed.privacy.CentralDP`; ``None`` for none.
-        secure_sum: A sum of the clients' steps of which the server sees no single one, in simulation
+        secure_sum: A sum of the clients' steps of which the server sees no single one
             (:class:`~lightning_fed.privacy.SecureSum`); ``None`` for none.
         vectorize: At most how many clients train at once, for small models; where they cannot, the log says why.
         max_update_norm: Longest step of a client, as the Euclidean norm of (local - global) over the entries that

@@ -6,15 +6,18 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_fed.callbacks.pictures import has_matplotlib
 from lightning_fed.cli.flower import Recipe, read_recipe
 from lightning_fed.data.federated import FederatedDataModule, split_loader
 from lightning_fed.data.population import Population
 from lightning_fed.errors import OptionError
-from lightning_fed.privacy.accounting import calibrate, plan_budget
+from lightning_fed.privacy.accounting import Budget, calibrate, plan_budget
 from lightning_fed.privacy.audit import audit_mean
+from lightning_fed.privacy.callbacks import simulated_counts
 from lightning_fed.privacy.central import CentralDP
 
 _CANARIES = 1000
@@ -33,16 +36,19 @@ def run_privacy(args: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(
         prog="lightning-fed privacy",
-        usage="lightning-fed privacy RECIPE [--audit] [-- options of fit]",
+        usage="lightning-fed privacy RECIPE [--audit] [--figure FILE] [-- options of fit]",
         description="Says what a recipe's rounds cost of the clients' privacy: epsilon round by round, the noise"
         " against the clip, and the noise that other budgets need. Nothing is trained.",
     )
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
     parser.add_argument("--audit", action="store_true", help="tell what can be guessed of canary clients, too")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw epsilon over the rounds; needs matplotlib")
     mine, own = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, ())
     options = parser.parse_args(mine)
     recipe = read_recipe(options.recipe, own)
     sys.stdout.write(describe_privacy(recipe, options.audit))
+    if options.figure is not None:
+        draw_epsilon(recipe, options.figure)
 
 
 def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
@@ -56,24 +62,24 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
         OptionError: If it has no differential privacy, or its budget cannot be kept.
 
     """
-    privacy = recipe.federation.arguments["privacy"]
-    if not isinstance(privacy, CentralDP):
-        raise OptionError("Expected a recipe with `privacy: {class_path: CentralDP, ...}` in its `trainer`.")
-    population = len(_population(recipe).clients)
-    cohort = recipe.federation.schedule.cohort_size(population)
-    rounds = int(recipe.server_trainer["max_epochs"])
+    privacy, budget, rounds, trained = _plan(recipe)
+    population, cohort, is_simulated = budget.population, budget.cohort, privacy.noise_cohort is not None
     setting: Any = (privacy.delta, population, cohort, rounds, privacy.sampling, privacy.accountant)
-    budget = plan_budget(privacy.noise_multiplier, privacy.epsilon, *setting)
     num_parameters = sum(parameter.numel() for parameter in recipe.model.parameters())
-    std = budget.noise_multiplier * privacy.clip * (1 if privacy.sampling == "poisson" else 2)
+    std = budget.noise_multiplier * privacy.clip * (1 if privacy.sampling == "poisson" else 2) * trained / cohort
     parts = [
+        *([f"**simulated**: {trained} clients train in a round, with the noise of {cohort}"] if is_simulated else []),
         f"{cohort} of {population} clients in a round ({privacy.sampling}), {rounds} rounds, delta {budget.delta:g}"
         f" ({privacy.accountant})",
         f"noise multiplier {budget.noise_multiplier:.4g}, clip {privacy.clip:g}: the noise of a round's sum has a"
         f" standard deviation of {std:.4g} at every coordinate, and with {num_parameters:,} parameters a length of"
-        f" about {std * math.sqrt(num_parameters):.3g}; {cohort} steps of the clip's length that agree have one of"
-        f" {cohort * privacy.clip:g}",
-        _table("rounds", "epsilon", [(f"{number}", budget.epsilon(number)) for number in _some_rounds(rounds)]),
+        f" about {std * math.sqrt(num_parameters):.3g}; {trained} steps of the clip's length that agree have one of"
+        f" {trained * privacy.clip:g}",
+        _table(
+            "rounds",
+            "simulated epsilon" if is_simulated else "epsilon",
+            [(f"{number}", budget.epsilon(number)) for number in _some_rounds(rounds)],
+        ),
         _table(
             f"epsilon after {rounds} rounds",
             "noise multiplier",
@@ -88,6 +94,51 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
             f" {audit.claimed:.4g}"
         )
     return "\n\n".join(parts) + "\n"
+
+
+def draw_epsilon(recipe: Recipe, path: Path) -> None:
+    """Draws epsilon over the rounds, beside those of half the noise and of twice as much.
+
+    Args:
+        recipe: The recipe.
+        path: The picture's file.
+
+    Raises:
+        OptionError: If it has no differential privacy, its budget cannot be kept, or matplotlib is not installed.
+
+    """
+    if not has_matplotlib():
+        raise OptionError("Expected matplotlib for a figure: pip install 'lightning-fed[demo]'.")
+    from matplotlib.figure import Figure  # the extra `demo`
+
+    privacy, budget, rounds, _ = _plan(recipe)
+    numbers = sorted({1, *(math.ceil(rounds * part / 40) for part in range(1, 41))})
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for factor, style in ((0.5, "--"), (1.0, "-"), (2.0, ":")):
+        other = replace(budget, noise_multiplier=factor * budget.noise_multiplier)
+        label = f"noise multiplier {other.noise_multiplier:.3g}"
+        axes.plot(numbers, [other.epsilon(number) for number in numbers], style, color="C0", label=label)
+    if privacy.max_epsilon is not None:
+        axes.axhline(privacy.max_epsilon, color="0.3", linewidth=0.8, label=f"max_epsilon {privacy.max_epsilon:g}")
+    name = "epsilon" if privacy.noise_cohort is None else "simulated epsilon"
+    axes.set(xlabel="round", ylabel=f"{name} (delta {budget.delta:g})", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=100)
+
+
+def _plan(recipe: Recipe) -> tuple[CentralDP, Budget, int, int]:
+    """The recipe's protection, its budget, the number of rounds, and that of clients that train in one."""
+    privacy = recipe.federation.arguments["privacy"]
+    if not isinstance(privacy, CentralDP):
+        raise OptionError("Expected a recipe with `privacy: {class_path: CentralDP, ...}` in its `trainer`.")
+    population = len(_population(recipe).clients)
+    trained = recipe.federation.schedule.cohort_size(population)
+    population, cohort = simulated_counts(population, trained, privacy.noise_population, privacy.noise_cohort)
+    rounds = int(recipe.server_trainer["max_epochs"])
+    setting: Any = (privacy.delta, population, cohort, rounds, privacy.sampling, privacy.accountant)
+    return privacy, plan_budget(privacy.noise_multiplier, privacy.epsilon, *setting), rounds, trained
 
 
 def _population(recipe: Recipe) -> Population:

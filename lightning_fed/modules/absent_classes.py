@@ -1,7 +1,7 @@
 """FedSeg's loss, for clients that label some classes only: a pixel without a label is of one of the other classes.
 
 Miao, Yang, Fan & Yang, "FedSeg: Class-Heterogeneous Federated Learning for Semantic Segmentation", CVPR 2023, the
-modified cross-entropy; https://github.com/lightas/FedSeg.
+modified cross-entropy; https://github.com/lightas/FedSeg. The paper's contrastive loss is not here.
 """
 
 from __future__ import annotations

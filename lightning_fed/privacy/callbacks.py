@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.algorithms.server_optimizer import ServerOptimizer
 from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.errors import OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.model.entries import batch_norm_statistics
 from lightning_fed.numerics.precision import cast_back, to_float64
@@ -87,6 +88,8 @@ class PrivacyBudget(FederatedCallback):
         sampling: How clients are drawn.
         accountant: Which bound.
         key_for_tests: A key that is not secret.
+        noise_cohort: Number of clients in a round whose noise is simulated; ``None`` for those that train.
+        noise_population: Number of clients that they are drawn from; ``None`` for those that there are.
 
     """
 
@@ -101,7 +104,10 @@ class PrivacyBudget(FederatedCallback):
         sampling: Sampling,
         accountant: Accountant,
         key_for_tests: int | None = None,
+        noise_cohort: int | None = None,
+        noise_population: int | None = None,
     ) -> None:
+        self.noise_cohort, self.noise_population = noise_cohort, noise_population
         self.noise_multiplier, self.epsilon, self.delta, self.max_epsilon = (
             noise_multiplier,
             epsilon,
@@ -133,7 +139,17 @@ class PrivacyBudget(FederatedCallback):
             )
         key = rule.key if rule.key is not None else self.key_for_tests
         key = process_group_of(trainer).broadcast(secrets.randbits(128) if key is None else key)
-        rule.begin(budget, key)
+        if self.noise_cohort is None:
+            rule.begin(budget, key)
+        else:
+            rule.begin(budget, key, federation.schedule.cohort_size(len(federation.find_population().clients)))
+            _log.warning(
+                "The noise is that of %d clients a round, of %d in all, and %d train: epsilon is simulated, and bounds"
+                " nothing of these clients.",
+                budget.cohort,
+                budget.population,
+                rule.cohort,
+            )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Ends a fit that has nothing left of its budget."""
@@ -145,7 +161,9 @@ class PrivacyBudget(FederatedCallback):
 
     def _budget(self, trainer: L.Trainer, federation: Federation, rule: PrivateMean) -> Budget:
         population = len(federation.find_population().clients)
-        cohort = federation.schedule.cohort_size(population)
+        population, cohort = simulated_counts(
+            population, federation.schedule.cohort_size(population), self.noise_population, self.noise_cohort
+        )
         z = rule.budget.noise_multiplier if rule.budget is not None else None  # of a fit that goes on
         return plan_budget(
             self.noise_multiplier if self.noise_multiplier is not None else z,
@@ -175,6 +193,32 @@ class PrivacyBudget(FederatedCallback):
                     self.max_epsilon,
                 )
             trainer.should_stop = True
+
+
+def simulated_counts(
+    population: int, cohort: int, noise_population: int | None, noise_cohort: int | None
+) -> tuple[int, int]:
+    """The clients, and those in a round, that noise and budget are of.
+
+    Args:
+        population: Number of clients.
+        cohort: Number of clients that train in a round.
+        noise_population: Number of clients that is simulated; ``None`` for none.
+        noise_cohort: Number of clients in a round that is simulated; ``None`` for none.
+
+    Raises:
+        ValueError: If they are fewer than there are.
+
+    """
+    if noise_cohort is None:
+        return population, cohort
+    simulated = population if noise_population is None else noise_population
+    if not cohort <= noise_cohort <= simulated or simulated < population:
+        raise OptionError(
+            f"Expected `noise_cohort` to be from {cohort} clients, which train, to `noise_population`, and that to be"
+            f" {population} at least, but got {noise_cohort} of {simulated}."
+        )
+    return simulated, noise_cohort
 
 
 def private_mean(rule: Aggregator) -> PrivateMean:

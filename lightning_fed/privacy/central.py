@@ -50,6 +50,12 @@ class CentralDP(Protection):
         count_noise: With ``adaptive``: the noise of the count of short steps, over the expected number of clients.
         key_for_tests: A key that is known, for tests: with it nothing is private. ``None`` for one that
             :mod:`secrets` draws.
+        noise_cohort: For studies: the number of clients in a round whose noise is simulated while fewer train. Their
+            mean has the noise that the mean of so many would have, a standard deviation of
+            :math:`z C / \mathrm{noise\_cohort}`, and the budget is that of so many. It is simulated, and so labelled:
+            nothing of these clients is bounded.
+        noise_population: The number of clients from which those of ``noise_cohort`` would be drawn; ``None`` for the
+            federation's.
 
     Raises:
         ValueError: If an argument is out of its range, or not one of ``noise_multiplier`` and ``epsilon`` is given; for
@@ -86,6 +92,8 @@ class CentralDP(Protection):
         clip_rate: float = 0.2,
         count_noise: float = 0.05,
         key_for_tests: int | None = None,
+        noise_cohort: int | None = None,
+        noise_population: int | None = None,
     ) -> None:
         if (noise_multiplier is None) == (epsilon is None):
             raise ValueError(
@@ -108,6 +116,10 @@ class CentralDP(Protection):
         self.adaptive, self.max_epsilon = adaptive, epsilon if max_epsilon is None else max_epsilon
         self.sampling, self.accountant = sampling, accountant
         self.quantile, self.clip_rate, self.count_noise = quantile, clip_rate, count_noise
+        if noise_population is not None and noise_cohort is None:
+            raise ValueError(f"Expected `noise_cohort` with noise_population={noise_population}, but got None.")
+        self.noise_cohort = None if noise_cohort is None else check_count("noise_cohort", noise_cohort)
+        self.noise_population = None if noise_population is None else check_count("noise_population", noise_population)
         self.key_for_tests = None if key_for_tests is None else check_count("key_for_tests", key_for_tests, lowest=0)
 
     def protect(self, method: Method) -> Method:
@@ -140,6 +152,8 @@ class CentralDP(Protection):
             self.sampling,
             self.accountant,
             self.key_for_tests,
+            self.noise_cohort,
+            self.noise_population,
         )
         protected = copy.copy(method)
         protected.aggregator = protected_rule(method.aggregator, mean)

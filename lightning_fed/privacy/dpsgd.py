@@ -6,11 +6,14 @@ https://arxiv.org/abs/1607.00133
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -20,17 +23,19 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_fed.argument_checks import check_count, check_number, check_option
+from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.callbacks.federation import Federation
+from lightning_fed.client.client_store import FolderStore
 from lightning_fed.data.poisson import PoissonSampling, check_poisson_loader, poisson_loader
 from lightning_fed.errors import ClientFault, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
-from lightning_fed.privacy.accounting import Accountant, Budget
+from lightning_fed.privacy.accounting import Accountant, Budget, calibrate
 from lightning_fed.privacy.dpsgd_checks import check_federation, check_trainer, loader_owner
 from lightning_fed.privacy.gradients import ExampleGradients, check_examples, clipped_sum
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import OverriddenMethod, callbacks_of
 from lightning_fed.rounds.synchronisation import process_group_of
-from lightning_fed.server.schedule import client_key
+from lightning_fed.server.schedule import Visit, client_key
 
 _log = logging.getLogger(__name__)
 
@@ -92,10 +97,15 @@ class DPSGD(FederatedCallback):
     only what they make of the noised steps: methods that send something else are refused. **The number of a client's
     examples is not protected**, nor are the values that a module logs in ``training_step``.
 
+    On Flower noise, batches and accounts are the client's: every visit has a key of its own, which is forgotten after
+    it, so that one that the server asks for again is another release, and is paid for. The account is a file in the
+    client's ``store``, of all its fits: a client that has nothing left of ``max_epsilon`` answers with that. Its
+    epsilon is in its own log.
+
     Args:
         max_grad_norm: Length C of an example's gradient, over all parameters that train.
-        noise_multiplier: Noise multiplier z: the standard deviation of the noise over the length;
-            :func:`calibrate` finds that of an epsilon. With 0 nothing is private.
+        noise_multiplier: Noise multiplier z: the standard deviation of the noise over the length. With 0 nothing is
+            private. ``None`` to find that of ``epsilon``.
         delta: Probability :math:`\delta` with which the bound need not hold: less than one over a client's number of
             examples.
         max_epsilon: Bound that is kept: the fit ends before a client's next visit could exceed it (without a
@@ -104,9 +114,14 @@ class DPSGD(FederatedCallback):
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
         key_for_tests: A key that is known, for tests: with it nothing is private. ``None`` for one that
             :mod:`secrets` draws.
+        epsilon: In the place of a noise multiplier, the bound after all epochs of the fit: the least noise is taken
+            with which no client exceeds it that takes part in every round. Every client is asked for its number of
+            examples. It is the ``max_epsilon``, too, unless there is another. Not on Flower, where nobody knows all
+            clients' numbers: :func:`calibrate` finds a ``noise_multiplier``.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is out of its range, or not one of ``noise_multiplier`` and ``epsilon`` is given; in
+            a fit, if the number of its epochs is open and the noise is to be found.
         MisconfigurationException: In a fit, for what cannot be private: BatchNorm and other layers that mix examples,
             manual optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled modules, several
             clients at once, optimizers that ask for several losses a step or train what is not the module's, callbacks
@@ -128,21 +143,36 @@ class DPSGD(FederatedCallback):
 
     """
 
-    needs_local_clients = "its key, and what it has taken of every client's privacy, are in the Trainer's checkpoint"
     keeps_privacy = True
 
     def __init__(
         self,
         max_grad_norm: float,
-        noise_multiplier: float,
+        noise_multiplier: float | None,
         delta: float,
         max_epsilon: float | None = None,
         accountant: Accountant = "rdp",
         key_for_tests: int | None = None,
+        epsilon: float | None = None,
     ) -> None:
+        if (noise_multiplier is None) == (epsilon is None):
+            raise ValueError(
+                f"Expected one of `noise_multiplier` and `epsilon`, but got noise_multiplier={noise_multiplier} and"
+                f" epsilon={epsilon}."
+            )
         if not check_number("max_grad_norm", max_grad_norm) > 0:
             raise ValueError(f"Expected `max_grad_norm` to be greater than 0, but got {max_grad_norm}.")
-        if not 0 <= check_number("noise_multiplier", noise_multiplier) < math.inf:
+        if epsilon is not None:
+            if not 0 < check_number("epsilon", epsilon) < math.inf:
+                raise ValueError(f"Expected `epsilon` to be greater than 0 and finite, but got {epsilon}.")
+            self.needs_local_clients = (
+                "the noise of an `epsilon` follows from the numbers of examples of all clients, which stay with them;"
+                " give it a `noise_multiplier`, which `lightning_fed.privacy.calibrate` finds"
+            )
+            max_epsilon = epsilon if max_epsilon is None else max_epsilon
+            noise_multiplier = math.nan  # until the fit is planned
+        assert noise_multiplier is not None
+        if epsilon is None and not 0 <= check_number("noise_multiplier", noise_multiplier) < math.inf:
             raise ValueError(f"Expected `noise_multiplier` to be at least 0 and finite, but got {noise_multiplier}.")
         if noise_multiplier and max_grad_norm == math.inf:
             raise ValueError("Expected `max_grad_norm` to be finite where there is noise, but got inf.")
@@ -155,7 +185,7 @@ class DPSGD(FederatedCallback):
             )
         check_option("accountant", accountant, ("rdp", "pld"))
         self.max_grad_norm, self.noise_multiplier, self.delta = max_grad_norm, noise_multiplier, delta
-        self.max_epsilon, self.accountant = max_epsilon, accountant
+        self.max_epsilon, self.accountant, self.planned_epsilon = max_epsilon, accountant, epsilon
         self.key_for_tests = None if key_for_tests is None else check_count("key_for_tests", key_for_tests, lowest=0)
         self._trainer: L.Trainer | None = None
         self._loader: OverriddenMethod | None = None
@@ -194,24 +224,33 @@ class DPSGD(FederatedCallback):
             self._loader = OverriddenMethod(owner, "train_dataloader", self._poisson_batches)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses what cannot be private, and draws the key.
+        """Refuses what cannot be private, draws the key, and in a federation finds the noise of an epsilon.
 
         Raises:
             MisconfigurationException: With what to do instead.
+            ValueError: If the number of rounds is open and the noise is to be found.
 
         """
         check_trainer(trainer, pl_module, self.max_epsilon is not None)
         federation = _federation(trainer)
-        if self.noise_multiplier:
+        if self.noise_multiplier and self.planned_epsilon is None:
             self._epsilon(_Account(2, 1, 1))  # an accountant that is not installed is missed now
         key = self._key if self._key is not None else self.key_for_tests
         self._key = process_group_of(trainer).broadcast(secrets.randbits(128) if key is None else key)
         if federation is not None:
             check_federation(trainer, federation, self)
             federation.find_population().sampling = PoissonSampling(self._key)
+            if self.planned_epsilon is not None and not federation.has_server:
+                raise MisconfigurationException(f"`DPSGD` cannot find its noise here: {self.needs_local_clients}.")
+            self._plan_noise(trainer.max_epochs, lambda: map(_visit_of(federation), federation.population.clients))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Ends a fit that has nothing left of its budget; without a federation begins to look at the gradients."""
+        if _federation(trainer) is None:
+            (account,) = self._accounts.values()
+            steps = trainer.estimated_stepping_batches
+            visit = _Account(account.num_samples, account.batch_size)
+            self._plan_noise(int(steps) if steps < math.inf else None, lambda: [visit])
         self._stop_in_time(trainer)
         if _federation(trainer) is None:
             (account,) = self._accounts.values()
@@ -244,6 +283,7 @@ class DPSGD(FederatedCallback):
 
         """
         visit = self._planned(trainer)
+        self._read_account(trainer, client)
         known = self._accounts.get(client)
         account = visit.of_all if known is None else known.after(visit.of_all)
         if self.max_epsilon is not None and self._epsilon(account) > self.max_epsilon:
@@ -276,6 +316,9 @@ class DPSGD(FederatedCallback):
         if visit is not None and visit.number >= 0:
             self._of_round[client] = visit.account(visit.number + 1)
         self._end()
+        if self._of_round and _account_path(trainer, client) is not None:
+            self._enter_round()
+            self._write_account(trainer, client)
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
         """The steps of this process's visits."""
@@ -287,12 +330,11 @@ class DPSGD(FederatedCallback):
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
         """Enters the round's steps into the accounts, logs epsilon, and ends the fit where no budget is left."""
-        for client, account in self._of_round.items():
-            known = self._accounts.get(client)
-            self._accounts[client] = account if known is None else known.after(account)
-        self._of_round = {}
+        self._enter_round()
         federation = _federation(trainer)
         assert federation is not None
+        if not self._accounts:  # they are with clients on other machines
+            return
         federation.round_log.put(
             trainer, federation.server.report.round, {"dp/epsilon": self.epsilon(), "dp/delta": self.delta}
         )
@@ -424,6 +466,8 @@ class DPSGD(FederatedCallback):
 
         """
         before = state_dict["noise_multiplier"]
+        if self.planned_epsilon is not None:
+            self.noise_multiplier = before
         if before != self.noise_multiplier and state_dict["accounts"]:
             raise OptionError(
                 f"Expected the `noise_multiplier` of the steps so far, {before}, but got {self.noise_multiplier}."
@@ -432,6 +476,75 @@ class DPSGD(FederatedCallback):
         self._accounts = {client: _Account(*counts) for client, counts in state_dict["accounts"].items()}
 
     # Parts
+
+    def _plan_noise(self, times: int | None, visits: Callable[[], Iterable[_Account]]) -> None:
+        """Finds the noise of an epsilon, where it is to be found and no steps were made before.
+
+        Args:
+            times: How often visits are made; ``None`` or less than 1 where it is open.
+            visits: Gives the cost of each client's visit.
+
+        Raises:
+            ValueError: If the number of visits is open.
+
+        """
+        epsilon = self.planned_epsilon
+        if epsilon is None or any(account.steps for account in self._accounts.values()):
+            return
+        if times is None or times < 1:
+            raise OptionError(
+                f"Expected a number of epochs (`max_rounds`, `max_epochs`) to find the noise of an epsilon, but got"
+                f" {times}: give a `noise_multiplier` instead."
+            )
+        self.noise_multiplier = 0.0
+        for visit in visits():
+            account = _Account(visit.num_samples, visit.batch_size, visit.last * times)
+            if account.steps and self._epsilon(account) > epsilon:
+                size = min(account.batch_size, account.num_samples)
+                self.noise_multiplier = calibrate(
+                    epsilon, self.delta, account.num_samples, size, account.steps, "poisson", self.accountant
+                ).noise_multiplier
+        if not self.noise_multiplier:
+            raise OptionError("Expected clients with examples to find the noise of an epsilon, but there are none.")
+        _log.info(
+            "A noise multiplier of %.4g keeps epsilon at %g or below in %d visits of every client.",
+            self.noise_multiplier, epsilon, times,
+        )  # fmt: skip
+
+    def _enter_round(self) -> None:
+        for client, account in self._of_round.items():
+            known = self._accounts.get(client)
+            self._accounts[client] = account if known is None else known.after(account)
+        self._of_round = {}
+
+    def _read_account(self, trainer: L.Trainer, client: Client) -> None:
+        """Goes on with a client's account, where it is a file on the client's machine.
+
+        Raises:
+            ClientFault: If the steps so far had other noise.
+
+        """
+        path = _account_path(trainer, client)
+        if path is None or not path.exists():
+            return
+        known = json.loads(path.read_text())
+        if known["noise_multiplier"] != self.noise_multiplier:
+            raise ClientFault(
+                f"its steps so far were made with noise_multiplier={known['noise_multiplier']}, and not"
+                f" {self.noise_multiplier}: another noise needs another store"
+            )
+        self._accounts[client] = _Account(*known["account"])
+
+    def _write_account(self, trainer: L.Trainer, client: Client) -> None:
+        path = _account_path(trainer, client)
+        assert path is not None
+        account = self._accounts[client]
+        counts = [account.num_samples, account.batch_size, account.steps, account.last]
+        write_text_atomically(path, json.dumps({"noise_multiplier": self.noise_multiplier, "account": counts}))
+        _log.info(
+            "Round %d: client %r has taken %d steps so far, epsilon %.4g at delta %g.",
+            trainer.current_epoch, client, account.steps, self.epsilon(client), self.delta,
+        )  # fmt: skip
 
     def _epsilon(self, account: _Account) -> float:
         if not account.steps:
@@ -620,6 +733,33 @@ class _DrawnBatches:
 
 def _federation(trainer: L.Trainer) -> Federation | None:
     return next((callback for callback in callbacks_of(trainer) if isinstance(callback, Federation)), None)
+
+
+def _visit_of(federation: Federation) -> Callable[[Client], _Account]:
+    """Function from a client to the cost of a visit with all of its work."""
+    population, schedule = federation.population, federation.schedule
+
+    def visit(client: Client) -> _Account:
+        planned = Visit(client, 0, 0, schedule.local_epochs, schedule.local_steps)
+        try:
+            steps = planned.num_batches(population.batches_per_epoch(client) or 1)
+            return _Account(population.num_samples(client), population.examples_per_batch(client), steps, steps)
+        except OptionError:
+            raise
+        except Exception:  # its visits will say why
+            return _Account(1, 1, 0, 0)
+
+    return visit
+
+
+def _account_path(trainer: L.Trainer, client: Client) -> Path | None:
+    """File of a client's account on its own machine, of all fits; ``None`` where the server is in this process."""
+    federation = _federation(trainer)
+    if federation is None or federation.has_server:
+        return None
+    assert isinstance(federation.store, FolderStore)
+    name = hashlib.sha256(json.dumps(client).encode()).hexdigest()[:32]
+    return federation.store.folder.parent / "dpsgd" / f"{name}.json"
 
 
 def _optimized(trainer: L.Trainer) -> set[nn.Parameter]:

@@ -21,7 +21,7 @@ from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.privacy.accounting import Budget, budget_of
-from lightning_fed.privacy.ring import Ring, add_to_ring, merge_rings, ring_form
+from lightning_fed.privacy.ring import CLIENTS, RingSum, ring_form
 from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.schedule import SecretSampling
 
@@ -62,9 +62,11 @@ class PrivateMean(Aggregator):
         clip: The clip of the round to come.
         rounds: Number of rounds that were released.
         budget: What a round costs; ``None`` before :meth:`begin`.
+        simulating: Expected number of clients in a round, where the budget is that of others, which are simulated, so
+            that it bounds nothing; ``None`` where it is their own.
         key: The secret key, 128 bits; ``None`` before :meth:`begin`.
-        ring: The ring of a secure sum, where there is one: then the clip is that of the clients alone, for the length
-            of a single step is not to be known.
+        sums: The secure sum, where there is one: then the clip is that of the clients alone, for the length of a single
+            step is not to be known.
 
     Note:
         Its state, which is part of checkpoints, holds the ``key``: who has a checkpoint can take the noise away.
@@ -87,8 +89,9 @@ class PrivateMean(Aggregator):
         self.clip = float(clip)
         self.rounds = 0
         self.budget: Budget | None = None
+        self.simulating: int | None = None
         self.key: int | None = None
-        self.ring: Ring | None = None
+        self.sums: RingSum | None = None
         self._last: dict[str, float] = {}
         self.start_round(-1, {})
 
@@ -96,12 +99,13 @@ class PrivateMean(Aggregator):
         """The callbacks of the rule whose place it takes."""
         return self.callbacks
 
-    def begin(self, budget: Budget, key: int) -> None:
+    def begin(self, budget: Budget, key: int, simulating: int | None = None) -> None:
         """Starts a fit, or goes on with one.
 
         Args:
             budget: What a round costs.
             key: The secret key.
+            simulating: Expected number of clients in a round, where the budget is that of others.
 
         Raises:
             ValueError: If the fit that is gone on with has another budget, or the count needs more noise.
@@ -110,6 +114,7 @@ class PrivateMean(Aggregator):
         if self.budget is not None and self.budget != budget:
             raise OptionError(f"Expected the budget that the rounds so far had, {self.budget}, but got {budget}.")
         self.budget, self.key = budget, key
+        self.simulating = simulating
         self.step_noise  # noqa: B018 - raises
 
     def sampling(self) -> SecretSampling | None:
@@ -146,9 +151,19 @@ class PrivateMean(Aggregator):
         return float((z**-2 - twice**-2) ** -0.5)
 
     @property
+    def cohort(self) -> int:
+        """Expected number of clients in a round."""
+        assert self.budget is not None
+        return self.budget.cohort if self.simulating is None else self.simulating
+
+    @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise of the sum, at every coordinate, in this round."""
-        return self.step_noise * self.sensitivity * self.clip
+        """Standard deviation of the noise of the sum, at every coordinate, in this round.
+
+        The mean of fewer clients than those of the budget has the noise that the mean of all would have.
+        """
+        assert self.budget is not None
+        return self.step_noise * self.sensitivity * self.clip * self.cohort / self.budget.cohort
 
     def start_round(self, round: int, state: State) -> None:
         """Starts a round from ``state``.
@@ -160,16 +175,20 @@ class PrivateMean(Aggregator):
         refuse_complex(state)
         self._round, self._state = round, state
         self.total: State = {}
-        self.count = 0  # of a secure sum
+        self.sums = None if self.sums is None else self.sums.emptied()
         self.short_count = 0.0  # 1/2 for a client whose step was short enough, -1/2 for one whose was not
 
     def broadcast(self, client: Client) -> Broadcast:
-        """The global state, and the clip."""
-        return Broadcast(self._round, dict(self._state), {CLIP: torch.tensor(self.clip, dtype=torch.float64)})
+        """The global state, and the clip; with a secure sum the most clients that may be in it."""
+        extras = {CLIP: torch.tensor(self.clip, dtype=torch.float64)}
+        if self.sums is not None:
+            assert self.sums.ring is not None
+            extras[CLIENTS] = torch.tensor(self.sums.ring.clients, dtype=torch.int32)
+        return Broadcast(self._round, dict(self._state), extras)
 
     def expected(self, broadcast: Broadcast) -> State:
         """A model; with a secure sum, whole numbers in the place of floating-point entries that train."""
-        if self.ring is None:
+        if self.sums is None:
             return broadcast.state
         return broadcast.state | ring_form({name: broadcast.state[name] for name in self._names})
 
@@ -184,9 +203,8 @@ class PrivateMean(Aggregator):
         expected = {IS_SHORT} if self.adaptive else set()
         if update.extras.keys() != expected:
             raise BadUpdate(f"it sends {sorted(update.extras)} along, and not {sorted(expected)}: no noise covers it")
-        if self.ring is not None:
-            vector = {name: update.state[name] for name in self._names}
-            self.count = add_to_ring(self.ring, self.total, vector, self.count)
+        if self.sums is not None:
+            self.sums.add(update.client, {name: update.state[name] for name in self._names})
             return
         steps = {name: to_float64(update.state[name]) - to_float64(self._state[name]) for name in self._names}
         length = step_length(steps)
@@ -208,13 +226,17 @@ class PrivateMean(Aggregator):
         """
         if not isinstance(other, PrivateMean):
             raise TypeError(f"Expected `other` to be a PrivateMean, but got {type(other).__name__}.")
-        self.count += other.count
-        if self.ring is not None:
-            merge_rings(self.ring, self.total, other.total)
+        if self.sums is not None:
+            assert other.sums is not None
+            self.sums.merge(other.sums)
             return
         for name, total in other.total.items():
             self.total[name] = self.total[name] + total.to(self.total[name].device) if name in self.total else total
         self.short_count += other.short_count
+
+    def leave_out(self) -> dict[Client, str]:
+        """All clients of a secure sum that has too few: then there is noise alone, as of a round of nobody."""
+        return {} if self.sums is None else self.sums.leave_out()
 
     @torch.no_grad()
     def aggregate(self) -> State:
@@ -227,13 +249,13 @@ class PrivateMean(Aggregator):
         if self.budget is None or self.key is None:
             raise RuntimeError("A private mean must `begin` before its first round.")
         new = {name: value.clone() for name, value in self._state.items()}
-        std, cohort = self.noise_std, self.budget.cohort
+        std, cohort = self.noise_std, self.cohort
+        received = self.total if self.sums is None else self.sums.decoded()
         for name in self._names:
             old = to_float64(self._state[name])
             total = self.noise(name, old.shape, std).to(old.device)
-            if name in self.total:
-                received = self.total[name].to(old.device)
-                total += received if self.ring is None else self.ring.decode(received)
+            if name in received:
+                total += received[name].to(old.device)
             new[name] = cast_back(old + total / cohort, self._state[name])
         self.rounds += 1
         self._last = {
@@ -252,7 +274,8 @@ class PrivateMean(Aggregator):
         """The budget so far, and the noise and the clip of the round."""
         if self.budget is None or not self._last:
             return {}
-        return {"privacy/epsilon": self.budget.epsilon(self.rounds), **self._last}
+        name = "privacy/epsilon" if self.simulating is None else "privacy/simulated_epsilon"
+        return {name: self.budget.epsilon(self.rounds), **self._last}
 
     def state_dict(self) -> dict[str, Any]:
         """The key, the budget, the number of rounds and the clip."""

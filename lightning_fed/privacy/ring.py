@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 
 from lightning_fed.errors import BadUpdate, OptionError
-from lightning_fed.messages import State
+from lightning_fed.messages import Client, State
 from lightning_fed.numerics.precision import to_float64
+from lightning_fed.rounds.secret_sum import SecretSum
+
+CLIENTS = "secure_sum/clients"
+"""Name of the number of clients in a broadcast, with which they have the ring."""
 
 _SIZE = 2**32
 _LEAST_LEVELS = 2**10  # between 0 and the longest step, for each client
@@ -114,25 +118,78 @@ def ring_form(state: State) -> State:
     }
 
 
-def add_to_ring(ring: Ring, total: State, vector: State, count: int) -> int:
-    """Adds a client's vector to sums in a ring, and returns how many there are then.
+class RingSum(SecretSum):
+    """Sum of a round's vectors in a ring, and whose they are.
 
-    Raises:
-        BadUpdate: If there are more than the ring has room for.
+    Args:
+        ring: The ring; ``None`` before a fit has settled it.
+        least: Fewest clients of which the sum may be read.
+
+    Attributes:
+        total: The sums, int32, by name.
+        clients: The clients whose vectors are in it.
 
     """
-    if count >= ring.clients:
-        raise BadUpdate(f"it is one more than the {ring.clients} clients whose sum has room in 32 bits")
-    for name, value in vector.items():
-        total[name] = ring.add(total[name], value) if name in total else value
-    return count + 1
 
+    def __init__(self, ring: Ring | None = None, least: int = 0) -> None:
+        self.ring, self.least = ring, least
+        self.total: State = {}
+        self.clients: list[Client] = []
+        self._fault: str | None = None
 
-def merge_rings(ring: Ring | None, total: State, other: State) -> None:
-    """Adds sums in a ring to others, in place."""
-    for name, value in other.items():
-        assert ring is not None
-        total[name] = ring.add(total[name], value) if name in total else value
+    def emptied(self) -> RingSum:
+        """A sum of nothing, in the same ring."""
+        return RingSum(self.ring, self.least)
+
+    def add(self, client: Client, vector: State) -> None:
+        """Adds a client's vector.
+
+        Raises:
+            BadUpdate: If there are more than the ring has room for.
+
+        """
+        assert self.ring is not None
+        if len(self.clients) >= self.ring.clients:
+            raise BadUpdate(f"it is one more than the {self.ring.clients} clients whose sum has room in 32 bits")
+        self._join(vector)
+        self.clients.append(client)
+
+    def merge(self, other: RingSum) -> None:
+        """Adds another sum to it."""
+        self._join(other.total)
+        self.clients += other.clients
+
+    def subtract(self, masks: State) -> None:
+        """Takes masks off the sum."""
+        for name, value in masks.items():
+            self.total[name] = _in_ring(self.total[name].long() - value.to(self.total[name].device).long())
+
+    def discard(self, reason: str) -> None:
+        """Gives up the sum, for the first reason that there is."""
+        self._fault = reason if self._fault is None else self._fault
+
+    def leave_out(self) -> dict[Client, str]:
+        """Gives up a sum of too few clients; all of its clients and the reason, or none."""
+        if self._fault is None and len(self.clients) < self.least:
+            self._fault = f"a secure sum is read of {self.least} clients or more, and of {len(self.clients)} it is not"
+        if self._fault is None:
+            return {}
+        clients, self.clients, self.total = self.clients, [], {}
+        return dict.fromkeys(clients, self._fault)
+
+    def decoded(self) -> State:
+        """The numbers that the sums stand for, float64; nothing where there are none."""
+        if not self.total:
+            return {}
+        assert self.ring is not None
+        return {name: self.ring.decode(value) for name, value in self.total.items()}
+
+    def _join(self, vector: State) -> None:
+        for name, value in vector.items():
+            if name in self.total:
+                assert self.ring is not None
+                value = self.ring.add(self.total[name], value)
+            self.total[name] = value
 
 
 def _in_ring(value: Tensor) -> Tensor:

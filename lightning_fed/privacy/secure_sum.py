@@ -25,8 +25,8 @@ from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.privacy.callbacks import ClippedSteps, PrivacyBudget, protected_rule, refuse_statistics
 from lightning_fed.privacy.central import AVERAGES, CALLBACKS
 from lightning_fed.privacy.mean import PrivateMean, clip_factor, refuse_complex, step_length
-from lightning_fed.privacy.ring import Ring, add_to_ring, merge_rings, ring_form
-from lightning_fed.rounds.federated_callback import FederatedCallback
+from lightning_fed.privacy.ring import CLIENTS, Ring, RingSum, ring_form
+from lightning_fed.rounds.secret_sum import SummedUpdates
 from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.averaging import AveragingAggregator
 from lightning_fed.server.schedule import derive_seed
@@ -37,13 +37,13 @@ _ROUNDING = 8  # a stream of a visit's seed of its own
 
 
 class SecureSum(Protection):
-    r"""A secure sum in simulation: clients send whole numbers modulo :math:`2^{32}`, whose sum alone is used.
+    r"""A secure sum: clients send whole numbers modulo :math:`2^{32}`, of which the server uses the sum alone.
 
     Every client shortens its step to a length, multiplies it by its weight, rounds it at random to fixed-point numbers,
-    and sends these and its weight; the server adds them up and divides. In a deployment pairs of clients would mask
-    their numbers, and the masks cancel in the sum: so what a server does with the sum is what it does here, bit for
-    bit. **Here there are no masks**: a simulation shows what rounding, clip and 32 bits do to a model, and that nothing
-    but sums is needed. Flower's clients are refused.
+    and sends these and its weight; the server adds them up and divides. On Flower every two clients agree on masks that
+    cancel in the sum, so that the server sees no client's numbers; clients that are lost on the way are recovered from,
+    as long as the ``threshold`` is there. **In one process there are no masks**: a simulation shows what rounding, clip
+    and 32 bits do to a model, and what it makes of the sum is what a server on Flower makes of it, bit for bit.
 
     The methods are averages (``fedavg``, ``fairavg``, ``fedprox``, ``fedper``, ``fedrep``), server optimizers after
     them, and :class:`CentralDP`, whose noise is then added to the sum. The sums are the same bits in any order and in
@@ -53,9 +53,12 @@ class SecureSum(Protection):
     Args:
         clip: Longest step of a client, over all floating-point entries that travel; longer ones are shortened to it.
             With :class:`CentralDP` its clip, which must not be given again.
+        threshold: Share of a round's clients, more than a half, of which the sum is read: with fewer good updates the
+            round comes to nothing. So many clients and the server could find out together what another one has sent;
+            fewer cannot.
 
     Raises:
-        ValueError: If ``clip`` is not positive and finite; for a method whose result is no sum; in a fit, where the
+        ValueError: If an argument is out of its range; for a method whose result is no sum; in a fit, where the
             weights of examples have no bound (``max_samples``), or the model and the clients are too many for 32 bits.
 
     Example:
@@ -65,14 +68,16 @@ class SecureSum(Protection):
         'SecureMean'
 
     References:
-        Bonawitz et al., CCS 2017.
+        Bonawitz et al., CCS 2017, Figure 4, for a server that is honest but curious.
 
     """
 
-    def __init__(self, clip: float | None = None) -> None:
+    def __init__(self, clip: float | None = None, threshold: float = 2 / 3) -> None:
         if clip is not None and not 0 < check_number("clip", clip) < math.inf:
             raise ValueError(f"Expected `clip` to be greater than 0 and finite, but got {clip}.")
-        self.clip = clip
+        if not 0.5 < check_number("threshold", threshold) <= 1:
+            raise ValueError(f"Expected `threshold` to be more than a half and at most 1, but got {threshold}.")
+        self.clip, self.threshold = clip, threshold
 
     def protect(self, method: Method) -> Method:
         """The method with a secure sum in the place of its average.
@@ -110,19 +115,34 @@ class SecureSum(Protection):
                 f"Expected a method whose result is a sum of clients' steps for a secure sum, but {type(rule).__name__}"
                 " is none: take 'fedavg', 'fedprox', or a server's optimizer after them."
             )
-        protected.callbacks = (*method.callbacks, RingSteps())
+        protected.callbacks = (*method.callbacks, RingSteps(self.threshold))
         return protected
 
 
-class RingSteps(FederatedCallback):
-    """The client's half of a secure sum: it sends its step in the ring; at a fit's start it settles the ring."""
+class RingSteps(SummedUpdates):
+    """Both halves of a secure sum: a client sends its step in the ring, and a fit's start settles the ring.
+
+    Args:
+        threshold: Share of a round's clients of which the sum is read.
+
+    """
 
     supports_vectorize = True
     keeps_privacy = True
-    needs_local_clients = "a secure sum is simulated: nothing is masked"
 
-    def __init__(self) -> None:
+    def __init__(self, threshold: float = 2 / 3) -> None:
+        self.threshold = threshold
         self._broadcasts: dict[Client, Broadcast] = {}
+
+    def secret_sum(self, trainer: L.Trainer) -> RingSum:
+        """The sum of the round that is under way."""
+        sums = _ring_rule(find_federation(trainer)).sums
+        assert sums is not None
+        return sums
+
+    def least_clients(self, count: int) -> int:
+        """Fewest clients of which the sum is read; never one."""
+        return max(2, math.ceil(self.threshold * count - 1e-9))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuses what would tell of single clients, and settles the ring.
@@ -134,9 +154,17 @@ class RingSteps(FederatedCallback):
         """
         federation = find_federation(trainer)
         refuse_statistics(pl_module, federation, "each for itself")
-        rule = _ring_rule(federation)
-        if federation.server.limits.max_update_norm is not None:
+        rule, limits = _ring_rule(federation), federation.server.limits
+        if limits.max_update_norm is not None:
             raise OptionError("Expected no `max_update_norm` with a secure sum, whose `clip` is one.")
+        if limits.weighting != "uniform" and any(config.interval == "step" for config in trainer.lr_scheduler_configs):
+            raise OptionError(
+                "Expected no scheduler per step with a secure sum and weights by examples: it goes on from the client"
+                " with the most, which is not to be known. Take one per epoch, that is per round, or"
+                " weighting='uniform'."
+            )
+        if not federation.has_server:
+            return
         population = len(federation.find_population().clients)
         cohort = federation.schedule.cohort_size(population)
         if cohort < 2 and not rule.is_private:
@@ -145,10 +173,15 @@ class RingSteps(FederatedCallback):
             )
         if rule.is_private and cohort < population:  # a draw may have more; of so many more there will never be
             cohort = min(population, math.ceil(cohort + 10 * math.sqrt(cohort) + 10))
-        rule.ring = Ring(rule.clip, cohort, _most_weight(federation, rule))
+        ring = Ring(rule.clip, cohort, _most_weight(federation, rule))
+        rule.sums = RingSum(ring)
         if rule.is_private:
             shared = federation.local_model(pl_module).global_state().values()
-            rule.ring.longest(sum(value.numel() for value in shared))
+            ring.longest(sum(value.numel() for value in shared))
+
+    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Notes how many of the round's clients there must be."""
+        self.secret_sum(trainer).least = self.least_clients(len(find_federation(trainer).cohort.visits))
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
@@ -166,11 +199,11 @@ class RingSteps(FederatedCallback):
             ClientFault: If the step is not finite: whole numbers would not show it.
 
         """
-        federation, old = find_federation(trainer), self._broadcasts.pop(client).state
-        rule, planned = _ring_rule(federation), federation.current_visit
+        federation, broadcast = find_federation(trainer), self._broadcasts.pop(client)
+        rule, planned, old = _ring_rule(federation), federation.current_visit, broadcast.state
         assert planned is not None
-        assert rule.ring is not None
-        ring, weight = rule.ring, _weight(federation, rule, update)
+        ring = Ring(rule.clip, int(broadcast.extras[CLIENTS]), _most_weight(federation, rule))
+        weight = _weight(federation, rule, update)
         left_out = rule.untrained if isinstance(rule, PrivateMean) else frozenset()
         steps = {
             name: to_float64(value) - to_float64(old[name])
@@ -211,8 +244,7 @@ class SecureMean(Aggregator):
         inner: The rule that it takes the place of, which says what a client counts.
 
     Attributes:
-        ring: The ring; ``None`` before a fit has settled it.
-        total: Sums of the round, int32, by entry.
+        sums: The sums of the round; without a ring before a fit has settled it.
 
     """
 
@@ -220,7 +252,7 @@ class SecureMean(Aggregator):
         self.clip = float(clip)
         self.weigh: Callable[[ClientUpdate], float] = inner.weight
         self.callbacks = tuple(inner.required_callbacks())
-        self.ring: Ring | None = None
+        self.sums = RingSum()
         self.start_round(-1, {})
 
     def required_callbacks(self) -> Sequence[Any]:
@@ -236,30 +268,30 @@ class SecureMean(Aggregator):
         """
         refuse_complex(state)
         self._round, self._state = round, state
-        self.total: State = {}
-        self.count = 0
+        self.sums = self.sums.emptied()
 
     def broadcast(self, client: Client) -> Broadcast:
-        """The global state."""
-        return Broadcast(self._round, dict(self._state))
+        """The global state, and the most clients that may be in the sum."""
+        assert self.sums.ring is not None
+        count = torch.tensor(self.sums.ring.clients, dtype=torch.int32)
+        return Broadcast(self._round, dict(self._state), {CLIENTS: count})
 
     def expected(self, broadcast: Broadcast) -> State:
         """Whole numbers in the place of floating-point entries."""
         return ring_form(broadcast.state)
 
     def receive(self, update: ClientUpdate) -> None:
-        """Adds a step to the sums.
+        """Adds a step, and its weight, to the sums.
 
         Raises:
             BadUpdate: If it has no weight, or there are more than the ring has room for.
 
         """
-        assert self.ring is not None
-        if update.extras.keys() != {WEIGHT} or update.extras[WEIGHT].shape != torch.Size([]):
+        weight = update.extras.get(WEIGHT)
+        if weight is None or len(update.extras) > 1 or weight.shape != torch.Size([]) or weight.dtype != torch.int32:
             raise BadUpdate(f"it sends {sorted(update.extras)} along, and not its weight alone")
-        if not 0 <= int(update.extras[WEIGHT]) <= self.ring.max_weight:
-            raise BadUpdate(f"its weight is not from 0 to {self.ring.max_weight}")
-        self.count = add_to_ring(self.ring, self.total, {**update.state, WEIGHT: update.extras[WEIGHT]}, self.count)
+        numbers = {name: value for name, value in update.state.items() if self._state[name].is_floating_point()}
+        self.sums.add(update.client, {**numbers, WEIGHT: weight})
 
     def merge(self, other: Aggregator) -> None:
         """Joins the sums of another rule of this kind.
@@ -270,26 +302,23 @@ class SecureMean(Aggregator):
         """
         if not isinstance(other, SecureMean):
             raise TypeError(f"Expected `other` to be a SecureMean, but got {type(other).__name__}.")
-        merge_rings(self.ring, self.total, other.total)
-        self.count += other.count
+        self.sums.merge(other.sums)
+
+    def leave_out(self) -> dict[Client, str]:
+        """All clients, if there are too few of them, or their weights are none that they can have."""
+        most = 0 if self.sums.ring is None else len(self.sums.clients) * self.sums.ring.max_weight
+        if self.sums.total and not 0 < int(self.sums.total[WEIGHT]) <= most:
+            self.sums.discard(f"the sum of the weights, {int(self.sums.total[WEIGHT])}, is not from 1 to {most}")
+        return self.sums.leave_out()
 
     @torch.no_grad()
     def aggregate(self) -> State:
-        """The model, moved by the mean.
-
-        Raises:
-            ValueError: If no client counts anything.
-
-        """
-        assert self.ring is not None
-        weight = int(self.total[WEIGHT])
-        if weight <= 0:
-            raise ValueError("Expected at least one client with a positive weight.")
+        """The model, moved by the mean."""
+        weight, totals = int(self.sums.total[WEIGHT]), self.sums.decoded()
         new = {name: value.clone() for name, value in self._state.items()}
         for name, old in self._state.items():
             if old.is_floating_point():
-                mean = self.ring.decode(self.total[name]) / weight
-                new[name] = cast_back(to_float64(old) + mean.to(old.device), old)
+                new[name] = cast_back(to_float64(old) + (totals[name] / weight).to(old.device), old)
         return new
 
 

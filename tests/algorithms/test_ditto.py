@@ -219,6 +219,50 @@ def test_clients_go_on_from_a_checkpoint(federated_trainer, tmp_path):
     assert sorted(both.items()) == whole.curve("train_loss")
 
 
+class SpoilsOwn(FederatedCallback):
+    """One client's own model, or what it sends in that client's place, becomes NaN in round 1."""
+
+    def __init__(self, own):
+        self.own = own
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        federation = trainer.federation
+        method = next(callback for callback in trainer.callbacks if isinstance(callback, PersonalModel))
+        trains_own = vars(method)["_global"] is not None
+        if self.own and trainer.current_epoch == 1 and federation.current_client == "b" and trains_own:
+            module.net[0].bias.grad.fill_(float("nan"))
+
+    def on_client_end(self, trainer, module, client, update):
+        if trainer.current_epoch == 1 and client == "b" and not self.own:
+            update.state["net.0.bias"].fill_(float("nan"))
+
+
+def test_a_clients_own_model_that_is_not_finite(federated_trainer, caplog):
+    """Its client is left out as one whose update is not: the same models, and it goes on from its last good visit."""
+    runs = []
+    for own in (True, False):
+        models_of_b, module, recorder = [], models.Module(models.mlp(), models.momentum), Recorder()
+
+        class Keeps(FederatedCallback):
+            def on_server_round_end(self, trainer, module, is_new, kept=models_of_b):
+                kept.append((own_model(trainer, "b"), trainer.federation.server.report.failed))
+
+        trainer = federated_trainer(
+            max_rounds=3, method=Ditto(0.5, 1, 1), callbacks=[SpoilsOwn(own), Keeps(), recorder], seed=3
+        )
+        trainer.fit(module, models.as_datasets(models.vectors({"a": 20, "b": 24, "c": 30})))
+        runs.append((state_of(module), {client: own_model(trainer, client) for client in "abc"}))
+        assert [list(failed) for _, failed in models_of_b] == [[], ["b"], []]
+        assert_same(models_of_b[0][0], models_of_b[1][0])
+        assert any(not torch.equal(value, models_of_b[0][0][name]) for name, value in models_of_b[2][0].items())
+        assert [log["fed/failed"] for log in recorder.logged] == [0, 1, 0]
+    (state, kept), (expected, expected_kept) = runs
+    assert_same(expected, state)
+    for client in "abc":
+        assert_same(expected_kept[client], kept[client])
+    assert "client 'b' is left out: of its own model, entry 'net.0.bias' has NaN or infinite values" in caplog.text
+
+
 def test_two_optimizers_by_hand(federated_trainer):
     """A GAN: its global model is FedAvg's, and every client has a GAN of its own."""
     states = []

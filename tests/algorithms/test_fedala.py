@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import MixedPrecision
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedALA
@@ -153,3 +155,38 @@ def test_modules_it_cannot_work_with(federated_trainer):
         federated_trainer(max_rounds=1, method="fedala").fit(models.ManualModule(models.mlp()), clients)
     with pytest.raises(MisconfigurationException, match=r"layers that travel and train \(2\), but got 3"):
         federated_trainer(max_rounds=1, method="fedala:num_layers=3").fit(models.Module(models.mlp()), clients)
+
+
+class Tiny(models.Quadratic):
+    """A loss whose gradients are 0 in float16, unless it is scaled."""
+
+    def __init__(self, dtype):
+        super().__init__(lr=0.0)
+        self.dtype_of_loss = dtype
+
+    def training_step(self, batch, batch_idx):
+        return 1e-9 * (self.w - batch[0]).to(self.dtype_of_loss).square().sum(1).mean().float()
+
+
+class Moves(FederatedCallback):
+    """Clients' models part, whatever trains them."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        module.w.data.add_(1.0 if trainer.federation.current_client == "a" else -1.0)
+
+
+@pytest.mark.parametrize(("scale", "learns"), [(2.0**27, True), (1.0, False), (2.0**60, False)])
+def test_a_loss_scale_is_that_of_the_weights_too(scale, learns, federated_trainer):
+    """The weights are those of float32; where gradients overflow, or are too small for float16, they do not learn."""
+    weights = []
+    for dtype in (torch.float16, torch.float32):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6, backoff_factor=1 - 1e-9)
+        options = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]} if dtype == torch.float16 else {}
+        data = {name: TensorDataset(torch.full((4, 2), value)) for name, value in (("a", 3.0), ("b", -5.0))}
+        trainer = federated_trainer(max_rounds=2, method=FedALA(eta=3e6), callbacks=[Moves()], **options)
+        trainer.fit(Tiny(dtype), data)
+        weights.append(torch.cat([trainer.federation.store.get(client)["memory:ala:w"] for client in "ab"]))
+    found, expected = weights
+    assert bool((expected < 0.9).all())
+    assert bool((expected > 0).all())
+    torch.testing.assert_close(found, expected if learns else torch.ones(4), rtol=1e-2, atol=0)

@@ -213,6 +213,23 @@ def test_other_optimizers_are_refused(module, federated_trainer):
         federated_trainer(max_rounds=1, method="fednova").fit(module(), models.as_datasets(models.vectors()))
 
 
+def test_momentum_that_clients_keep_is_refused(federated_trainer):
+    """Gradients of earlier visits would be in the change, whose length counts this visit's alone."""
+    trainer = federated_trainer(max_rounds=1, method="fednova", optimizer_state="keep")
+    with pytest.raises(MisconfigurationException, match="momentum brings the gradients of earlier visits"):
+        trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors()))
+
+
+def test_kept_optimizers_without_momentum_have_nothing_to_keep(federated_trainer):
+    states = []
+    for mode in ("reset", "keep"):
+        module = models.Module(models.mlp(), rate(weight_decay=1e-3))
+        trainer = federated_trainer(max_rounds=3, method="fednova", optimizer_state=mode)
+        trainer.fit(module, models.as_datasets(models.vectors()))
+        states.append(state_of(module))
+    assert_same(*states)
+
+
 def test_by_hand(federated_trainer):
     """Two backward passes a step, one step a batch."""
     lengths = Lengths()

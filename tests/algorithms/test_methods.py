@@ -71,6 +71,12 @@ def test_table(method, row, federated_trainer, plain_trainer):
         with pytest.raises(MisconfigurationException, match="automatic optimization"):
             federated_trainer(max_rounds=1, method=METHODS[method]).fit(make(), models.as_datasets(models.vectors()))
         return
+    if method == "fednova" and "optimizer_state" in options:
+        with pytest.raises(MisconfigurationException, match="momentum brings the gradients of earlier visits"):
+            federated_trainer(max_rounds=1, method=METHODS[method], **options).fit(
+                make(), models.as_datasets(models.vectors())
+            )
+        return
     data = FederatedDataModule(models.as_datasets(models.vectors(SIZES)), batch_size=8)
     of_trainer = {name: options[name] for name in ("precision", "gradient_clip_val") if name in options}
     of_federation = {name: value for name, value in options.items() if name not in of_trainer} | {"seed": 3}

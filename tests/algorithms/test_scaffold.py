@@ -171,6 +171,37 @@ def test_steps_that_are_left_out_do_not_count(federated_trainer):
     assert trainer.federation.store.get("a")["memory:control:w"].item() == pytest.approx(-2.85, rel=1e-3)
 
 
+def test_controls_of_a_model_of_16_bits(federated_trainer):
+    """Bit for bit the float32 means of its gradients, of which bf16 would keep 8 bits, and what they correct."""
+    data = {name: torch.randn(6, 3, generator=torch.Generator().manual_seed(seed)) for seed, name in enumerate("ab")}
+    recorder = Recorder()
+    trainer = federated_trainer(
+        max_rounds=3, local_steps=5, method="scaffold", precision="bf16-true", callbacks=[recorder]
+    )
+    trainer.fit(models.Quadratic(size=3, lr=0.1), {name: TensorDataset(value) for name, value in data.items()})
+    control, own = torch.zeros(3), {"a": torch.zeros(3), "b": torch.zeros(3)}
+    for round in range(3):
+        changes = []
+        for visit in recorder.round(round):
+            weight, gradients = visit.broadcast["w"].clone().requires_grad_(), []
+            optimizer = torch.optim.SGD([weight], lr=0.1)
+            for (batch,) in visit.batches:
+                optimizer.zero_grad()
+                (0.5 * (weight - batch.bfloat16()).square().sum(1).mean()).backward()
+                gradients.append(weight.grad.float())
+                weight.grad += control - own[visit.client]
+                optimizer.step()
+            assert torch.equal(visit.update["w"], weight.detach())
+            mean = sum(gradients) / 5
+            changes.append((mean - own[visit.client]).double())
+            own[visit.client] = mean
+        control = (control.double() + sum(changes) / 2).float()
+    kept = {client: trainer.federation.store.get(client)["memory:control:w"] for client in "ab"}
+    assert_same(own, kept)
+    assert torch.equal(trainer.federation.server.aggregator.state_dict()["control"]["w"], control)
+    assert not torch.equal(control, control.bfloat16().float())
+
+
 def test_nothing_is_held_after_a_fit(federated_trainer):
     class Break(FederatedCallback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):

@@ -60,6 +60,44 @@ def test_an_epsilon(capsys):
     assert rows(text, "rounds")["30"] == pytest.approx(4.0, rel=1e-3)
 
 
+def test_the_noise_of_a_larger_cohort(capsys):
+    """It is simulated, and says so wherever it says epsilon."""
+    options = "clip: 0.5, delta: 0.01, noise_multiplier: 2.0, noise_cohort: 100, noise_population: 1000"
+    text = said(capsys, f"{{class_path: CentralDP, init_args: {{{options}}}}}")
+    assert "**simulated**: 30 clients train in a round, with the noise of 100" in text
+    assert "the noise of a round's sum has a standard deviation of 0.3 " in text
+    assert "30 steps of the clip's length that agree have one of 15" in text
+    budget = Budget(2.0, 0.01, 1000, 100)
+    assert "| rounds | simulated epsilon |" in text
+    assert rows(text, "rounds")["30"] == pytest.approx(budget.epsilon(30), rel=1e-3)
+
+
+def test_a_figure(capsys, tmp_path, monkeypatch):
+    """Its lines are the bounds of the noise that is given, of half of it, and of twice as much."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from matplotlib.figure import Figure
+
+    drawn, save = [], Figure.savefig
+
+    def seen(figure, path, **options):
+        drawn.append(figure)
+        save(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", seen)
+    privacy = "{class_path: CentralDP, init_args: {clip: 0.5, delta: 0.01, noise_multiplier: 2.0, max_epsilon: 9.0}}"
+    given = ["--", "--trainer.privacy", privacy, "--trainer.clients_per_round", "1.0"]
+    main(["privacy", RECIPE, "--figure", str(tmp_path / "epsilon.png"), *given])
+    assert "noise multiplier 2, clip 0.5" in capsys.readouterr().out
+    assert (tmp_path / "epsilon.png").read_bytes().startswith(b"\x89PNG")
+    *lines, bound = drawn[0].axes[0].lines
+    assert set(bound.get_ydata()) == {9.0}
+    for line, z in zip(lines, (1.0, 2.0, 4.0), strict=True):
+        budget = Budget(z, 0.01, 30, 30)
+        assert line.get_label() == f"noise multiplier {z:.3g}"
+        assert list(line.get_ydata()) == pytest.approx([budget.epsilon(int(number)) for number in line.get_xdata()])
+        assert list(line.get_xdata())[::29] == [1, 30]
+
+
 def test_a_recipe_without(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["privacy", RECIPE])

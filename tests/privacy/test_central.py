@@ -152,6 +152,43 @@ def test_what_is_longer_by_rounding_is_taken(dtype):
     assert longer
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_the_noise_of_a_larger_cohort(adaptive):
+    """A tenth of the noise on the mean of 10 is that of 100 on theirs; what is accounted is the 100."""
+    options = {"adaptive": adaptive, "count_noise": 0.2} if adaptive else {}
+    extras = {IS_SHORT: torch.tensor(1.0)} if adaptive else {}
+    updates = [update_of(step, str(number), extras) for number, step in enumerate(steps(8, scale=0.01))]
+    few, many = PrivateMean(1.0, **options), PrivateMean(1.0, **options)
+    few.begin(Budget(1.0, 1e-3, 1000, 100), KEY, 10)
+    many.begin(Budget(1.0, 1e-3, 1000, 100), KEY)
+    assert many.noise_std == pytest.approx(10 * few.noise_std)
+    simulated, real = moved(aggregated(few, updates)), moved(aggregated(many, updates))
+    silent = PrivateMean(1.0, **options)
+    silent.begin(Budget(1.0, 1e-3, 1000, 100), KEY, 10)
+    silent.noise = lambda name, shape, std: torch.zeros(tuple(shape), dtype=torch.float64)
+    plain = moved(aggregated(silent, updates))
+    for name in SHAPES:  # the mean of 8 over 100 hardly moves: both have the same noise
+        expected = plain[name] + real[name] - plain[name] / 10
+        np.testing.assert_allclose(simulated[name], expected, atol=1e-6)
+    assert few.metrics()["privacy/simulated_epsilon"] == many.metrics()["privacy/epsilon"]
+    assert "privacy/epsilon" not in few.metrics()
+    if adaptive:  # 8 short ones: (8 / 2 + noise) / 10, and a tenth of the noise of 100
+        noise = many.noise("", torch.Size([1]), 0.2)
+        assert few.metrics()["privacy/clipped_share"] == pytest.approx(0.5 - 4 / 10 - float(noise))
+
+
+def test_a_fit_with_the_noise_of_a_larger_cohort(federated_trainer, caplog):
+    privacy = CentralDP(0.5, 1e-3, noise_multiplier=1.0, noise_cohort=100, noise_population=5000, key_for_tests=KEY)
+    _, _, trainer = fit(federated_trainer, privacy)
+    assert "epsilon is simulated, and bounds nothing of these clients" in caplog.text
+    simulated = float(trainer.callback_metrics["privacy/simulated_epsilon"])
+    assert simulated == pytest.approx(Budget(1.0, 1e-3, 5000, 100).epsilon(4))
+    assert "privacy/epsilon" not in trainer.callback_metrics
+    assert float(trainer.callback_metrics["privacy/noise_std"]) == pytest.approx(0.5 * 3 / 100)
+    with pytest.raises(ValueError, match="`noise_cohort` to be from 3 clients, which train, to `noise_population`"):
+        fit(federated_trainer, CentralDP(0.5, 1e-3, noise_multiplier=1.0, noise_cohort=1))
+
+
 def test_a_zero_step_and_an_empty_round():
     zero = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     one, nobody = (aggregated(rule_of(), updates) for updates in ([update_of(zero)], []))

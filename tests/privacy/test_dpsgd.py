@@ -18,7 +18,7 @@ from lightning_fed.algorithms import FedAvgM
 from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.data import IID
 from lightning_fed.modules import to_group_norm
-from lightning_fed.privacy import DPSGD, Budget, CentralDP, empirical_epsilon
+from lightning_fed.privacy import DPSGD, Budget, CentralDP, calibrate, empirical_epsilon
 from lightning_fed.tasks import SegmentationTask
 from tests import models
 from tests.privacy.test_accounting import VECTORS
@@ -285,6 +285,54 @@ def test_a_plain_fit_ends_at_the_step(plain_trainer, accountant):
 def test_a_delta_that_says_little(plain_trainer, caplog):
     plain(plain_trainer, dpsgd(delta=0.1), 1)
     assert "delta=0.1 is not less than one over the number of examples (30)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [({"local_epochs": 2}, {"a": 8, "b": 12, "c": 2}), ({"local_steps": 5}, 5)]
+)
+def test_the_noise_of_an_epsilon_is_that_of_the_client_who_needs_most(options, steps, federated_trainer):
+    callback = DPSGD(0.5, None, 1e-3, epsilon=6.0, key_for_tests=KEY)
+    federated(federated_trainer, callback, 3, **options)
+    steps = steps if isinstance(steps, dict) else dict.fromkeys(SIZES, steps)
+    expected = max(
+        calibrate(6.0, 1e-3, size, min(BATCH, size), 3 * steps[name]).noise_multiplier for name, size in SIZES.items()
+    )
+    assert callback.noise_multiplier == pytest.approx(expected, rel=1e-3)
+    assert {name: account[2] for name, account in callback.state_dict()["accounts"].items()} == {
+        name: 3 * count for name, count in steps.items()
+    }
+    assert 0.99 * 6 < callback.epsilon() <= 6
+
+
+@pytest.mark.parametrize(("options", "steps"), [({}, 20), ({"max_steps": 7}, 7)])
+def test_the_noise_of_an_epsilon_of_a_plain_fit(options, steps, plain_trainer):
+    callback = DPSGD(0.5, None, 1e-3, epsilon=3.0, key_for_tests=KEY)
+    module, trainer = plain(plain_trainer, callback, 4, **options)
+    assert trainer.global_step == steps
+    assert callback.noise_multiplier == calibrate(3.0, 1e-3, 30, BATCH, steps).noise_multiplier
+    same, _ = plain(plain_trainer, dpsgd(z=callback.noise_multiplier), 4, **options)
+    assert_same(state_of(same), state_of(module))
+    assert 0.99 * 3 < callback.epsilon() <= 3
+
+
+def test_a_fit_with_more_rounds_has_the_noise_that_it_began_with(federated_trainer, tmp_path):
+    """And ends with its budget."""
+    path, callbacks = tmp_path / "last.ckpt", [DPSGD(0.5, None, 1e-3, epsilon=6.0) for _ in range(2)]
+    _, _, trainer = federated(federated_trainer, callbacks[0], 2)
+    trainer.save_checkpoint(path)
+    again = federated_trainer(max_rounds=4, seed=1, callbacks=[callbacks[1]])
+    again.fit(models.Module(models.mlp(), models.momentum), clients_of(), ckpt_path=path, **loading(weights_only=True))
+    assert again.current_epoch == 2
+    assert callbacks[1].noise_multiplier == callbacks[0].noise_multiplier
+    assert callbacks[1].epsilon() == callbacks[0].epsilon() <= 6
+
+
+def test_the_noise_of_an_epsilon_needs_a_number_of_epochs(federated_trainer, plain_trainer):
+    callback = DPSGD(0.5, None, 1e-3, epsilon=6.0)
+    with pytest.raises(ValueError, match=r"a number of epochs .* to find the noise of an epsilon, but got"):
+        federated(federated_trainer, callback, -1)
+    with pytest.raises(ValueError, match=r"a number of epochs .* to find the noise of an epsilon, but got None"):
+        plain(plain_trainer, callback, -1)
 
 
 # --- resume -----------------------------------------------------------------------------------------------------------
@@ -696,6 +744,9 @@ def test_a_batch_that_cannot_be_divided_is_refused(plain_trainer):
         ({"max_grad_norm": math.inf}, "`max_grad_norm` to be finite where there is noise"),
         ({"delta": 1.0}, r"`delta` to be in \(0, 1\), but got 1.0"),
         ({"noise_multiplier": 0.0, "max_epsilon": 1.0}, "greater than 0, and noise, but got 1.0 with"),
+        ({"epsilon": 1.0}, "one of `noise_multiplier` and `epsilon`, but got noise_multiplier=1.0 and"),
+        ({"noise_multiplier": None}, "one of `noise_multiplier` and `epsilon`, but got noise_multiplier=None and"),
+        ({"noise_multiplier": None, "epsilon": 0.0}, "`epsilon` to be greater than 0 and finite, but got 0.0"),
         ({"accountant": "gdp"}, r"`accountant` to be one of \['rdp', 'pld'\]"),
     ],
 )

@@ -13,7 +13,8 @@ from lightning_fed import ClientUpdate, FederatedDataModule
 from lightning_fed.algorithms import FedAvg, FedAvgM
 from lightning_fed.errors import BadUpdate
 from lightning_fed.method import build_method
-from lightning_fed.privacy import DPSGD, CentralDP, Ring, SecureMean, SecureSum
+from lightning_fed.privacy import DPSGD, CentralDP, Ring, RingSteps, SecureMean, SecureSum
+from lightning_fed.privacy.ring import RingSum
 from lightning_fed.privacy.secure_sum import WEIGHT
 from tests import models
 from tests.recorders import Recorder, assert_same, loading, state_of
@@ -103,6 +104,8 @@ def test_rounding_makes_no_step_longer_than_the_clip(size):
         (lambda: Ring(1.0, 1000, 10_000), "at most 209 clients in a secure sum with weights of up to 10,000"),
         (lambda: Ring(1.0, 100_000).longest(10**10), "the rounding of 10,000,000,000 entries can be as long as half"),
         (lambda: SecureSum(0.0), "`clip` to be greater than 0 and finite, but got 0.0"),
+        (lambda: SecureSum(1.0, 0.5), "`threshold` to be more than a half and at most 1, but got 0.5"),
+        (lambda: SecureSum(1.0, 1.1), "`threshold` to be more than a half and at most 1, but got 1.1"),
     ],
 )
 def test_rings_that_cannot_be(make, message):
@@ -117,7 +120,7 @@ START = {"w": torch.linspace(-1, 1, 12).view(4, 3), "n": torch.tensor(3)}
 
 def rule_of(ring, updates):
     rule = SecureMean(ring.clip, FedAvg())
-    rule.ring = ring
+    rule.sums = RingSum(ring)
     rule.start_round(0, START)
     for update in updates:
         rule.receive(copy.deepcopy(update))
@@ -154,14 +157,39 @@ def test_updates_that_are_left_out():
         ({}, "and not its weight alone"),
         ({WEIGHT: torch.tensor(1), "loss": torch.tensor(2.0)}, "and not its weight alone"),
         ({WEIGHT: torch.tensor([1, 2])}, "and not its weight alone"),
-        ({WEIGHT: torch.tensor(41)}, "its weight is not from 0 to 40"),
-        ({WEIGHT: torch.tensor(-1)}, "its weight is not from 0 to 40"),
+        ({WEIGHT: torch.tensor(3)}, "and not its weight alone"),  # of 64 bits
     ):
         update = update_of(ring, torch.zeros(12), 1)
         update.extras = extras
         with pytest.raises(BadUpdate, match=words):
             rule.receive(update)
-    assert rule.total == {}
+    assert rule.sums.total == {}
+
+
+@pytest.mark.parametrize("weights", [[41, 40], [-1, 0], [0, 0]])
+def test_weights_that_cannot_be_are_those_of_all(weights):
+    """Of single clients the server does not see them: the sum is given up."""
+    ring = Ring(5.0, 6, 40)
+    rule = rule_of(ring, [update_of(ring, torch.zeros(12), weight, seed) for seed, weight in enumerate(weights)])
+    reason = f"the sum of the weights, {sum(weights)}, is not from 1 to 80"
+    assert rule.leave_out() == {"c0": reason, "c1": reason}
+    assert rule.sums.total == {}
+
+
+@pytest.mark.parametrize(("count", "threshold", "least"), [(2, 0.51, 2), (3, 2 / 3, 2), (9, 2 / 3, 6), (10, 2 / 3, 7)])
+def test_a_sum_of_too_few(count, threshold, least):
+    assert RingSteps(threshold).least_clients(count) == least
+    assert 2 * least > count
+    ring = Ring(5.0, 12)
+    for present in (least - 1, least):
+        rule = rule_of(ring, [])
+        rule.sums.least = least
+        for seed in range(present):
+            part = rule_of(ring, [update_of(ring, torch.ones(12) / 4, 1, seed)])
+            rule.merge(part)
+        left_out = rule.leave_out()
+        assert list(left_out) == ([] if present == least else [f"c{seed}" for seed in range(present)])
+        assert bool(rule.sums.total) == (present == least)
 
 
 # --- fits -------------------------------------------------------------------------------------------------------------
@@ -281,7 +309,7 @@ def test_with_central_differential_privacy(sampling, federated_trainer):
     secure, _, trainer = fit(federated_trainer, 3, SecureSum(), **options)
     assert len(secure.aggregates) == 3
     assert trainer.callback_metrics["privacy/epsilon"] > 0
-    ring = trainer.federation.server.aggregator.ring
+    ring = trainer.federation.server.aggregator.sums.ring
     assert ring.clients == 5  # a draw may have all
     for visit in secure.visits:
         whole = torch.cat([ring.decode(value).flatten() for value in visit.update.values()])

@@ -18,6 +18,7 @@ class OrderBounds:
         max_batches: Most batches in a visit.
         min_batches: Fewest batches in a visit: the update of a single batch says most about its examples.
         max_lr: Highest learning rate that an optimizer or scheduler is given.
+        min_clients: Fewest clients of a secure sum that this client is part of: a sum of few says more of each.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -34,11 +35,13 @@ class OrderBounds:
     max_batches: int | None = None
     min_batches: int = 1
     max_lr: float | None = None
+    min_clients: int = 2
 
     def __post_init__(self) -> None:
         for name in ("max_epochs", "max_batches", "min_batches"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
+        check_count("min_clients", self.min_clients, lowest=2)
         if self.max_lr is not None and not 0 < check_number("max_lr", self.max_lr) < math.inf:
             raise ValueError(f"Expected `max_lr` to be greater than 0 and finite, but got {self.max_lr}.")
         if self.max_batches is not None and self.min_batches > self.max_batches:

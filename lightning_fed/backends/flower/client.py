@@ -33,6 +33,8 @@ from lightning_fed.backends.flower.packets import (
     write_request,
     write_update,
 )
+from lightning_fed.backends.flower.secure_sum_client import NOT_MASKED, NOT_SUMMED, ClientSum
+from lightning_fed.backends.flower.secure_sum_packets import SUM, SumRequest, read_sum_request
 from lightning_fed.backends.flower.server import Model
 from lightning_fed.backends.flower.server_for_client import HalvesMismatch, RemoteServerSide
 from lightning_fed.backends.flower.transport import from_records, to_records
@@ -43,6 +45,7 @@ from lightning_fed.data.population import Population
 from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Client, ClientUpdate
 from lightning_fed.rounds.lightning_internals import start_at_epoch
+from lightning_fed.rounds.secret_sum import SummedUpdates, find_summed_updates
 
 _log = logging.getLogger(__name__)
 
@@ -124,6 +127,7 @@ class LightningClientApp(ClientApp):
         self.runner = runner
         self.query()(self._answer)
         self.query("request")(self._answer)
+        self.query("sum")(self._answer)
         self.train()(self._answer)
         self.evaluate()(self._answer)
 
@@ -181,10 +185,15 @@ class ClientRunner:
         if kind == HELLO:
             read_packet(packet, "hello")
             return write_packet("hello", {"clients": clients, "stays": "worker" in node})
+        summed = find_summed_updates(self._federation.method.callbacks)
+        if kind == SUM:
+            return self._answer_sum(read_sum_request(packet), clients, summed)
         train_request, broadcast = read_train_request(packet, kind)
         client = train_request.visit.client
         if client not in clients:
             return write_fault(Fault(client, NOT_HERE))
+        if kind == VISIT and (train_request.peers is None) != (summed is None):
+            return write_fault(Fault(client, NOT_SUMMED if summed is None else NOT_MASKED))
         seed = self._federation.schedule.seed
         if train_request.seed != seed:
             return write_fault(Fault(client, f"its federation has seed {seed}, and the server's {train_request.seed}"))
@@ -224,8 +233,27 @@ class ClientRunner:
             if train_request.needed:
                 store.prune(client, train_request.needed)
             keeps = store.newest(client) == train_request.visit.round
+            if summed is not None:
+                assert train_request.peers is not None
+                try:
+                    self._sum_of(train_request.run, client, summed).mask(
+                        server.update, broadcast.state, train_request.peers, train_request.visit.round
+                    )
+                except ClientFault as fault:
+                    return write_fault(Fault(client, str(fault)))
             return write_update(server.update, Answer(steps, remote.left, keeps, len(server.update.unsent)))
         return write_fault(Fault(client, server.fault or "it has no answer"))
+
+    def _answer_sum(self, request: SumRequest, clients: Sequence[Client], summed: SummedUpdates | None) -> Packet:
+        """Answers a request of a secure sum."""
+        if request.client not in clients:
+            return write_fault(Fault(request.client, NOT_HERE))
+        if summed is None:
+            return write_fault(Fault(request.client, NOT_SUMMED))
+        return self._sum_of(request.run, request.client, summed).answer(request)
+
+    def _sum_of(self, run: str, client: Client, summed: SummedUpdates) -> ClientSum:
+        return ClientSum(self._store, run, client, summed.threshold, self._bounds.min_clients)
 
     def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:
         """Runs one round with one visit, or a query; returns the number of optimizer steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -33,6 +33,8 @@ from lightning_fed.backends.flower.packets import (
     write_train_request,
 )
 from lightning_fed.backends.flower.remote_client_store import RemoteClientStore
+from lightning_fed.backends.flower.secure_sum_server import ServerSum
+from lightning_fed.backends.flower.transport_interface import Transport
 from lightning_fed.client.local_optimizers import LocalOptimizers
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch
 from lightning_fed.errors import BadUpdate, describe, without_frames
@@ -44,6 +46,7 @@ from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import add_optimizer_steps, is_overridden
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
+from lightning_fed.rounds.secret_sum import find_summed_updates
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Visit
 
@@ -51,18 +54,6 @@ _log = logging.getLogger(__name__)
 
 _MOST_STEPS, _MANUAL_STEPS = 1_000_000, 100
 _LOSS_SCALES = 2.0**-30, 2.0**40
-
-
-class Transport(Protocol):
-    """Interface of what carries packets to clients and brings their answers."""
-
-    def ask(
-        self, kind: str, packets: Iterable[tuple[Client, Packet]], round: int
-    ) -> Iterator[tuple[Client, Packet | str]]:
-        """Sends packets and gives the answers in the same order: a packet, or in words why there is none."""
-
-    def forget(self, client: Client) -> None:
-        """Looks for a client anew that is not where it was."""
 
 
 class RemotePopulation(Population):
@@ -151,6 +142,7 @@ class RemoteClientSide(RemoteSide):
             "hyperparameters": start | {"optimizers": name_optimizers(fit.trainer.optimizers)},
         }
         number = fit.server.report.round
+        secure_sum = self._start_sum(fit)
         positions = {visit.client: position for position, visit in enumerate(self._cohort.visits)}
         requests = self._requests(fit, round.start.state)
         visits = {visit.client: visit for visit in self._cohort.visits}
@@ -184,9 +176,11 @@ class RemoteClientSide(RemoteSide):
                 continue
             update, said = answer
             try:
-                most = _most_steps(visits[client], update.num_samples, fit.module.automatic_optimization)
-                knows_samples = update.num_samples > 0 and not server.aggregator.is_private
-                if said.steps > most and knows_samples:
+                knows_samples = secure_sum is None and update.num_samples > 0 and not server.aggregator.is_private
+                most = _MOST_STEPS
+                if knows_samples:
+                    most = _most_steps(visits[client], update.num_samples, fit.module.automatic_optimization)
+                if said.steps > most:
                     raise BadUpdate(f"it reports {said.steps} steps, and {most} are possible")
                 after = None if said.after is None else _read_after(said.after, optimizers, most)
                 device = fit.module.device
@@ -204,6 +198,22 @@ class RemoteClientSide(RemoteSide):
                 add_optimizer_steps(fit.trainer, said.steps)
                 if after is not None:
                     optimizers.note_visit(update.num_samples, positions[client], after)
+        if secure_sum is not None:
+            secure_sum.unmask([client for client in secure_sum.peers if client in server.report.received])
+
+    def _start_sum(self, fit: FederatedFit) -> ServerSum | None:
+        """Has the round's clients share secrets, where the rule uses their updates in a secure sum alone."""
+        summed = find_summed_updates(federated_callbacks(fit.trainer))
+        self._train_request["peers"] = None
+        if summed is None:
+            return None
+        server, run = fit.server, self._client_store.run
+        secure_sum = ServerSum(self._transport, server, summed.secret_sum(fit.trainer), run)
+        secure_sum.share_secrets(
+            [visit.client for visit in self._cohort.visits if visit.client not in server.report.failed]
+        )
+        self._train_request["peers"] = list(secure_sum.peers)
+        return secure_sum
 
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]

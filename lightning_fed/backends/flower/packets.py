@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, distinct
 from lightning_fed.server.schedule import Visit
 
-VERSION = 3
+VERSION = 4
 """Version of the messages. Halves of different versions do not understand each other, and say so."""
 
 _MANY = 2**53  # whole numbers that a float holds exactly
@@ -91,6 +91,7 @@ class TrainRequest:
         asked: Digest of the client's request, if there was one.
         held: Digest of the entries that are not sent because the client should have them; empty if there are none.
         keeps: Whether the client is to keep what it is sent, because it will not be sent all of it again.
+        peers: In a secure sum the clients with which it masks its update, itself among them; ``None`` without one.
 
     """
 
@@ -104,6 +105,7 @@ class TrainRequest:
     asked: str = ""
     held: str = ""
     keeps: bool = False
+    peers: Sequence[Client] | None = None
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,17 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
     return name, _DTYPES[dtype], shape, math.prod(shape) * _DTYPES[dtype].itemsize
 
 
+def is_client(key: object) -> bool:
+    """True for what can be a client's key.
+
+    Example:
+        >>> is_client("ann"), is_client(3), is_client(True), is_client(None)
+        (True, True, False, False)
+
+    """
+    return abs(key) < 2**63 if type(key) is int else _is_name(key)
+
+
 def _is_name(name: object) -> bool:
     if not isinstance(name, str) or len(name) > _LONGEST_NAME:
         return False
@@ -267,7 +280,7 @@ def _check_train_request(train_request: TrainRequest) -> None:
     visit, sent = train_request.visit, train_request.hyperparameters
     if not isinstance(train_request.run, str) or not re.fullmatch("[0-9a-f]{1,64}", train_request.run):  # a folder
         raise TypeError(f"the run is {train_request.run!r}")
-    if type(visit.client) is not int and not _is_name(visit.client):
+    if not is_client(visit.client):
         raise TypeError(f"the client is {visit.client!r}")
     lowest = {"kept": -1, "needed": 0, "round": 0, "visit's seed": 0, "epochs": 1, "steps": 1, "seed": 0}
     numbers = {
@@ -286,6 +299,9 @@ def _check_train_request(train_request: TrainRequest) -> None:
         raise TypeError("a digest is no text")
     if type(train_request.keeps) is not bool:
         raise TypeError(f"keeps is {train_request.keeps!r}")
+    peers = train_request.peers
+    if peers is not None and not (isinstance(peers, list) and all(map(is_client, peers))):
+        raise TypeError(f"the clients of its sum are {peers!r:.100}")
     if not isinstance(sent, dict):
         raise TypeError(f"the hyperparameters are {sent!r}")
     bad_rate = find_bad_rate(sent)

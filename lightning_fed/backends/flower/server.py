@@ -15,12 +15,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.atomic_files import RoundCheckpoint
-from lightning_fed.backends.flower.clients_for_server import RemoteClientSide, Transport
+from lightning_fed.backends.flower.clients_for_server import RemoteClientSide
 from lightning_fed.backends.flower.data import HalfData
 from lightning_fed.backends.flower.options import check_options
 from lightning_fed.backends.flower.remote_client_store import RemoteClientStore
 from lightning_fed.backends.flower.run_folder import lock_folder, read_clients, write_clients
 from lightning_fed.backends.flower.transport import FlowerTransport
+from lightning_fed.backends.flower.transport_interface import Transport
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.messages import Client
 from lightning_fed.rounds.batch_norm import batch_norm_layers

@@ -53,7 +53,7 @@ class RemoteServer(ServerInterface):
     """
 
     def __init__(self, server: ServerInterface, broadcast: Broadcast, asked: str) -> None:
-        super().__init__(server.aggregator, server.min_clients)
+        super().__init__(server.aggregator, server.min_clients, server.limits)
         self._broadcast, self._asked = broadcast, asked
         self.update: ClientUpdate | None = None
         self.fault: str | None = None

@@ -17,7 +17,7 @@ from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.server import run_server
 from lightning_fed.backends.flower.transport import FlowerTransport
 from lightning_fed.callbacks import ClassPrototypes, LayerwiseTraining, find_federation
-from lightning_fed.privacy import CentralDP
+from lightning_fed.privacy import CentralDP, SecureSum
 from lightning_fed.tasks import ClassificationTask
 from tests import models
 from tests.backends.flower.grids import FakeGrid
@@ -97,13 +97,14 @@ def on_flower(
 
 @dataclass
 class Case:
-    """A federation, what it trains and on what."""
+    """A federation, what it trains and on what; whether on Flower it has messages that one process does not need."""
 
     federation: Callable
     module: Callable = lambda: models.Module(models.dropout_mlp(), models.momentum)
     data: Callable = models.vectors
     callbacks: Callable = list
     options: dict = field(default_factory=dict)
+    has_more_messages: bool = False
 
 
 class Sleeping(models.Module):
@@ -191,6 +192,8 @@ CASES = {
         "fedavgm", clients_per_round=2,
         privacy=CentralDP(0.5, 1e-3, noise_multiplier=0.5, adaptive=True, count_noise=0.4, key_for_tests=5)))}
        if find_spec("dp_accounting") else {}),
+    "secure sum": Case(
+        lambda: Federation("fedavgm", secure_sum=SecureSum(5.0), max_samples=40, seed=3), has_more_messages=True),
     "fesem": Case(lambda: Federation("fesem")),
     "fedma": Case(
         lambda: Federation("fedma"), plain_module,

@@ -31,7 +31,11 @@ def test_methods(case, federated_trainer, tmp_path):
     )
     assert_same(state_of(there), state_of(here))
     server_log, trainer_log = (fitted.callbacks[0].round_log for fitted in (server, trainer))
-    assert numbers_of(server_log) == numbers_of(trainer_log)
+    numbers, expected = numbers_of(server_log), numbers_of(trainer_log)
+    if case.has_more_messages:
+        for name in [name for name in expected if name.startswith("comm/")]:
+            assert numbers.pop(name) > expected.pop(name)
+    assert numbers == expected
     assert (server_log.total_up_bytes, server_log.total_down_bytes) == (transport.received, transport.sent)
     assert server.global_step == trainer.global_step
 

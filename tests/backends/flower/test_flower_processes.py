@@ -108,7 +108,7 @@ def test_methods_on_two_nodes(federated_trainer, tmp_path):
         deployment.configure()
         start_nodes(deployment)
         app = write_app(tmp_path)
-        for name in ("fedmargin", "fedss", "fedfusion", "deeplab"):
+        for name in ("fedmargin", "fedss", "fedfusion", "deeplab", "secure sum"):
             case = CASES[name]
             here, _ = in_process(
                 federated_trainer, case.module, case.data(SIZES), case.federation(), callbacks=case.callbacks()

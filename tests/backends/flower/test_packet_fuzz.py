@@ -33,6 +33,14 @@ from lightning_fed.backends.flower.packets import (
     write_train_request,
     write_update,
 )
+from lightning_fed.backends.flower.secure_sum_packets import (
+    SumRequest,
+    read_sum_reply,
+    read_sum_request,
+    write_sum_reply,
+    write_sum_request,
+)
+from lightning_fed.backends.flower.secure_sum_protocol import PUBLIC, SEALED, SECRET
 from lightning_fed.messages import Broadcast, ClientUpdate, Request
 from lightning_fed.model.batch_norm import find_bad_statistics
 from lightning_fed.server.schedule import Visit
@@ -53,9 +61,29 @@ REPLIES = [
 ]
 ORDER = write_train_request(
     "train",
-    TrainRequest("0a", Visit("a", 3, 7, 2), 1, 0, 7, "digest", {"groups": [[{"lr": 0.1}]], "schedulers": [{}]}, "x"),
+    TrainRequest(
+        "0a",
+        Visit("a", 3, 7, 2),
+        1,
+        0,
+        7,
+        "digest",
+        {"groups": [[{"lr": 0.1}]], "schedulers": [{}]},
+        "x",
+        peers=["a", 1],
+    ),
     Broadcast(3, MODEL),
 )
+
+SUMS = [
+    SumRequest("keys", "0a", 3, "a", 2),
+    SumRequest("shares", "0a", 3, "a", 2, ("a", 1, "b"), (), (b"x" * PUBLIC,) * 3),
+    SumRequest("unmask", "0a", 3, "a", 2, ("a", 1, "b"), (True, False, True), (b"y" * SEALED,) * 3),
+]
+SUM_REPLIES = [
+    write_sum_reply(request, (b"z" * size,) * count)
+    for request, size, count in zip(SUMS, (PUBLIC, SEALED, SECRET), (1, 3, 3), strict=True)
+]
 
 numbers = st.one_of(
     st.integers(),
@@ -121,7 +149,7 @@ anything = st.one_of(
         lambda kind, header, table, data: Packet(
             json.dumps({"version": VERSION, "kind": kind, "header": header, "tensors": table}), data
         ),
-        st.sampled_from(["update", "request", "fault", "train"]), values, values, st.binary(max_size=50),
+        st.sampled_from(["update", "request", "fault", "train", "sum"]), values, values, st.binary(max_size=50),
     ),
 )  # fmt: skip
 
@@ -130,7 +158,7 @@ def search(check, strategy):
     """Looks for a message that breaks the check: a few, the same in every run, or for as long as is asked."""
     if not SECONDS:
         FEW(given(strategy)(check))()
-    end = time.monotonic() + SECONDS / 3  # there are three searches
+    end = time.monotonic() + SECONDS / 5  # there are five searches
     while time.monotonic() < end:
         MANY(given(strategy)(check))()
 
@@ -178,6 +206,31 @@ def check_order(packet):
 def check_hello(packet):
     message = read(read_packet, packet, "update", "hello")
     assert message is None or isinstance(message[0], dict)
+
+
+def check_sum_request(packet):
+    """As a client reads a request of a secure sum."""
+    request = read(read_sum_request, packet)
+    if request is None:
+        return
+    assert len(request.rows) == len(request.peers) == len(set(request.peers))
+    assert len(request.survivors) in (0, len(request.peers))
+    assert all(type(row) is bytes for row in request.rows)
+
+
+def check_sum_reply(packet):
+    """As the server reads a reply, whatever it has asked for."""
+    for request in SUMS:
+        reply = read(read_sum_reply, packet, request)
+        assert reply is None or isinstance(reply, Fault) or all(type(row) is bytes for row in reply)
+
+
+def test_requests_of_secure_sums():
+    search(check_sum_request, st.one_of(changed([write_sum_request(request) for request in SUMS]), anything))
+
+
+def test_replies_of_secure_sums():
+    search(check_sum_reply, st.one_of(changed([*SUM_REPLIES, REPLIES[2]]), anything))
 
 
 def test_replies():

@@ -172,6 +172,8 @@ ORDERS = {
     "an endless rate": {"hyperparameters": {"schedulers": [{"base_lrs": [1e200]}]}},
     "a rate that is no number": {"hyperparameters": {"groups": [[{"lr": float("nan")}]]}},
     "no hyperparameters": {"hyperparameters": []},
+    "clients of a sum that are a text": {"peers": "ann"},
+    "clients of a sum that are none": {"peers": ["ann", None]},
 }
 
 

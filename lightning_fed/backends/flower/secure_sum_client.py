@@ -1,0 +1,252 @@
+"""The client's half of a secure sum: its secrets of a round, from one message to the next, and its masked update."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_fed.atomic_files import write_text_atomically
+from lightning_fed.backends.flower.packets import Fault, Packet, write_fault
+from lightning_fed.backends.flower.secure_sum_packets import (
+    SumRequest,
+    context_of,
+    write_sum_reply,
+)
+from lightning_fed.backends.flower.secure_sum_protocol import (
+    SEALED,
+    Secrets,
+    Share,
+    SumError,
+    add_masks,
+    check_peers,
+    make_secrets,
+    open_share,
+    share_secrets,
+)
+from lightning_fed.errors import ClientFault
+from lightning_fed.messages import Client, ClientUpdate, State
+
+_log = logging.getLogger(__name__)
+
+NOT_MASKED = "its federation has a secure sum, and the server asks for an update without a mask"
+NOT_SUMMED = "the server has a secure sum, and its federation has none"
+
+
+class ClientSum:
+    """A client's half of the secure sums of a run.
+
+    The steps of a round come in their order, each once: publish keys, share secrets, mask the update, give the shares
+    of the others. What is needed for the next step is in a file, because a process may answer one message only; the
+    file is taken before a step is done, and the last one leaves none. So a client masks one vector with its masks, and
+    gives away one of two shares of every other client.
+
+    A round that the server does again, because it was killed, has new keys. Its sum is read of the same clients as
+    before, or not again: the difference of two sums would be a client's update.
+
+    Args:
+        folder: Folder of what is the clients'.
+        run: Name of the fit.
+        client: The client.
+        share: Share of the clients of a sum, more than half, that must be left when it is read.
+        min_clients: Fewest clients of a sum that this client takes part in.
+
+    """
+
+    def __init__(self, folder: Path, run: str, client: Client, share: float, min_clients: int) -> None:
+        name = hashlib.sha256(json.dumps(client).encode()).hexdigest()[:32]
+        self._folder, self._run = folder / run / "sums" / name, run
+        self._client, self._share, self._min_clients = client, share, min_clients
+
+    def answer(self, request: SumRequest) -> Packet:
+        """Answers a request.
+
+        Args:
+            request: The request.
+
+        """
+        try:
+            if request.stage == "keys":
+                return write_sum_reply(request, (self._publish(request),))
+            return write_sum_reply(
+                request, self._shares(request) if request.stage == "shares" else self._unmask(request)
+            )
+        except (SumError, ClientFault) as fault:
+            _log.warning("Round %d: client %r is in no secure sum: %s.", request.round, self._client, fault)
+            return write_fault(Fault(self._client, str(fault)))
+
+    def mask(self, update: ClientUpdate, sent: State, peers: Sequence[Client], round: int) -> None:
+        """Masks an update, in place.
+
+        Args:
+            update: The update.
+            sent: The model that the client was sent.
+            peers: The clients with which it masks.
+            round: Index of the round.
+
+        Raises:
+            ClientFault: If the update has something that no mask would cover, or it has no keys, or too few peers.
+
+        """
+        numbers = maskable(update, sent)
+        known = self._take(round, "shared")
+        keys, least = _keys_of(known), int(known["least"])
+        try:
+            self._check_count(len(peers), least)
+            if self._client not in peers or not set(peers) <= keys.keys():
+                raise SumError("it is to be masked with clients that it has shared nothing with")
+            vector = np.concatenate(
+                [numbers[name].reshape(-1).cpu().numpy().view(np.uint32) for name in sorted(numbers)]
+            )
+            others = [keys[peer] for peer in peers if peer != self._client]
+            add_masks(vector, _secrets_of(known), others, self._context(round))
+        except SumError as error:
+            raise ClientFault(str(error)) from error
+        # The secrets that hide this vector are not needed any more, but by those who have shares of them.
+        self._put(
+            round,
+            "masked",
+            {
+                "sealing": known["sealing"],
+                "own": known["own"],
+                "least": least,
+                "peers": [[peer, keys[peer].hex()] for peer in peers],
+            },
+        )
+        start = 0
+        for name in sorted(numbers):
+            count, shape = numbers[name].numel(), numbers[name].shape
+            masked = torch.from_numpy(vector[start : start + count].view(np.int32)).reshape(shape)
+            (update.state if name in update.state else update.extras)[name] = masked
+            start += count
+
+    def _publish(self, request: SumRequest) -> bytes:
+        if self._folder.exists():
+            for path in self._folder.glob("*-*.json"):  # of rounds that came to nothing
+                path.unlink(missing_ok=True)
+        secrets = make_secrets()
+        self._put(request.round, "keys", _written(secrets))
+        return secrets.public
+
+    def _shares(self, request: SumRequest) -> tuple[bytes, ...]:
+        known = self._take(request.round, "keys")
+        secrets, peers = _secrets_of(known), dict(zip(request.peers, request.rows, strict=True))
+        self._check_count(len(peers), request.least)
+        if request.least < self._share * len(peers) - 1e-9:
+            raise SumError(
+                f"the sum is to be read of {request.least} of {len(peers)} clients, and its federation says"
+                f" {self._share:.3g} of them"
+            )
+        check_peers(peers, self._client, secrets.public, request.least)
+        sealed, own = share_secrets(secrets, self._client, peers, request.least, self._context(request.round))
+        keys = [[peer, public.hex()] for peer, public in peers.items()]
+        self._put(
+            request.round,
+            "shared",
+            {**known, "own": [own.pairing.hex(), own.seed.hex()], "least": request.least, "peers": keys},
+        )
+        return tuple(sealed.get(peer, bytes(SEALED)) for peer in peers)
+
+    def _unmask(self, request: SumRequest) -> tuple[bytes, ...]:
+        known = self._take(request.round, "masked")
+        keys, least = _keys_of(known), int(known["least"])
+        survivors = [peer for peer, is_there in zip(request.peers, request.survivors, strict=True) if is_there]
+        if list(keys) != list(request.peers):
+            raise SumError("the masks of other clients are to be taken off than it has masked with")
+        if self._client not in survivors:
+            raise SumError("it is no part of the sum whose masks are to be taken off")
+        self._check_count(len(survivors), least)
+        self._note_release(request.round, survivors)
+        sealing, own = bytes.fromhex(known["sealing"]), Share(*map(bytes.fromhex, known["own"]))
+        answers = []
+        for peer, is_there, sealed in zip(request.peers, request.survivors, request.rows, strict=True):
+            share = own
+            if peer != self._client:
+                share = open_share(sealing, keys[peer], keys[self._client], sealed, self._context(request.round))
+            answers.append(share.seed if is_there else share.pairing)
+        return tuple(answers)
+
+    def _context(self, round: int) -> bytes:
+        return context_of(self._run, round)
+
+    def _check_count(self, count: int, least: int) -> None:
+        needed = max(least, self._min_clients)
+        if count < needed:
+            raise SumError(f"the sum has {count} clients, and it needs {needed}")
+
+    def _note_release(self, round: int, survivors: list[Client]) -> None:
+        path = self._folder / "released.json"
+        released = json.loads(path.read_text()) if path.exists() else {}
+        clients = hashlib.sha256(json.dumps(sorted(survivors, key=repr)).encode()).hexdigest()[:32]
+        if released.setdefault(str(round), clients) != clients:
+            raise SumError("the round's sum was read before, of other clients")
+        write_text_atomically(path, json.dumps(released))
+
+    def _put(self, round: int, stage: str, values: dict[str, Any]) -> None:
+        """Writes what the next step needs, for nobody else to read."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._folder / f"{round}-{stage}.json"
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(values, file)
+
+    def _take(self, round: int, stage: str) -> dict[str, Any]:
+        """What an earlier step has left, which is gone then: of two processes that ask one has it.
+
+        Raises:
+            ClientFault: If there is nothing.
+
+        """
+        path = self._folder / f"{round}-{stage}.json"
+        taken = path.with_suffix(f".{os.getpid()}")
+        try:
+            path.rename(taken)
+        except FileNotFoundError as error:
+            raise ClientFault(f"it has nothing of round {round} for this step of a secure sum") from error
+        try:
+            values: dict[str, Any] = json.loads(taken.read_text())
+        finally:
+            taken.unlink()
+        return values
+
+
+def maskable(update: ClientUpdate, sent: State) -> State:
+    """The numbers of an update that are masked, by name.
+
+    Args:
+        update: The update of a rule that adds up whole numbers.
+        sent: The model that its client was sent.
+
+    Raises:
+        ClientFault: If the update has something else that the client was not sent, and that a mask would not cover.
+
+    """
+    numbers = dict(update.extras)
+    for name, value in update.state.items():
+        before = sent.get(name)
+        if before is not None and value.dtype == before.dtype and torch.equal(value, before):
+            continue
+        numbers[name] = value
+    bare = [name for name, value in numbers.items() if value.dtype != torch.int32]
+    if bare or update.metrics:
+        raise ClientFault(f"it would send {(bare or sorted(update.metrics))[0]!r} without a mask")
+    return numbers
+
+
+def _written(secrets: Secrets) -> dict[str, str]:
+    return {"sealing": secrets.sealing.hex(), "pairing": secrets.pairing.hex(), "seed": secrets.seed.hex()}
+
+
+def _secrets_of(known: dict[str, Any]) -> Secrets:
+    return Secrets(*(bytes.fromhex(known[name]) for name in ("sealing", "pairing", "seed")))
+
+
+def _keys_of(known: dict[str, Any]) -> dict[Client, bytes]:
+    return {peer: bytes.fromhex(public) for peer, public in known["peers"]}

@@ -1,0 +1,160 @@
+"""Messages of a secure sum beside the visit's own: keys, shares, and what takes the masks off."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from lightning_fed.backends.flower.packets import (
+    Fault,
+    Packet,
+    PacketError,
+    is_client,
+    one_line,
+    read_packet,
+    write_packet,
+)
+from lightning_fed.backends.flower.secure_sum_protocol import PUBLIC, SEALED, SECRET
+from lightning_fed.messages import Client
+
+SUM = "query.sum"
+"""Type of Flower's messages."""
+
+Stage = Literal["keys", "shares", "unmask"]
+
+_MOST_CLIENTS = 10_000
+_MANY = 2**53
+_TEXT = 2**12, 2**8  # characters of a reply that has no tensors but its rows, and for every row
+
+
+@dataclass(frozen=True)
+class SumRequest:
+    """Request of the server to a client, for one step of a secure sum.
+
+    Args:
+        stage: The step: the client is asked to publish keys; to share its secrets among ``peers``; to give its shares
+            of the ``peers``, so that the masks are taken off the sum of the survivors.
+        run: Name of the fit.
+        round: Index of the round.
+        client: The client that is asked.
+        least: Number of shares that restore a secret.
+        peers: The clients of the sum; in the last step those whose shares went to all.
+        survivors: In the last step: whether the sum has a peer's vector, for each of them.
+        rows: Of every peer: what it has published; in the last step the shares that it has sealed for the client, zeros
+            for the client itself.
+
+    """
+
+    stage: Stage
+    run: str
+    round: int
+    client: Client
+    least: int = 0
+    peers: tuple[Client, ...] = ()
+    survivors: tuple[bool, ...] = ()
+    rows: tuple[bytes, ...] = ()
+
+
+ROW_BYTES: Mapping[Stage, int] = {"keys": 0, "shares": PUBLIC, "unmask": SEALED}
+"""Bytes of a row of a request."""
+
+REPLY_BYTES: Mapping[Stage, int] = {"keys": PUBLIC, "shares": SEALED, "unmask": SECRET}
+"""Bytes of a row of the reply: one row of keys; sealed shares, zeros for the client itself; shares."""
+
+
+def write_sum_request(request: SumRequest) -> Packet:
+    """Makes the packet of a request."""
+    header = {
+        "stage": request.stage,
+        "run": request.run,
+        "round": request.round,
+        "client": request.client,
+        "least": request.least,
+        "peers": list(request.peers),
+        "survivors": list(request.survivors),
+    }
+    return write_packet("sum", header, rows={"rows": _to_tensor(request.rows, ROW_BYTES[request.stage])})
+
+
+def read_sum_request(packet: Packet) -> SumRequest:
+    """Reads the packet of :func:`write_sum_request`.
+
+    Raises:
+        PacketError: If it is none.
+
+    """
+    header, tensors = read_packet(packet, "sum")
+    if set(header) != {"stage", "run", "round", "client", "least", "peers", "survivors"}:
+        raise PacketError("its request does not have the fields of one")
+    stage, peers, survivors = header["stage"], header["peers"], header["survivors"]
+    if stage not in get_args(Stage):
+        raise PacketError(f"the step is {stage!r:.100}")
+    if not isinstance(header["run"], str) or not re.fullmatch("[0-9a-f]{1,64}", header["run"]):  # a folder
+        raise PacketError(f"the run is {header['run']!r:.100}")
+    for name in ("round", "least"):
+        if type(header[name]) is not int or not 0 <= header[name] < _MANY:
+            raise PacketError(f"{name} is {header[name]!r:.100}")
+    if not is_client(header["client"]):
+        raise PacketError(f"the client is {header['client']!r:.100}")
+    if not isinstance(peers, list) or len(peers) > _MOST_CLIENTS or not all(map(is_client, peers)):
+        raise PacketError("its clients are none")
+    if len(set(peers)) < len(peers) or bool(peers) != (stage != "keys"):
+        raise PacketError(f"its {len(peers)} clients are not those of a sum")
+    expected = len(peers) if stage == "unmask" else 0
+    if not isinstance(survivors, list) or len(survivors) != expected or {*map(type, survivors)} - {bool}:
+        raise PacketError("its survivors are not some of its clients")
+    rows = _to_rows(tensors, len(peers), ROW_BYTES[stage])
+    return SumRequest(
+        stage, header["run"], header["round"], header["client"], header["least"], tuple(peers), tuple(survivors), rows
+    )
+
+
+def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
+    """Makes the packet of a client's answer."""
+    header = {"client": request.client, "stage": request.stage}
+    return write_packet("sum", header, rows={"rows": _to_tensor(rows, REPLY_BYTES[request.stage])})
+
+
+def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | Fault:
+    """Reads a client's answer: the rows, or a fault.
+
+    Raises:
+        PacketError: If it is neither, or another client's, or longer than such an answer is.
+
+    """
+    count, size = (1 if request.stage == "keys" else len(request.peers)), REPLY_BYTES[request.stage]
+    if len(packet.data) > count * size or len(packet.text) > _TEXT[0] + _TEXT[1] * count:
+        raise PacketError(f"it has {len(packet.text)} characters and {len(packet.data)} bytes")
+    header, tensors = read_packet(packet, "sum", "fault")
+    if header.get("client") != request.client or isinstance(header.get("client"), bool):
+        raise PacketError(f"it answers for client {header.get('client')!r:.100}")
+    if header["kind"] == "fault":
+        return Fault(request.client, one_line(str(header.get("reason"))))
+    if header.get("stage") != request.stage:
+        raise PacketError(f"it answers {header.get('stage')!r:.100}")
+    return _to_rows(tensors, count, size)
+
+
+def context_of(run: str, round: int) -> bytes:
+    """The run and the round, to which keys and masks belong."""
+    return json.dumps([run, round]).encode()
+
+
+def _to_tensor(rows: tuple[bytes, ...], size: int) -> torch.Tensor:
+    data = bytearray(b"".join(rows))
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+    return flat.reshape(len(rows), size)
+
+
+def _to_rows(tensors: Mapping[str, Mapping[str, Any]], count: int, size: int) -> tuple[bytes, ...]:
+    if tensors.keys() != {"rows"} or tensors["rows"].keys() != {"rows"}:
+        raise PacketError("its tensors are not its rows")
+    value: torch.Tensor = tensors["rows"]["rows"]
+    if value.dtype != torch.uint8 or value.shape != torch.Size([count, size]):
+        raise PacketError(f"its rows are {value.dtype} of shape {list(value.shape)} instead of {[count, size]}")
+    return tuple(row.numpy().tobytes() for row in value)

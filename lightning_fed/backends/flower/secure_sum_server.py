@@ -1,0 +1,165 @@
+"""The server's half of a secure sum: it carries keys and shares between clients, and takes the masks off their sum."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from lightning_fed.backends.flower.packets import NOT_HERE, Fault, PacketError
+from lightning_fed.backends.flower.secure_sum_packets import (
+    SUM,
+    Stage,
+    SumRequest,
+    context_of,
+    read_sum_reply,
+    write_sum_request,
+)
+from lightning_fed.backends.flower.secure_sum_protocol import SumError, check_public, find_masks
+from lightning_fed.backends.flower.transport_interface import Transport
+from lightning_fed.errors import describe
+from lightning_fed.messages import Client
+from lightning_fed.rounds.secret_sum import SecretSum
+from lightning_fed.server.interface import ServerInterface
+
+_log = logging.getLogger(__name__)
+
+
+class ServerSum:
+    """The server's half of the secure sum of one round.
+
+    Args:
+        transport: Carries the messages.
+        server: Counts the bytes, and leaves clients out.
+        secret_sum: The round's sum.
+        run: Name of the fit.
+
+    Attributes:
+        peers: What the clients have published who have shared their secrets with each other, in the order in which
+            they are asked.
+
+    """
+
+    def __init__(self, transport: Transport, server: ServerInterface, secret_sum: SecretSum, run: str) -> None:
+        self._transport, self._server, self._sum, self._run = transport, server, secret_sum, run
+        self.peers: dict[Client, bytes] = {}
+        self._positions: dict[Client, int] = {}  # among those who have published keys
+        self._sealed: dict[Client, dict[Client, bytes]] = {}  # by sender and receiver
+
+    def share_secrets(self, clients: Sequence[Client]) -> None:
+        """Has clients publish keys, and share their secrets; who does not is left out, and all if they are too few."""
+        published: dict[Client, bytes] = {}
+        for request, rows in self._ask("keys", clients, lambda client: self._request("keys", client)):
+            (public,) = rows
+            try:
+                check_public(public)
+                if any(public[:32] == other[:32] or public[32:64] == other[32:64] for other in published.values()):
+                    raise SumError("another client has published one of its keys")
+            except SumError as error:
+                self._server.fail(request.client, str(error))
+                continue
+            published[request.client] = public
+        if not self._are_enough(published):
+            return
+        self._positions = {client: position for position, client in enumerate(published)}
+        peers, keys = tuple(published), tuple(published.values())
+        for request, rows in self._ask(
+            "shares", peers, lambda client: self._request("shares", client, peers=peers, rows=keys)
+        ):
+            self._sealed[request.client] = dict(zip(peers, rows, strict=True))
+        if self._are_enough(self._sealed):
+            self.peers = {client: published[client] for client in self._sealed}
+
+    def unmask(self, survivors: Sequence[Client]) -> None:
+        """Takes the masks off the sum, or gives it up.
+
+        Args:
+            survivors: The clients whose masked vectors are in the sum.
+
+        """
+        if len(survivors) < self._sum.least:
+            return  # it is not read
+        peers, is_there = tuple(self.peers), tuple(peer in survivors for peer in self.peers)
+
+        def request(client: Client) -> SumRequest:
+            rows = tuple(self._sealed[peer][client] for peer in peers)
+            return self._request("unmask", client, peers=peers, survivors=is_there, rows=rows)
+
+        shares: dict[Client, dict[Client, bytes]] = {}
+        for asked, rows in self._ask("unmask", survivors, request, counts=False):
+            shares[asked.client] = dict(zip(peers, rows, strict=True))
+        names = sorted(self._sum.total)
+        sizes = [self._sum.total[name].numel() for name in names]
+        context = context_of(self._run, self._server.report.round)
+        try:
+            masks = find_masks(sum(sizes), self.peers, survivors, shares, self._positions, self._sum.least, context)
+        except Exception as error:  # shares that restore nothing, whatever they are
+            reason = str(error) if isinstance(error, SumError) else describe(error)
+            self._sum.discard(f"the sum cannot be read: {reason}")
+            return
+        parts = torch.split(torch.from_numpy(masks.view(np.int32)), sizes)
+        self._sum.subtract(
+            {name: part.reshape(self._sum.total[name].shape) for name, part in zip(names, parts, strict=True)}
+        )
+
+    def _are_enough(self, clients: dict[Client, bytes] | dict[Client, dict[Client, bytes]]) -> bool:
+        if len(clients) >= self._sum.least:
+            return True
+        for client in clients:
+            reason = f"a secure sum is read of {self._sum.least} clients or more, and {len(clients)} have come to it"
+            self._server.fail(client, reason)
+        return False
+
+    def _request(
+        self,
+        stage: Stage,
+        client: Client,
+        peers: tuple[Client, ...] = (),
+        survivors: tuple[bool, ...] = (),
+        rows: tuple[bytes, ...] = (),
+    ) -> SumRequest:
+        number = self._server.report.round
+        return SumRequest(stage, self._run, number, client, self._sum.least, peers, survivors, rows)
+
+    def _ask(
+        self,
+        stage: Stage,
+        clients: Sequence[Client],
+        make: Callable[[Client], SumRequest],
+        counts: bool = True,
+    ) -> Iterator[tuple[SumRequest, tuple[bytes, ...]]]:
+        """Asks clients, and gives the rows of good answers, in the clients' order.
+
+        Args:
+            stage: The step.
+            clients: The clients.
+            make: Makes the request to a client.
+            counts: Whether a client that does not answer is left out; after its vector is in the sum it is not.
+
+        """
+        report = self._server.report
+        requests = {client: make(client) for client in clients}
+        packets = {client: write_sum_request(request) for client, request in requests.items()}
+        report.down_bytes += sum(len(packet.data) for packet in packets.values())
+        for client, reply in self._transport.ask(SUM, packets.items(), report.round):
+            fault = reply if isinstance(reply, str) else ""
+            if not isinstance(reply, str):
+                report.up_bytes += len(reply.data)
+                try:
+                    answer = read_sum_reply(reply, requests[client])
+                    if not isinstance(answer, Fault):
+                        yield requests[client], answer
+                        continue
+                    fault = answer.reason
+                except PacketError as error:
+                    fault = f"its answer cannot be read: {error}"
+                except Exception as error:  # whatever a reader of ours does not expect
+                    fault = f"its answer cannot be read: {describe(error)}"
+            if fault == NOT_HERE:
+                self._transport.forget(client)
+            if counts:
+                self._server.fail(client, fault)
+            else:
+                _log.warning("Round %d: client %r does not help to read the sum: %s.", report.round, client, fault)

@@ -1,0 +1,97 @@
+"""DP-SGD with clients on other machines: the steps of one process, and accounts that stay with the clients."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+pytest.importorskip("opacus")
+pytest.importorskip("dp_accounting")
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed import Federation
+from lightning_fed.privacy import DPSGD, Budget, SecureSum
+from tests import models
+from tests.backends.flower.halves import SIZES, in_process, on_flower
+from tests.recorders import assert_same, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+KEY = 0x0123456789ABCDEF0123456789ABCDEF
+
+
+def module():
+    return models.Module(models.mlp(), models.momentum)
+
+
+def accounts(folder):
+    read = [json.loads(path.read_text()) for path in folder.glob("1?/dpsgd/*.json")]
+    return {account["account"][0]: account["account"][2] for account in read}  # number of examples to steps
+
+
+STEPS = {33: 2, 20: 2, 48: 3}  # of an epoch, by number of examples; the last batch of 33 would have one of them
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"secure_sum": SecureSum(5.0), "weighting": "uniform"}], ids=["", "secure sum"]
+)
+def test_its_steps_are_those_of_one_process(options, federated_trainer, tmp_path, caplog):
+    """With a key that is known: bit for bit; the accounts are as long."""
+    data, callbacks = models.vectors(SIZES), lambda: [DPSGD(1.0, 0.5, 1e-3, key_for_tests=KEY)]
+    federation = lambda: Federation("fedavg", local_epochs=2, seed=3, **options)  # noqa: E731
+    (own,) = callbacks()
+    here, trainer = in_process(federated_trainer, module, data, federation(), callbacks=[own])
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        there, server, _, _ = on_flower(tmp_path, module, data, federation, callbacks=callbacks)
+    assert_same(state_of(there), state_of(here))
+    assert accounts(tmp_path) == {samples: 3 * 2 * steps for samples, steps in STEPS.items()}
+    assert accounts(tmp_path) == {counts[0]: counts[2] for counts in own.state_dict()["accounts"].values()}
+    assert "dp/epsilon" in trainer.callback_metrics
+    assert "dp/epsilon" not in server.callback_metrics  # the server does not know
+    epsilon = Budget(0.5, 1e-3, SIZES["bob"], 16).epsilon(12)
+    assert f"client 'bob' has taken 12 steps so far, epsilon {epsilon:.4g} at delta 0.001" in caplog.text
+    assert float(trainer.callback_metrics["dp/epsilon"]) == pytest.approx(epsilon)
+
+
+def test_every_visit_has_noise_of_its_own(tmp_path):
+    """The same round, asked for again: another release, and paid for again."""
+    data, made = models.vectors(SIZES), lambda: [DPSGD(1.0, 0.5, 1e-3)]
+    states = []
+    for _ in range(2):
+        states.append(state_of(on_flower(tmp_path, module, data, Federation, 1, made)[0]))
+        (tmp_path / "server" / "last.ckpt").unlink()
+    assert not torch.equal(states[0]["net.0.weight"], states[1]["net.0.weight"])
+    assert accounts(tmp_path) == {samples: 2 * steps for samples, steps in STEPS.items()}
+
+
+def test_a_client_answers_until_its_budget_is_used_up(tmp_path, caplog):
+    """Two visits of the smallest client, and no third, in this fit or another one."""
+    bound = (Budget(1.0, 1e-3, 20, 16).epsilon(4) + Budget(1.0, 1e-3, 20, 16).epsilon(6)) / 2
+    data, made = models.vectors({"ann": 400, "bob": 20}), lambda: [DPSGD(1.0, 1.0, 1e-3, max_epsilon=bound)]
+    for fit in range(2):
+        caplog.clear()
+        on_flower(tmp_path, module, data, Federation, 3 + fit, made)
+        assert accounts(tmp_path)[20] == 4
+        words = "client 'bob' is left out: its visit of 2 steps would take epsilon from"
+        rounds = [round for round in range(5) if f"Round {round}: {words}" in caplog.text]
+        assert rounds == [2 + fit]
+
+
+def test_another_noise_needs_another_account(tmp_path, caplog):
+    data = models.vectors(SIZES)
+    on_flower(tmp_path, module, data, Federation, 1, lambda: [DPSGD(1.0, 0.5, 1e-3)])
+    on_flower(tmp_path, module, data, Federation, 2, lambda: [DPSGD(1.0, 0.6, 1e-3)])
+    for client in SIZES:
+        words = f"Round 1: client {client!r} is left out: its steps so far were made with noise_multiplier=0.5"
+        assert words in caplog.text
+    assert accounts(tmp_path) == STEPS
+
+
+def test_the_noise_of_an_epsilon_is_refused(tmp_path):
+    """Nobody knows all clients' numbers of examples."""
+    with pytest.raises(
+        MisconfigurationException, match=r"`DPSGD` does not work yet .* `lightning_fed\.privacy\.calibrate`"
+    ):
+        on_flower(tmp_path, module, models.vectors(SIZES), Federation, 1, lambda: [DPSGD(1.0, None, 1e-3, epsilon=4.0)])

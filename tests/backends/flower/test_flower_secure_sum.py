@@ -1,0 +1,203 @@
+"""Secure sums on Flower: bit for bit those of one process, whoever is lost on the way, and what nobody is told."""
+
+import json
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from lightning_fed import FederatedCallback, Federation
+from lightning_fed.backends.flower.packets import Packet, read_packet
+from lightning_fed.backends.flower.transport import from_records, to_records
+from lightning_fed.errors import ClientFault
+from lightning_fed.privacy import CentralDP, SecureSum
+from tests import models
+from tests.backends.flower.halves import in_process, on_flower
+from tests.recorders import Recorder, assert_same, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+SIZES = {"ann": 33, "bob": 20, "cid": 48, "dan": 24, "eve": 41}
+KEY = 0x0123456789ABCDEF0123456789ABCDEF
+needs_accountant = pytest.mark.skipif(find_spec("dp_accounting") is None, reason="dp-accounting is not installed")
+
+
+def module():
+    return models.Module(models.dropout_mlp(), models.momentum)
+
+
+class Loses(FederatedCallback):
+    """In one process: clients that fail at the end of their visits in round 1."""
+
+    def __init__(self, clients):
+        self.clients = clients
+
+    def on_client_end(self, trainer, module, client, update):
+        if trainer.current_epoch == 1 and client in self.clients:
+            raise ClientFault("it is lost")
+
+
+def stage_of(message):
+    """The step of a message to a client, its round and whom it is to."""
+    header = json.loads(from_records(message.content).text)["header"]
+    if message.metadata.message_type == "train":
+        return "train", header["visit"]["round"], header["visit"]["client"]
+    return header.get("stage"), header.get("round"), header.get("client")
+
+
+def losing(clients, stage):
+    """On Flower: their answers to one message of round 1 are nonsense."""
+
+    def change(node, message, content):
+        is_lost = stage_of(message) in [(stage, 1, client) for client in clients]
+        return [to_records(Packet("nonsense"))] if is_lost else [content]
+
+    return change
+
+
+def federation(method="fedavg", **options):
+    options = {"secure_sum": SecureSum(5.0), "max_samples": 40, "seed": 3, **options}
+    return Federation(method, **options)
+
+
+METHODS = {
+    "fedavg": federation,
+    "fedadam, three of five": lambda: federation("fedadam", clients_per_round=3),
+    "fedprox, uniform": lambda: federation("fedprox", max_samples=None, weighting="uniform"),
+    **({"private": lambda: federation(
+        "fedavgm", clients_per_round=4, max_samples=None, secure_sum=SecureSum(),
+        privacy=CentralDP(0.05, 1e-3, noise_multiplier=0.5, key_for_tests=KEY))}
+       if find_spec("dp_accounting") else {}),
+}  # fmt: skip
+
+
+def both(trainer, folder, make, stage="train", lost=(), as_if=None, rounds=3):
+    """The two fits, of which the first has no masks; ``as_if`` are those whom it loses, where they are others."""
+    data = models.vectors(SIZES)
+    here, there = Recorder(), Recorder()
+    plain, fitted = in_process(
+        trainer, module, data, make(), rounds, callbacks=[Loses(lost if as_if is None else as_if), here]
+    )
+    masked, server, transport, grid = on_flower(
+        folder, module, data, make, rounds, change=losing(lost, stage), server_callbacks=[there]
+    )
+    return (plain, fitted, here), (masked, server, there), transport, grid
+
+
+@pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
+def test_it_is_the_sum_of_one_process(make, federated_trainer, tmp_path):
+    (plain, fitted, here), (masked, server, there), transport, _ = both(federated_trainer, tmp_path, make)
+    assert len(here.aggregates) == len(there.aggregates) == 3
+    for expected, found in zip(here.aggregates, there.aggregates, strict=True):
+        assert_same(expected, found)
+    assert_same(state_of(masked), state_of(plain))
+    log = server.callbacks[0].round_log
+    assert (log.total_up_bytes, log.total_down_bytes) == (transport.received, transport.sent)
+    assert server.global_step == fitted.global_step
+
+
+@pytest.mark.parametrize("lost", [["cid"], ["bob"]])
+@pytest.mark.parametrize("stage", ["keys", "shares", "train"])
+def test_one_that_is_lost_on_the_way(stage, lost, federated_trainer, tmp_path, caplog):
+    """Before it has shared its secrets, or after: the sum is that of the others, bit for bit."""
+    (plain, _, here), (masked, _, there), _, _ = both(federated_trainer, tmp_path, federation, stage, lost)
+    for expected, found in zip(here.aggregates, there.aggregates, strict=True):
+        assert_same(expected, found)
+    assert_same(state_of(masked), state_of(plain))
+    assert f"Round 1: client {lost[0]!r} is left out: its answer cannot be read" in caplog.text
+    assert [row["fed/failed"] for row in there.logged] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("stages", [("keys",), ("shares",), ("train",)])
+def test_as_many_as_the_threshold_allows(stages, federated_trainer, tmp_path):
+    """Three of five are left, of a threshold of 0.6."""
+    make = lambda: federation(secure_sum=SecureSum(5.0, threshold=0.6))  # noqa: E731
+    (plain, _, here), (masked, _, there), _, _ = both(federated_trainer, tmp_path, make, stages[0], ["ann", "eve"])
+    assert len(there.aggregates) == 3
+    for expected, found in zip(here.aggregates, there.aggregates, strict=True):
+        assert_same(expected, found)
+    assert_same(state_of(masked), state_of(plain))
+
+
+@pytest.mark.parametrize("stage", ["keys", "shares", "train", "unmask"])
+def test_one_more_and_the_round_comes_to_nothing(stage, federated_trainer, tmp_path, caplog):
+    """The model stays as it was, also in one process, and the next round is as ever."""
+    lost = ["ann", "dan"]
+    (plain, _, here), (masked, _, there), _, grid = both(federated_trainer, tmp_path, federation, stage, lost)
+    assert len(here.aggregates) == len(there.aggregates) == 2
+    asked = [asked for _, message in grid.sent if (asked := stage_of(message))[:2] == ("unmask", 1)]
+    assert len(asked) == (5 if stage == "unmask" else 0)
+    assert_same(state_of(masked), state_of(plain))
+    assert [row["fed/failed"] for row in here.logged] == [row["fed/failed"] for row in there.logged] == [0, 5, 0]
+    words = "3 clients have answered, and 4 must have" if stage == "unmask" else "is read of 4 clients or more, and"
+    assert words in caplog.text
+
+
+def test_one_that_does_not_help_to_read_the_sum_is_in_it(federated_trainer, tmp_path, caplog):
+    (plain, _, _), (masked, _, there), _, _ = both(federated_trainer, tmp_path, federation, "unmask", ["bob"], [])
+    assert_same(state_of(masked), state_of(plain))
+    assert "client 'bob' does not help to read the sum" in caplog.text
+    assert [row["fed/failed"] for row in there.logged] == [0, 0, 0]
+
+
+@needs_accountant
+def test_a_private_round_of_too_few_is_noise(federated_trainer, tmp_path):
+    """As a round of nobody: it must not tell who was there."""
+    make = METHODS["private"]
+    (_, fitted, here), (_, server, there), _, _ = both(federated_trainer, tmp_path, make, "train", list(SIZES)[:4])
+    assert len(there.aggregates) == 3
+    for expected, found in zip(here.aggregates, there.aggregates, strict=True):
+        assert_same(expected, found)
+    epsilon = "privacy/epsilon"
+    assert server.callback_metrics[epsilon] == fitted.callback_metrics[epsilon]
+
+
+def test_what_the_server_sees_is_no_ones(federated_trainer, tmp_path):
+    """Numbers that fill the ring evenly, and others in every run of the same round."""
+    seen = []
+
+    def listen(node, message, content):
+        if stage_of(message)[0] == "train":
+            header, tensors = read_packet(from_records(content), "update")
+            seen.append((header["client"], tensors, header["num_samples"], header["metrics"]))
+        return [content]
+
+    data, here = models.vectors(SIZES), Recorder()
+    in_process(federated_trainer, module, data, federation(), 1, callbacks=[here])
+    sent = {visit.client: visit.update for visit in here.visits}
+    for run in range(2):
+        on_flower(tmp_path / f"{run}", module, data, federation, 1, change=listen)
+    assert len(seen) == 10
+    vectors = []
+    for client, tensors, num_samples, metrics in seen:
+        assert (num_samples, metrics) == (1, {})
+        assert tensors["state"].keys() == sent[client].keys()
+        assert all(value.dtype == torch.int32 for value in (tensors["state"] | tensors["extras"]).values())
+        names = sorted(sent[client])
+        masked, bare = (
+            torch.cat([part[name].flatten() for name in names]).numpy().view(np.uint32)
+            for part in (tensors["state"], sent[client])
+        )
+        vectors.append(masked)
+        counts = np.bincount(masked >> 28, minlength=16)
+        assert ((counts - len(masked) / 16) ** 2 / (len(masked) / 16)).sum() < 60  # chi-squared of 15 degrees
+        assert (masked == bare).mean() < 0.05
+    assert all((vectors[first] == vectors[second]).mean() < 0.05 for first in range(10) for second in range(first))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        ({}, {"secure_sum": None}, "the server has a secure sum, and its federation has none"),
+        ({"secure_sum": None}, {}, "its federation has a secure sum, and the server asks for an update without a mask"),
+        ({"secure_sum": SecureSum(5.0, 0.6)}, {}, "is to be read of 3 of 5 clients, and its federation says 0.667"),
+    ],
+)
+def test_halves_that_do_not_agree(ours, theirs, words, tmp_path):
+    """A client whose own federation has a secure sum sends nothing without a mask, nor for a smaller threshold."""
+    halves = iter([federation(**theirs), federation(**theirs), federation(**ours)])
+    with pytest.raises(RuntimeError, match=words):
+        on_flower(tmp_path, module, models.vectors(SIZES), lambda: next(halves), 1)

@@ -1,0 +1,453 @@
+"""The protocol of secure sums without Flower: parties with vectors, who is lost, and who may learn what."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from lightning_fed.backends.flower.packets import Fault, Packet, PacketError, read_packet
+from lightning_fed.backends.flower.secure_sum_client import ClientSum, maskable
+from lightning_fed.backends.flower.secure_sum_packets import (
+    SumRequest,
+    context_of,
+    read_sum_reply,
+    read_sum_request,
+    write_sum_reply,
+    write_sum_request,
+)
+from lightning_fed.backends.flower.secure_sum_protocol import (
+    PUBLIC,
+    SEALED,
+    SECRET,
+    Secrets,
+    SumError,
+    add_masks,
+    check_peers,
+    check_public,
+    find_masks,
+    make_secrets,
+    open_share,
+    share_secrets,
+)
+from lightning_fed.errors import ClientFault
+from lightning_fed.messages import ClientUpdate
+from lightning_fed.privacy import Ring
+from lightning_fed.privacy.ring import RingSum
+
+CONTEXT = context_of("0a", 3)
+NAMES = ["ann", "bob", 3, "dan", "eve", "3", "gil"]
+
+
+class Parties:
+    """Clients up to the point at which all that have come so far know each other's keys and shares."""
+
+    def __init__(self, names, least, without_shares=()):
+        self.least, self.secrets = least, {name: make_secrets() for name in names}
+        self.public = {name: secrets.public for name, secrets in self.secrets.items()}
+        self.positions = {name: position for position, name in enumerate(names)}
+        self.sealed, self.own = {}, {}
+        for name, secrets in self.secrets.items():
+            if name not in without_shares:
+                self.sealed[name], self.own[name] = share_secrets(secrets, name, self.public, least, CONTEXT)
+        self.peers = {name: self.public[name] for name in self.sealed}
+
+    def masked(self, name, vector):
+        masked = vector.copy()
+        add_masks(masked, self.secrets[name], [self.peers[peer] for peer in self.peers if peer != name], CONTEXT)
+        return masked
+
+    def opened(self, holder, peer):
+        if holder == peer:
+            return self.own[holder]
+        sealed = self.sealed[peer][holder]
+        return open_share(self.secrets[holder].sealing, self.public[peer], self.public[holder], sealed, CONTEXT)
+
+    def share(self, holder, peer, survivors):
+        share = self.opened(holder, peer)
+        return share.seed if peer in survivors else share.pairing
+
+    def shares(self, helpers, survivors):
+        return {holder: {peer: self.share(holder, peer, survivors) for peer in self.peers} for holder in helpers}
+
+    def masks(self, size, survivors, helpers=None):
+        shares = self.shares(survivors if helpers is None else helpers, survivors)
+        return find_masks(size, self.peers, survivors, shares, self.positions, self.least, CONTEXT)
+
+
+def vectors(names, size=1000, seed=0):
+    generator = np.random.default_rng(seed)
+    return {name: generator.integers(0, 2**32, size, dtype=np.uint32) for name in names}
+
+
+@pytest.mark.parametrize("lost_before", [0, 1, 2])
+@pytest.mark.parametrize("lost_after", [0, 1, 2])
+@pytest.mark.parametrize("helpers", ["all", "least"])
+def test_sums_of_parties(lost_before, lost_after, helpers):
+    """Seven, of whom some share no secrets, some are lost after it, and some do not help to read the sum."""
+    least = 4
+    parties, values = Parties(NAMES, least, NAMES[:lost_before]), vectors(NAMES)
+    survivors = NAMES[lost_before : 7 - lost_after]
+    if len(survivors) < least:
+        survivors = NAMES[lost_before:]
+    total = np.zeros(1000, np.uint32)
+    for name in survivors:
+        total += parties.masked(name, values[name])
+    helping = survivors if helpers == "all" else survivors[-least:]
+    total -= parties.masks(1000, survivors, helping)
+    np.testing.assert_array_equal(total, sum(values[name].astype(object) for name in survivors) % 2**32)
+
+
+@pytest.mark.parametrize("lost", [[], ["bob"], ["bob", 3, "gil"]])
+def test_sums_are_those_of_the_simulation(lost):
+    """Bit for bit what the ring adds up without masks."""
+    ring, generator = Ring(1.0, 7), np.random.default_rng(1)
+    parties, survivors = Parties(NAMES, 4), [name for name in NAMES if name not in lost]
+    plain, masked = RingSum(ring), RingSum(ring)
+    for name in NAMES:
+        step = torch.from_numpy(generator.normal(size=(5, 9))) / 20
+        vector = ring.encode(step, generator)
+        if name in survivors:
+            plain.add(name, {"w": vector})
+            hidden = parties.masked(name, vector.numpy().reshape(-1).view(np.uint32)).view(np.int32).reshape(5, 9)
+            masked.add(name, {"w": torch.from_numpy(hidden)})
+    assert not torch.equal(plain.total["w"], masked.total["w"])
+    masked.subtract({"w": torch.from_numpy(parties.masks(45, survivors).view(np.int32)).reshape(5, 9)})
+    assert torch.equal(plain.total["w"], masked.total["w"])
+
+
+def test_below_the_threshold_nothing_is_read():
+    parties, survivors = Parties(NAMES, 5), NAMES[:4]
+    with pytest.raises(SumError, match="4 clients have answered, and 5 must have"):
+        parties.masks(10, survivors)
+    shares = parties.shares(survivors, survivors)
+    with pytest.raises(SumError, match="do not restore its"):  # with fewer shares another secret comes out
+        find_masks(10, parties.peers, survivors, shares, parties.positions, 4, CONTEXT)
+
+
+def test_shares_that_are_not_those_that_were_sent():
+    parties = Parties(NAMES, 4)
+    for lost in ([], ["gil"]):
+        survivors = [name for name in NAMES if name not in lost]
+        shares = parties.shares(survivors, survivors)
+        shares["ann"][(lost or survivors)[-1]] = bytes(SECRET)
+        with pytest.raises(SumError, match="do not restore its key" if lost else "do not restore its mask"):
+            find_masks(10, parties.peers, survivors, shares, parties.positions, 4, CONTEXT)
+
+
+def test_shares_are_for_one_reader_and_one_round():
+    parties = Parties(["a", "b", "c"], 2)
+    sealed, sealing = parties.sealed["a"]["b"], parties.secrets["b"].sealing
+    public = parties.public
+    assert len(sealed) == SEALED
+    open_share(sealing, public["a"], public["b"], sealed, CONTEXT)
+    for secret, sender, receiver, context, data in (
+        (parties.secrets["c"].sealing, "a", "c", CONTEXT, sealed),
+        (sealing, "c", "b", CONTEXT, sealed),
+        (sealing, "a", "b", context_of("0a", 4), sealed),
+        (sealing, "a", "b", context_of("0b", 3), sealed),
+        (sealing, "a", "b", CONTEXT, bytes(SEALED)),
+        (sealing, "a", "b", CONTEXT, sealed[:-1] + bytes([sealed[-1] ^ 1])),
+    ):
+        with pytest.raises(SumError, match="cannot be opened"):
+            open_share(secret, public[sender], public[receiver], data, context)
+
+
+def test_masks_are_different_in_every_round_and_for_every_client():
+    parties = Parties(["a", "b", "c"], 2)
+    seen = [parties.masked(name, np.zeros(500, np.uint32)) for name in "abc"]
+    other = np.zeros(500, np.uint32)
+    add_masks(other, parties.secrets["a"], [parties.public["b"], parties.public["c"]], context_of("0a", 4))
+    for one, two in itertools.combinations([*seen, other], 2):
+        assert (one == two).mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("public", "words"),
+    [(bytes(PUBLIC - 1), "95 bytes instead of 96"), (bytes(PUBLIC), "a key of the sum is none")],
+)
+def test_keys_that_are_none(public, words):
+    """Also a point of low order, with which everybody would agree on the same secret."""
+    check_public(make_secrets().public)
+    with pytest.raises(SumError, match=words):
+        check_public(public)
+
+
+def test_clients_among_which_a_client_does_not_share():
+    public = {name: make_secrets().public for name in "abcd"}
+    check_peers(public, "a", public["a"], 3)
+    twin = public["c"][:32] + public["b"][32:]
+    for peers, least, words in (
+        ({**public, "a": make_secrets().public}, 3, "its own keys are not among"),
+        ({"b": public["b"], "c": public["c"]}, 2, "its own keys are not among"),
+        ({**public, "b": twin}, 3, "two clients of the sum have the same key"),
+        (public, 2, "more than a half must be needed"),
+        (public, 5, "more than a half must be needed"),
+    ):
+        with pytest.raises(SumError, match=words):
+            check_peers(peers, "a", public["a"], least)
+
+
+def test_secrets_of_a_client_do_not_follow_from_what_it_publishes():
+    secrets = Secrets(bytes(31) + b"1", b"p" * 16, b"s" * 16)
+    assert len(secrets.public) == PUBLIC
+    assert secrets.pairing not in secrets.public
+    assert secrets.seed not in secrets.public
+
+
+# --- a client's half --------------------------------------------------------------------------------------------------
+
+
+class Node:
+    """A server that asks clients, each of which may be another process for every message."""
+
+    def __init__(self, folder, names="abcde", least=4, share=2 / 3, min_clients=2):
+        self.names, self.least = list(names), least
+        self.halves = {
+            name: lambda name=name: ClientSum(folder / str(name), "0a", name, share, min_clients) for name in names
+        }
+        self.public, self.sealed = {}, {}
+
+    def ask(self, stage, client, **changes):
+        peers = {"keys": (), "shares": tuple(self.public), "unmask": tuple(self.sealed)}[stage]
+        rows = {
+            "keys": lambda: (),
+            "shares": lambda: tuple(self.public.values()),
+            "unmask": lambda: tuple(self.sealed[peer][client] for peer in peers),
+        }[stage]()
+        survivors = (True,) * len(peers) if stage == "unmask" else ()
+        options = {"least": self.least, "peers": peers, "rows": rows, "survivors": survivors} | changes
+        request = SumRequest(stage, "0a", options.pop("round", 7), client, **options)
+        reply = self.halves[client]().answer(read_sum_request(write_sum_request(request)))
+        return read_sum_reply(reply, request)
+
+    def publish(self):
+        self.public = {name: self.ask("keys", name)[0] for name in self.names}
+        return self
+
+    def share(self):
+        self.sealed = {name: dict(zip(self.public, self.ask("shares", name), strict=True)) for name in self.public}
+        return self
+
+    def mask(self, client, peers=None, round=7, value=5):
+        update = ClientUpdate(client, 1, {"w": torch.full((3, 2), value, dtype=torch.int32)}, {})
+        peers = list(self.sealed) if peers is None else peers
+        self.halves[client]().mask(update, {"w": torch.zeros(3, 2)}, peers, round)
+        return update.state["w"]
+
+    def through(self):
+        self.publish().share()
+        self.total = sum(self.mask(name).long() for name in self.names)
+        return self
+
+
+def reason(answer):
+    assert isinstance(answer, Fault)
+    return answer.reason
+
+
+def test_a_round_of_clients(tmp_path):
+    node = Node(tmp_path).through()
+    shares = {name: dict(zip(node.names, node.ask("unmask", name), strict=True)) for name in node.names}
+    positions = {name: position for position, name in enumerate(node.names)}
+    masks = find_masks(6, node.public, node.names, shares, positions, 4, context_of("0a", 7))
+    total = (node.total.numpy().reshape(-1) % 2**32).astype(np.uint32) - masks
+    np.testing.assert_array_equal(total, np.full(6, 25, np.uint32))
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.name for path in left} == {"released.json"}  # no secret, and no share
+
+
+def test_nobody_is_asked_for_both_shares_of_a_client(tmp_path):
+    """However the server asks, one client gives one of them: asked again, in another way or order, it has nothing."""
+    node = Node(tmp_path).through()
+    first = node.ask("unmask", "a", survivors=(True, True, True, True, False))
+    assert len(first) == 5
+    for survivors in ((True, True, True, False, True), (True,) * 5, (True, True, True, True, False)):
+        assert "it has nothing of round 7 for this step" in reason(node.ask("unmask", "a", survivors=survivors))
+    for stage in ("shares", "unmask"):
+        assert "it has nothing of round 7 for this step" in reason(node.ask(stage, "a"))
+    with pytest.raises(ClientFault, match="it has nothing of round 7 for this step"):
+        node.mask("a")
+    # With new keys all shares are of new secrets, which the others must have shared, too.
+    node.ask("keys", "a")
+    assert "its own keys are not among" in reason(node.ask("shares", "a"))
+
+
+def test_halves_of_the_clients_cannot_be_asked_for_one_each(tmp_path):
+    """A secret is restored by more than half of them: not one by some, and the other by the rest."""
+    node = Node(tmp_path).through()
+    told = {
+        name: node.ask("unmask", name, survivors=tuple(peer != "e" or name in "abe" for peer in node.names))
+        for name in node.names
+    }
+    assert all(isinstance(answer, tuple) for answer in told.values())
+    assert max(len("abe"), len("cd")) < node.least
+
+
+def test_every_step_comes_once_and_in_its_order(tmp_path):
+    node = Node(tmp_path).publish()
+    assert "nothing of round 7" in reason(
+        node.ask("unmask", "a", peers=("a",), survivors=(True,), rows=(bytes(SEALED),))
+    )
+    with pytest.raises(ClientFault, match="nothing of round 7"):
+        node.mask("a", ["a", "b"])
+    node.share()
+    assert "nothing of round 7" in reason(node.ask("shares", "a"))  # once more, among others perhaps
+    node.mask("a")
+    with pytest.raises(ClientFault, match="nothing of round 7"):  # another vector with the same masks
+        node.mask("a", value=6)
+    assert "nothing of round 8" in reason(node.ask("unmask", "a", round=8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"survivors": (False, True, True, True, True)}, "it is no part of the sum"),
+        ({"survivors": (True, True, True, False, False)}, "the sum has 3 clients, and it needs 4"),
+        ({"peers": tuple("abced")}, "the masks of other clients"),
+        ({"peers": tuple("abcdf")}, "the masks of other clients"),
+        ({"rows": (bytes(SEALED),) * 5}, "cannot be opened"),
+    ],
+)
+def test_what_does_not_unmask(changes, words, tmp_path):
+    node = Node(tmp_path).through()
+    assert words in reason(node.ask("unmask", "a", **changes))
+    assert "nothing of round 7" in reason(node.ask("unmask", "a"))
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "words"),
+    [
+        ({}, {"least": 2}, "is to be read of 2 of 5 clients, and its federation says 0.667"),
+        ({}, {"least": 6}, "the sum has 5 clients, and it needs 6"),
+        ({"min_clients": 6}, {}, "the sum has 5 clients, and it needs 6"),
+    ],
+)
+def test_sums_that_a_client_is_not_part_of(options, changes, words, tmp_path):
+    node = Node(tmp_path, **options).publish()
+    assert words in reason(node.ask("shares", "a", **changes))
+
+
+def test_masks_with_others_only(tmp_path):
+    for peers, words in ((["a", "b", "c", "z"], "shared nothing with"), (["b", "c", "d", "e"], "shared nothing with")):
+        node = Node(tmp_path / peers[0]).publish().share()
+        with pytest.raises(ClientFault, match=words):
+            node.mask("a", peers)
+    node = Node(tmp_path / "few").publish().share()
+    with pytest.raises(ClientFault, match="the sum has 3 clients, and it needs 4"):
+        node.mask("a", ["a", "b", "c"])
+
+
+def test_a_round_that_is_done_again_is_read_of_the_same_clients(tmp_path):
+    """The difference of two sums of one round would be an update."""
+    node = Node(tmp_path).through()
+    assert len(node.ask("unmask", "a", survivors=(True, True, True, True, False))) == 5
+    node.through()
+    assert "the round's sum was read before, of other clients" in reason(node.ask("unmask", "a"))
+    node.through()
+    assert len(node.ask("unmask", "a", survivors=(True, True, True, True, False))) == 5
+
+
+def test_secrets_are_for_the_user_alone(tmp_path):
+    node = Node(tmp_path).publish().share()
+    node.mask("a")
+    for path in tmp_path.rglob("*.json"):
+        assert path.stat().st_mode & 0o077 == 0
+        assert path.parent.stat().st_mode & 0o077 == 0
+    masked = [path for path in tmp_path.rglob("*-masked.json")]
+    assert "seed" not in json.loads(masked[0].read_text())  # with which it has masked
+
+
+@pytest.mark.parametrize(
+    ("state", "extras", "metrics", "name"),
+    [
+        ({"w": torch.zeros(2)}, {}, {}, "w"),
+        ({"w": torch.ones(2, dtype=torch.int32), "n": torch.tensor(4)}, {}, {}, "n"),
+        ({"w": torch.ones(2, dtype=torch.int32)}, {"loss": torch.tensor(1.0)}, {}, "loss"),
+        ({"w": torch.ones(2, dtype=torch.int32)}, {}, {"acc": 0.5}, "acc"),
+    ],
+)
+def test_nothing_leaves_without_a_mask(state, extras, metrics, name):
+    sent = {"w": torch.ones(2), "n": torch.tensor(3)}
+    with pytest.raises(ClientFault, match=f"it would send '{name}' without a mask"):
+        maskable(ClientUpdate("a", 1, state, extras, metrics), sent)
+    numbers = maskable(ClientUpdate("a", 1, {"w": torch.ones(2, dtype=torch.int32), "n": torch.tensor(3)}), sent)
+    assert list(numbers) == ["w"]
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+UNMASK = SumRequest("unmask", "0a", 3, "a", 2, ("a", 1, "b"), (True, False, True), (bytes(SEALED),) * 3)
+SHARES = SumRequest("shares", "0a", 3, "a", 2, ("a", 1, "b"), (), (b"x" * PUBLIC,) * 3)
+KEYS = SumRequest("keys", "0a", 3, 1, 2)
+
+
+@pytest.mark.parametrize("request_", [KEYS, SHARES, UNMASK])
+def test_requests_and_replies(request_):
+    packet = write_sum_request(request_)
+    assert read_sum_request(packet) == request_
+    assert len(packet.data) == sum(map(len, request_.rows))
+    rows = {"keys": (b"k" * PUBLIC,), "shares": (b"s" * SEALED,) * 3, "unmask": (b"u" * SECRET,) * 3}[request_.stage]
+    reply = write_sum_reply(request_, rows)
+    assert read_sum_reply(reply, request_) == rows
+    assert len(reply.data) == sum(map(len, rows))
+
+
+BAD_REQUESTS = {
+    "no step": {"stage": "all"},
+    "a step that is a list": {"stage": ["keys"]},
+    "a run that is a path": {"run": "../../x"},
+    "a round before the first": {"round": -1},
+    "a round that is a truth": {"round": True},
+    "no client": {"client": None},
+    "a client that is a truth": {"client": True},
+    "a number without end": {"least": 10**40},
+    "clients that are a text": {"peers": "abc"},
+    "clients twice": {"peers": ["a", "a", "b"]},
+    "no clients": {"peers": []},
+    "clients that are lists": {"peers": [["a"], 1, "b"]},
+    "survivors of others": {"survivors": [True]},
+    "survivors that are numbers": {"survivors": [1, 0, 1]},
+    "more clients than rows": {"peers": ["a", 1, "b", "c"], "survivors": [True] * 4},
+    "one field more": {"key": 1},
+}
+
+
+@pytest.mark.parametrize("change", BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+def test_requests_that_are_none(change):
+    packet = write_sum_request(UNMASK)
+    said = json.loads(packet.text)
+    said["header"] |= change
+    with pytest.raises(PacketError) as caught:
+        read_sum_request(Packet(json.dumps(said), packet.data))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 600
+
+
+def test_rows_of_another_form():
+    packet = write_sum_request(SHARES)
+    said = json.loads(packet.text)
+    for table in (
+        {},
+        {"rows": []},
+        {"rows": [["rows", "int8", [3, PUBLIC]]]},
+        {"rows": [["rows", "uint8", [PUBLIC, 3]]]},
+        {"rows": [["rows", "uint8", [3 * PUBLIC]]]},
+    ):
+        with pytest.raises(PacketError, match=r"its tensors are not its rows|its rows are|its entries have"):
+            read_sum_request(Packet(json.dumps({**said, "tensors": table}), packet.data))
+    assert read_packet(packet, "sum")
+
+
+def test_replies_of_others_and_of_other_steps():
+    reply = write_sum_reply(SHARES, (bytes(SEALED),) * 3)
+    for request in (UNMASK, KEYS, SumRequest("shares", "0a", 3, "b", 2, SHARES.peers, (), SHARES.rows)):
+        with pytest.raises(PacketError):
+            read_sum_reply(reply, request)
+    with pytest.raises(PacketError, match="characters and"):
+        read_sum_reply(Packet(reply.text, reply.data + bytes(1)), SHARES)
+    with pytest.raises(PacketError, match="characters and"):
+        read_sum_reply(Packet(reply.text + " " * 6000, reply.data), SHARES)
