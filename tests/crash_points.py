@@ -24,6 +24,8 @@ from pathlib import Path
 
 import lightning as L
 import torch
+import torch._export.non_strict_utils
+import torch._inductor.output_code  # with it what FedMA would import in every child
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 
@@ -69,11 +71,11 @@ SEAMS = {
     "checkpoint write": ([(L.Trainer, "save_checkpoint")], AROUND),
     "checkpoint moved": ([(shutil, "move")], AROUND),
     "checkpoint deleted": ([(Strategy, "remove_checkpoint")], AROUND),
-    "log write": ([(CSVLogger, "save")], AROUND),
+    "log write": ([(CSVLogger, "save")], ("after",)),
     "message out": ([(Server, "sent")], BEFORE),
     "message in": ([(Round, "receive")], BEFORE),
     "visit start": ([(Round, "start_group")], BEFORE),
-    "visit end": ([(Round, "end_group")], AROUND),
+    "visit end": ([(Round, "end_group")], BEFORE),
     "aggregate": ([(Round, "aggregate")], AROUND),
     "recalibrate": ([(Round, "measure_batch_norm")], AROUND),
 }
