@@ -10,6 +10,10 @@ writes the table.
 """
 
 import argparse
+import contextlib
+import errno
+import gc
+import importlib
 import json
 import logging
 import os
@@ -19,13 +23,10 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections import Counter
 from pathlib import Path
 
 import lightning as L
 import torch
-import torch._export.non_strict_utils
-import torch._inductor.output_code  # with it what FedMA would import in every child
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 
@@ -81,26 +82,39 @@ SEAMS = {
 }
 """Functions that are watched, by what they do, and the points of each."""
 
-LATE_ROWS = ("train_loss",)
+LATE_ROW = "train_loss"
 """What Lightning writes of an epoch after the epoch's checkpoint: a kill in between loses it, in any fit."""
 
 
+FAILING = {
+    errno.ENOSPC: ("file written", "checkpoint moved", "log write"),
+    errno.EROFS: ("file written", "file moved", "file deleted", "checkpoint moved", "checkpoint deleted", "log write"),
+}
+"""What fails on a disk that is full, or that takes no changes."""
+
+
 class Points:
-    """Counts the points that a fit reaches, and kills the process at one.
+    """Counts the points that a fit reaches, and kills the process at one, or lets the disk fail from one on.
 
     Args:
         kill_at: Index of the point; `None` for none.
+        error: Number of the system's error with which writing fails, instead of a kill.
 
     """
 
-    def __init__(self, kill_at=None):
+    def __init__(self, kill_at=None, error=None):
         self.kill_at = kill_at
+        self.error = error
         self.reached = []
 
     def reach(self, name):
         self.reached.append(name)
-        if self.kill_at == len(self.reached) - 1:
+        if self.kill_at is None or self.kill_at >= len(self.reached):
+            return
+        if self.error is None:
             os.kill(os.getpid(), signal.SIGKILL)
+        if name.partition(",")[0] in FAILING[self.error]:
+            raise OSError(self.error, os.strerror(self.error))
 
     def watch(self):
         """Replaces the functions of `SEAMS`, in a process that has nothing else to do."""
@@ -125,14 +139,15 @@ class Points:
         return watched
 
 
-def fit(run, folder, version, kill_at=None):
+def fit(run, folder, version, kill_at=None, error=None):
     """Trains in this process, from the last checkpoint if there is one; what came of it is in `<folder>/<version>.pt`.
 
     Args:
         run: Name in `RUNS`.
         folder: Where everything is that the fit writes.
         version: Name of this part of the fit.
-        kill_at: Index of the point at which the process ends.
+        kill_at: Index of the point at which the process ends, or from which on the disk fails.
+        error: The disk's error.
 
     """
     tempfile.tempdir = str(folder / "temporary")
@@ -140,7 +155,7 @@ def fit(run, folder, version, kill_at=None):
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_fed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    points = Points(kill_at)
+    points = Points(kill_at, error)
     points.watch()
     trainer, module, data = prepare(RUNS[run], folder, version, max_epochs=ROUNDS)
     has_checkpoint = bool(list(folder.glob("checkpoints/last*.ckpt")))
@@ -157,13 +172,13 @@ def fit(run, folder, version, kill_at=None):
     torch.save(ending, folder / f"{version}.pt")
 
 
-def in_child(run, folder, version, kill_at=None):
+def in_child(run, folder, version, kill_at=None, error=None):
     """The same in a forked child; returns how it ended, as `os.waitstatus_to_exitcode` has it."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            fit(run, folder, version, kill_at)
+            fit(run, folder, version, kill_at, error)
             code = 0
         except BaseException:
             (folder / f"{version}.log").write_text(traceback.format_exc())
@@ -178,23 +193,27 @@ def read(folder, version):
 
 
 def differences(ending, expected, logged, expected_rows):
-    """Where two fits differ, as names.
+    """Where two fits differ, as names: those that are ours, and those that are Lightning's.
+
+    Lightning writes the training's row of an epoch after its checkpoint, and where nothing is left to train after a
+    resume it shows nothing in `callback_metrics` of what the module has logged.
 
     Args:
-        ending: What the one has left.
+        ending: What the resumed fit has left.
         expected: What the other has left.
         logged: Rows of the one's log, of all its parts.
         expected_rows: Rows of the other's.
 
     """
     ours, theirs = ({**flat(left), **flat(log, "rows")} for left, log in ((ending, logged), (expected, expected_rows)))
-    is_late = [name for name in theirs if name not in ours and name.rpartition("/")[2] in LATE_ROWS]
-    lost = is_late if len(is_late) <= 1 else []
-    return [
-        name
-        for name in sorted(ours.keys() | theirs.keys())
-        if name not in lost and not is_same(ours.get(name), theirs.get(name))
-    ]
+    names = [name for name in sorted(ours.keys() | theirs.keys()) if not is_same(ours.get(name), theirs.get(name))]
+    late = [name for name in names if name not in ours and name.startswith("rows/") and name.endswith(f"/{LATE_ROW}")]
+    of_lightning = late if len(late) == 1 else []
+    if "visit start, before" not in ending["points"]:
+        of_lightning += [
+            name for name in names if name not in ours and name.startswith("metrics/") and name.count("/") == 1
+        ]
+    return [name for name in names if name not in of_lightning], of_lightning
 
 
 def flat(value, path=""):
@@ -213,7 +232,7 @@ def flat(value, path=""):
 def is_same(one, other):
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    return type(one) is type(other) and (one == other or one != one and other != other)
+    return type(one) is type(other) and (one == other or (one != one and other != other))
 
 
 def whole(run, folder):
@@ -224,11 +243,18 @@ def whole(run, folder):
     return read(folder, "whole"), rows(folder, "whole")
 
 
-def kill(run, folder, point):
-    """Kills a fit at a point and resumes it; returns what it has left, and the rows of both parts."""
+def kill(run, folder, point, error=None):
+    """Kills a fit at a point and resumes it; returns what it has left, and the rows of both parts.
+
+    With an `error` the disk fails from there on until the fit is resumed, and the fit must end by that error.
+    """
     folder.mkdir(parents=True)
-    code = in_child(run, folder, "killed", point)
-    assert code == -signal.SIGKILL, f"ended with {code} before point {point}"
+    code = in_child(run, folder, "killed", point, error)
+    if error is None:
+        assert code == -signal.SIGKILL, f"ended with {code} before point {point}"
+    else:
+        last_lines = (folder / "killed.log").read_text().splitlines()[-4:] if code == 1 else [f"ended with {code}"]
+        assert any(os.strerror(error) in line for line in last_lines), "\n".join(last_lines)
     code = in_child(run, folder, "resumed")
     assert code == 0, (folder / "resumed.log").read_text()
     logged = rows(folder, "killed")
@@ -237,13 +263,14 @@ def kill(run, folder, point):
     return read(folder, "resumed"), logged
 
 
-def kill_everywhere(run, folder, only=None):
-    """Kills a fit at every point; returns the names of the points, and by point what was different afterwards.
+def kill_everywhere(run, folder, only=None, error=None):
+    """Kills a fit at every point; returns the names of the points, and by point the `differences` afterwards.
 
     Args:
         run: Name in `RUNS`.
         folder: An empty folder.
         only: Takes the names of the points, and returns the indices of those at which the fit is killed.
+        error: The disk's error, instead of a kill.
 
     """
     expected, expected_rows = whole(run, folder / "whole")
@@ -251,10 +278,10 @@ def kill_everywhere(run, folder, only=None):
     found = {}
     for point in range(len(points)) if only is None else only(points):
         try:
-            ending, logged = kill(run, folder / f"{point}", point)
+            ending, logged = kill(run, folder / f"{point}", point, error)
             found[point] = differences(ending, expected, logged, expected_rows)
-        except AssertionError as error:
-            found[point] = [str(error)]
+        except AssertionError as fault:
+            found[point] = [str(fault)], []
         shutil.rmtree(folder / f"{point}")
     return points, found
 
@@ -267,41 +294,60 @@ def one_of_each(points):
     return sorted(indices[len(indices) // 2] for indices in by_name.values())
 
 
-def make_table(runs, path):
-    """Kills every run at every point, and writes the table into a guide, between its marks, line by line."""
-    lines = ["| fit | points | kills | differences |", "|---|---:|---:|---:|"]
-    kinds = Counter()
+def one_of_each_write(error):
+    """The same of those that fail on such a disk, as a function of the points' names."""
+    return lambda points: [index for index in one_of_each(points) if points[index].partition(",")[0] in FAILING[error]]
+
+
+def make_table(runs, path, only=None):
+    """Kills every run at every point, or those that `only` takes, and prints the rows or puts them into a guide."""
     for run in runs:
         with tempfile.TemporaryDirectory() as folder:
-            points, found = kill_everywhere(run, Path(folder))
-        kinds.update(name.partition(",")[0] for name in points)
-        wrong = {points[point]: where for point, where in found.items() if where}
-        lines.append(f"| {run} | {len(points)} | {len(found)} | {len(wrong)} |")
-        sys.stdout.write(f"{lines[-1]} {json.dumps(wrong)[:2000] if wrong else ''}\n")
+            points, found = kill_everywhere(run, Path(folder), only)
+        wrong, late = ({point: names[kind] for point, names in found.items() if names[kind]} for kind in (0, 1))
+        row = f"| {run} | {len(points)} | {len(found)} | {len(wrong)} | {len(late)} |"
+        sys.stdout.write(f"{row}\n")
+        for part in (wrong, late):
+            sys.stdout.write("".join(f"    {point} {points[point]}: {names}\n" for point, names in part.items()))
         sys.stdout.flush()
         if path is not None:
-            write_between_marks(path, "crash points", lines)
-    sys.stdout.write(f"{dict(kinds)}\n")
+            put_row(path, row)
 
 
-def write_between_marks(path, mark, lines):
-    """Replaces what a document has between `<!-- mark -->` and `<!-- /mark -->`."""
-    before, rest = path.read_text().split(f"<!-- {mark} -->\n")
-    _, after = rest.split(f"<!-- /{mark} -->")
-    path.write_text(f"{before}<!-- {mark} -->\n\n" + "\n".join(lines) + f"\n\n<!-- /{mark} -->{after}")
+def put_row(path, row):
+    """Puts a row between `<!-- crash points -->` and `<!-- /crash points -->`, in the place of one of the same name."""
+    before, rest = path.read_text().split("<!-- crash points -->\n")
+    table, after = rest.split("<!-- /crash points -->")
+    head = ["| fit | points | kills | differences | of Lightning's log |", "|---|---:|---:|---:|---:|"]
+    old = [line for line in table.splitlines() if line.startswith("|") and line not in head]
+    name = row.split("|")[1]
+    lines = [*head, *(line for line in old if line.split("|")[1] != name), row]
+    path.write_text(f"{before}<!-- crash points -->\n\n" + "\n".join(lines) + f"\n\n<!-- /crash points -->{after}")
+
+
+def import_once():
+    """Imports what FedMA's tracing would import in every child."""
+    for name in ("torch.export._trace", "torch._export.non_strict_utils", "torch._functorch.partitioners"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()  # no child looks at what was imported, page by page
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("jobs", nargs="?", type=Path, help="JSON: list of {run, folder, all}")
+    parser.add_argument("jobs", nargs="?", type=Path, help="JSON: list of {run, folder, all, error}")
     parser.add_argument("--runs", nargs="*", default=list(RUNS), help="names of fits for the table")
+    parser.add_argument("--one-of-each", action="store_true", help="one point of each kind instead of all")
     parser.add_argument("--table", type=Path, help="the guide that gets the table")
     arguments = parser.parse_args()
+    import_once()
     if arguments.jobs is None:
-        make_table(arguments.runs, arguments.table)
+        make_table(arguments.runs, arguments.table, one_of_each if arguments.one_of_each else None)
         return
     for job in json.loads(arguments.jobs.read_text()):
-        points, found = kill_everywhere(job["run"], Path(job["folder"]), None if job["all"] else one_of_each)
+        error = job.get("error")
+        only = None if job.get("all") else one_of_each if error is None else one_of_each_write(error)
+        points, found = kill_everywhere(job["run"], Path(job["folder"]), only, error)
         (Path(job["folder"]) / "found.json").write_text(json.dumps({"points": points, "found": found}))
 
 

@@ -97,8 +97,8 @@ def recalibrate(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
     BatchNorm, which normalises with each batch's own statistics as in training. The exchange is counted: the global
     model down, the statistics up. Layers in evaluation mode (a frozen backbone's) keep the statistics they have; where
     no client can measure, the averages stay. A robust rule's clients are not trusted here either
-    (:meth:`Aggregator.tolerated <lightning_fed.server.aggregator.Aggregator.tolerated>`). Of several models that the aggregator keeps each is measured by its own
-    clients.
+    (:meth:`Aggregator.tolerated <lightning_fed.server.aggregator.Aggregator.tolerated>`). Of several models that the
+    aggregator keeps each is measured by its own clients.
 
     Args:
         fit: The fit, in a round; its module holds the new global model.

@@ -122,7 +122,7 @@ def test_a_fit_resumed_after_its_end_shows_the_last_rounds_numbers(tmp_path):
     for name, path in (("whole", None), ("resumed", tmp_path / "saved" / "last.ckpt")):
         fits.append(trainer(tmp_path, name, ModelCheckpoint(tmp_path / "saved", save_last=True)))
         fits[-1].fit(module(), datamodule=data(), ckpt_path=path)
-    assert OWN <= numbers_of(fits[0]).keys()
+    assert numbers_of(fits[0]).keys() >= OWN
     assert numbers_of(fits[1]) == numbers_of(fits[0])
     assert "val_loss" in fits[0].callback_metrics
     assert "val_loss" not in fits[1].callback_metrics

@@ -1,4 +1,4 @@
-"""BatchNorm's statistics that clients measure with the new model: of malicious ones nothing is left with a robust rule."""
+"""BatchNorm's statistics that clients measure with the new model, of which some may be lies."""
 
 import numpy as np
 import pytest
@@ -69,7 +69,7 @@ def test_what_liars_report_stays_inside_the_honest_clients_range(kind, num_malic
 
 
 def test_without_liars_in_equal_parts_it_is_the_statistics_of_all_data():
-    """Where the clients' values are symmetric about their median, so that leaving out the outer ones changes nothing."""
+    """Where values are symmetric about their median, so that leaving out the outer ones changes nothing."""
     generator = np.random.default_rng(0)
     base = generator.normal(size=(40, 3))
     base -= base.mean(0)
