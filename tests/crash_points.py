@@ -23,12 +23,14 @@ import sys
 import tempfile
 import traceback
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import lightning as L
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
+from safetensors.torch import load_file
 
 from lightning_fed.algorithms import METHODS
 from lightning_fed.client import client_store
@@ -62,6 +64,12 @@ RUNS = {
 }
 """Options of the fits, as in `resume_script.RUNS`: every method, and other ways to keep and to train clients."""
 
+ON_FLOWER = {
+    f"{case} on Flower": case
+    for case in ("fedavg", "fedper", "scaffold", "fedmargin", "recalibrate", "kept optimizers")
+}
+"""Fits whose halves are Flower's apps, with a fake grid between them: both are killed at once, and started again."""
+
 AROUND, BEFORE = ("before", "after"), ("before",)
 
 SEAMS = {
@@ -81,6 +89,14 @@ SEAMS = {
     "recalibrate": ([(Round, "measure_batch_norm")], AROUND),
 }
 """Functions that are watched, by what they do, and the points of each."""
+
+if find_spec("flwr"):
+    from lightning_fed.backends.flower import held_file
+    from lightning_fed.backends.flower.transport import FlowerTransport
+
+    SEAMS["file written"][0].append((held_file, "save_file"))
+    SEAMS["message sent"] = [(FlowerTransport, "_push")], AROUND
+    SEAMS["message awaited"] = [(FlowerTransport, "_await")], AROUND
 
 LATE_ROW = "train_loss"
 """What Lightning writes of an epoch after the epoch's checkpoint: a kill in between loses it, in any fit."""
@@ -157,19 +173,42 @@ def fit(run, folder, version, kill_at=None, error=None):
     warnings.simplefilter("ignore")
     points = Points(kill_at, error)
     points.watch()
-    trainer, module, data = prepare(RUNS[run], folder, version, max_epochs=ROUNDS)
-    has_checkpoint = bool(list(folder.glob("checkpoints/last*.ckpt")))
-    trainer.fit(module, datamodule=data, ckpt_path=last_checkpoint(folder) if has_checkpoint else None)
+    if run in ON_FLOWER:
+        trainer, own = _fit_on_flower(ON_FLOWER[run], folder)
+    else:
+        trainer, module, data = prepare(RUNS[run], folder, version, max_epochs=ROUNDS)
+        has_checkpoint = bool(list(folder.glob("checkpoints/last*.ckpt")))
+        trainer.fit(module, datamodule=data, ckpt_path=last_checkpoint(folder) if has_checkpoint else None)
+        store = trainer.callbacks[0].store
+        own = {client: store.get(client) or {} for client in trainer.callbacks[0].population.clients}
     federation = trainer.callbacks[0]
     counters = {name: value for name, value in federation.state_dict().items() if name != "store"}
     ending = {
-        "weights": module.state_dict(),
-        "clients' own": {client: federation.store.get(client) or {} for client in federation.population.clients},
+        "weights": trainer.lightning_module.state_dict(),
+        "clients' own": own,
         "counters": {**counters, "global_step": trainer.global_step, "epoch": trainer.current_epoch},
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "points": points.reached,
     }
     torch.save(ending, folder / f"{version}.pt")
+
+
+def _fit_on_flower(name, folder):
+    """The Trainer of the server's half, and by name what clients have kept."""
+    from tests.backends.flower.halves import CASES, on_flower
+    from tests.backends.flower.halves import SIZES as NUM_SAMPLES
+
+    case = CASES[name]
+    _, trainer, _, _ = on_flower(
+        folder, case.module, case.data(NUM_SAMPLES), case.federation, ROUNDS, case.callbacks, options=case.options,
+        limit=60,
+    )  # fmt: skip
+    newest = {}
+    for node in ("11", "12"):
+        runs = sorted((folder / node).glob("*"), key=lambda run: run.stat().st_mtime_ns)  # of a server that began anew
+        for path in sorted(runs[-1].glob("*/*/*.safetensors")) if runs else ():
+            newest[path.parent.name] = load_file(path)
+    return trainer, newest
 
 
 def in_child(run, folder, version, kill_at=None, error=None):
@@ -336,7 +375,7 @@ def import_once():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("jobs", nargs="?", type=Path, help="JSON: list of {run, folder, all, error}")
-    parser.add_argument("--runs", nargs="*", default=list(RUNS), help="names of fits for the table")
+    parser.add_argument("--runs", nargs="*", default=[*RUNS, *ON_FLOWER], help="names of fits for the table")
     parser.add_argument("--one-of-each", action="store_true", help="one point of each kind instead of all")
     parser.add_argument("--table", type=Path, help="the guide that gets the table")
     arguments = parser.parse_args()
