@@ -47,9 +47,8 @@ def test_one_point_of_each_kind(run, short):
     points, found = short[run]["points"], short[run]["found"]
     seen = {points[int(point)] for point in found}
     assert seen == set(points)
-    assert {name.partition(",")[0] for name in seen} == SEAMS.keys() - OF_FLOWER - (
-        OF_FILES if run != "fedper" else set()
-    )
+    absent = OF_FLOWER if run == "fedper" else OF_FLOWER | OF_FILES
+    assert {name.partition(",")[0] for name in seen} == SEAMS.keys() - absent
     assert ours(points, found) == {}
 
 
