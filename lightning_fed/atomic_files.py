@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import lightning as L
@@ -16,6 +16,8 @@ from lightning.pytorch.callbacks import Checkpoint
 @contextmanager
 def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
     """Yields a temporary path to write to, and moves it to ``path`` at the end unless an exception was raised.
+
+    An exception (a full disk, say) gets a note that names the file, which is as it was before.
 
     Args:
         path: The file; its folder is created.
@@ -37,8 +39,12 @@ def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
+    except Exception as error:
+        error.add_note(f"This was raised while {str(path)!r} was written, which is as it was before.")
+        raise
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # of a disk that takes no changes, say: it would hide the reason
+            partial.unlink(missing_ok=True)
 
 
 def write_text_atomically(path: Path, text: str) -> None:

@@ -245,10 +245,10 @@ def fit(run, folder, version, callbacks=(), ckpt_path=None, **trainer_options):
 
 
 def prepare(run, folder, version, callbacks=(), **trainer_options):
-    """Trainer, module and data of `RUNS[run]`, whose checkpoints and logs go to `folder`."""
-    options = RUNS[run]
+    """Trainer, module and data of `RUNS[run]`, or of options like these; checkpoints and logs go to `folder`."""
+    options = RUNS[run] if isinstance(run, str) else run
     federation = {"seed": 3, **options.get("federation", {})}
-    if "store" in federation:
+    if federation.get("store") is not None:
         federation["store"] = os.path.join(folder, federation["store"])
     if options.get("door") == "partition":
         federation["partition"] = Dirichlet(6, alpha=1.0, min_size=3)

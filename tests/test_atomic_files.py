@@ -1,6 +1,17 @@
-import pytest
+import errno
+import os
 
-from lightning_fed.atomic_files import atomic_write, write_text_atomically
+import lightning as L
+import pytest
+import torch
+
+from lightning_fed import FederatedTrainer
+from lightning_fed.atomic_files import RoundCheckpoint, atomic_write, write_text_atomically
+from tests import models
+from tests.conftest import QUIET
+from tests.recorders import assert_same, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 
 def write_half(path):
@@ -18,3 +29,34 @@ def test_a_file_that_fails_half_way_leaves_the_one_before(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
     write_text_atomically(path, "after")
     assert path.read_text() == "after"
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_fails_is_named_with_the_file(reason, tmp_path, monkeypatch):
+    """Of a server's checkpoint: the one of the round before stays, and the next fit goes on from it."""
+
+    def fit(rounds, *callbacks):
+        options = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path}
+        trainer = FederatedTrainer(max_rounds=rounds, seed=1, callbacks=[RoundCheckpoint(path), *callbacks], **options)
+        module = models.Module(models.mlp(), models.momentum)
+        trainer.fit(module, models.as_datasets(models.vectors()), ckpt_path=path if path.exists() else None)
+        return state_of(module)
+
+    def fail(*_):
+        raise OSError(reason, os.strerror(reason))
+
+    class FailsInRound2(L.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 2:
+                monkeypatch.setattr(os, "fsync", fail)
+
+    path = tmp_path / "last.ckpt"
+    whole = fit(4)
+    path.unlink()
+    with pytest.raises(OSError, match=os.strerror(reason)) as raised:
+        fit(4, FailsInRound2())
+    monkeypatch.undo()
+    assert f"while {str(path)!r} was written" in "".join(raised.value.__notes__)
+    assert torch.load(path, weights_only=True)["epoch"] == 1
+    assert not list(tmp_path.glob("*.partial"))
+    assert_same(fit(4), whole)

@@ -164,6 +164,10 @@ class ServerOptimizer(Aggregator):
         """Clients whose updates the averaging rule cannot use, and why."""
         return self.inner.leave_out()
 
+    def tolerated(self, count: int) -> int:
+        """Number of malicious clients that the averaging rule stands."""
+        return self.inner.tolerated(count)
+
     def aggregate(self) -> State:
         """The averaging rule's result, and the step."""
         new = dict(self.inner.aggregate())

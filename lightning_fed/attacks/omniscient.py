@@ -174,6 +174,10 @@ class AttackedRule(Aggregator):
         self.inner.num_clients = self.num_clients
         self.inner.start_round(round, state)
 
+    def tolerated(self, count: int) -> int:
+        """Number of malicious clients that the rule stands."""
+        return self.inner.tolerated(count)
+
     def sampling(self) -> SecretSampling | None:
         """The draw of clients that the rule has."""
         return self.inner.sampling()

@@ -497,6 +497,10 @@ class Federation(L.Callback):
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             _log.info(describe_end(self.method.name, totals, time.monotonic() - self._start, metrics))
 
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Shows the last round's numbers also where nothing was left to train after a resume."""
+        self.round_log.show(trainer)
+
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leaves the last complete global model in the module, and names the visit that it ended."""
         if self.current_visit is not None:

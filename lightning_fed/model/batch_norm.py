@@ -162,8 +162,20 @@ def limit_counts(
     return limited
 
 
-def pool_statistics(reports: Sequence[Mapping[str, Tensor]], layer: str) -> tuple[Tensor, Tensor] | None:
+def pool_statistics(
+    reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0
+) -> tuple[Tensor, Tensor] | None:
     """Mean and unbiased variance of a layer's input over all clients, in float64; ``None`` if no client used it.
+
+    Where f clients may send anything, no client's count counts, and every channel is pooled without the f smallest and
+    the f largest values: of the clients' means, and then of their mean squared distances from that pooled mean, which
+    are variances as well. Both stay inside the range of the other clients' values, and without malicious clients of
+    equal counts f = 0 gives the same.
+
+    Args:
+        reports: Mean, variance and count of every client, of :meth:`InputStatistics.as_extras`.
+        layer: Name of the layer.
+        num_malicious: Number f; as many as leave a value where f is larger.
 
     Example:
         >>> a = {"batch_norm:0:mean": torch.tensor([0.0]), "batch_norm:0:var": torch.tensor([1.0]),
@@ -171,12 +183,21 @@ def pool_statistics(reports: Sequence[Mapping[str, Tensor]], layer: str) -> tupl
         >>> b = {**a, "batch_norm:0:mean": torch.tensor([2.0])}
         >>> [value.item() for value in pool_statistics([a, b], "0")]
         [1.0, 2.6666666666666665]
+        >>> c = {**a, "batch_norm:0:mean": torch.tensor([1e6]), "batch_norm:0:count": torch.tensor(1e9)}
+        >>> [value.item() for value in pool_statistics([a, b, c], "0", num_malicious=1)]
+        [2.0, 6.0]
 
     """
     stacked = _stack_reports(reports, layer)
     if stacked is None:
         return None
     counts, means, variances = stacked
+    num_malicious = min(num_malicious, (len(means) - 1) // 2)
+    if num_malicious:
+        mean = _trimmed_mean(means, num_malicious)
+        variance = _trimmed_mean(variances + (means - mean).square(), num_malicious)
+        total = len(counts) * counts.median()
+        return mean, variance * (total / (total - 1).clamp_min(1))
     total = counts.sum()
     mean = (counts * means).sum(0) / total
     variance = (counts * (variances + (means - mean).square())).sum(0) / (total - 1).clamp_min(1)
@@ -215,6 +236,11 @@ def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str) -> float 
     total = between + (counts * variances).sum(0)
     varies = total > 0
     return float((between[varies] / total[varies]).mean()) if bool(varies.any()) else None
+
+
+def _trimmed_mean(values: Tensor, num_trimmed: int) -> Tensor:
+    """Mean over the first dimension without as many smallest and largest values at each position."""
+    return values.sort(dim=0).values[num_trimmed : len(values) - num_trimmed].mean(0)
 
 
 def _stack_reports(reports: Sequence[Mapping[str, Tensor]], layer: str) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -29,6 +29,7 @@ from lightning_fed.rounds.federated_callback import tell_of_model
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.isolated_pass import forward_step, isolated_pass, one_pass, run_step
 from lightning_fed.rounds.synchronisation import process_group_of
+from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Visit
 
@@ -95,8 +96,9 @@ def recalibrate(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
     Every client whose update was used runs its data once through the new global model, in evaluation mode except for
     BatchNorm, which normalises with each batch's own statistics as in training. The exchange is counted: the global
     model down, the statistics up. Layers in evaluation mode (a frozen backbone's) keep the statistics they have; where
-    no client can measure, the averages stay. Of several models that the aggregator keeps each is measured by its own
-    clients.
+    no client can measure, the averages stay. A robust rule's clients are not trusted here either
+    (:meth:`Aggregator.tolerated <lightning_fed.server.aggregator.Aggregator.tolerated>`). Of several models that the
+    aggregator keeps each is measured by its own clients.
 
     Args:
         fit: The fit, in a round; its module holds the new global model.
@@ -143,12 +145,13 @@ def recalibrate(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
     reports = [(server.aggregator.model_of(client), report) for client, report in measured]
     of_global = [report for model, report in reports if model is None] or [report for _, report in reports]
     if fit.batch_norm == "local":
-        _write_statistics(local.entries, local.personal, of_global, layers)
+        _write_statistics(local.entries, local.personal, of_global, layers, server.aggregator)
         local.keep_server_entries()
     else:
-        _write_statistics(local.entries, local.shared, of_global, layers)
+        _write_statistics(local.entries, local.shared, of_global, layers, server.aggregator)
     for model in {id(model): model for model, _ in reports if model is not None}.values():
-        _write_statistics(model, local.shared, [report for measured, report in reports if measured is model], layers)
+        of_model = [report for measured, report in reports if measured is model]
+        _write_statistics(model, local.shared, of_model, layers, server.aggregator)
     return _note_shift(fit, of_global, layers)
 
 
@@ -270,10 +273,14 @@ def measure_statistics(
 
 @torch.no_grad()
 def _write_statistics(
-    entries: State, shared: Sequence[str], reports: Sequence[Mapping[str, Tensor]], layers: Iterable[str]
+    entries: State,
+    shared: Sequence[str],
+    reports: Sequence[Mapping[str, Tensor]],
+    layers: Iterable[str],
+    aggregator: Aggregator,
 ) -> None:
     for name in layers:
-        pooled = pool_statistics(reports, name)
+        pooled = pool_statistics(reports, name, aggregator.tolerated(len(reports)))
         prefix = f"{name}." if name else ""
         if pooled is not None and f"{prefix}running_mean" in shared:
             entries[f"{prefix}running_mean"].copy_(pooled[0])

@@ -69,7 +69,7 @@ class RoundLog:
         self._last: dict[str, float] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The running totals and the last round's numbers."""
+        """The running totals and the newest value of every number."""
         return {"up_bytes": self.total_up_bytes, "down_bytes": self.total_down_bytes, "last": dict(self._last)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class RoundLog:
         self._last = dict(state["last"])
 
     def show(self, trainer: L.Trainer) -> None:
-        """Puts the last round's numbers where callbacks look for what they monitor."""
+        """Puts the newest numbers, as in a fit that was never resumed, where callbacks look for what they monitor."""
         show_metrics(trainer, {name: torch.tensor(value, dtype=torch.float64) for name, value in self._last.items()})
 
     def end_round(
@@ -119,7 +119,6 @@ class RoundLog:
             up_bytes=report.up_bytes,
             down_bytes=report.down_bytes,
         )
-        self._last = {}
         values: dict[str, float] = {
             "fed/clients": len(report.received),
             "fed/stragglers": sum(visit.is_straggler for visit in cohort.visits),

@@ -114,6 +114,15 @@ class Aggregator(ABC):
         """
         return None
 
+    def tolerated(self, count: int) -> int:
+        """Number of clients that may send anything, among as many; BatchNorm's measured statistics are pooled without.
+
+        Args:
+            count: Number of clients that have measured them.
+
+        """
+        return 0
+
     def metrics(self) -> dict[str, float]:
         """Numbers of the round that was just aggregated, for the log: full name to value."""
         return {}

@@ -109,3 +109,44 @@ def test_a_fit_resumed_between_a_rounds_end_and_its_checkpoint_knows_its_numbers
     trainer(tmp_path, "c", rest).fit(module(), datamodule=data(), ckpt_path=saved)
     scores = [float(score) for score in whole.best_k_models.values()]
     assert [float(score) for score in rest.best_k_models.values()] == scores
+
+
+def numbers_of(fitted):
+    """What callbacks can monitor of the rounds, without what the module logs itself."""
+    return {name: float(value) for name, value in fitted.callback_metrics.items() if "/" in name}
+
+
+def test_a_fit_resumed_after_its_end_shows_the_last_rounds_numbers(tmp_path):
+    """As after a kill behind the last checkpoint: nothing trains any more. Lightning shows nothing of the module's."""
+    fits = []
+    for name, path in (("whole", None), ("resumed", tmp_path / "saved" / "last.ckpt")):
+        fits.append(trainer(tmp_path, name, ModelCheckpoint(tmp_path / "saved", save_last=True)))
+        fits[-1].fit(module(), datamodule=data(), ckpt_path=path)
+    assert numbers_of(fits[0]).keys() >= OWN
+    assert numbers_of(fits[1]) == numbers_of(fits[0])
+    assert "val_loss" in fits[0].callback_metrics
+    assert "val_loss" not in fits[1].callback_metrics
+
+
+def test_numbers_that_not_every_round_brings_are_there_after_a_resume(tmp_path):
+    """Clients are evaluated in round 2; the fit is broken off in round 4, when the last checkpoint is round 3's."""
+
+    class BreakOffIn4(L.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 4:
+                raise Stop
+
+    def fit(name, folder, *callbacks, path=None):
+        saved = ModelCheckpoint(tmp_path / folder, save_last=True)
+        made = trainer(tmp_path, name, saved, *callbacks, rounds=5)
+        made.federation.evaluate_clients_every = 3
+        clients = as_datasets(vectors())
+        made.fit(module(), datamodule=FederatedDataModule(clients, clients, batch_size=4), ckpt_path=path)
+        return made
+
+    whole = fit("whole", "saved-whole")
+    with pytest.raises(Stop):
+        fit("broken-off", "saved", BreakOffIn4())
+    resumed = fit("resumed", "saved", path=tmp_path / "saved" / "last.ckpt")
+    assert "fed/val_loss/mean" in numbers_of(whole)
+    assert numbers_of(resumed) == numbers_of(whole)

@@ -177,6 +177,10 @@ class RobustAggregator(Aggregator):
         self.updates = {}
         return new
 
+    def tolerated(self, count: int) -> int:
+        """Number f, or the most that the rule stands with as many clients."""
+        return self._allowed(count)
+
     def metrics(self) -> dict[str, float]:
         """Number of the round's clients that did not count, and each client's share that did not, over its rounds."""
         values = {"fed/excluded": sum(self._excluded_now.values())}

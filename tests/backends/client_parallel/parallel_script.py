@@ -507,32 +507,57 @@ class Reach(L.Callback):
             time.sleep(600)
 
 
-def raising(folder, processes):
-    return train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), callbacks=[Raise()])
+class Slow(L.Callback):
+    """Makes the second process late in the second round."""
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1 and os.environ.get("LOCAL_RANK") == "1":
+            time.sleep(4)
 
 
-def hanging(folder, processes):
-    processes = {**processes, "strategy": ClientParallelStrategy(timeout=timedelta(seconds=3))}
-    return train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), callbacks=[Hang()])
+class Stuck(Net):
+    """A training step that hangs, in the first visit of the second process in the second round."""
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.current_epoch == 1 and os.environ.get("LOCAL_RANK") == "1" and not hasattr(self, "has_hung"):
+            self.has_hung = True
+            time.sleep(600)
+        return super().training_step(batch, batch_idx)
 
 
-def killed(folder, processes):
-    checkpoint = ModelCheckpoint(folder, "killed", enable_version_counter=False)
-    return train(
-        folder, processes, Net, FederatedDataModule(clients(), batch_size=4), 4, [checkpoint, Reach(folder)],
-        {"enable_checkpointing": True}, clients_per_round=3, personal=["net.4.*"], method="fedavgm",
-    )  # fmt: skip
+FOUR = {"clients_per_round": 3, "personal": ["net.4.*"], "method": "fedavgm"}
 
 
-def after_kill(folder, processes):
-    options = {**QUIET, **processes}
-    federation = {"clients_per_round": 3, "personal": ["net.4.*"], "method": "fedavgm", "seed": 3}
-    torch.manual_seed(0)
-    module, logger = Net(), MemoryLogger()
-    trainer = FederatedTrainer(max_rounds=4, **federation, **{**options, "logger": logger})
-    path = str(Path(folder).parent / "killed" / "killed.ckpt")
-    trainer.fit(module, datamodule=FederatedDataModule(clients(), batch_size=4), ckpt_path=path)
-    return result(trainer, module, logger)
+def broken_off(name, callback, timeout=None):
+    """Four rounds of which the last checkpoint is kept, until the callback ends them."""
+
+    def job(folder, processes):
+        if timeout is not None:
+            processes = {**processes, "strategy": ClientParallelStrategy(timeout=timedelta(seconds=timeout))}
+        callbacks = [ModelCheckpoint(folder, name, enable_version_counter=False), callback(folder)]
+        data = FederatedDataModule(clients(), batch_size=4)
+        return train(folder, processes, Net, data, 4, callbacks, {"enable_checkpointing": True}, **FOUR)
+
+    return job
+
+
+def after(name):
+    """The rest of these rounds."""
+
+    def job(folder, processes):
+        torch.manual_seed(0)
+        module, logger = Net(), MemoryLogger()
+        trainer = FederatedTrainer(max_rounds=4, seed=3, **FOUR, **{**QUIET, **processes, "logger": logger})
+        path = str(Path(folder).parent / name / f"{name}.ckpt")
+        trainer.fit(module, datamodule=FederatedDataModule(clients(), batch_size=4), ckpt_path=path)
+        return result(trainer, module, logger)
+
+    return job
+
+
+def stuck(folder, processes):
+    data = FederatedDataModule(clients(), batch_size=4)
+    return train(folder, processes, Stuck, data, visit_timeout=10)
 
 
 class Forgetful(FederatedCallback):
@@ -630,9 +655,14 @@ JOBS = {
         for job in (
             talkative, worlds, one_client, three_clients, switched, by_batches, nobody, faults, limits, stopped,
             counted, spread_out, matched, evaluated_locally, own_rule, private_examples, noisy, second_door, resumed,
-            four_rounds, raising, hanging, killed, after_kill, refusals,
+            four_rounds, stuck, refusals,
         )
     },
+    "raising": broken_off("raising", lambda folder: Raise()),
+    "hanging": broken_off("hanging", lambda folder: Hang(), timeout=8),
+    "slow": broken_off("slow", lambda folder: Slow(), timeout=60),
+    "killed": broken_off("killed", Reach),
+    **{f"after-{name}": after(name) for name in ("raising", "hanging", "killed")},
 }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ OF_PROCESSES = {"clients", "batches", "models"}  # what each has of its own, or 
 OF_ONE = (r"_step", "so_far")  # what is logged of single batches, and of what a process has seen so far
 
 
-AFTER = {"after-kill": "killed"}  # what goes on where another job ended
+AFTER = {f"after-{job}": job for job in ("killed", "raising", "hanging")}  # what goes on where another job ended
 
 
 class Pair:
@@ -194,13 +194,14 @@ def test_what_callbacks_draw_for_the_aggregate_is_drawn_anew_in_every_round(two)
 
 def test_a_resumed_run_ends_as_one_that_never_was_broken_off(two):
     whole = two.found("four-rounds")[0]
-    for job in ("resumed", "after-kill"):
+    for job in ("resumed", *AFTER, "slow"):
         for found in two.found(job):
             assert_same(found["state"], whole["state"])
             assert found["steps"] == whole["steps"]
-    logged = two.found("after-kill")[0]["lines"]
-    assert list(logged) == [2, 3]
-    assert numbers(logged) == pytest.approx(numbers({round: whole["lines"][round] for round in logged}), rel=1e-6)
+    for job, rounds in (("after-killed", [2, 3]), ("after-raising", [1, 2, 3]), ("after-hanging", [1, 2, 3])):
+        logged = two.found(job)[0]["lines"]
+        assert list(logged) == rounds
+        assert numbers(logged) == pytest.approx(numbers({round: whole["lines"][round] for round in logged}), rel=1e-6)
 
 
 def test_an_error_in_one_process_ends_both(two):
@@ -220,6 +221,18 @@ def test_a_process_that_hangs_is_waited_for_as_long_as_was_said(two):
     ended = two.ended("hanging")
     assert [(rank, code) for rank, (code, _) in ended.items()] == [(0, 1)]
     assert "Another process of this fit may have died" in two.log(0, "hanging")
+
+
+def test_a_visit_that_hangs_leaves_its_client_out_in_all(two):
+    found = two.found("stuck")
+    assert_same(found[0]["state"], found[1]["state"])
+    (client,) = {client for visits in found[1]["clients"][1:2] for client in visits[:1]}
+    for one in found:
+        assert one["rounds"] == 3
+        assert one["report"]["failed"] == {}  # of the last round
+    assert [found[0]["lines"][round]["fed/failed"] for round in range(3)] == [0, 1, 0]
+    said = f"Round 1: client {client!r} is left out: its visit took longer than visit_timeout=10 seconds"
+    assert said in two.log(1, "stuck")
 
 
 REFUSED = {

@@ -1,0 +1,394 @@
+"""Fits that are killed at every point at which something lasting happens, and resumed.
+
+A point is a call of one of the functions of `SEAMS`: its beginning, the middle of what it writes, or its end. A fit
+counts its points; then it is started once for each, kills itself there with SIGKILL, and is resumed in another process
+from what lies on the disk. What it ends with is compared, bit for bit, with what the fit ended with that nobody killed.
+
+`python -m tests.crash_points FILE` does the jobs of a JSON file, each fit in a forked child, so that the libraries are
+imported once. `python -m tests.crash_points --table docs/guides/faults.md` kills every method at every point, and
+writes the table.
+"""
+
+import argparse
+import contextlib
+import errno
+import gc
+import importlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import Strategy
+from safetensors.torch import load_file
+
+from lightning_fed.algorithms import METHODS
+from lightning_fed.client import client_store
+from lightning_fed.client.client_store import FolderStore, MemoryStore
+from lightning_fed.rounds.round import Round
+from lightning_fed.server.server import Server
+from tests.resume_script import last_checkpoint, prepare, rows
+
+ROUNDS = 3
+OPTIONS = {"clients_per_round": 3, "local_steps": 2, "store": "clients"}
+
+RUNS = {
+    **{name: {"federation": {"method": name, **OPTIONS}} for name in METHODS},
+    "ditto": {"federation": {"method": "ditto", "clients_per_round": 3, "store": "clients"}},
+    "fedaws": {"model": {"batch_norm": False, "num_classes": 9}, "federation": {"method": "fedaws", **OPTIONS}},
+    "feddyn": {"federation": {"method": "feddyn:alpha=0.1", **OPTIONS}},
+    "fedfusion": {"fusion": {"operator": "multi"}, "federation": {**OPTIONS, "personal": ["head.*"]}},
+    "fedma": {"model": {"batch_norm": None}, "federation": {"method": "fedma", **OPTIONS}},
+    "fedmargin": {"federation": {"method": "fedmargin", **OPTIONS}, "prototypes": {"lpm_before": "last_local"}},
+    "fedper": {"federation": {**OPTIONS, "personal": ["head.*"], "optimizer_state": "keep"}},
+    "fedrep": {"federation": {"method": "fedrep", "clients_per_round": 3, "store": "clients"}},
+    "fedss": {
+        "model": {"batch_norm": False, "num_classes": 9},
+        "sampled": {"num_negatives": 3, "resample": "batch"},
+        "federation": {**OPTIONS, "method": "fedavgm"},
+    },
+    "fltrust": {"federation": {"method": "fltrust:trusted=client-1", **OPTIONS}},
+    "fixbn": {"federation": {**OPTIONS, "batch_norm": "fixed", "fixed_after": 2}},
+    "clients in memory": {"federation": {**OPTIONS, "store": None, "personal": ["head.*"], "optimizer_state": "keep"}},
+    "two clients at once": {"federation": {**OPTIONS, "vectorize": 2}},
+}
+"""Options of the fits, as in `resume_script.RUNS`: every method, and other ways to keep and to train clients."""
+
+ON_FLOWER = {
+    f"{case} on Flower": case
+    for case in ("fedavg", "fedper", "scaffold", "fedmargin", "recalibrate", "kept optimizers")
+}
+"""Fits whose halves are Flower's apps, with a fake grid between them: both are killed at once, and started again."""
+
+AROUND, BEFORE = ("before", "after"), ("before",)
+
+SEAMS = {
+    "store write": ([(FolderStore, "put"), (MemoryStore, "put")], AROUND),
+    "file written": ([(client_store, "save_file")], ("half", "after")),
+    "file moved": ([(Path, "replace")], AROUND),
+    "file deleted": ([(Path, "unlink")], AROUND),
+    "checkpoint write": ([(L.Trainer, "save_checkpoint")], AROUND),
+    "checkpoint moved": ([(shutil, "move")], AROUND),
+    "checkpoint deleted": ([(Strategy, "remove_checkpoint")], AROUND),
+    "log write": ([(CSVLogger, "save")], ("after",)),
+    "message out": ([(Server, "sent")], BEFORE),
+    "message in": ([(Round, "receive")], BEFORE),
+    "visit start": ([(Round, "start_group")], BEFORE),
+    "visit end": ([(Round, "end_group")], BEFORE),
+    "aggregate": ([(Round, "aggregate")], AROUND),
+    "recalibrate": ([(Round, "measure_batch_norm")], AROUND),
+}
+"""Functions that are watched, by what they do, and the points of each."""
+
+if find_spec("flwr"):
+    from lightning_fed.backends.flower import held_file
+    from lightning_fed.backends.flower.transport import FlowerTransport
+
+    SEAMS["file written"][0].append((held_file, "save_file"))
+    SEAMS["message sent"] = [(FlowerTransport, "_push")], AROUND
+    SEAMS["message awaited"] = [(FlowerTransport, "_await")], AROUND
+
+LATE_ROW = "train_loss"
+"""What Lightning writes of an epoch after the epoch's checkpoint: a kill in between loses it, in any fit."""
+
+
+FAILING = {
+    errno.ENOSPC: ("file written", "checkpoint moved", "log write"),
+    errno.EROFS: ("file written", "file moved", "file deleted", "checkpoint moved", "checkpoint deleted", "log write"),
+}
+"""What fails on a disk that is full, or that takes no changes."""
+
+
+class Points:
+    """Counts the points that a fit reaches, and kills the process at one, or lets the disk fail from one on.
+
+    Args:
+        kill_at: Index of the point; `None` for none.
+        error: Number of the system's error with which writing fails, instead of a kill.
+
+    """
+
+    def __init__(self, kill_at=None, error=None):
+        self.kill_at = kill_at
+        self.error = error
+        self.reached = []
+
+    def reach(self, name):
+        self.reached.append(name)
+        if self.kill_at is None or self.kill_at >= len(self.reached):
+            return
+        if self.error is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if name.partition(",")[0] in FAILING[self.error]:
+            raise OSError(self.error, os.strerror(self.error))
+
+    def watch(self):
+        """Replaces the functions of `SEAMS`, in a process that has nothing else to do."""
+        for name, (places, moments) in SEAMS.items():
+            for owner, function in places:
+                setattr(owner, function, self._watched(name, getattr(owner, function), moments))
+
+    def _watched(self, name, function, moments):
+        def watched(*args, **kwargs):
+            if "before" in moments:
+                self.reach(f"{name}, before")
+            if "half" in moments and self.kill_at == len(self.reached):
+                function(*args, **kwargs)
+                os.truncate(args[1], os.path.getsize(args[1]) // 2)
+            if "half" in moments:
+                self.reach(f"{name}, half")
+            result = function(*args, **kwargs)
+            if "after" in moments:
+                self.reach(f"{name}, after")
+            return result
+
+        return watched
+
+
+def fit(run, folder, version, kill_at=None, error=None):
+    """Trains in this process, from the last checkpoint if there is one; what came of it is in `<folder>/<version>.pt`.
+
+    Args:
+        run: Name in `RUNS`.
+        folder: Where everything is that the fit writes.
+        version: Name of this part of the fit.
+        kill_at: Index of the point at which the process ends, or from which on the disk fails.
+        error: The disk's error.
+
+    """
+    tempfile.tempdir = str(folder / "temporary")
+    Path(tempfile.tempdir).mkdir(exist_ok=True)
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_fed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    points = Points(kill_at, error)
+    points.watch()
+    if run in ON_FLOWER:
+        trainer, own = _fit_on_flower(ON_FLOWER[run], folder)
+    else:
+        trainer, module, data = prepare(RUNS[run], folder, version, max_epochs=ROUNDS)
+        has_checkpoint = bool(list(folder.glob("checkpoints/last*.ckpt")))
+        trainer.fit(module, datamodule=data, ckpt_path=last_checkpoint(folder) if has_checkpoint else None)
+        store = trainer.callbacks[0].store
+        own = {client: store.get(client) or {} for client in trainer.callbacks[0].population.clients}
+    federation = trainer.callbacks[0]
+    counters = {name: value for name, value in federation.state_dict().items() if name != "store"}
+    ending = {
+        "weights": trainer.lightning_module.state_dict(),
+        "clients' own": own,
+        "counters": {**counters, "global_step": trainer.global_step, "epoch": trainer.current_epoch},
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "points": points.reached,
+    }
+    torch.save(ending, folder / f"{version}.pt")
+
+
+def _fit_on_flower(name, folder):
+    """The Trainer of the server's half, and by name what clients have kept."""
+    from tests.backends.flower.halves import CASES, on_flower
+    from tests.backends.flower.halves import SIZES as NUM_SAMPLES
+
+    case = CASES[name]
+    _, trainer, _, _ = on_flower(
+        folder, case.module, case.data(NUM_SAMPLES), case.federation, ROUNDS, case.callbacks, options=case.options,
+        limit=60,
+    )  # fmt: skip
+    newest = {}
+    for node in ("11", "12"):
+        runs = sorted((folder / node).glob("*"), key=lambda run: run.stat().st_mtime_ns)  # of a server that began anew
+        for path in sorted(runs[-1].glob("*/*/*.safetensors")) if runs else ():
+            newest[path.parent.name] = load_file(path)
+    return trainer, newest
+
+
+def in_child(run, folder, version, kill_at=None, error=None):
+    """The same in a forked child; returns how it ended, as `os.waitstatus_to_exitcode` has it."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            fit(run, folder, version, kill_at, error)
+            code = 0
+        except BaseException:
+            (folder / f"{version}.log").write_text(traceback.format_exc())
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def read(folder, version):
+    """What a fit that came to its end has left."""
+    return torch.load(folder / f"{version}.pt", weights_only=False)
+
+
+def differences(ending, expected, logged, expected_rows):
+    """Where two fits differ, as names: those that are ours, and those that are Lightning's.
+
+    Lightning writes the training's row of an epoch after its checkpoint, and where nothing is left to train after a
+    resume it shows nothing in `callback_metrics` of what the module has logged.
+
+    Args:
+        ending: What the resumed fit has left.
+        expected: What the other has left.
+        logged: Rows of the one's log, of all its parts.
+        expected_rows: Rows of the other's.
+
+    """
+    ours, theirs = ({**flat(left), **flat(log, "rows")} for left, log in ((ending, logged), (expected, expected_rows)))
+    names = [name for name in sorted(ours.keys() | theirs.keys()) if not is_same(ours.get(name), theirs.get(name))]
+    late = [name for name in names if name not in ours and name.startswith("rows/") and name.endswith(f"/{LATE_ROW}")]
+    of_lightning = late if len(late) == 1 else []
+    if "visit start, before" not in ending["points"]:
+        of_lightning += [
+            name for name in names if name not in ours and name.startswith("metrics/") and name.count("/") == 1
+        ]
+    return [name for name in names if name not in of_lightning], of_lightning
+
+
+def flat(value, path=""):
+    """What is in nested containers, by path; which points a fit has reached, and times, are left out."""
+    if isinstance(value, dict | list | tuple):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return {
+            name: inside
+            for key, each in pairs
+            if key != "points" and not str(key).endswith("seconds")
+            for name, inside in flat(each, f"{path}/{key}" if path else str(key)).items()
+        } or {path: type(value)()}
+    return {path: value}
+
+
+def is_same(one, other):
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other) and (one == other or (one != one and other != other))
+
+
+def whole(run, folder):
+    """Trains without a kill; returns what the fit has left, and its rows."""
+    folder.mkdir(parents=True)
+    code = in_child(run, folder, "whole")
+    assert code == 0, (folder / "whole.log").read_text()
+    return read(folder, "whole"), rows(folder, "whole")
+
+
+def kill(run, folder, point, error=None):
+    """Kills a fit at a point and resumes it; returns what it has left, and the rows of both parts.
+
+    With an `error` the disk fails from there on until the fit is resumed, and the fit must end by that error.
+    """
+    folder.mkdir(parents=True)
+    code = in_child(run, folder, "killed", point, error)
+    if error is None:
+        assert code == -signal.SIGKILL, f"ended with {code} before point {point}"
+    else:
+        last_lines = (folder / "killed.log").read_text().splitlines()[-4:] if code == 1 else [f"ended with {code}"]
+        assert any(os.strerror(error) in line for line in last_lines), "\n".join(last_lines)
+    code = in_child(run, folder, "resumed")
+    assert code == 0, (folder / "resumed.log").read_text()
+    logged = rows(folder, "killed")
+    for round, values in rows(folder, "resumed").items():
+        logged[round] = {**logged.get(round, {}), **values}
+    return read(folder, "resumed"), logged
+
+
+def kill_everywhere(run, folder, only=None, error=None):
+    """Kills a fit at every point; returns the names of the points, and by point the `differences` afterwards.
+
+    Args:
+        run: Name in `RUNS`.
+        folder: An empty folder.
+        only: Takes the names of the points, and returns the indices of those at which the fit is killed.
+        error: The disk's error, instead of a kill.
+
+    """
+    expected, expected_rows = whole(run, folder / "whole")
+    points = expected["points"]
+    found = {}
+    for point in range(len(points)) if only is None else only(points):
+        try:
+            ending, logged = kill(run, folder / f"{point}", point, error)
+            found[point] = differences(ending, expected, logged, expected_rows)
+        except AssertionError as fault:
+            found[point] = [str(fault)], []
+        shutil.rmtree(folder / f"{point}")
+    return points, found
+
+
+def one_of_each(points):
+    """Of every kind of point the one in the middle of the fit."""
+    by_name = {}
+    for index, name in enumerate(points):
+        by_name.setdefault(name, []).append(index)
+    return sorted(indices[len(indices) // 2] for indices in by_name.values())
+
+
+def one_of_each_write(error):
+    """The same of those that fail on such a disk, as a function of the points' names."""
+    return lambda points: [index for index in one_of_each(points) if points[index].partition(",")[0] in FAILING[error]]
+
+
+def make_table(runs, path, only=None):
+    """Kills every run at every point, or those that `only` takes, and prints the rows or puts them into a guide."""
+    for run in runs:
+        with tempfile.TemporaryDirectory() as folder:
+            points, found = kill_everywhere(run, Path(folder), only)
+        wrong, late = ({point: names[kind] for point, names in found.items() if names[kind]} for kind in (0, 1))
+        row = f"| {run} | {len(points)} | {len(found)} | {len(wrong)} | {len(late)} |"
+        sys.stdout.write(f"{row}\n")
+        for part in (wrong, late):
+            sys.stdout.write("".join(f"    {point} {points[point]}: {names}\n" for point, names in part.items()))
+        sys.stdout.flush()
+        if path is not None:
+            put_row(path, row)
+
+
+def put_row(path, row):
+    """Puts a row between `<!-- crash points -->` and `<!-- /crash points -->`, in the place of one of the same name."""
+    before, rest = path.read_text().split("<!-- crash points -->\n")
+    table, after = rest.split("<!-- /crash points -->")
+    head = ["| fit | points | kills | differences | of Lightning's log |", "|---|---:|---:|---:|---:|"]
+    old = [line for line in table.splitlines() if line.startswith("|") and line not in head]
+    name = row.split("|")[1]
+    lines = [*head, *(line for line in old if line.split("|")[1] != name), row]
+    path.write_text(f"{before}<!-- crash points -->\n\n" + "\n".join(lines) + f"\n\n<!-- /crash points -->{after}")
+
+
+def import_once():
+    """Imports what FedMA's tracing would import in every child."""
+    for name in ("torch.export._trace", "torch._export.non_strict_utils", "torch._functorch.partitioners"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()  # no child looks at what was imported, page by page
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("jobs", nargs="?", type=Path, help="JSON: list of {run, folder, all, error}")
+    parser.add_argument("--runs", nargs="*", default=[*RUNS, *ON_FLOWER], help="names of fits for the table")
+    parser.add_argument("--one-of-each", action="store_true", help="one point of each kind instead of all")
+    parser.add_argument("--table", type=Path, help="the guide that gets the table")
+    arguments = parser.parse_args()
+    import_once()
+    if arguments.jobs is None:
+        make_table(arguments.runs, arguments.table, one_of_each if arguments.one_of_each else None)
+        return
+    for job in json.loads(arguments.jobs.read_text()):
+        error = job.get("error")
+        only = None if job.get("all") else one_of_each if error is None else one_of_each_write(error)
+        points, found = kill_everywhere(job["run"], Path(job["folder"]), only, error)
+        (Path(job["folder"]) / "found.json").write_text(json.dumps({"points": points, "found": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Invariant 3 at every point: a fit that is killed while something lasting happens, and resumed, ends like a whole one.
+
+The fits, and the points, are those of `crash_points.py`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.crash_points import FAILING, ON_FLOWER, RUNS, SEAMS
+
+SHORT = ("fedper", "clients in memory")
+OF_FILES = {"file written", "file moved", "file deleted"}
+OF_FLOWER = {"message sent", "message awaited"}
+
+
+def killed(folder, runs, **options):
+    """Kills fits at their points, in a process of its own; returns the points' names and what differed, by run."""
+    jobs = [{"run": run, "folder": str(folder / f"{index}"), **options} for index, run in enumerate(runs)]
+    for job in jobs:
+        Path(job["folder"]).mkdir()
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    subprocess.run(
+        [sys.executable, "-m", "tests.crash_points", str(folder / "jobs.json")],
+        cwd=Path(__file__).parents[1], env={**os.environ, "PYTHONHASHSEED": "1"}, check=True,
+    )  # fmt: skip
+    return {job["run"]: json.loads((Path(job["folder"]) / "found.json").read_text()) for job in jobs}
+
+
+def ours(points, found):
+    """Differences that are not Lightning's own, by point."""
+    return {f"{point} {points[int(point)]}": names for point, (names, _) in found.items() if names}
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    return killed(tmp_path_factory.mktemp("short"), SHORT)
+
+
+@pytest.mark.parametrize("run", SHORT)
+def test_one_point_of_each_kind(run, short):
+    points, found = short[run]["points"], short[run]["found"]
+    seen = {points[int(point)] for point in found}
+    assert seen == set(points)
+    absent = OF_FLOWER if run == "fedper" else OF_FLOWER | OF_FILES
+    assert {name.partition(",")[0] for name in seen} == SEAMS.keys() - absent
+    assert ours(points, found) == {}
+
+
+@pytest.mark.parametrize("error", FAILING, ids=["disk full", "disk read-only"])
+def test_a_disk_that_fails(error, tmp_path):
+    """The fit ends by the disk's error, and from what lies on the disk it goes on once there is space again."""
+    points, found = killed(tmp_path, ["fedper"], error=error)["fedper"].values()
+    assert {points[int(point)].partition(",")[0] for point in found} == set(FAILING[error])
+    assert ours(points, found) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("run", [*RUNS, *(ON_FLOWER if find_spec("flwr") else ())])
+def test_every_point(run, tmp_path):
+    points, found = killed(tmp_path, [run], all=True)[run].values()
+    assert len(found) == len(points) > 90
+    assert ours(points, found) == {}
