@@ -8,6 +8,7 @@ from lightning_fed.data.client_report import ClientSummary as ClientSummary
 from lightning_fed.data.client_report import report_clients as report_clients
 from lightning_fed.data.dataset_clients import DatasetClients as DatasetClients
 from lightning_fed.data.federated import FederatedDataModule as FederatedDataModule
+from lightning_fed.data.federated import LoaderDataModule as LoaderDataModule
 from lightning_fed.data.loader_clients import LoaderClients as LoaderClients
 from lightning_fed.data.partial_labels import PartialLabels as PartialLabels
 from lightning_fed.data.partitioned import PartitionedData as PartitionedData
@@ -38,6 +39,7 @@ __all__ = [
     "LabelsPerClient",
     "LazyClients",
     "LoaderClients",
+    "LoaderDataModule",
     "Look",
     "PartialLabels",
     "Partition",
