@@ -72,7 +72,7 @@ class Forecaster(pl.LightningModule):
         self.log("val_loss", self.step(x, y), on_epoch=True, prog_bar=True, batch_size=len(x["groups"]))
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=4)
         return {
             "optimizer": optimizer,

@@ -27,7 +27,7 @@ class CatsAndDogs(L.LightningDataModule):
 
 
 class TransferLearningModel(L.LightningModule):
-    def __init__(self, milestones=(2, 4), lr=1e-2, lr_scheduler_gamma=1e-1):
+    def __init__(self, milestones=(2, 4), lr=3e-2, lr_scheduler_gamma=1e-1):
         super().__init__()
         self.milestones, self.lr, self.lr_scheduler_gamma = milestones, lr, lr_scheduler_gamma
         self.backbone = nn.Sequential(
