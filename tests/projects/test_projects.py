@@ -1,6 +1,5 @@
 """Projects as people have them, plain and federated by a few changed lines: at the first try, and right."""
 
-import difflib
 import importlib.util
 import logging
 import os
@@ -16,6 +15,7 @@ import torch
 
 import lightning_fed
 from tests.conftest import QUIET
+from tests.projects.changes import IMPORT, MOST_LINES, changed_lines, federate
 from tests.recorders import FixedBatches, MemoryLogger, Recorder, assert_same, state_of
 from tests.references import average_reference, visit_seed_reference
 
@@ -26,10 +26,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),  # 5.23 warns of its own attributes
 ]
 
-FOLDER = Path(__file__).parent
-MOST_LINES = 5
+FOLDER = Path(__file__).parent / "scripts"
 
-# What a user changes beside `import lightning_fed as fed`, as in a diff; lines that begin with a space stay.
+# What a user changes beside the import.
 DIFFS = {
     ("cli", "trainer"): """
      "--trainer.max_epochs=3",
@@ -203,31 +202,8 @@ def source_of(name):
     return (FOLDER / f"{name}.py").read_text()
 
 
-def apply(diff, source):
-    """The script after a change."""
-    lines, position = source.splitlines(), None
-    for line in diff.strip("\n").splitlines():
-        sign, text = line[0], line[1:]
-        if sign == "+":
-            position = position if position is not None else 0
-            lines.insert(position, text)
-            position += 1
-        else:
-            assert lines.count(text) == 1, f"{text!r} is in the script {lines.count(text)} times"
-            position = lines.index(text)
-            if sign == "-":
-                del lines[position]
-            else:
-                position += 1
-    return "\n".join(lines) + "\n"
-
-
 def federated(name, door):
-    """The federated script, whose import is the first of all."""
-    changed = apply(DIFFS[name, door], source_of(name))
-    if "fed." not in changed:
-        return changed
-    return re.sub(r"^(?=import|from)", "import lightning_fed as fed\n", changed, count=1, flags=re.MULTILINE)
+    return federate(source_of(name), DIFFS[name, door])
 
 
 @pytest.fixture
@@ -260,8 +236,7 @@ def assert_falls(name, logger):
 
 @pytest.mark.parametrize(("name", "door"), DIFFS)
 def test_few_lines_change(name, door):
-    before, after = source_of(name).splitlines(), federated(name, door).splitlines()
-    changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
+    changed = changed_lines(source_of(name), federated(name, door))
     assert 1 <= len(changed) <= MOST_LINES, "\n".join(changed)
     assert max(map(len, changed)) <= 122  # a sign, a space and a line
     assert "lightning_fed" not in source_of(name)
@@ -326,10 +301,9 @@ def test_the_same_with_pytorch_lightning(name, run):
     expected, _ = run(federated(name, "trainer"), name)
     plain = re.sub(r"\blightning(?=\.pytorch| as L)", "pytorch_lightning", source_of(name)).replace("ng.pytorch", "ng")
     assert "import pytorch_lightning as" in plain
-    changed = apply(DIFFS[name, "trainer"], plain)
-    lines = "import lightning_fed as fed\nfed.alias_pytorch_lightning()\n"
-    changed = re.sub(r"^(?=import|from)", lines, changed, count=1, flags=re.MULTILINE)
-    assert len([line for line in difflib.ndiff(plain.splitlines(), changed.splitlines()) if line[0] in "+-"]) <= 5
+    changed = federate(plain, DIFFS[name, "trainer"])
+    changed = changed.replace(IMPORT, IMPORT + "fed.alias_pytorch_lightning()\n")
+    assert len(changed_lines(plain, changed)) <= MOST_LINES
     trainer, logger = run(changed, name)
     assert_same(state_of(trainer.lightning_module), state_of(expected.lightning_module))
     assert_falls(name, logger)
