@@ -272,9 +272,12 @@ def _labels_of_targets(
         if labels is not None or (targets.dtype.kind == "f" and not np.isfinite(targets).all()):
             return labels
     try:
-        return _as_values([label_of_target(targets[index]) for index in indices.tolist()])
+        labels = _as_values([label_of_target(targets[index]) for index in indices.tolist()])
     except TypeError:
         return None
+    if labels.dtype.kind == "U" and len({str(target) for target in targets}) == len(targets) > 1:
+        return None  # names, of files say
+    return labels
 
 
 def _labels_of_samples(dataset: Any, indices: IndexArray, label_of_target: LabelOf) -> list[Label]:

@@ -186,7 +186,7 @@ def test_reading_masks_from_samples(make):
 @pytest.mark.parametrize(
     "targets",
     [
-        ["a.xml"] * 6,
+        [f"{number}.xml" for number in range(6)],
         [["a.png", "b.png"]] * 6,
         CLASSES[:3],
         np.random.default_rng(0).random((6, 4)),
@@ -214,8 +214,8 @@ def test_label_fn_overrides_everything():
 
     # It is given what the outermost data set returns.
     assert_labels(labels_of(Renamed(dataset, [5, 1]), lambda sample: sample["x"][0]), [5, 1])
-    with pytest.raises(TypeError, match=r"Expected `label_fn` to be a whole number, but got str"):
-        labels_of(dataset, lambda sample: "a")
+    with pytest.raises(TypeError, match=r"Expected `label_fn` to be a whole number or a text, but got bytes"):
+        labels_of(dataset, lambda sample: b"a")
     with pytest.raises(ValueError, match=r"Expected `label_fn` to be a whole number, but got 0\.5"):
         labels_of(dataset, lambda sample: 0.5)
 
