@@ -402,6 +402,6 @@ def test_an_error_before_a_fit_with_fixed_statistics_is_seen(either_trainer):
     module = models.Module(models.norm_mlp())
     module.configure_optimizers = None
     trainer = either_trainer(max_rounds=1, batch_norm="fixed", fixed_after=1)
-    with pytest.raises(Exception, match="configure_optimizers|NoneType") as error:
+    with pytest.raises(Exception, match=r"configure_optimizers|NoneType") as error:
         trainer.fit(module, datamodule=models.PooledData(models.vectors()))
     assert "'trainer'" not in str(error.value)
