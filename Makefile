@@ -46,7 +46,7 @@ test-gpu: $(STAMP) ## the tests that need a GPU; without one they are skipped
 test-oldest: ## the tests on the oldest Python and dependencies allowed, in .venv-oldest
 	$(MAKE) test PYTHON=python3.11 VENV=.venv-oldest LOWEST=yes
 
-test-projects: ## real packages of others, plain and federated, in .venv-projects: half an hour, 8 GB
+test-projects: ## real packages of others, plain and federated, in .venv-projects: a quarter of an hour, 7 GB
 	test -x .venv-projects/bin/python || $(PYTHON) -m venv .venv-projects
 	.venv-projects/bin/python -m pip install -qq --disable-pip-version-check -e . flwr-datasets pytest==9.2.0 \
 		pytest-timeout==2.4.0 hypothesis==6.170.15

@@ -28,7 +28,8 @@ def federate(source, diff):
         if sign == "-":
             del lines[position]
     changed = "\n".join(lines) + "\n"
-    return re.sub(r"^(?=import|from)", IMPORT, changed, count=1, flags=re.MULTILINE) if "fed." in changed else changed
+    is_used = re.search(r"(?<!\w)fed\.", changed)
+    return re.sub(r"^(?=import|from)", IMPORT, changed, count=1, flags=re.MULTILINE) if is_used else changed
 
 
 def changed_lines(before, after):
