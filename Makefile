@@ -17,7 +17,7 @@ INSTALL_LOWEST := $(INSTALL) uv==0.12.24 && $(BIN)/uv pip install -q --python $(
 # files in their order, so that what the tests of a file share is made once; who is done first helps the other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 10
 
-.PHONY: help venv demo test test-slow test-gpu test-oldest test-portable lint types docs clean
+.PHONY: help venv demo test test-slow test-gpu test-oldest test-projects test-portable lint types docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,13 @@ test-gpu: $(STAMP) ## the tests that need a GPU; without one they are skipped
 
 test-oldest: ## the tests on the oldest Python and dependencies allowed, in .venv-oldest
 	$(MAKE) test PYTHON=python3.11 VENV=.venv-oldest LOWEST=yes
+
+test-projects: ## real packages of others, plain and federated, in .venv-projects: a quarter of an hour, 7 GB
+	test -x .venv-projects/bin/python || $(PYTHON) -m venv .venv-projects
+	.venv-projects/bin/python -m pip install -qq --disable-pip-version-check -e . flwr-datasets pytest==9.2.0 \
+		pytest-timeout==2.4.0 hypothesis==6.170.15
+	OMP_NUM_THREADS=1 .venv-projects/bin/python -m pytest tests/data/test_flower_partition.py
+	OMP_NUM_THREADS=1 .venv-projects/bin/python -m tests.projects.packages --out docs/guides/your_project.md $(ARGS)
 
 test-portable: $(STAMP) ## the tests under settings that stand for other machines: hours
 	$(BIN)/python tests/portable.py $(ARGS)

@@ -9,8 +9,9 @@ import torch
 
 from tests.generators import OUTSIDE, SEED_VARIABLES, same_random_numbers
 
-# The examples of the Flower backend need Flower, an extra.
-collect_ignore_glob = [] if find_spec("flwr") else ["lightning_fed/backends/flower/*.py", "tests/backends/flower/*.py"]
+# The examples of the Flower backend need Flower, an extra; scripts of projects need what projects need.
+collect_ignore_glob = ["tests/projects/scripts/*", "tests/projects/packages/*"]
+collect_ignore_glob += [] if find_spec("flwr") else ["lightning_fed/backends/flower/*.py", "tests/backends/flower/*.py"]
 
 # One thread, or as many as the environment says: the processes that tests start read the same variable.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))

@@ -20,18 +20,6 @@ from pytorch_lightning.utilities.types import STEP_OUTPUT
 """
 
 
-@pytest.fixture
-def without_pytorch_lightning(monkeypatch):
-    """Nothing of it is imported, and nothing stays."""
-    others = [name for name in sys.modules if name.partition(".")[0] in ("pytorch_lightning", "lightning_fabric")]
-    for name in others:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("pytorch_lightning", "lightning_fabric")]:
-        del sys.modules[name]
-
-
 @pytest.mark.usefixtures("without_pytorch_lightning")
 def test_the_other_name_gives_the_same_classes():
     names, spec = {}, L.pytorch.callbacks.__spec__

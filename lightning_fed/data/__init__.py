@@ -8,6 +8,8 @@ from lightning_fed.data.client_report import ClientSummary as ClientSummary
 from lightning_fed.data.client_report import report_clients as report_clients
 from lightning_fed.data.dataset_clients import DatasetClients as DatasetClients
 from lightning_fed.data.federated import FederatedDataModule as FederatedDataModule
+from lightning_fed.data.federated import LoaderDataModule as LoaderDataModule
+from lightning_fed.data.flower_partition import FlowerPartition as FlowerPartition
 from lightning_fed.data.loader_clients import LoaderClients as LoaderClients
 from lightning_fed.data.partial_labels import PartialLabels as PartialLabels
 from lightning_fed.data.partitioned import PartitionedData as PartitionedData
@@ -34,10 +36,12 @@ __all__ = [
     "DatasetClients",
     "Dirichlet",
     "FederatedDataModule",
+    "FlowerPartition",
     "ImageLook",
     "LabelsPerClient",
     "LazyClients",
     "LoaderClients",
+    "LoaderDataModule",
     "Look",
     "PartialLabels",
     "Partition",

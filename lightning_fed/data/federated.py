@@ -99,12 +99,23 @@ class EvaluationData(L.LightningDataModule):
 
 
 class LoaderDataModule(EvaluationData):
-    """Datamodule of the loaders that were passed to ``FederatedTrainer.fit``.
+    """Datamodule of loaders, for a Trainer with :class:`~lightning_fed.callbacks.Federation`.
+
+    The callback takes the place of a datamodule's ``train_dataloader``, and cannot reach loaders that are handed to
+    ``L.Trainer.fit``. ``FederatedTrainer`` takes these as they are.
 
     Args:
         train: The training loader, which a partition splits.
-        val: Validation data.
-        known_clients: Function that returns the clients.
+        val: Validation data: loaders as ``Trainer.fit`` takes them, or a mapping of clients.
+        known_clients: Function that returns the clients, for mappings of loaders by name; as in
+            :class:`~lightning_fed.data.federated.EvaluationData`.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> loader = DataLoader(TensorDataset(torch.zeros(8, 3), torch.zeros(8)), batch_size=4)
+        >>> LoaderDataModule(loader, val=loader).train_dataloader() is loader
+        True
 
     """
 

@@ -26,20 +26,23 @@ MapDataset = Dataset[Any] | Sequence[Any]
 
 IndexArray = npt.NDArray[np.int64]
 
+Label = int | float | str
+LabelOf = Callable[[Any], Label]
+
 _ATTRIBUTES = ("targets", "labels", "y")
 _COLUMNS = ("label", "labels", "target", "y")
 _KEYS = (*_COLUMNS, "mask")
 _NUM_BINS = 10
 _HINT = (
-    "Pass `label_fn`, a function of a sample that gives its label as an integer. The partitions `IID` and `ByGroup`"
-    " need no labels."
+    "Pass `label_fn`, a function of a sample that gives its label, a whole number or a text. The partitions `IID` and"
+    " `ByGroup` need no labels."
 )
 _MOST_BINS = 1 << 16  # larger class numbers are counted by sorting
 
 
 def labels_of(
     dataset: MapDataset,
-    label_fn: Callable[[Any], int] | None = None,
+    label_fn: Callable[[Any], int | str] | None = None,
     *,
     ignore_index: int | None = 255,
     background: int | None = 0,
@@ -62,12 +65,12 @@ def labels_of(
     ``(1, H, W)`` or ``(H, W, 1)``. A mask's label is its dominant foreground class: the class with most pixels, apart
     from ``ignore_index`` and ``background``, the smaller one of two equals. So is the label of an image with objects,
     whose target is a mapping with ``"labels"``. Where no target is of these kinds, a vector of zeros and ones (one-hot,
-    multi-hot) has the label of its first one (its length, if there is none), and numbers with fractions are put into
-    ten bins of equally many samples, which is logged.
+    multi-hot) has the label of its first one (its length, if there is none), numbers with fractions are put into ten
+    bins of equally many samples, which is logged, and texts are numbered in the order of the alphabet.
 
     Args:
         dataset: A data set with ``__len__`` and ``__getitem__``.
-        label_fn: Function of a sample, as the data set returns it, that gives its label.
+        label_fn: Function of a sample, as the data set returns it, that gives its label: a whole number or a text.
         ignore_index: Value of void pixels in a mask; ``None`` for none (a binary mask stored as 0 and 255, say).
         background: Background class of masks, the label of a mask without foreground; ``None`` where every class counts
             (then a mask of void pixels only has the label ``ignore_index``).
@@ -77,8 +80,8 @@ def labels_of(
 
     Raises:
         TypeError: If the data set cannot be read by index, or its targets are neither labels nor masks.
-        ValueError: If a label of ``label_fn`` is not a whole number, a target is not finite, or a mask has a negative
-            class other than ``ignore_index``.
+        ValueError: If a label of ``label_fn`` is not a whole number, a target is not finite, a mask has a negative
+            class other than ``ignore_index``, or texts are all different.
 
     Example:
         >>> import torch
@@ -91,7 +94,7 @@ def labels_of(
     length = length_of(dataset)
     if label_fn is not None:
         with _fixed_generators():
-            return np.asarray([_as_label(label_fn(dataset[i]), "`label_fn`") for i in range(length)], dtype=np.int64)
+            return _as_classes(_as_values([_as_label(label_fn(dataset[i]), "`label_fn`") for i in range(length)]))
 
     def label_of_target(target: Any) -> int | float:
         return _label_of_target(target, ignore_index, background)
@@ -109,9 +112,9 @@ def labels_of(
             type(part).__name__,
         )
         with _fixed_generators():
-            return _as_numbers(_labels_of_samples(part, indices, label_of_target))
+            return _as_values(_labels_of_samples(part, indices, label_of_target))
 
-    return _in_bins(_collect(dataset, np.arange(length), known, read))
+    return _as_classes(_collect(dataset, np.arange(length), known, read))
 
 
 def groups_of(
@@ -255,7 +258,7 @@ def _column(dataset: Any, name: str) -> Any:
 
 
 def _labels_of_targets(
-    targets: Any, indices: IndexArray, length: int, label_of_target: Callable[[Any], int | float]
+    targets: Any, indices: IndexArray, length: int, label_of_target: LabelOf
 ) -> npt.NDArray[Any] | None:
     """Labels from the targets of all samples, or ``None`` if these are not one label or mask per sample."""
     array = _as_array(targets)
@@ -269,15 +272,16 @@ def _labels_of_targets(
         if labels is not None or (targets.dtype.kind == "f" and not np.isfinite(targets).all()):
             return labels
     try:
-        return _as_numbers([label_of_target(targets[index]) for index in indices.tolist()])
+        labels = _as_values([label_of_target(targets[index]) for index in indices.tolist()])
     except TypeError:
         return None
+    if labels.dtype.kind == "U" and len({str(target) for target in targets}) == len(targets) > 1:
+        return None  # names, of files say
+    return labels
 
 
-def _labels_of_samples(
-    dataset: Any, indices: IndexArray, label_of_target: Callable[[Any], int | float]
-) -> list[int | float]:
-    labels: list[int | float] = []
+def _labels_of_samples(dataset: Any, indices: IndexArray, label_of_target: LabelOf) -> list[Label]:
+    labels: list[Label] = []
     target_of: Callable[[Any], Any] | None = None
     for index in indices.tolist():
         sample = dataset[index]
@@ -291,9 +295,7 @@ def _labels_of_samples(
     return labels
 
 
-def _find_target(
-    sample: Any, label_of_target: Callable[[Any], int | float]
-) -> tuple[Callable[[Any], Any], Callable[[Any], int | float]]:
+def _find_target(sample: Any, label_of_target: LabelOf) -> tuple[Callable[[Any], Any], LabelOf]:
     """Functions that give the target of a sample, and the label of a target, as one sample has them."""
     getters: Sequence[Callable[[Any], Any]]
     if isinstance(sample, Mapping):
@@ -328,17 +330,17 @@ def _target_indices(sample: Sequence[Any]) -> tuple[int, ...]:
     return (1,) if len(sample) == 2 else (1, -1) if len(sample) > 2 else ()
 
 
-def _classes(label_of_target: Callable[[Any], int | float]) -> Callable[[Any], int]:
+def _classes(label_of_target: LabelOf) -> Callable[[Any], int]:
     def label_of(target: Any) -> int:
         label = label_of_target(target)
-        if isinstance(label, float):
+        if not isinstance(label, int):
             raise TypeError(f"Expected a target to be a whole number, but got {label}.")
         return label
 
     return label_of
 
 
-def _sets(label_of_target: Callable[[Any], int | float]) -> Callable[[Any], int]:
+def _sets(label_of_target: LabelOf) -> Callable[[Any], int]:
     def label_of(target: Any) -> int:
         array = _as_array(target)
         if array is None or array.ndim != 1 or array.size < 2 or not np.isin(array, (0, 1)).all():
@@ -348,11 +350,20 @@ def _sets(label_of_target: Callable[[Any], int | float]) -> Callable[[Any], int]
     return label_of
 
 
-def _numbers(label_of_target: Callable[[Any], int | float]) -> Callable[[Any], int | float]:
+def _numbers(label_of_target: LabelOf) -> LabelOf:
     return label_of_target
 
 
-_TARGET_KINDS = (_classes, _sets, _numbers)
+def _texts(label_of_target: LabelOf) -> Callable[[Any], str]:
+    def label_of(target: Any) -> str:
+        if not isinstance(target, str):
+            raise TypeError(f"Expected a target to be a text, but got {_described(target)}.")
+        return str(target)
+
+    return label_of
+
+
+_TARGET_KINDS = (_classes, _sets, _numbers, _texts)
 """Kinds of targets of a data set. A later kind is looked for only where none are of the kinds before it."""
 
 
@@ -380,16 +391,33 @@ def _label_of_target(target: Any, ignore_index: int | None, background: int | No
     )
 
 
-def _as_numbers(values: Sequence[int | float]) -> npt.NDArray[Any]:
-    """Labels as integers, or as floats if one of them has a fraction."""
+def _as_values(values: Sequence[Label]) -> npt.NDArray[Any]:
+    """Labels as integers, as floats if one of them has a fraction, or as texts.
+
+    Raises:
+        TypeError: If some are texts and others are numbers.
+
+    """
+    if any(isinstance(value, str) for value in values):
+        if not all(isinstance(value, str) for value in values):
+            raise TypeError("Expected all labels to be whole numbers, or all of them texts, but got both.")
+        return np.asarray(values, dtype=np.str_)
     return np.asarray(values, dtype=np.float64 if any(isinstance(value, float) for value in values) else np.int64)
 
 
-def _in_bins(values: npt.NDArray[Any]) -> IndexArray:
-    """Labels as they are; numbers with fractions by bins of equally many samples."""
+def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
+    """Labels as they are; texts by their order; numbers with fractions by bins of equally many samples."""
     labels = _as_labels(values)
     if labels is not None:
         return labels
+    if values.dtype.kind == "U":
+        names, classes = np.unique(values, return_inverse=True)
+        if names.size == values.size > 1:
+            raise ValueError(
+                f"Expected texts that are labels, but got {values.size} different ones such as {str(names[0])!r:.50}."
+                f" {_HINT}"
+            )
+        return classes.astype(np.int64)
     _log.info(
         "The targets are numbers with fractions, from %g to %g: their labels are %d bins of equally many samples."
         " Another division can be passed as `label_fn`.",
@@ -442,11 +470,13 @@ def _as_labels(values: npt.NDArray[Any]) -> IndexArray | None:
     return integers if values.dtype.kind != "f" or bool((integers == values).all()) else None
 
 
-def _as_label(value: Any, source: str) -> int:
+def _as_label(value: Any, source: str) -> int | str:
+    if isinstance(value, str):
+        return str(value)
     array = _as_array(value)
     item = array.item() if array is not None and array.size == 1 else value
     if not isinstance(item, int | float):
-        raise TypeError(f"Expected {source} to be a whole number, but got {_described(value)}.")
+        raise TypeError(f"Expected {source} to be a whole number or a text, but got {_described(value)}.")
     if item != item // 1:
         raise ValueError(f"Expected {source} to be a whole number, but got {item}. {_HINT}")
     return int(item)

@@ -24,7 +24,7 @@ from lightning_fed.data.sample_assignment import (
     number_classes,
 )
 
-LabelFn = Callable[[Any], int]
+LabelFn = Callable[[Any], int | str]
 """Function of a sample that gives its label."""
 
 

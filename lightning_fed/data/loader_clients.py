@@ -35,11 +35,13 @@ class LoaderClients(Population):
     def num_samples(self, client: Client) -> int:
         """Length of the loader's data set or of its sampler, or else the examples in one pass over its batches.
 
-        Of several loaders those of the one that decides how many batches there are.
+        The length of a sampler of another kind than torch's counts whatever that of the data set is: a geographic one
+        draws many windows of few files. Of several loaders those of the one that decides how many batches there are.
+        A stream without a length counts as the examples of the batches of a visit, ``local_steps``.
 
         Raises:
             TypeError: If there are data sets among several loaders.
-            ValueError: If neither has a length.
+            ValueError: If neither has a length, and visits are not counted in batches.
 
         """
         return self._count(client, self._loader(client))
@@ -50,17 +52,19 @@ class LoaderClients(Population):
             return sum(counts) if loader.mode == "sequential" else counts[loader.leading]
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, Sized):
-            # Clients may share a data set, each with a sampler of its part.
-            sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
-            return min(len(sampler), len(dataset)) if isinstance(sampler, Sized) else len(dataset)
+            return _drawn_samples(loader, len(dataset))
         has_length = isinstance(loader, Sized)
         if has_length and dataset is None:
             if client not in self._counted:
                 self._counted[client] = sum(batch_length(batch) for batch in loader)
             return self._counted[client]
+        batch_size = getattr(loader, "batch_size", None)
+        if dataset is not None and self.local_steps is not None and batch_size is not None:
+            return self.local_steps * int(batch_size)
         raise ValueError(
             f"Expected the loader of client {client!r} to have a data set with a length, because an average weighs"
-            " clients by their examples: define `__len__` on the data set."
+            " clients by their examples: define `__len__` on the data set, or set `local_steps` (and a batch size),"
+            " with which a client counts as the examples that a visit trains on."
         )
 
     def _loader(self, client: Client) -> Any:
@@ -145,6 +149,20 @@ class LoaderClients(Population):
                 yield batch
             if not has_batches:
                 raise ValueError("its loader gave no batch")
+
+
+def _drawn_samples(loader: Any, most: int) -> int:
+    """Examples that a loader draws in a pass; of samplers of torch at most so many as the data set has."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    batch_size = getattr(batch_sampler, "batch_size", None)
+    if isinstance(batch_sampler, Sized) and isinstance(batch_size, int) and not hasattr(batch_sampler, "sampler"):
+        return len(batch_sampler) * batch_size  # batches of places, as torchgeo draws them
+    # Clients may share a data set, each with a sampler of its part.
+    sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
+    if not isinstance(sampler, Sized):
+        return most
+    is_known = type(sampler).__module__.startswith("torch.")
+    return min(len(sampler), most) if is_known else len(sampler)
 
 
 class _Streams:

@@ -87,6 +87,8 @@ class Population(ABC):
     Attributes:
         has_raised: Whether the log has shown a traceback of a client's data.
         sampling: Draw of the examples of every batch that trains; ``None`` for passes over all of them.
+        local_steps: Batches of a visit, by which streams without a length are counted; ``None`` where visits are
+            counted in passes.
 
     Raises:
         ValueError: If there are no clients, or a name is longer than :data:`LONGEST_NAME`.
@@ -96,6 +98,7 @@ class Population(ABC):
 
     has_raised = False
     sampling: PoissonSampling | None = None
+    local_steps: int | None = None
 
     def __init__(self, clients: Sequence[Client]) -> None:
         if len(clients) == 0:

@@ -54,8 +54,8 @@ def check_model(state: Mapping[str, Tensor]) -> None:
     if fault is not None:
         raise MisconfigurationException(
             f"The fit would start from a model that no client can train: {fault}. If it came from a checkpoint, go on"
-            " from an earlier one. A constant such as a mask that holds infinities does not have to travel: register it"
-            " with `persistent=False`, or name it in `frozen`."
+            " from an earlier one. A constant that holds infinities does not have to travel: make it a buffer, or name"
+            " it in `frozen`."
         )
 
 

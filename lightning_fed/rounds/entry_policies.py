@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -23,6 +23,9 @@ def decide_policies(
     sliced: Collection[str] = (),
 ) -> dict[str, Policy]:
     """The policy of every entry of the module's state; says in the log which of them stay with their clients.
+
+    Buffers with NaN or infinite values, such as masks and thresholds that are not known yet, cannot be averaged: they
+    are frozen. BatchNorm's statistics are not among them, because such ones are faulty.
 
     Args:
         module: The module.
@@ -66,6 +69,15 @@ def decide_policies(
                 f" {'it is ' + policies[name] if name in policies else 'the model has no such entry'}."
             )
         policies[name] = "sliced"
+    unset = [name for name in _unset_buffers(module) if name not in statistics and policies.get(name) == "shared"]
+    policies |= {name: "frozen" for name in unset}
+    if unset:
+        _log.info(
+            "%d buffers hold NaN or infinite values and do not travel (%s): they are the server's at the start of every"
+            " visit. Buffers that visits fill can be each client's own by `personal`.",
+            len(unset),
+            ", ".join(unset[:3]) + (", ..." if len(unset) > 3 else ""),
+        )
     at_home = [name for name, policy in policies.items() if policy == "personal"]
     if batch_norm == "local":  # what serves the global model instead is an option of its own
         at_home = [name for name in at_home if name not in statistics]
@@ -78,6 +90,13 @@ def decide_policies(
             at_home[0],
         )
     return policies
+
+
+def _unset_buffers(module: nn.Module) -> Iterator[str]:
+    """Yields the names of the buffers that are not finite."""
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if buffer.is_floating_point() and not buffer.is_meta and not bool(buffer.isfinite().all()):
+            yield name
 
 
 def check_sliced(

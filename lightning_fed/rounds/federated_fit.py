@@ -158,6 +158,7 @@ class FederatedFit:
 
         """
         self._population = population
+        population.local_steps = self.schedule.local_steps
         cohort_size = self.schedule.cohort_size(len(population.clients))
         check_min_clients(self.server.min_clients, self.schedule, cohort_size, self.partial_work)
 

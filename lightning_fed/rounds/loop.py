@@ -172,8 +172,8 @@ class RoundLoop:
         """
         if not isinstance(self.fit.trainer.train_dataloader, RoundLoader):
             raise MisconfigurationException(
-                "The Trainer trains on loaders that were handed to `fit`, not on the clients: use a datamodule, or"
-                " `FederatedTrainer`."
+                "The Trainer trains on loaders that were handed to `fit`, not on the clients: use a datamodule, such as"
+                " `lightning_fed.data.LoaderDataModule(train, val)`, or `FederatedTrainer`."
             )
         self._generators.enter_context(seeded_generators())
 
@@ -181,7 +181,7 @@ class RoundLoop:
         """Leaves the last complete global model in the module, in the modes in which it trains without a federation."""
         if self.fit.round is not None:
             self.fit.round.abandon()
-        if self.fit.is_batch_norm_fixed:
+        if self._overridden and self.fit.is_batch_norm_fixed:  # not where `setup` was not reached
             thaw_batch_norm(module)
 
     def detach(self) -> None:

@@ -186,7 +186,7 @@ def test_reading_masks_from_samples(make):
 @pytest.mark.parametrize(
     "targets",
     [
-        ["a.xml"] * 6,
+        [f"{number}.xml" for number in range(6)],
         [["a.png", "b.png"]] * 6,
         CLASSES[:3],
         np.random.default_rng(0).random((6, 4)),
@@ -214,8 +214,8 @@ def test_label_fn_overrides_everything():
 
     # It is given what the outermost data set returns.
     assert_labels(labels_of(Renamed(dataset, [5, 1]), lambda sample: sample["x"][0]), [5, 1])
-    with pytest.raises(TypeError, match=r"Expected `label_fn` to be a whole number, but got str"):
-        labels_of(dataset, lambda sample: "a")
+    with pytest.raises(TypeError, match=r"Expected `label_fn` to be a whole number or a text, but got bytes"):
+        labels_of(dataset, lambda sample: b"a")
     with pytest.raises(ValueError, match=r"Expected `label_fn` to be a whole number, but got 0\.5"):
         labels_of(dataset, lambda sample: 0.5)
 
@@ -266,7 +266,8 @@ class Stream(IterableDataset):
             TypeError,
             "or a mask of classes of shape (H, W), (1, H, W) or (H, W, 1), but got dict",
         ),
-        (Samples([(0, "cat")]), TypeError, "but got str."),
+        (Samples([(0, "cat"), (1, "dog")]), ValueError, "but got 2 different ones such as 'cat'. Pass `label_fn`"),
+        (Samples([(0, "cat"), (1, 2)]), TypeError, "Expected a target to be a text, but got int."),
         (Samples([(0, np.full(4, 2.0))]), TypeError, "but got ndarray of shape (4,) and type float64."),
         (Samples([(0, torch.zeros(3, 4, 4))]), TypeError, "but got ndarray of shape (3, 4, 4) and type float32."),
         (Samples([(0, Image.new("RGB", (5, 4)))]), TypeError, "but got ndarray of shape (4, 5, 3) and type uint8."),
@@ -348,6 +349,37 @@ def test_a_label_is_preferred_to_what_looks_like_a_set_or_a_number():
         dataset = TensorDataset(tokens, beside, torch.tensor(CLASSES))
         assert_labels(labels_of(dataset), CLASSES)
         assert_labels(labels_of([dataset[index] for index in range(6)]), CLASSES)
+
+
+ANIMALS = ["dog", "cat", "dog", "ant", "cat", "dog"]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Samples([0] * 6, targets=ANIMALS),
+        Samples([0] * 6, labels=np.array(ANIMALS)),
+        Samples([0] * 6, labels=np.array(ANIMALS, dtype=object)),
+        Table(image=list("abcdef"), label=ANIMALS),
+        Samples([(0, animal) for animal in ANIMALS]),
+        Samples([{"x": 0, "label": animal} for animal in ANIMALS]),
+    ],
+)
+def test_texts_are_classes(dataset):
+    """In the order of the alphabet, also where a part of the data has only some of them."""
+    expected = [sorted(set(ANIMALS)).index(animal) for animal in ANIMALS]
+    assert_labels(labels_of(dataset), expected)
+    assert_labels(labels_of(ConcatDataset([Subset(dataset, [0, 1, 2]), Subset(dataset, [3, 4, 5])])), expected)
+
+
+def test_a_text_of_a_function():
+    assert_labels(labels_of(Samples(list("abba")), lambda sample: sample), [0, 1, 1, 0])
+    with pytest.raises(TypeError, match="all labels to be whole numbers, or all of them texts, but got both"):
+        labels_of(Samples(["a", 1, "b", 1]), lambda sample: sample)
+
+
+def test_a_number_is_preferred_to_a_text():
+    assert_labels(labels_of(Samples([(0, f"{index}.png", label) for index, label in enumerate(CLASSES)])), CLASSES)
 
 
 def test_numbers_are_divided_into_bins(caplog):

@@ -1,5 +1,7 @@
 """Clients with loaders of their own: their batches as they come, counted right, again and again if a visit asks."""
 
+import itertools
+
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -8,6 +10,7 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     TensorDataset,
 )
@@ -16,6 +19,10 @@ from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.data.loader_clients import LoaderClients
 from lightning_fed.data.population import LazyClients, PlannedVisit
 from lightning_fed.server.schedule import Visit
+from tests import models
+from tests.recorders import Recorder, assert_same, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 DATASET = TensorDataset(torch.arange(10))
 
@@ -30,6 +37,21 @@ class Stream(IterableDataset):
 class Measured(Stream):
     def __len__(self):
         return 5
+
+
+class Windows(Sampler):
+    """Draws places of a large picture, of which a data set of files knows nothing."""
+
+    def __init__(self, length, batch_size=None):
+        self.length, self.batch_size = length, batch_size
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        for number in range(self.length):
+            place = number % len(DATASET)
+            yield place if self.batch_size is None else [place] * self.batch_size
 
 
 class Promising:
@@ -78,6 +100,8 @@ LOADERS = {
         DataLoader(DATASET, batch_sampler=BatchSampler(SubsetRandomSampler(range(3)), 2, False)), 3, 2
     ),
     "drawn again and again": (DataLoader(DATASET, 4, sampler=RandomSampler(DATASET, True, 100)), 10, 25),
+    "drawn places": (DataLoader(DATASET, 4, sampler=Windows(100)), 100, 25),
+    "drawn batches of places": (DataLoader(DATASET, batch_sampler=Windows(25, batch_size=4)), 100, 25),
     "without batches": (DataLoader(DATASET, batch_size=None), 10, 10),
     "stream with a length": (DataLoader(Measured(), 2), 5, 3),
     "list of batches": ([torch.zeros(3, 2), torch.zeros(2, 2)], 5, 2),
@@ -103,6 +127,50 @@ def test_examples_that_cannot_be_counted(loader):
     assert population.batches_per_epoch("a") is None
     with pytest.raises(ValueError, match="Expected the loader of client 'a' to have a data set with a length"):
         population.num_samples("a")
+
+
+def test_a_stream_counts_as_the_examples_of_a_visit():
+    population = LoaderClients({"a": DataLoader(Stream(), 2), "b": DataLoader(Stream(), batch_size=None)})
+    population.local_steps = 7
+    assert population.num_samples("a") == 14
+    with pytest.raises(ValueError, match=r"'b' to have .* or set `local_steps` \(and a batch size\)"):
+        population.num_samples("b")
+
+
+class Endless(IterableDataset):
+    """Examples of a table over and over again."""
+
+    def __init__(self, *tensors):
+        self.tensors = tensors
+
+    def __iter__(self):
+        for index in itertools.count():
+            yield tuple(tensor[index % len(tensor)] for tensor in self.tensors)
+
+
+@pytest.mark.parametrize("rule", ["fedavg", "scaffold"])
+def test_streams_without_a_length_train_as_their_first_batches(rule, either_trainer):
+    """Each visit begins its stream anew, and trains on so many batches; BatchNorm is measured on some of it."""
+    clients = models.vectors({"a": 24, "b": 24})
+    results = []
+    for make in (Endless, TensorDataset):
+        module = models.Module(models.norm_mlp(), models.momentum)
+        loaders = {name: DataLoader(make(*tensors), 8) for name, tensors in clients.items()}
+        trainer = either_trainer(max_rounds=2, method=rule, local_steps=3, batch_norm="average")
+        trainer.fit(module, datamodule=FederatedDataModule(loaders))
+        results.append(state_of(module))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("mode", ["recalibrate", "local", "personal", "fixed"])
+def test_streams_with_batch_norm(mode, either_trainer):
+    clients = {name: DataLoader(Endless(*tensors), 8) for name, tensors in models.vectors({"a": 20, "b": 30}).items()}
+    module, recorder = models.Module(models.norm_mlp()), Recorder()
+    options = {"fixed_after": 1} if mode == "fixed" else {}
+    trainer = either_trainer(max_rounds=2, local_steps=3, batch_norm=mode, callbacks=[recorder], **options)
+    trainer.fit(module, datamodule=FederatedDataModule(clients))
+    assert [visit.num_samples for visit in recorder.visits] == [24] * 4
+    assert all(torch.isfinite(value).all() for value in state_of(module).values())
 
 
 def test_loaders_are_built_when_they_are_asked_for():

@@ -395,3 +395,13 @@ def test_statistics_of_frozen_layers_stay_the_servers(federated_trainer):
     policies = trainer.federation.policies
     assert {policies[f"net.1.{name}"] for name in ("running_mean", "weight")} == {"frozen"}
     assert (policies["net.5.running_mean"], policies["net.5.weight"]) == ("personal", "shared")
+
+
+def test_an_error_before_a_fit_with_fixed_statistics_is_seen(either_trainer):
+    """It was hidden by one of ours."""
+    module = models.Module(models.norm_mlp())
+    module.configure_optimizers = None
+    trainer = either_trainer(max_rounds=1, batch_norm="fixed", fixed_after=1)
+    with pytest.raises(Exception, match=r"configure_optimizers|NoneType") as error:
+        trainer.fit(module, datamodule=models.PooledData(models.vectors()))
+    assert "'trainer'" not in str(error.value)

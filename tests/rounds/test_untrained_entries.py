@@ -1,5 +1,8 @@
 """Entries that do not train stay where they are, and the weights are those of a fit in which everything travels."""
 
+import logging
+import math
+
 import lightning as L
 import pytest
 import torch
@@ -7,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
-from lightning_fed import FederatedCallback, Federation
+from lightning_fed import FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import FedAvg
 from lightning_fed.callbacks import CommunicationReport, find_federation
 from lightning_fed.privacy import CentralDP, SecureSum
@@ -308,3 +311,38 @@ def test_recalibration_sends_adapters_too(fit):
     shared, measured = 4 * bytes_of(module, *ADAPTERS), 4 * 4 * (6 + 6) + 4 * 8
     assert logged(recorder, "down") == [2 * shared] * 2
     assert logged(recorder, "up") == [shared + measured] * 2
+
+
+class WithThreshold(models.Module):
+    """A threshold that validation finds, and a mask with infinities."""
+
+    def __init__(self):
+        super().__init__(models.mlp(), models.momentum)
+        self.register_buffer("threshold", torch.tensor(torch.nan))
+        self.register_buffer("mask", torch.zeros(6).fill_(-torch.inf))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(self.threshold.item())
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self):
+        self.threshold.fill_(self.current_epoch + 0.5)
+
+
+def test_buffers_that_are_not_finite_stay(either_trainer, caplog):
+    """They are the server's, as validation leaves them; the rest is as without them."""
+    data = FederatedDataModule(DATA, val=DATA["a"], batch_size=8)
+    plain, module, recorder = models.Module(models.mlp(), models.momentum), WithThreshold(), Recorder()
+    either_trainer(max_rounds=3).fit(plain, datamodule=data)
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        trainer = either_trainer(max_rounds=3, callbacks=[recorder])
+        trainer.fit(module, datamodule=data)
+    assert "2 buffers hold NaN or infinite values and do not travel (threshold, mask)" in caplog.text
+    assert_same(state_of(plain), state_of(module), state_of(plain))
+    assert {name for visit in recorder.visits for name in visit.update} == set(state_of(plain))
+    assert torch.equal(module.mask, torch.full((6,), -torch.inf))
+    assert module.threshold == 2.5
+    per_round = len(module.seen) // 3
+    assert all(math.isnan(value) for value in module.seen[:per_round])
+    assert module.seen[per_round:] == [0.5] * per_round + [1.5] * per_round

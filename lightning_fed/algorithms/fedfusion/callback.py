@@ -18,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_fed.algorithms.example_input import first_batch, forward_inputs
 from lightning_fed.algorithms.fedfusion.equations import smooth_weight
 from lightning_fed.algorithms.fedfusion.extractors import Extractor
 from lightning_fed.algorithms.fedfusion.feature_cache import FeatureCache
@@ -161,7 +162,12 @@ class FeatureFusion(FederatedCallback):
             _move_to_front(self, trainer)
         is_fused = find_fusion(pl_module) is not None
         with seeded_generators(derive_seed(_federation_seed(trainer), _OPERATOR_STREAM)):
-            self._fusion = self._fuse(pl_module)
+            try:
+                self._fusion = self._fuse(pl_module)
+            except OptionError:
+                if stage != "fit" or self.channels != "infer" or pl_module.example_input_array is not None:
+                    raise
+                self._fusion = self._fuse_by_batch(find_federation(trainer), pl_module)
         self._is_untrained = stage != "fit" and not is_fused and (self.operator, self.conv_init) == ("conv", "default")
         goes_on = stage != "fit" or trainer.current_epoch > 0
         self._reference = self._fusion.frozen.state() if goes_on and self._fusion.is_referring else {}
@@ -345,6 +351,18 @@ class FeatureFusion(FederatedCallback):
         extractor = Extractor(_name_of(fusion.network, module), fusion.layer)
         rank_zero_info(f"FeatureFusion: {self.operator!r} with {count} parameters fuses {extractor}.")
         return fusion
+
+    def _fuse_by_batch(self, federation: Federation, module: L.LightningModule) -> FusionLayer:
+        """Fuses with the sizes that a training batch has in the module."""
+        try:
+            example = forward_inputs(module, first_batch(federation))
+        except (ValueError, MisconfigurationException):
+            return self._fuse(module)  # which says what to do
+        module.example_input_array = example
+        try:
+            return self._fuse(module)
+        finally:
+            module.example_input_array = None
 
     def _use_global_reference(self) -> None:
         """Brings the module into its state between visits, and after the fit."""

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_fed.algorithms.example_input import first_batch, forward_inputs
 from lightning_fed.algorithms.fedma.aggregator import FedMA
 from lightning_fed.algorithms.fedma.checks import check_growth, check_optimizers, check_options, warn_of_rounds
 from lightning_fed.algorithms.fedma.matching_pass import (
@@ -28,13 +29,12 @@ from lightning_fed.algorithms.fedma.matching_pass import (
 )
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.client.local_model import forget_memory
-from lightning_fed.data.population import PlannedVisit
 from lightning_fed.errors import ClientFault
 from lightning_fed.matching.permutation import PermutationGroup, resize_groups
 from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.matching.stages import find_stages
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
-from lightning_fed.model.batches import BatchKey, find_inputs, find_target
+from lightning_fed.model.batches import BatchKey, find_target
 from lightning_fed.model.entries import trainable_entries
 from lightning_fed.model.initial_state import initial_state
 from lightning_fed.model.resize import match_widths, named_tensors
@@ -62,7 +62,8 @@ class LayerwiseTraining(FederatedCallback):
     Args:
         example_input: Arguments of the module's ``forward`` for following its neurons, see
             :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default the module's
-            ``example_input_array``, or else the inputs of two of a client's examples.
+            ``example_input_array``, or else the inputs of two of a client's examples: the usual ones of a batch, or
+            those entries of a mapping that ``forward`` takes by name, as models of transformers do.
         pin: Patterns of entry names whose neurons keep their order. Those of entries that do not travel do anyway.
         extra_groups: Groups of neurons that are not found by themselves, of a client's widths.
         target: Labels of a batch: index, key or function; ``None`` for the usual places.
@@ -183,8 +184,9 @@ class LayerwiseTraining(FederatedCallback):
         if not len(groups) and rule.mode != "none":
             rank_zero_warn("FedMA has found no neurons that can change places: layers are averaged as they are.")
         rank_zero_info(
-            f"FedMA: {len(groups)} groups with {sum(groups.sizes.values())} neurons in {len(stages)} stages, one round"
-            f" each: {'; '.join(', '.join(stage.groups) or stage.entries[0].rpartition('.')[0] for stage in stages)}."
+            f"FedMA: {len(groups)} groups with {sum(groups.sizes.values())} neurons, matched in {len(stages)} stages,"
+            f" one round each; a new model comes after every {len(stages)}:"
+            f" {'; '.join(', '.join(stage.groups) or stage.entries[0].rpartition('.')[0] for stage in stages)}."
         )
         if trainer.is_global_zero:
             warn_of_rounds(trainer, len(stages))
@@ -360,20 +362,12 @@ class LayerwiseTraining(FederatedCallback):
         """Arguments that the module is called with."""
         example = self.example_input if self.example_input is not None else module.example_input_array
         if example is None:
-            population = federation.find_population()
-            client = population.clients[0]
-            visit = PlannedVisit(Visit(client, 0, 0, steps=1), population.num_samples(client), 1)
-            batch = next((item.batch for item in population.stream([visit], True) if item.batch is not None), None)
-            if batch is None:
-                raise MisconfigurationException(
-                    f"FedMA finds no batch of client {client!r} to call the module with: give `LayerwiseTraining` an"
-                    " `example_input`."
-                )
             try:
-                example = find_inputs(batch, self.inputs)[:2]
-            except ValueError as error:
+                example = forward_inputs(module, first_batch(federation), self.inputs)
+            except (ValueError, MisconfigurationException) as error:
                 raise MisconfigurationException(
-                    f"{error} Or give `LayerwiseTraining` an `example_input`: a tensor, a tuple or a dictionary."
+                    f"{error} Or give `LayerwiseTraining` an `example_input`: a tensor, a tuple or a dictionary of what"
+                    f" {type(module).__name__}.forward is called with."
                 ) from error
         return move_tensors(example, module.device)
 

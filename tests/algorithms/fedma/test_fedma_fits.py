@@ -209,8 +209,8 @@ def test_the_stages_of_a_pass_that_goes_on_cannot_change(federated_trainer, tmp_
 
 def test_a_module_whose_inputs_are_not_found_says_what_to_give(federated_trainer):
     class Two(models.Module):
-        def forward(self, tokens, mask):
-            return self.net(tokens * mask)
+        def forward(self, words, mask):
+            return self.net(words * mask)
 
         def training_step(self, batch, batch_idx):
             return F.cross_entropy(self(batch["tokens"], batch["mask"]), batch["label"])
@@ -222,7 +222,7 @@ def test_a_module_whose_inputs_are_not_found_says_what_to_give(federated_trainer
     module = Two(mlp(), momentum)
     with pytest.raises(MisconfigurationException, match="give `LayerwiseTraining` an `example_input`"):
         fit(federated_trainer(max_rounds=3, method=FedMA()), module, FederatedDataModule(data, batch_size=4))
-    side = LayerwiseTraining(example_input={"tokens": torch.randn(2, 4), "mask": torch.ones(2, 4)})
+    side = LayerwiseTraining(example_input={"words": torch.randn(2, 4), "mask": torch.ones(2, 4)})
     trainer = federated_trainer(max_rounds=3, method=FedMA(score="published", gamma=7.0), callbacks=[side])
     fit(trainer, module, FederatedDataModule(data, batch_size=4))
     assert module.net[0].out_features > 7

@@ -1,0 +1,104 @@
+"""Inputs that a module is called with to follow its tensors: those of a training batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.data.population import PlannedVisit, seeded_generators
+from lightning_fed.model.batches import TARGET_KEYS, BatchKey, find_inputs
+from lightning_fed.server.schedule import Visit
+
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+
+
+def first_batch(federation: Federation) -> Any:
+    """A batch of the first client's training data; the global generators are left as they are.
+
+    Args:
+        federation: The federation, whose clients are known or can be found.
+
+    Raises:
+        MisconfigurationException: If the client has none.
+
+    """
+    population = federation.find_population()
+    client = population.clients[0]
+    visit = PlannedVisit(Visit(client, 0, 0, steps=1), population.num_samples(client), 1)
+    with seeded_generators(0):
+        batch = next((item.batch for item in population.stream([visit], True) if item.batch is not None), None)
+    if batch is None:
+        raise MisconfigurationException(f"There is no batch of client {client!r} to call the module with.")
+    return batch
+
+
+def forward_inputs(module: nn.Module, batch: Any, inputs: BatchKey = None) -> Any:
+    """Inputs of a module's ``forward`` in a batch, of two of its examples where it can be cut.
+
+    Args:
+        module: The module.
+        batch: A batch of training.
+        inputs: Index, key or function of the inputs; ``None`` for the usual ones, or else for the entries of a mapping
+            that have the names of arguments of ``forward``, or for a batch that is an object of another kind.
+
+    Returns:
+        A tensor, a tuple of positional inputs, or a dictionary of named ones.
+
+    Raises:
+        ValueError: If there are none.
+
+    Example:
+        >>> import torch
+        >>> class Model(nn.Module):
+        ...     def forward(self, **tokens): ...
+        >>> sorted(forward_inputs(Model(), {"input_ids": torch.ones(9, 4), "labels": torch.ones(9)}))
+        ['input_ids']
+
+    """
+    parameters = inspect.signature(module.forward).parameters
+    is_positional = any(parameter.kind in _POSITIONAL for parameter in parameters.values())
+    if isinstance(batch, Mapping) and inputs is None:
+        named = _named_inputs(batch, parameters)
+        if named and not is_positional:
+            return named
+        try:
+            return find_inputs(batch)[:2]
+        except ValueError:
+            if named:
+                return named
+            raise
+    if isinstance(inputs, str) and not is_positional:
+        return {inputs: find_inputs(batch, inputs)[:2]}
+    if inputs is None and not isinstance(batch, Tensor | list | tuple):
+        return (batch,)
+    if inputs is None and isinstance(batch, list | tuple) and batch and not isinstance(batch[0], Tensor):
+        return (batch[0],)
+    return find_inputs(batch, inputs)[:2]
+
+
+def _named_inputs(batch: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Tensor]:
+    """Tensors in a mapping that are arguments; labels only where they have to be given."""
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    needed = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
+    tensors = {name: value[:2] for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
+    if not set(needed) <= tensors.keys():
+        return {}
+    return {
+        name: value
+        for name, value in tensors.items()
+        if name in needed or ((takes_all or name in parameters) and name not in TARGET_KEYS)
+    }

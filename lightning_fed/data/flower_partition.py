@@ -1,0 +1,104 @@
+"""Partitioners of Flower's data sets package as partitions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_fed.data.label_lookup import MapDataset, groups_of, labels_of, length_of
+from lightning_fed.data.partition_base import Partition
+from lightning_fed.data.sample_assignment import IndexArray
+from lightning_fed.errors import OptionError
+from lightning_fed.messages import Client
+
+_INDEX = "__index__"
+_LABELS = ("label", "labels")
+
+
+@final
+class FlowerPartition(Partition):
+    """The clients of a partitioner of ``flwr-datasets``, for any map-style data set.
+
+    The partitioner sees a table with the columns that it looks at and nothing else, and says which rows are whose.
+    Clients are its partitions 0, 1, ..., or have the names by which it groups. It draws with its own seed, not with the
+    federation's. The package is needed where the data are split (``pip install flwr-datasets``).
+
+    Args:
+        partitioner: The partitioner, to which no data set has been assigned.
+        columns: The columns that the partitioner looks at (its ``partition_by``): their names, which are those of
+            attributes or columns of the data set (``"label"`` is found as other partitions find labels), or a mapping
+            of names to one value for each sample.
+
+    Raises:
+        TypeError: If ``partitioner`` is none.
+
+    Example:
+        >>> from flwr_datasets.partitioner import DirichletPartitioner  # doctest: +SKIP
+        >>> partitioner = DirichletPartitioner(num_partitions=10, partition_by="label", alpha=0.5)  # doctest: +SKIP
+        >>> partition = FlowerPartition(partitioner, columns=["label"])  # doctest: +SKIP
+
+    """
+
+    def __init__(
+        self, partitioner: Any, columns: Sequence[str] | Mapping[str, Sequence[Any] | npt.NDArray[Any]] = ()
+    ) -> None:
+        if not hasattr(partitioner, "load_partition"):
+            raise TypeError(
+                "Expected `partitioner` to be one of `flwr_datasets.partitioner`, such as `IidPartitioner(10)`, but got"
+                f" {partitioner!r}."
+            )
+        self.partitioner = partitioner
+        self.columns = columns
+
+    def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
+        """Splits a data set as the partitioner does.
+
+        Args:
+            dataset: A data set with ``__len__`` and ``__getitem__``.
+            seed: Not used.
+
+        Raises:
+            ImportError: If the package ``datasets``, which ``flwr-datasets`` brings, is not installed.
+            OptionError: If the partitioner has a data set already.
+
+        """
+        if self.partitioner.is_dataset_assigned():
+            raise OptionError(
+                "Expected a partitioner without a data set, because it splits that of the training loader, but"
+                f" {type(self.partitioner).__name__} has one: make a new one."
+            )
+        partitioner = copy.deepcopy(self.partitioner)  # which takes one data set in its life
+        partitioner.dataset = self._table(dataset)
+        parts = {
+            number: np.sort(np.asarray(list(partitioner.load_partition(number)[_INDEX]), dtype=np.int64))
+            for number in range(partitioner.num_partitions)
+        }
+        names = getattr(partitioner, "partition_id_to_natural_id", {})
+        return {names.get(number, number): indices for number, indices in parts.items()}
+
+    def _table(self, dataset: MapDataset) -> Any:
+        try:
+            datasets = import_module("datasets")
+        except ImportError as error:
+            raise ImportError(
+                "`FlowerPartition` needs the package `datasets`, which comes with `pip install flwr-datasets`."
+            ) from error
+        if isinstance(self.columns, Mapping):
+            columns = {name: list(values) for name, values in self.columns.items()}
+        else:
+            columns = {name: _column(dataset, name).tolist() for name in self.columns}
+        return datasets.Dataset.from_dict({_INDEX: list(range(length_of(dataset))), **columns})
+
+
+def _column(dataset: MapDataset, name: str) -> npt.NDArray[Any]:
+    try:
+        return groups_of(dataset, name)
+    except ValueError:
+        if name in _LABELS:
+            return labels_of(dataset)
+        raise
