@@ -28,7 +28,7 @@ from lightning_fed.model.entries import Policy, Selector, check_selectors, live_
 from lightning_fed.rounds.checkpoint_checks import check_file, check_method, check_model, count_of, describe_clients
 from lightning_fed.rounds.client_errors import describe_visit
 from lightning_fed.rounds.client_models import ClientModels
-from lightning_fed.rounds.entry_policies import check_sliced, decide_policies
+from lightning_fed.rounds.entry_policies import check_sliced, decide_policies, freeze_unset, unset_buffers
 from lightning_fed.rounds.federated_callback import federated_callbacks
 from lightning_fed.rounds.federated_fit import BatchNormMode, FederatedFit, UnseenMode, VisitsMode
 from lightning_fed.rounds.fit_summary import describe_end, describe_start
@@ -402,11 +402,11 @@ class Federation(L.Callback):
             return
         self._loop.detach()
         log, rounds, failed_rounds = self.round_log, self.rounds, self._loop.failed_rounds
-        initial_statistics, held = self._fit.initial_statistics, self.server.held
+        initial_statistics, held, unset = self._fit.initial_statistics, self.server.held, self._fit.unset
         self._reset(self._fit.remote)
         if rounds and previous is trainer and trainer.current_epoch == rounds:  # its `max_epochs` was raised
             self._fit.round_log, self._fit.rounds, self._loop.failed_rounds = log, rounds, failed_rounds
-            self._fit.initial_statistics, self.server.held = initial_statistics, held
+            self._fit.initial_statistics, self.server.held, self._fit.unset = initial_statistics, held, unset
             self.store.restore(rounds, self.store.checkpoint(rounds))
         else:
             self.server.aggregator.load_state_dict(copy.deepcopy(self._fresh_aggregator))
@@ -518,7 +518,7 @@ class Federation(L.Callback):
         self._fit.progress.patch(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the rounds' counts, method, clients, states of aggregator and store, and initial statistics."""
+        """Returns the rounds' counts, method, clients, states of aggregator and store, and what the fit began with."""
         module = self._trainer.lightning_module if self._trainer is not None and self._fit.round is None else None
         return {
             "rounds": self.rounds,
@@ -531,6 +531,7 @@ class Federation(L.Callback):
             "store": self.store.checkpoint(self.rounds),
             "initial_statistics": self._fit.initial_statistics,
             "held": self.server.held.state_dict(None if module is None else live_entries(module)),
+            "unset": None if self._fit.unset is None else sorted(self._fit.unset),
         }
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -557,6 +558,8 @@ class Federation(L.Callback):
         self._models.restore(self.rounds, state_dict["store"], must=self._is_fit)
         self._fit.initial_statistics = state_dict.get("initial_statistics", {})  # not in checkpoints of older versions
         self.server.held.load_state_dict(state_dict.get("held", {}))
+        unset = state_dict.get("unset")
+        self._fit.unset = None if unset is None else frozenset(unset)
 
     def find_population(self) -> Population:
         """All clients; in a fit their data are asked for if they are not known yet."""
@@ -587,7 +590,10 @@ class Federation(L.Callback):
 
     def _decide_policies(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Policy]:
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(pl_module)}
-        return decide_policies(pl_module, self.personal, self.frozen, self.batch_norm, sliced)
+        policies = decide_policies(pl_module, self.personal, self.frozen, self.batch_norm, sliced)
+        if self._fit.unset is None:  # a resumed fit knows them: by then they may have values
+            self._fit.unset = unset_buffers(pl_module, policies)
+        return freeze_unset(policies, self._fit.unset)
 
 
 def _settle(method: Method, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from lightning_fed.client.client_store import ClientStore
@@ -104,6 +105,16 @@ class LocalModel:
         The module owns the tensors of sliced entries from then on.
         """
         self._load({**state, **self.server_entries})
+
+    def changed_server_entries(self, names: Iterable[str]) -> list[str]:
+        """Those of some entries that do not travel of which the values are not the server's; NaN equals NaN."""
+        self._find_buffers()
+        pairs = {name: (self.entries[name], self.server_entries[name]) for name in names if name in self.server_entries}
+        return [
+            name
+            for name, (value, server_value) in pairs.items()
+            if not torch.allclose(value, server_value, rtol=0, atol=0, equal_nan=True)
+        ]
 
     def keep_server_entries(self) -> None:
         """Takes the global model's values of the entries that do not travel for the server's."""

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_fed.errors import OptionError
-from lightning_fed.model.entries import BatchNorm, Policy, Selector, batch_norm_statistics, entry_policies
+from lightning_fed.model.entries import (
+    BatchNorm,
+    Policy,
+    Selector,
+    batch_norm_statistics,
+    entry_policies,
+    find_non_finite,
+    is_running_statistic,
+    live_entries,
+)
 from lightning_fed.server.aggregator import Aggregator
 
 _log = logging.getLogger(__name__)
@@ -23,9 +32,6 @@ def decide_policies(
     sliced: Collection[str] = (),
 ) -> dict[str, Policy]:
     """The policy of every entry of the module's state; says in the log which of them stay with their clients.
-
-    Buffers with NaN or infinite values, such as masks and thresholds that are not known yet, cannot be averaged: they
-    are frozen. BatchNorm's statistics are not among them, because such ones are faulty.
 
     Args:
         module: The module.
@@ -69,15 +75,6 @@ def decide_policies(
                 f" {'it is ' + policies[name] if name in policies else 'the model has no such entry'}."
             )
         policies[name] = "sliced"
-    unset = [name for name in _unset_buffers(module) if name not in statistics and policies.get(name) == "shared"]
-    policies |= {name: "frozen" for name in unset}
-    if unset:
-        _log.info(
-            "%d buffers hold NaN or infinite values and do not travel (%s): they are the server's at the start of every"
-            " visit. Buffers that visits fill can be each client's own by `personal`.",
-            len(unset),
-            ", ".join(unset[:3]) + (", ..." if len(unset) > 3 else ""),
-        )
     at_home = [name for name, policy in policies.items() if policy == "personal"]
     if batch_norm == "local":  # what serves the global model instead is an option of its own
         at_home = [name for name in at_home if name not in statistics]
@@ -92,11 +89,57 @@ def decide_policies(
     return policies
 
 
-def _unset_buffers(module: nn.Module) -> Iterator[str]:
-    """Yields the names of the buffers that are not finite."""
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        if buffer.is_floating_point() and not buffer.is_meta and not bool(buffer.isfinite().all()):
-            yield name
+def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozenset[str]:
+    """Names of the shared buffers with NaN or infinite values, which cannot be averaged.
+
+    Such are masks, and thresholds that are not known yet. Running statistics of normalisation layers are not among
+    them, because such ones are faulty.
+
+    Example:
+        >>> module = nn.BatchNorm1d(1)
+        >>> module.running_mean.fill_(torch.nan)
+        tensor([nan])
+        >>> module.register_buffer("threshold", torch.tensor(torch.inf))
+        >>> unset_buffers(module, entry_policies(module))
+        frozenset({'threshold'})
+
+    """
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return frozenset(
+        name
+        for name, value in live_entries(module).items()
+        if name in buffers and policies.get(name) == "shared" and not is_running_statistic(name) and not value.is_meta
+        if find_non_finite({name: value}) is not None
+    )
+
+
+def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict[str, Policy]:
+    """The policies with the buffers frozen that :func:`unset_buffers` has found; says so in the log."""
+    names = sorted(name for name in unset if policies.get(name) == "shared")
+    if names:
+        _log.info(
+            "%d buffers held NaN or infinite values at the start and do not travel (%s): they are the server's at the"
+            " start of every visit.",
+            len(names),
+            _first(names),
+        )
+    return {**policies, **dict.fromkeys(names, "frozen")}
+
+
+def warn_of_filled(names: Collection[str]) -> None:
+    """Says that visits fill buffers that do not travel, so that what they write is lost."""
+    _log.warning(
+        "The clients' visits write into %d buffers that do not travel, because they held NaN or infinite values at the"
+        " start (%s). What they write is dropped: the global model has there what it began with, or what its validation"
+        " writes. Give them finite values before the fit to have them averaged, name them in `personal` to have each"
+        " client keep its own, or in `frozen` if this is right.",
+        len(names),
+        _first(sorted(names)),
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def check_sliced(

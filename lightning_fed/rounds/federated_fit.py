@@ -55,6 +55,8 @@ class FederatedFit:
     Attributes:
         trainer: The Trainer; set before anything else is asked for.
         policies: The policy of every entry of the module; empty before the fit has started.
+        unset: Names of the shared buffers that are frozen because they held NaN or infinite values when the fit began;
+            ``None`` before that.
         round: The round that is under way; ``None`` between rounds.
         cohort: The clients of the round that is under way, or was last.
         rounds: Number of rounds that are over.
@@ -67,6 +69,7 @@ class FederatedFit:
             measured and clients keep their own.
         has_warned_of_batch_norm: Whether the log has said what can be wrong with running statistics.
         has_warned_of_shift: Whether the log has said that one set of running statistics does not fit the clients.
+        has_warned_of_filled: Whether the log has said that visits fill buffers that do not travel.
 
     """
 
@@ -83,6 +86,7 @@ class FederatedFit:
     trainer: L.Trainer = field(init=False)
     cohort: Cohort = field(init=False)
     policies: Mapping[str, Policy] = field(default_factory=dict, init=False)
+    unset: frozenset[str] | None = field(default=None, init=False)
     round: Round | None = field(default=None, init=False)
     rounds: int = field(default=0, init=False)
     round_log: RoundLog = field(default_factory=RoundLog, init=False)
@@ -93,6 +97,7 @@ class FederatedFit:
     initial_statistics: State = field(default_factory=dict, init=False)
     has_warned_of_batch_norm: bool = field(default=False, init=False)
     has_warned_of_shift: bool = field(default=False, init=False)
+    has_warned_of_filled: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._population: Population | None = None

@@ -44,6 +44,7 @@ from lightning_fed.model.entries import (
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, recalibrate, warn_of_batch_norm
 from lightning_fed.rounds.carried_attributes import note_attributes, warn_of_carried
 from lightning_fed.rounds.client_errors import client_fault
+from lightning_fed.rounds.entry_policies import warn_of_filled
 from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import is_overridden, tensor_version
@@ -331,6 +332,7 @@ class Round:
         # Callbacks may write into the update, which without them needs no copies of what has not changed.
         has_callbacks = any(is_overridden("on_client_end", hooks, FederatedCallback) for hooks in self._callbacks)
         update = self.local.answer(client, planned.num_samples, None if has_callbacks else self._unchanged_of(came))
+        self._look_at_unset()
         for callback in self._callbacks:
             callback.on_client_end(self._trainer, self._module, client, update)
         if update.state.keys() == came.keys():
@@ -338,6 +340,17 @@ class Round:
             update.unsent = identical_entries(unchanged, update.state)
             update.state |= {name: unchanged[name] for name in update.unsent}
         return update
+
+    def _look_at_unset(self) -> None:
+        """Says it, once a fit, if a visit has written into buffers that do not travel because of their values."""
+        fit = self.fit
+        if fit.has_warned_of_filled:
+            return
+        frozen = [name for name in fit.unset or () if fit.policies[name] == "frozen"]
+        filled = self.local.changed_server_entries(frozen)
+        if filled:
+            fit.has_warned_of_filled = True
+            warn_of_filled(filled)
 
     def _count_writes(self) -> dict[str, int]:
         """Versions, as PyTorch counts writes, of the entries of the round's start that messages share."""

@@ -338,7 +338,8 @@ def test_buffers_that_are_not_finite_stay(either_trainer, caplog):
     with caplog.at_level(logging.INFO, "lightning_fed"):
         trainer = either_trainer(max_rounds=3, callbacks=[recorder])
         trainer.fit(module, datamodule=data)
-    assert "2 buffers hold NaN or infinite values and do not travel (threshold, mask)" in caplog.text
+    assert "2 buffers held NaN or infinite values at the start and do not travel (mask, threshold)" in caplog.text
+    assert "write into" not in caplog.text
     assert_same(state_of(plain), state_of(module), state_of(plain))
     assert {name for visit in recorder.visits for name in visit.update} == set(state_of(plain))
     assert torch.equal(module.mask, torch.full((6,), -torch.inf))
@@ -346,3 +347,46 @@ def test_buffers_that_are_not_finite_stay(either_trainer, caplog):
     per_round = len(module.seen) // 3
     assert all(math.isnan(value) for value in module.seen[:per_round])
     assert module.seen[per_round:] == [0.5] * per_round + [1.5] * per_round
+
+
+class FillsThreshold(WithThreshold):
+    """Visits write into the threshold as well."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.threshold.fill_(batch[0].sum())
+        return loss
+
+
+def test_buffers_that_were_not_finite_stay_in_a_resumed_fit(fit, tmp_path):
+    """By then validation has given them values."""
+    data = FederatedDataModule(DATA, val=DATA["a"], batch_size=8)
+    whole, _ = fit(expected := FillsThreshold(), rounds=4, data=data)
+    _, trainer = fit(FillsThreshold(), rounds=2, data=data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    rest, _ = fit(module := FillsThreshold(), rounds=4, data=data, ckpt_path=tmp_path / "last.ckpt")
+    assert_same(state_of(module), state_of(expected), state_of(expected).keys() - {"mask"})
+    assert logged(rest, "up") == logged(whole, "up")[2:]
+    assert module.seen == expected.seen[len(expected.seen) // 2 :]
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(trainer.lightning_module, datamodule=data)
+    assert_same(state_of(trainer.lightning_module), state_of(expected), state_of(expected).keys() - {"mask"})
+    assert trainer.callback_metrics["comm/up_bytes"] == logged(whole, "up")[-1]
+
+
+@pytest.mark.parametrize("option", [{}, {"frozen": ["threshold"]}, {"personal": ["threshold"]}], ids=str)
+def test_what_visits_write_into_a_buffer_that_does_not_travel_is_said(option, fit, caplog):
+    """Unless an option says that it is meant so."""
+    with caplog.at_level(logging.WARNING, "lightning_fed"):
+        fit(FillsThreshold(), **option)
+    said = [text for text in caplog.messages if "visits write into 1 buffers" in text]
+    assert len(said) == (not option)
+    assert all("(threshold)" in text and "is dropped" in text for text in said)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(6), nn.InstanceNorm1d(6, track_running_stats=True)], ids=str)
+def test_faulty_statistics_are_no_constants(layer, fit):
+    layer.running_mean.fill_(torch.nan)
+    module = models.Module(nn.Sequential(layer, nn.Linear(6, 3)), models.momentum)
+    with pytest.raises(MisconfigurationException, match=r"no client can train: entry 'net.0.running_mean' has NaN"):
+        fit(module)

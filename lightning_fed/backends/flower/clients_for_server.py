@@ -132,6 +132,14 @@ class RemoteClientSide(RemoteSide):
                 " depend on what a client measures: choose another schedule, or step it once per round."
             )
         frozen = {name: value for name, value in round.local.server_entries.items() if fit.policies[name] == "frozen"}
+        filled = [name for name in frozen if name in (fit.unset or ()) and find_non_finite({name: frozen[name]}) is None]
+        if filled:
+            raise MisconfigurationException(
+                "Expected buffers that held NaN or infinite values at the start, and so do not travel, to stay as they"
+                f" were, but the server has given values to {sorted(filled)} (in its validation, say), which the"
+                " clients' modules do not have: name them in `personal`, with which each side keeps its own, or make"
+                " them with finite values, with which they are sent and averaged."
+            )
         self._server_entries = round.local.server_entries
         start = pack_numbers(optimizers.start)
         self._train_request = {

@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
 
 pytest.importorskip("flwr")
 
@@ -14,7 +16,16 @@ from lightning_fed.backends.flower.transport import from_records, to_records
 from tests import models
 from tests.backends.flower.halves import OPTIONS, SIZES, clients_of, in_process, on_flower
 from tests.recorders import Recorder, assert_same, state_of
-from tests.rounds.test_untrained_entries import ADAPTERS, Adapted, Following, Switched, bytes_of, logged
+from tests.rounds.test_untrained_entries import (
+    ADAPTERS,
+    Adapted,
+    FillsThreshold,
+    Following,
+    Switched,
+    WithThreshold,
+    bytes_of,
+    logged,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -139,3 +150,29 @@ def test_a_type_that_cannot_be_kept(federated_trainer, tmp_path):
             self.register_buffer("phases", torch.ones(2, dtype=torch.complex128))
 
     both(federated_trainer, tmp_path, Complex, rounds=3)
+
+
+def test_buffers_that_are_not_finite(federated_trainer, tmp_path):
+    """They stay where they are, also where visits write into them, and in nodes whose program lives on."""
+    here, there = Recorder(), Recorder()
+    module, _ = in_process(federated_trainer, FillsThreshold, DATA, federation(), 4, [here])
+    remote, _, _, _ = on_flower(tmp_path, FillsThreshold, DATA, federation, 4, server_callbacks=[there], limit=60)
+    finite = state_of(module).keys() - {"threshold", "mask"}
+    assert_same(state_of(remote), state_of(module), finite)
+    assert remote.threshold.isnan()
+    assert logged(there, "up") == logged(here, "up")
+    assert [values["fed/clients"] for values in there.logged] == [2] * 4
+
+
+def test_a_server_that_gives_them_values_is_told(tmp_path):
+    """The clients do not have them, and would all be left out of every later round."""
+    validation = DataLoader(models.as_datasets(DATA)["ann"], batch_size=8)
+    with pytest.raises(MisconfigurationException, match=r"has given values to \['threshold'\] .* name them in `personal`"):
+        on_flower(tmp_path / "a", WithThreshold, DATA, federation, 3, val=validation, limit=60)
+
+    def personal():
+        return Federation(clients_per_round=2, seed=3, personal=["threshold"])
+
+    there = Recorder()
+    on_flower(tmp_path / "b", WithThreshold, DATA, personal, 3, val=validation, limit=60, server_callbacks=[there])
+    assert [values["fed/clients"] for values in there.logged] == [2] * 3
