@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -37,7 +38,8 @@ class LoaderClients(Population):
 
         The length of a sampler of another kind than torch's counts whatever that of the data set is: a geographic one
         draws many windows of few files. Of several loaders those of the one that decides how many batches there are.
-        A stream without a length counts as the examples of the batches of a visit, ``local_steps``.
+        A stream without a length counts as the examples of the batches of a visit, ``local_steps``; among several
+        loaders it is the longest one.
 
         Raises:
             TypeError: If there are data sets among several loaders.
@@ -48,8 +50,8 @@ class LoaderClients(Population):
 
     def _count(self, client: Client, loader: Any) -> int:
         if isinstance(loader, _Streams):
-            counts = [self._count(client, stream) for stream in loader.streams]
-            return sum(counts) if loader.mode == "sequential" else counts[loader.leading]
+            streams = loader.streams if loader.is_chained else [loader.streams[loader.leading]]
+            return sum(self._count(client, stream) for stream in streams)
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, Sized):
             return _drawn_samples(loader, len(dataset))
@@ -71,8 +73,7 @@ class LoaderClients(Population):
         """The client's loader, its several loaders as one."""
         loader: Any = self.loaders[client]
         check_client_loader(loader)
-        values = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, list | tuple) else ()
-        if any(isinstance(value, DataLoader | CombinedLoader) for value in values):
+        if isinstance(loader, Mapping | list | tuple) and _has_loader(loader):
             loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning takes them
         return _Streams(loader) if isinstance(loader, CombinedLoader) else loader
 
@@ -174,18 +175,38 @@ class _Streams:
 
     def __len__(self) -> int:
         """Number of batches in a pass; raises ``TypeError`` where a loader has none."""
-        lengths = [len(stream) for stream in self.streams]
-        return sum(lengths) if self.mode == "sequential" else lengths[self.leading]
+        if self.is_chained:
+            return sum(len(stream) for stream in self.streams)
+        return len(self.streams[self.leading])
+
+    @property
+    def is_chained(self) -> bool:
+        """True if a pass is one over each loader, all of which have a length."""
+        return self.mode == "sequential" and max(map(_length, self.streams)) < math.inf
 
     @property
     def leading(self) -> int:
-        """Position of the loader with which a pass ends."""
-        lengths = [len(stream) for stream in self.streams]
+        """Position of the loader with which a pass ends: the first of the longest ones, or of the shortest."""
+        lengths = [_length(stream) for stream in self.streams]
         return lengths.index(min(lengths) if self.mode == "min_size" else max(lengths))
 
     def __iter__(self) -> Iterator[Any]:
         for batch, _, _ in iter(self._combined):
             yield batch
+
+
+def _length(loader: Any) -> float:
+    """Number of batches; infinite where it is not known."""
+    try:
+        return len(loader)
+    except TypeError:  # a DataLoader over an IterableDataset has `__len__`, which raises
+        return math.inf
+
+
+def _has_loader(loaders: Any) -> bool:
+    """True if there is a loader in nested mappings and sequences."""
+    values = loaders.values() if isinstance(loaders, Mapping) else loaders if isinstance(loaders, list | tuple) else ()
+    return isinstance(loaders, DataLoader | CombinedLoader) or any(map(_has_loader, values))
 
 
 def check_client_loader(loader: Any) -> None:

@@ -334,3 +334,28 @@ def test_a_table_as_a_client_is_refused():
 
     with pytest.raises(TypeError, match=r"but got the table Table\. Put it in a `DataLoader`"):
         FederatedDataModule({"a": Table([{"x": 1}])})
+
+
+@pytest.mark.parametrize(("mode", "num_samples"), [("mapping", 14), ("min_size", 10), ("sequential", 14)])
+def test_a_stream_without_a_length_among_several_loaders(mode, num_samples):
+    """It is the longest one, with which a pass ends but in `min_size`."""
+    loaders = {"labelled": DataLoader(DATASET, 5), "unlabelled": DataLoader(Endless(torch.arange(3)), 2)}
+    population = LoaderClients({"a": loaders if mode == "mapping" else CombinedLoader(loaders, mode)})
+    population.local_steps = 7
+    assert population.num_samples("a") == num_samples
+    assert population.batches_per_epoch("a") == (2 if mode == "min_size" else None)
+    visit = PlannedVisit(Visit("a", 0, 0, steps=7), num_samples, 7)
+    batches = [item.batch for item in population.stream([visit])]
+    if mode == "mapping":
+        assert [batch["labelled"][0][0].item() for batch in batches] == [0, 5, 0, 5, 0, 5, 0]
+        assert [batch["unlabelled"][0].tolist() for batch in batches[:3]] == [[0, 1], [2, 0], [1, 2]]
+    assert len(batches) == 7
+
+
+def test_nested_loaders_are_several_loaders():
+    loaders = {"labelled": [DataLoader(DATASET, 5)], "unlabelled": {"all": DataLoader(DATASET, 2)}}
+    population = LoaderClients({"a": loaders})
+    assert (population.num_samples("a"), population.batches_per_epoch("a")) == (10, 5)
+    batches = [item.batch for item in population.stream([PlannedVisit(Visit("a", 0, 0), 10, 5)])]
+    expected = [batch for batch, _, _ in CombinedLoader(loaders, "max_size_cycle")]
+    torch.testing.assert_close(batches, expected, rtol=0, atol=0)
