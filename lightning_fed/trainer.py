@@ -207,8 +207,8 @@ class FederatedTrainer(L.Trainer):
                 raise MisconfigurationException(
                     f"Expected one DataLoader or data set, which `partition` splits into clients, but got a"
                     f" {type(train_dataloaders).__name__} of {len(train_dataloaders)}. If its entries are the clients,"
-                    " leave out `partition`; if they are several streams of the same examples, zip them into one data"
-                    " set (`torch.utils.data.StackDataset`)."
+                    " leave out `partition`; if every step takes a batch of each, put them into a `CombinedLoader`, of"
+                    " which each client gets a part."
                 )
             if isinstance(train_dataloaders, Dataset) and not isinstance(train_dataloaders, IterableDataset):
                 train_dataloaders = DataLoader(train_dataloaders, batch_size=32, shuffle=True)

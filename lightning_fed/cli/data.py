@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_fed.compare.run import quiet
 from lightning_fed.data.client_report import report_clients
-from lightning_fed.data.federated import FederatedDataModule, split_loader
+from lightning_fed.data.federated import FederatedDataModule, split_training_data
 from lightning_fed.data.population import Population
 from lightning_fed.errors import OptionError
 from lightning_fed.recipe import FederatedCLI
@@ -61,4 +61,4 @@ def _population(cli: FederatedCLI) -> Population:
     federation = trainer.federation
     if federation.partition is None:
         raise OptionError("Expected a recipe with clients: a `partition` of the Trainer, or data that bring them.")
-    return split_loader(data.train_dataloader(), federation.partition, federation.schedule.seed)
+    return split_training_data(data.train_dataloader(), federation.partition, federation.schedule.seed)

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_fed.callbacks.pictures import has_matplotlib
 from lightning_fed.cli.flower import Recipe, read_recipe
-from lightning_fed.data.federated import FederatedDataModule, split_loader
+from lightning_fed.data.federated import FederatedDataModule, split_training_data
 from lightning_fed.data.population import Population
 from lightning_fed.errors import OptionError
 from lightning_fed.privacy.accounting import Budget, calibrate, plan_budget
@@ -149,7 +149,7 @@ def _population(recipe: Recipe) -> Population:
         return data.population()
     if partition is None:
         raise OptionError("Expected a `partition` that splits the training data into clients, but there is none.")
-    return split_loader(data.train_dataloader(), partition, recipe.federation.schedule.seed)
+    return split_training_data(data.train_dataloader(), partition, recipe.federation.schedule.seed)
 
 
 def _some_rounds(rounds: int) -> list[int]:

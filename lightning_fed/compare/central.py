@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.compare.method_options import CENTRAL
-from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_loader
+from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_training_data
 from lightning_fed.data.population import seed_everything
 from lightning_fed.model.entries import entry_policies
 from lightning_fed.recipe import FederatedCLI
@@ -75,7 +75,7 @@ def _passes(loader: Any, datamodule: Any, federation: Federation) -> Fraction:
         num_clients = len(datamodule.population().clients)
     else:
         assert federation.partition is not None  # the comparison has checked it
-        num_clients = len(split_loader(loader, federation.partition, federation.schedule.seed).clients)
+        num_clients = len(split_training_data(loader, federation.partition, federation.schedule.seed).clients)
     return Fraction(federation.schedule.local_epochs * federation.schedule.cohort_size(num_clients), num_clients)
 
 

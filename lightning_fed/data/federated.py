@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import lightning as L
 import numpy as np
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -14,12 +16,21 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
+    Subset,
     WeightedRandomSampler,
 )
 
-from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource, PartitionedSource, SampleTransform
-from lightning_fed.data.loader_clients import LoaderClients, check_client_loader
+from lightning_fed.data.dataset_clients import (
+    DatasetClients,
+    DatasetsSource,
+    PartitionedSource,
+    SampleTransform,
+    count_batches,
+    cut_batches,
+)
+from lightning_fed.data.loader_clients import LoaderClients, check_client_loader, has_loader
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import LazyClients, Population, client_keys
 from lightning_fed.errors import OptionError
@@ -297,6 +308,26 @@ def _check_kinds(clients: Any) -> None:
         )
 
 
+def split_training_data(data: Any, partition: Partition, seed: int) -> Population:
+    """Splits what a ``train_dataloader`` returns into clients.
+
+    Args:
+        data: A loader, see :func:`split_loader`; or several, for steps that take a batch of each (as ``CombinedLoader``
+            takes them): the data set of each is split, and a client has its part of every one.
+        partition: The partition of the data sets.
+        seed: Seed of the split, unless the partition has its own.
+
+    Raises:
+        TypeError: If it is neither a ``DataLoader`` over a map-style data set nor several.
+        ValueError: If a loader has a sampler of its own, whose order mixes clients, or several are split into other
+            clients each.
+
+    """
+    if isinstance(data, CombinedLoader) or (isinstance(data, Mapping | list | tuple) and has_loader(data)):
+        return _split_loaders(data, partition, seed)
+    return split_loader(data, partition, seed)
+
+
 def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients:
     """Splits the data set of a user's ``DataLoader`` into clients, with its batch size, collation and workers.
 
@@ -311,12 +342,85 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
         ValueError: If it has a sampler of its own, whose order mixes clients.
 
     """
+    indices, weights = _split(loader, partition, seed)
+
+    def transform(client: Client) -> SampleTransform | None:
+        return partition.transform(client, seed)
+
+    changes_samples = transform(next(iter(indices))) is not None
+    source = PartitionedSource(loader.dataset, indices, transform if changes_samples else None, loader.collate_fn)
+    return DatasetClients(
+        source,
+        loader.batch_size,
+        isinstance(loader.sampler, RandomSampler),
+        loader.drop_last,
+        {name: getattr(loader, name) for name in _LOADER_OPTIONS},
+        None if weights is None else lambda client: weights[indices[client]],
+    )
+
+
+def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClients:
+    """Splits the data sets of several loaders, of which a step takes a batch each."""
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    parts = [(loader, *_split(loader, partition, seed)) for loader in combined.flattened]
+    clients = [client_keys(indices) for _, indices, _ in parts]
+    if any(list(keys) != list(clients[0]) for keys in clients):
+        raise OptionError(
+            "Expected a partition that splits the data sets of all loaders into the same clients, but got"
+            f" {' and '.join(str(len(keys)) for keys in clients)} clients, or ones of other names."
+        )
+    if partition.transform(clients[0][0], seed) is not None:
+        raise OptionError(
+            f"Expected a partition that leaves samples as they are, but {type(partition).__name__} changes them, and"
+            " not all of several loaders need have the same samples: give each client its own loaders in a"
+            " FederatedDataModule."
+        )
+
+    def build(client: Client) -> CombinedLoader:
+        combined_part = copy.copy(combined)
+        combined_part.flattened = [
+            _loader_of(loader, indices[client], None if weights is None else weights[indices[client]])
+            for loader, indices, weights in parts
+        ]
+        return combined_part
+
+    return LoaderClients(LazyClients(clients[0], build))
+
+
+def _loader_of(loader: DataLoader[Any], indices: np.ndarray, weights: np.ndarray | None) -> DataLoader[Any]:
+    """A loader of some of the examples, in batches like those of the whole one."""
+    part = Subset(loader.dataset, indices.tolist())
+    sampler: Sampler[int] = SequentialSampler(part)
+    if weights is not None:
+        sampler = WeightedRandomSampler(weights.tolist(), len(part))
+    elif isinstance(loader.sampler, RandomSampler) and len(part):
+        sampler = RandomSampler(part)
+    assert loader.batch_size is not None
+    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS if name != "persistent_workers"}
+    batches = _Batches(sampler, loader.batch_size, loader.drop_last)
+    return DataLoader(part, batch_sampler=batches, collate_fn=loader.collate_fn, **options)
+
+
+class _Batches(BatchSampler):
+    """Batches of which a trailing one of a single example joins the one before it."""
+
+    def __len__(self) -> int:
+        return count_batches(len(self.sampler), self.batch_size, self.drop_last)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(self.sampler)
+        for start, stop in cut_batches(len(order), self.batch_size, self.drop_last):
+            yield order[start:stop]
+
+
+def _split(loader: Any, partition: Partition, seed: int) -> tuple[Mapping[Client, np.ndarray], np.ndarray | None]:
+    """The indices of every client's examples in a loader's data set, and the weights by which its sampler draws."""
     is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
     if not isinstance(loader, DataLoader) or is_iterable:
         found = f"one over the iterable {type(loader.dataset).__name__}" if is_iterable else type(loader).__name__
         raise TypeError(
-            "Expected `train_dataloader` to return one DataLoader over a map-style data set, which a `partition` can"
-            f" split, but got {found}. Give each client its own loader in a FederatedDataModule."
+            "Expected `train_dataloader` to return a DataLoader over a map-style data set, or several, which a"
+            f" `partition` can split, but got {found}. Give each client its own loader in a FederatedDataModule."
         )
     sampler = loader.sampler
     is_plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
@@ -332,21 +436,7 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
             f" clients, but got sampler={type(sampler).__name__} and batch_size={loader.batch_size}. Give each"
             " client its own loader in a FederatedDataModule."
         )
-    indices = partition.split(loader.dataset, seed)
-
-    def transform(client: Client) -> SampleTransform | None:
-        return partition.transform(client, seed)
-
-    changes_samples = partition.transform(next(iter(indices)), seed) is not None
-    source = PartitionedSource(loader.dataset, indices, transform if changes_samples else None, loader.collate_fn)
-    return DatasetClients(
-        source,
-        loader.batch_size,
-        isinstance(sampler, RandomSampler),
-        loader.drop_last,
-        {name: getattr(loader, name) for name in _LOADER_OPTIONS},
-        None if weights is None else lambda client: weights[indices[client]],
-    )
+    return partition.split(loader.dataset, seed), weights
 
 
 def _weights_of(loader: DataLoader[Any]) -> np.ndarray | None:

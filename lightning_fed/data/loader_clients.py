@@ -73,7 +73,7 @@ class LoaderClients(Population):
         """The client's loader, its several loaders as one."""
         loader: Any = self.loaders[client]
         check_client_loader(loader)
-        if isinstance(loader, Mapping | list | tuple) and _has_loader(loader):
+        if isinstance(loader, Mapping | list | tuple) and has_loader(loader):
             loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning takes them
         return _Streams(loader) if isinstance(loader, CombinedLoader) else loader
 
@@ -203,10 +203,10 @@ def _length(loader: Any) -> float:
         return math.inf
 
 
-def _has_loader(loaders: Any) -> bool:
+def has_loader(loaders: Any) -> bool:
     """True if there is a loader in nested mappings and sequences."""
     values = loaders.values() if isinstance(loaders, Mapping) else loaders if isinstance(loaders, list | tuple) else ()
-    return isinstance(loaders, DataLoader | CombinedLoader) or any(map(_has_loader, values))
+    return isinstance(loaders, DataLoader | CombinedLoader) or any(map(has_loader, values))
 
 
 def check_client_loader(loader: Any) -> None:

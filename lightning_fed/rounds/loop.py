@@ -14,7 +14,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_fed.data.federated import FederatedDataModule, split_loader
+from lightning_fed.data.federated import FederatedDataModule, split_training_data
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
@@ -209,7 +209,7 @@ class RoundLoop:
                 fit.population = datamodule_of(fit.trainer).population()
             else:
                 loader = self._train_dataloader.original()
-                fit.population = split_loader(loader, self._partition, fit.schedule.seed)
+                fit.population = split_training_data(loader, self._partition, fit.schedule.seed)
         return fit.population
 
     def averages_in_place(self) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
@@ -15,8 +16,9 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lightning_fed.data.federated import FederatedDataModule
+from lightning_fed.data.federated import FederatedDataModule, LoaderDataModule, split_training_data
 from lightning_fed.data.loader_clients import LoaderClients
+from lightning_fed.data.partitions import IID, ByGroup
 from lightning_fed.data.population import LazyClients, PlannedVisit
 from lightning_fed.server.schedule import Visit
 from tests import models
@@ -359,3 +361,87 @@ def test_nested_loaders_are_several_loaders():
     batches = [item.batch for item in population.stream([PlannedVisit(Visit("a", 0, 0), 10, 5)])]
     expected = [batch for batch, _, _ in CombinedLoader(loaders, "max_size_cycle")]
     torch.testing.assert_close(batches, expected, rtol=0, atol=0)
+
+
+class Consistent(models.Module):
+    """A step takes labelled examples, and others without labels."""
+
+    def __init__(self):
+        super().__init__(models.mlp(), models.momentum)
+
+    def training_step(self, batch, batch_idx):
+        (others,) = batch["unlabelled"]
+        return super().training_step(batch["labelled"], batch_idx) + self.net(others).square().mean()
+
+
+class Joined(Sampler):
+    """Batches in random order, of which the last two are one where a single example would be left."""
+
+    def __init__(self, dataset, size):
+        self.dataset, self.size = dataset, size
+
+    def __len__(self):
+        return -(-len(self.dataset) // self.size) - (len(self.dataset) % self.size == 1)
+
+    def __iter__(self):
+        order = list(RandomSampler(self.dataset))
+        batches = [order[start : start + self.size] for start in range(0, len(order), self.size)]
+        if len(batches[-1]) == 1:
+            batches[-2:] = [batches[-2] + batches[-1]]
+        yield from batches
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
+@pytest.mark.parametrize("mode", ["mapping", "min_size"])
+def test_several_loaders_are_split(mode, either_trainer):
+    """Each data set by itself; a client trains as with loaders of its own over its parts."""
+    (inputs, labels), (others, _) = models.vectors({"a": 37, "b": 58}).values()
+    data = {"labelled": TensorDataset(inputs, labels), "unlabelled": TensorDataset(others)}
+    sizes = {"labelled": 9, "unlabelled": 4}  # one client has 9 + 10 examples, all have 6 * 4 + 5
+
+    def combined(loaders):
+        return loaders if mode == "mapping" else CombinedLoader(loaders, mode)
+
+    train = combined({name: DataLoader(data[name], sizes[name], shuffle=True) for name in data})
+    recorder = Recorder()
+    trainer = either_trainer(max_rounds=2, partition=IID(2), seed=3, callbacks=[recorder])
+    trainer.fit(module := Consistent(), datamodule=LoaderDataModule(train))
+
+    parts = {name: IID(2).split(data[name], 3) for name in data}
+    own = {
+        client: {name: [data[name][index] for index in parts[name][client].tolist()] for name in data}
+        for client in (0, 1)
+    }
+    clients = {
+        client: combined({
+            name: DataLoader(part, batch_sampler=Joined(part, sizes[name])) for name, part in mine.items()
+        })
+        for client, mine in own.items()
+    }  # fmt: skip
+    either_trainer(max_rounds=2, seed=3).fit(expected := Consistent(), datamodule=FederatedDataModule(clients))
+    assert_same(state_of(module), state_of(expected))
+    leading = "unlabelled" if mode == "mapping" else "labelled"
+    assert [visit.num_samples for visit in recorder.round(0)] == [len(own[client][leading]) for client in (0, 1)]
+    assert {len(visit.batches) for visit in recorder.round(0)} == ({7} if mode == "mapping" else {2})
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
+def test_a_combined_loader_is_split_without_a_datamodule(federated_trainer):
+    loaders = {"labelled": DataLoader(DATASET, 5), "unlabelled": DataLoader(DATASET, 2)}
+    trainer = federated_trainer(max_rounds=1, partition=IID(2))
+    with pytest.raises(
+        MisconfigurationException, match=r"put them into a `CombinedLoader`, of which each client gets a part"
+    ):
+        trainer.fit(Consistent(), loaders)
+    (inputs, labels), _ = models.vectors({"a": 20, "b": 4}).values()
+    loader = CombinedLoader({
+        "labelled": DataLoader(TensorDataset(inputs, labels), 5), "unlabelled": DataLoader(TensorDataset(inputs), 5)
+    })  # fmt: skip
+    trainer.fit(Consistent(), loader)
+    assert trainer.callback_metrics["fed/clients"] == 2
+
+
+def test_loaders_that_are_not_split_into_the_same_clients():
+    loaders = [DataLoader(DATASET, 5), DataLoader(TensorDataset(torch.arange(3)), 2)]
+    with pytest.raises(ValueError, match="data sets of all loaders into the same clients, but got 10 and 3 clients"):
+        split_training_data(loaders, ByGroup(lambda sample: int(sample[0])), 0)

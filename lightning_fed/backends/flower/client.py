@@ -40,7 +40,7 @@ from lightning_fed.backends.flower.server_for_client import HalvesMismatch, Remo
 from lightning_fed.backends.flower.transport import from_records, to_records
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.client.client_store import FolderStore
-from lightning_fed.data.federated import FederatedDataModule, split_loader
+from lightning_fed.data.federated import FederatedDataModule, split_training_data
 from lightning_fed.data.population import Population
 from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Client, ClientUpdate
@@ -304,7 +304,7 @@ class ClientRunner:
         if isinstance(data, FederatedDataModule):
             return data.population(), HalfData(data)
         assert partition is not None
-        return split_loader(data.train_dataloader(), partition, self._federation.schedule.seed), HalfData(data)
+        return split_training_data(data.train_dataloader(), partition, self._federation.schedule.seed), HalfData(data)
 
 
 def find_public_reason(error: Exception) -> str:

@@ -132,7 +132,9 @@ class RemoteClientSide(RemoteSide):
                 " depend on what a client measures: choose another schedule, or step it once per round."
             )
         frozen = {name: value for name, value in round.local.server_entries.items() if fit.policies[name] == "frozen"}
-        filled = [name for name in frozen if name in (fit.unset or ()) and find_non_finite({name: frozen[name]}) is None]
+        filled = [
+            name for name in frozen if name in (fit.unset or ()) and find_non_finite({name: frozen[name]}) is None
+        ]
         if filled:
             raise MisconfigurationException(
                 "Expected buffers that held NaN or infinite values at the start, and so do not travel, to stay as they"
