@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -283,8 +284,13 @@ def test_halves_of_the_clients_cannot_be_asked_for_one_each(tmp_path):
         name: node.ask("unmask", name, survivors=tuple(peer != "e" or name in "abe" for peer in node.names))
         for name in node.names
     }
-    assert all(isinstance(answer, tuple) for answer in told.values())
-    assert max(len("abe"), len("cd")) < node.least
+    shares = {name: dict(zip(node.names, answer, strict=True)) for name, answer in told.items()}
+    positions = {name: position for position, name in enumerate(node.names)}
+    of_e = {"e": node.public["e"]}
+    for part, survivors, secret in (("abe", node.names, "mask"), ("cd", list("abcd"), "key")):
+        asked = {name: shares[name] for name in part}
+        with pytest.raises(SumError, match=f"the shares of client 'e' do not restore its {secret}"):
+            find_masks(6, of_e, survivors, asked, positions, len(part), context_of("0a", 7))
 
 
 def test_every_step_comes_once_and_in_its_order(tmp_path):
@@ -336,9 +342,10 @@ def test_masks_with_others_only(tmp_path):
         node = Node(tmp_path / peers[0]).publish().share()
         with pytest.raises(ClientFault, match=words):
             node.mask("a", peers)
-    node = Node(tmp_path / "few").publish().share()
-    with pytest.raises(ClientFault, match="the sum has 3 clients, and it needs 4"):
-        node.mask("a", ["a", "b", "c"])
+    for name, peers in (("few", ["a", "b", "c"]), ("twice", ["a", "b", "c", "a", "b", "c"])):
+        node = Node(tmp_path / name).publish().share()
+        with pytest.raises(ClientFault, match="the sum has 3 clients, and it needs 4"):
+            node.mask("a", peers)
 
 
 def test_a_round_that_is_done_again_is_read_of_the_same_clients(tmp_path):
@@ -359,6 +366,25 @@ def test_secrets_are_for_the_user_alone(tmp_path):
         assert path.parent.stat().st_mode & 0o077 == 0
     masked = [path for path in tmp_path.rglob("*-masked.json")]
     assert "seed" not in json.loads(masked[0].read_text())  # with which it has masked
+
+
+def test_a_step_that_was_killed_leaves_no_secret_for_long(tmp_path, monkeypatch):
+    node = Node(tmp_path).publish()
+
+    def die(path, missing_ok=False):
+        raise SystemExit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", die)
+        with pytest.raises(SystemExit):
+            node.ask("shares", "a")
+    assert secrets_at(tmp_path / "a")
+    node.ask("keys", "a", round=8)
+    assert {path.name for path in secrets_at(tmp_path / "a")} == {"8-keys.json"}
+
+
+def secrets_at(folder):
+    return [path for path in folder.rglob("*") if path.is_file() and "seed" in path.read_text()]
 
 
 @pytest.mark.parametrize(
