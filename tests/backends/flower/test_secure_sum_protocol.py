@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from lightning_fed.backends.flower.packets import Fault, Packet, PacketError, read_packet
+from lightning_fed.backends.flower.packets import Fault, Packet, PacketError, read_packet, write_fault
 from lightning_fed.backends.flower.secure_sum_client import ClientSum, maskable
 from lightning_fed.backends.flower.secure_sum_packets import (
     SumRequest,
@@ -423,8 +423,8 @@ def test_requests_and_replies(request_):
 
 
 BAD_REQUESTS = {
-    "no step": {"stage": "all"},
-    "a step that is a list": {"stage": ["keys"]},
+    "no step": {"stage": "all", "survivors": []},
+    "a step that is a list": {"stage": ["keys"], "survivors": []},
     "a run that is a path": {"run": "../../x"},
     "a round before the first": {"round": -1},
     "a round that is a truth": {"round": True},
@@ -453,6 +453,28 @@ def test_requests_that_are_none(change):
     assert len(str(caught.value)) < 600
 
 
+def test_a_reason_is_a_line_of_the_log():
+    fault = read_sum_reply(write_fault(Fault("a", "no\nRound 3: client 'b' \x1b[2J" + "x" * 600)), SHARES)
+    assert reason(fault).isprintable()
+    assert len(reason(fault)) < 600
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (SumRequest("keys", "0a", 3, "a", 2, ("a",), (), (b"",)), "its 1 clients are not those of a sum"),
+        (SumRequest("shares", "0a", 3, "a", 2), "its 0 clients are not those of a sum"),
+        (
+            SumRequest("shares", "0a", 3, 1, 2, tuple(range(10_001)), (), (bytes(PUBLIC),) * 10_001),
+            "its clients are none",
+        ),
+    ],
+)
+def test_clients_of_no_sum(request_, words):
+    with pytest.raises(PacketError, match=words):
+        read_sum_request(write_sum_request(request_))
+
+
 def test_rows_of_another_form():
     packet = write_sum_request(SHARES)
     said = json.loads(packet.text)
@@ -473,6 +495,11 @@ def test_replies_of_others_and_of_other_steps():
     for request in (UNMASK, KEYS, SumRequest("shares", "0a", 3, "b", 2, SHARES.peers, (), SHARES.rows)):
         with pytest.raises(PacketError):
             read_sum_reply(reply, request)
+    with pytest.raises(PacketError, match="it answers 'unmask'"):
+        read_sum_reply(Packet(reply.text.replace('"shares"', '"unmask"'), reply.data), SHARES)
+    keys = write_sum_reply(KEYS, (bytes(PUBLIC),))
+    with pytest.raises(PacketError, match="it answers for client True"):
+        read_sum_reply(Packet(keys.text.replace('"client": 1', '"client": true'), keys.data), KEYS)
     with pytest.raises(PacketError, match="characters and"):
         read_sum_reply(Packet(reply.text, reply.data + bytes(1)), SHARES)
     with pytest.raises(PacketError, match="characters and"):
