@@ -54,8 +54,8 @@ class SecureSum(Protection):
         clip: Longest step of a client, over all floating-point entries that travel; longer ones are shortened to it.
             With :class:`CentralDP` its clip, which must not be given again.
         threshold: Share of a round's clients, more than a half, of which the sum is read: with fewer good updates the
-            round comes to nothing. So many clients and the server could find out together what another one has sent;
-            fewer cannot.
+            round comes to nothing. One client less than that, together with the server, could find out what another
+            one has sent, for the sum may be of no others; fewer cannot.
 
     Raises:
         ValueError: If an argument is out of its range; for a method whose result is no sum; in a fit, where the
