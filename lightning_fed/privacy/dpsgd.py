@@ -189,6 +189,7 @@ class DPSGD(FederatedCallback):
         self.key_for_tests = None if key_for_tests is None else check_count("key_for_tests", key_for_tests, lowest=0)
         self._trainer: L.Trainer | None = None
         self._loader: OverriddenMethod | None = None
+        self._has_warned = False
         self._reset()
 
     def _reset(self) -> None:
@@ -197,7 +198,6 @@ class DPSGD(FederatedCallback):
         self._of_round: dict[Client | None, _Account] = {}
         self._visit: _Visit | None = None
         self._safe_steps: dict[float, int] = {}  # within the budget, by the share of examples in a batch
-        self._has_warned = False
 
     def epsilon(self, client: Client | None = None) -> float:
         r"""The bound :math:`\epsilon` of what the fit has taken so far.
@@ -317,6 +317,7 @@ class DPSGD(FederatedCallback):
             self._of_round[client] = visit.account(visit.number + 1)
         self._end()
         if self._of_round and _account_path(trainer, client) is not None:
+            self._read_account(trainer, client)  # a visit in another process may have ended since this one began
             self._enter_round()
             self._write_account(trainer, client)
 

@@ -21,7 +21,7 @@ from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.privacy.accounting import Budget, budget_of
-from lightning_fed.privacy.ring import CLIENTS, RingSum, ring_form
+from lightning_fed.privacy.ring import RingSum, ring_form
 from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.schedule import SecretSampling
 
@@ -179,11 +179,11 @@ class PrivateMean(Aggregator):
         self.short_count = 0.0  # 1/2 for a client whose step was short enough, -1/2 for one whose was not
 
     def broadcast(self, client: Client) -> Broadcast:
-        """The global state, and the clip; with a secure sum the most clients that may be in it."""
+        """The global state, and the clip; with a secure sum its ring."""
         extras = {CLIP: torch.tensor(self.clip, dtype=torch.float64)}
         if self.sums is not None:
             assert self.sums.ring is not None
-            extras[CLIENTS] = torch.tensor(self.sums.ring.clients, dtype=torch.int32)
+            extras |= self.sums.ring.extras()
         return Broadcast(self._round, dict(self._state), extras)
 
     def expected(self, broadcast: Broadcast) -> State:

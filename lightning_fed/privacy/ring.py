@@ -21,6 +21,9 @@ from lightning_fed.rounds.secret_sum import SecretSum
 CLIENTS = "secure_sum/clients"
 """Name of the number of clients in a broadcast, with which they have the ring."""
 
+SCALE = "secure_sum/scale"
+"""Name of the server's scale in a broadcast, which must be that of the client's own federation."""
+
 _SIZE = 2**32
 _LEAST_LEVELS = 2**10  # between 0 and the longest step, for each client
 
@@ -69,6 +72,13 @@ class Ring:
     def scale(self) -> float:
         """Number of units in 1."""
         return ((_SIZE // 2 - 1) / self.clients - 1) / (self.max_weight * self.clip)
+
+    def extras(self) -> State:
+        """Entries of a broadcast from which a client has the ring, and knows that the server has the same."""
+        return {
+            CLIENTS: torch.tensor(self.clients, dtype=torch.int32),
+            SCALE: torch.tensor(self.scale, dtype=torch.float64),
+        }
 
     def longest(self, size: int) -> float:
         """Length of a step that rounding makes no longer than ``clip``.

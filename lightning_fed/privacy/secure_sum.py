@@ -25,7 +25,7 @@ from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.privacy.callbacks import ClippedSteps, PrivacyBudget, protected_rule, refuse_statistics
 from lightning_fed.privacy.central import AVERAGES, CALLBACKS
 from lightning_fed.privacy.mean import PrivateMean, clip_factor, refuse_complex, step_length
-from lightning_fed.privacy.ring import CLIENTS, Ring, RingSum, ring_form
+from lightning_fed.privacy.ring import CLIENTS, SCALE, Ring, RingSum, ring_form
 from lightning_fed.rounds.secret_sum import SummedUpdates
 from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.averaging import AveragingAggregator
@@ -54,8 +54,8 @@ class SecureSum(Protection):
         clip: Longest step of a client, over all floating-point entries that travel; longer ones are shortened to it.
             With :class:`CentralDP` its clip, which must not be given again.
         threshold: Share of a round's clients, more than a half, of which the sum is read: with fewer good updates the
-            round comes to nothing. So many clients and the server could find out together what another one has sent;
-            fewer cannot.
+            round comes to nothing. One client less than that, together with the server, could find out what another
+            one has sent, for the sum may be of no others; fewer cannot.
 
     Raises:
         ValueError: If an argument is out of its range; for a method whose result is no sum; in a fit, where the
@@ -196,13 +196,20 @@ class RingSteps(SummedUpdates):
         """Replaces the model by its weighted step in the ring.
 
         Raises:
-            ClientFault: If the step is not finite: whole numbers would not show it.
+            ClientFault: If the step is not finite: whole numbers would not show it; or if the server reads the numbers
+                in other units than they are written in.
 
         """
         federation, broadcast = find_federation(trainer), self._broadcasts.pop(client)
         rule, planned, old = _ring_rule(federation), federation.current_visit, broadcast.state
         assert planned is not None
         ring = Ring(rule.clip, int(broadcast.extras[CLIENTS]), _most_weight(federation, rule))
+        scale = float(broadcast.extras[SCALE])
+        if ring.scale != scale:
+            raise ClientFault(
+                f"its federation has {ring.scale:.6g} units of a secure sum in 1, and the server {scale:.6g}: both need"
+                " the same `clip`, `weighting` and `max_samples`"
+            )
         weight = _weight(federation, rule, update)
         left_out = rule.untrained if isinstance(rule, PrivateMean) else frozenset()
         steps = {
@@ -271,10 +278,9 @@ class SecureMean(Aggregator):
         self.sums = self.sums.emptied()
 
     def broadcast(self, client: Client) -> Broadcast:
-        """The global state, and the most clients that may be in the sum."""
+        """The global state, and the ring."""
         assert self.sums.ring is not None
-        count = torch.tensor(self.sums.ring.clients, dtype=torch.int32)
-        return Broadcast(self._round, dict(self._state), {CLIENTS: count})
+        return Broadcast(self._round, dict(self._state), self.sums.ring.extras())
 
     def expected(self, broadcast: Broadcast) -> State:
         """Whole numbers in the place of floating-point entries."""
@@ -307,7 +313,8 @@ class SecureMean(Aggregator):
     def leave_out(self) -> dict[Client, str]:
         """All clients, if there are too few of them, or their weights are none that they can have."""
         most = 0 if self.sums.ring is None else len(self.sums.clients) * self.sums.ring.max_weight
-        if self.sums.total and not 0 < int(self.sums.total[WEIGHT]) <= most:
+        is_read = len(self.sums.clients) >= self.sums.least
+        if self.sums.total and is_read and not 0 < int(self.sums.total[WEIGHT]) <= most:
             self.sums.discard(f"the sum of the weights, {int(self.sums.total[WEIGHT])}, is not from 1 to {most}")
         return self.sums.leave_out()
 

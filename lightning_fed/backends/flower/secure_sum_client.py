@@ -99,7 +99,7 @@ class ClientSum:
         known = self._take(round, "shared")
         keys, least = _keys_of(known), int(known["least"])
         try:
-            self._check_count(len(peers), least)
+            self._check_count(len(set(peers)), least)
             if self._client not in peers or not set(peers) <= keys.keys():
                 raise SumError("it is to be masked with clients that it has shared nothing with")
             vector = np.concatenate(
@@ -129,7 +129,7 @@ class ClientSum:
 
     def _publish(self, request: SumRequest) -> bytes:
         if self._folder.exists():
-            for path in self._folder.glob("*-*.json"):  # of rounds that came to nothing
+            for path in self._folder.glob("*-*"):  # of rounds that came to nothing, and of processes that were killed
                 path.unlink(missing_ok=True)
         secrets = make_secrets()
         self._put(request.round, "keys", _written(secrets))

@@ -12,7 +12,7 @@ pytest.importorskip("dp_accounting")
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed import Federation
+from lightning_fed import FederatedCallback, Federation
 from lightning_fed.privacy import DPSGD, Budget, SecureSum
 from tests import models
 from tests.backends.flower.halves import SIZES, in_process, on_flower
@@ -77,6 +77,35 @@ def test_a_client_answers_until_its_budget_is_used_up(tmp_path, caplog):
         words = "client 'bob' is left out: its visit of 2 steps would take epsilon from"
         rounds = [round for round in range(5) if f"Round {round}: {words}" in caplog.text]
         assert rounds == [2 + fit]
+
+
+class EndsMeanwhile(FederatedCallback):
+    """A visit of the same client in another process, of two steps, that ends while this one is under way."""
+
+    keeps_privacy = True
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_client_end(self, trainer, module, client, update):
+        for path in self.folder.glob("1?/dpsgd/*.json"):
+            said = json.loads(path.read_text())
+            if said["account"][0] == SIZES[client]:
+                said["account"][2] += 2
+                path.write_text(json.dumps(said))
+
+
+def test_two_visits_at_once_are_paid_for(tmp_path):
+    """As where a server was killed and asks again while clients still train."""
+    made = lambda: [DPSGD(1.0, 0.5, 1e-3), EndsMeanwhile(tmp_path)]  # noqa: E731
+    on_flower(tmp_path, module, models.vectors(SIZES), Federation, 2, made)
+    assert accounts(tmp_path) == {samples: 2 * steps + 2 for samples, steps in STEPS.items()}
+
+
+def test_a_large_delta_is_told_once(tmp_path, caplog):
+    """Not at every visit, which is a fit of its own."""
+    on_flower(tmp_path, module, models.vectors(SIZES), Federation, 3, lambda: [DPSGD(1.0, 0.5, 0.1)])
+    assert caplog.text.count("it allows to give one of them away") == 2  # by each of the two nodes
 
 
 def test_another_noise_needs_another_account(tmp_path, caplog):

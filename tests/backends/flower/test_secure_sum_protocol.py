@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from lightning_fed.backends.flower.packets import Fault, Packet, PacketError, read_packet
+from lightning_fed.backends.flower.packets import Fault, Packet, PacketError, read_packet, write_fault
 from lightning_fed.backends.flower.secure_sum_client import ClientSum, maskable
 from lightning_fed.backends.flower.secure_sum_packets import (
     SumRequest,
@@ -283,8 +284,13 @@ def test_halves_of_the_clients_cannot_be_asked_for_one_each(tmp_path):
         name: node.ask("unmask", name, survivors=tuple(peer != "e" or name in "abe" for peer in node.names))
         for name in node.names
     }
-    assert all(isinstance(answer, tuple) for answer in told.values())
-    assert max(len("abe"), len("cd")) < node.least
+    shares = {name: dict(zip(node.names, answer, strict=True)) for name, answer in told.items()}
+    positions = {name: position for position, name in enumerate(node.names)}
+    of_e = {"e": node.public["e"]}
+    for part, survivors, secret in (("abe", node.names, "mask"), ("cd", list("abcd"), "key")):
+        asked = {name: shares[name] for name in part}
+        with pytest.raises(SumError, match=f"the shares of client 'e' do not restore its {secret}"):
+            find_masks(6, of_e, survivors, asked, positions, len(part), context_of("0a", 7))
 
 
 def test_every_step_comes_once_and_in_its_order(tmp_path):
@@ -336,9 +342,10 @@ def test_masks_with_others_only(tmp_path):
         node = Node(tmp_path / peers[0]).publish().share()
         with pytest.raises(ClientFault, match=words):
             node.mask("a", peers)
-    node = Node(tmp_path / "few").publish().share()
-    with pytest.raises(ClientFault, match="the sum has 3 clients, and it needs 4"):
-        node.mask("a", ["a", "b", "c"])
+    for name, peers in (("few", ["a", "b", "c"]), ("twice", ["a", "b", "c", "a", "b", "c"])):
+        node = Node(tmp_path / name).publish().share()
+        with pytest.raises(ClientFault, match="the sum has 3 clients, and it needs 4"):
+            node.mask("a", peers)
 
 
 def test_a_round_that_is_done_again_is_read_of_the_same_clients(tmp_path):
@@ -359,6 +366,25 @@ def test_secrets_are_for_the_user_alone(tmp_path):
         assert path.parent.stat().st_mode & 0o077 == 0
     masked = [path for path in tmp_path.rglob("*-masked.json")]
     assert "seed" not in json.loads(masked[0].read_text())  # with which it has masked
+
+
+def test_a_step_that_was_killed_leaves_no_secret_for_long(tmp_path, monkeypatch):
+    node = Node(tmp_path).publish()
+
+    def die(path, missing_ok=False):
+        raise SystemExit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", die)
+        with pytest.raises(SystemExit):
+            node.ask("shares", "a")
+    assert secrets_at(tmp_path / "a")
+    node.ask("keys", "a", round=8)
+    assert {path.name for path in secrets_at(tmp_path / "a")} == {"8-keys.json"}
+
+
+def secrets_at(folder):
+    return [path for path in folder.rglob("*") if path.is_file() and "seed" in path.read_text()]
 
 
 @pytest.mark.parametrize(
@@ -397,8 +423,8 @@ def test_requests_and_replies(request_):
 
 
 BAD_REQUESTS = {
-    "no step": {"stage": "all"},
-    "a step that is a list": {"stage": ["keys"]},
+    "no step": {"stage": "all", "survivors": []},
+    "a step that is a list": {"stage": ["keys"], "survivors": []},
     "a run that is a path": {"run": "../../x"},
     "a round before the first": {"round": -1},
     "a round that is a truth": {"round": True},
@@ -427,6 +453,28 @@ def test_requests_that_are_none(change):
     assert len(str(caught.value)) < 600
 
 
+def test_a_reason_is_a_line_of_the_log():
+    fault = read_sum_reply(write_fault(Fault("a", "no\nRound 3: client 'b' \x1b[2J" + "x" * 600)), SHARES)
+    assert reason(fault).isprintable()
+    assert len(reason(fault)) < 600
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (SumRequest("keys", "0a", 3, "a", 2, ("a",), (), (b"",)), "its 1 clients are not those of a sum"),
+        (SumRequest("shares", "0a", 3, "a", 2), "its 0 clients are not those of a sum"),
+        (
+            SumRequest("shares", "0a", 3, 1, 2, tuple(range(10_001)), (), (bytes(PUBLIC),) * 10_001),
+            "its clients are none",
+        ),
+    ],
+)
+def test_clients_of_no_sum(request_, words):
+    with pytest.raises(PacketError, match=words):
+        read_sum_request(write_sum_request(request_))
+
+
 def test_rows_of_another_form():
     packet = write_sum_request(SHARES)
     said = json.loads(packet.text)
@@ -447,6 +495,11 @@ def test_replies_of_others_and_of_other_steps():
     for request in (UNMASK, KEYS, SumRequest("shares", "0a", 3, "b", 2, SHARES.peers, (), SHARES.rows)):
         with pytest.raises(PacketError):
             read_sum_reply(reply, request)
+    with pytest.raises(PacketError, match="it answers 'unmask'"):
+        read_sum_reply(Packet(reply.text.replace('"shares"', '"unmask"'), reply.data), SHARES)
+    keys = write_sum_reply(KEYS, (bytes(PUBLIC),))
+    with pytest.raises(PacketError, match="it answers for client True"):
+        read_sum_reply(Packet(keys.text.replace('"client": 1', '"client": true'), keys.data), KEYS)
     with pytest.raises(PacketError, match="characters and"):
         read_sum_reply(Packet(reply.text, reply.data + bytes(1)), SHARES)
     with pytest.raises(PacketError, match="characters and"):
