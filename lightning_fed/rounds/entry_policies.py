@@ -97,9 +97,8 @@ def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozense
 
     Example:
         >>> module = nn.BatchNorm1d(1)
-        >>> module.running_mean.fill_(torch.nan)
-        tensor([nan])
-        >>> module.register_buffer("threshold", torch.tensor(torch.inf))
+        >>> _ = module.running_mean.fill_(float("nan"))
+        >>> module.register_buffer("threshold", module.bias.detach() - float("inf"))
         >>> unset_buffers(module, entry_policies(module))
         frozenset({'threshold'})
 
