@@ -14,8 +14,7 @@ import pytest
 
 from tests.crash_points import FAILING, ON_FLOWER, RUNS, SEAMS
 
-SHORT = ("fedper", "clients in memory")
-OF_FILES = {"file written", "file moved", "file deleted"}
+SHORT = ("fedper",)
 OF_FLOWER = {"message sent", "message awaited"}
 
 
@@ -47,8 +46,7 @@ def test_one_point_of_each_kind(run, short):
     points, found = short[run]["points"], short[run]["found"]
     seen = {points[int(point)] for point in found}
     assert seen == set(points)
-    absent = OF_FLOWER if run == "fedper" else OF_FLOWER | OF_FILES
-    assert {name.partition(",")[0] for name in seen} == SEAMS.keys() - absent
+    assert {name.partition(",")[0] for name in seen} == SEAMS.keys() - OF_FLOWER
     assert ours(points, found) == {}
 
 

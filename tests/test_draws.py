@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -131,12 +132,14 @@ NEEDED = {
     "FederatedDataModule": lambda cls: cls({"ann": examples(4, 0)}),
     "FedSS": lambda cls: cls(2),
     "FixBN": lambda cls: cls(2),
+    "FlowerPartition": lambda cls: cls(SimpleNamespace(load_partition=None)),
     "FLTrust": lambda cls: cls("server"),
     "HeadThenBody": lambda cls: cls(1),
     "LabelsPerClient": lambda cls: cls(3, 2),
     "Look": lambda cls: cls(IID(3)),
     "PartialLabels": lambda cls: cls(IID(3), 5, 2),
     "SegmentationScores": lambda cls: cls(3),
+    "LoaderDataModule": lambda cls: cls(DataLoader(examples(4, 0), 2)),
     "LazyClients": lambda cls: cls(range(3), lambda client: examples(4, 0)),
     "PersonalModel": lambda cls: cls(0.1),
     "PartitionedData": lambda cls: cls(Synthetic(num_clients=2), IID(2)),

@@ -116,9 +116,9 @@ def test_no_pool_of_good_statistics_is_infinite():
 def test_what_counts_counts_in_pooled_statistics_too(limits, counts, federated_trainer, monkeypatch):
     """Of the three clients that are pooled for every layer."""
 
-    def noting(reports, layer, pool=batch_norm.pool_statistics):
+    def noting(reports, layer, *tolerated, pool=batch_norm.pool_statistics):
         pooled.append([float(report[f"batch_norm:{layer}:count"]) for report in reports])
-        return pool(reports, layer)
+        return pool(reports, layer, *tolerated)
 
     pooled = []
     monkeypatch.setattr(batch_norm, "pool_statistics", noting)
@@ -131,8 +131,8 @@ def test_what_counts_counts_in_pooled_statistics_too(limits, counts, federated_t
 def test_a_round_with_statistics_that_cannot_be_is_taken_back(federated_trainer, monkeypatch, caplog):
     """Whatever pooled them: the model before it is whole, and the next round trains."""
 
-    def poisoned(reports, layer, pool=batch_norm.pool_statistics):
-        mean, variance = pool(reports, layer)
+    def poisoned(reports, layer, *tolerated, pool=batch_norm.pool_statistics):
+        mean, variance = pool(reports, layer, *tolerated)
         return mean, variance * (float("inf") if trainer.current_epoch == 1 else 1)
 
     states = []

@@ -198,7 +198,7 @@ class ClientSum:
             json.dump(values, file)
 
     def _take(self, round: int, stage: str) -> dict[str, Any]:
-        """What an earlier step has left, which is gone then: of two processes that ask one has it.
+        """Returns an earlier step's values and deletes them: of two processes that ask one has them.
 
         Raises:
             ClientFault: If there is nothing.

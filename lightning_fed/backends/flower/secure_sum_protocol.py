@@ -69,7 +69,7 @@ class Secrets:
 
     @property
     def public(self) -> bytes:
-        """What the client publishes, of ``PUBLIC`` bytes."""
+        """The client's public keys, ``PUBLIC`` bytes."""
         keys = (_public(self.sealing), _public(_pairing_key(self.pairing)))
         return b"".join((*keys, hashlib.sha256(self.seed).digest()))
 
