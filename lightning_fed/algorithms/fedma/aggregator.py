@@ -77,7 +77,9 @@ class FedMA(Aggregator):
             without classes. Class counts say something of the clients' labels. Labels are numbers of classes: several
             classes of one example (multi-hot) go with ``"size"``.
         start: Whether all clients start from the same model (``"shared"``: the module as it is), or each from random
-            numbers of its own (``"independent"``), as the authors do, for which nothing is sent.
+            numbers of its own (``"independent"``), as the authors do, for which nothing is sent: the entries of the
+            module's own tensors in an order of the client's, which is another draw of the module's initialisation,
+            see :func:`~lightning_fed.model.initial_state.shuffled_state`.
         order: Order in which the groups of one stage are matched, and their weights: as in FedMA, or as in PFNM.
         score: Score of a match, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: :math:`\gamma`; the larger, the more neurons are added.
