@@ -403,7 +403,8 @@ def _estimate(
     start, noises, priors = 0, list[Tensor](), list[Tensor]()
     for size, (block_noise, block_prior, block_mean) in zip(sizes, blocks, strict=True):
         if not bool(block_noise.isinf().all()):
-            parts = [to_float64(neurons[:, start : start + size]) - to_float64(block_mean) for neurons in matcher.neurons]
+            columns = slice(start, start + size)
+            parts = [to_float64(neurons[:, columns]) - to_float64(block_mean) for neurons in matcher.neurons]
             values = torch.cat([*parts, torch.zeros_like(parts[0][:1])])  # the last for clients without the neuron
             rows = max(1, _CHUNK // (len(parts) * size))
             products = torch.cat([values[chunk] @ values[chunk].mT for chunk in members.split(rows)])

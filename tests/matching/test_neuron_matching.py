@@ -178,7 +178,8 @@ def test_estimated_variances_are_the_most_likely_ones(known):
     clients = [neurons.double() for neurons in clients]
     match = match_neurons(clients, np.random.default_rng(0), **known)
     assert len(match.owners) == 20
-    together = torch.stack([neurons[indices.argsort()] for neurons, indices in zip(clients, match.assignments)], -1)
+    pairs = zip(clients, match.assignments, strict=True)
+    together = torch.stack([neurons[indices.argsort()] for neurons, indices in pairs], -1)
 
     def likelihood(log_noise, log_prior):
         covariance = log_noise.exp().diag() + log_prior.exp()

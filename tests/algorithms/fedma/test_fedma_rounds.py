@@ -17,7 +17,6 @@ from tests.algorithms.fedma.fits import (
     Visitors,
     data_of,
     fit,
-    layers_of,
     logged,
     many,
     mlp,
