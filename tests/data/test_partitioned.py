@@ -320,3 +320,19 @@ def test_refuses_what_is_no_share(fraction):
 def test_the_clients_are_not_known_before_setup():
     with pytest.raises(RuntimeError, match="after `setup`"):
         PartitionedData(Numbered(), ByGroup([0] * 90)).population()
+
+
+def test_an_augmentation_comes_before_a_clients_permutation():
+    """As in FedFusion's program: what is mirrored is the image, not its permuted pixels."""
+    images = torch.rand(6, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    dataset = ArrayDataset(images, torch.arange(6), augment=FlipAndShift(flip_probability=1.0))
+    partition = PermutedPixels(num_clients=2, seed=1)
+    population = split_loader(DataLoader(dataset, 3, shuffle=True), partition, seed=1)
+    seen = 0
+    for client in population.clients:
+        permute = partition.transform(client, 1)
+        for sample, label in population.dataset(client):
+            assert torch.equal(sample, permute((images[label].flip(-1), label))[0])
+            assert not torch.equal(sample, permute((images[label], label))[0].flip(-1))
+            seen += 1
+    assert seen == 6

@@ -92,9 +92,9 @@ class FedMA(Aggregator):
             see :func:`~lightning_fed.model.initial_state.shuffled_state`.
         order: Order in which the groups of one stage are matched, and their weights: as in FedMA, or as in PFNM.
         score: Score of a match, see :func:`~lightning_fed.matching.match_neurons`.
-        gamma: :math:`\gamma`; the larger, the more neurons are added; ``None`` for 7 with the published score and 1 with
-            the marginal one. The authors have 7 for convolutional networks and 0.001 for their LSTM, with which none is
-            added.
+        gamma: :math:`\gamma`; the larger, the more neurons are added. By default 7 with the published score and 1 with
+            the marginal one. The authors have 7 for convolutional networks, and 0.001 for their LSTM, with which none
+            is added.
         passes: Most passes over the clients in the matching of a group.
         max_width: Most neurons of a group, as a multiple of those of a client; ``None`` for no limit; ``"auto"``: 1.25
             with the marginal score, and no limit with the published one, as published.

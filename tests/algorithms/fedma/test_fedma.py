@@ -279,7 +279,7 @@ def test_merged_rules_are_one():
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_pfnm_is_one_exchange(federated_trainer, weighting):
-    """All layers of the clients' updates matched at once, from the last to the first; every owner alike if asked for."""
+    """All layers of the clients' updates matched at once, from the last to the first, owners weighted or all alike."""
     logger, module, watch = MemoryLogger(), models.Module(mlp(), momentum), Recorder()
     rule = PFNM(last_layer="size", seed=4)
     trainer = federated_trainer(max_rounds=1, method=rule, logger=logger, callbacks=[watch], weighting=weighting)
