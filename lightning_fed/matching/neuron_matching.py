@@ -399,7 +399,7 @@ def _estimate(
         count += len(indices)
     owned = to_float64(members >= 0)
     noise, prior = matcher.noise, matcher.prior
-    blocks = zip(*(values.split(sizes, -1) for values in (noise, prior, mean)), strict=True)
+    blocks = zip(*(torch.split(values, sizes, -1) for values in (noise, prior, mean)), strict=True)
     start, noises, priors = 0, list[Tensor](), list[Tensor]()
     for size, (block_noise, block_prior, block_mean) in zip(sizes, blocks, strict=True):
         if not bool(block_noise.isinf().all()):
@@ -407,7 +407,7 @@ def _estimate(
             parts = [to_float64(neurons[:, columns]) - to_float64(block_mean) for neurons in matcher.neurons]
             values = torch.cat([*parts, torch.zeros_like(parts[0][:1])])  # the last for clients without the neuron
             rows = max(1, _CHUNK // (len(parts) * size))
-            products = torch.cat([values[chunk] @ values[chunk].mT for chunk in members.split(rows)])
+            products = torch.cat([values[chunk] @ values[chunk].mT for chunk in torch.split(members, rows)])
             noise_of_block = to_float64(block_noise).reciprocal().mean(1).reciprocal()
             prior_of_block = to_float64(block_prior).mean()
             found = _maximise_likelihood(

@@ -7,6 +7,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed.data import ByGroup, Dirichlet, LabelsPerClient, PartitionedData, PermutedPixels
+from lightning_fed.data.arrays import ArrayDataset
+from lightning_fed.data.federated import split_loader
+from lightning_fed.data.population import PlannedVisit
+from lightning_fed.datasets.augment import FlipAndShift
+from lightning_fed.server.schedule import Visit
 from lightning_fed.tasks import ClassificationTask
 
 
@@ -328,11 +333,8 @@ def test_an_augmentation_comes_before_a_clients_permutation():
     dataset = ArrayDataset(images, torch.arange(6), augment=FlipAndShift(flip_probability=1.0))
     partition = PermutedPixels(num_clients=2, seed=1)
     population = split_loader(DataLoader(dataset, 3, shuffle=True), partition, seed=1)
-    seen = 0
-    for client in population.clients:
-        permute = partition.transform(client, 1)
-        for sample, label in population.dataset(client):
-            assert torch.equal(sample, permute((images[label].flip(-1), label))[0])
-            assert not torch.equal(sample, permute((images[label], label))[0].flip(-1))
-            seen += 1
-    assert seen == 6
+    (batch,) = population.stream([PlannedVisit(Visit(1, 0, 0), 3, 1)])
+    permute = partition.transform(1, 1)
+    for sample, label in zip(*batch.batch, strict=True):
+        assert torch.equal(sample, permute((images[label].flip(-1), label))[0])
+        assert not torch.equal(sample, permute((images[label], label))[0].flip(-1))
