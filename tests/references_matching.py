@@ -123,43 +123,58 @@ def means_reference(globals_, clients):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Section 10.1: variances from the data, one per block
+# Section 10.1: variances from the data, one per client and block (section 2 has sigma_j), and the prior's
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def variances_reference(globals_, clients, blocks):
-    """sigma^2 and sigma_0^2 of every block, for a prior mean of 0."""
-    count, width = sum(len(own) for own in clients), len(globals_)
-    means = means_reference(globals_, clients)
-    noise, prior, start = [], [], 0
-    for size in blocks:
-        within = squares = 0.0
-        for members, mean in zip(globals_, means, strict=True):
-            for d in range(start, start + size):
-                squares += mean[d] ** 2
-                for j, neuron in members:
-                    within += (clients[j][neuron][d] - mean[d]) ** 2
-        noise.append(within / ((count - width) * size))
-        prior.append(squares / (width * size) - noise[-1] * np.mean([1 / len(members) for members in globals_]))
+def variances_reference(globals_, clients, blocks, noise, prior):
+    """sigma_j^2 and sigma_0^2 of every block by expectation maximisation, for a prior mean of 0.
+
+    Of each number theta of a global neuron: precision P = 1 / s0 + sum 1 / s_j and mean m = sum (w_j / s_j) / P over
+    its owners; then s_j is the mean of (w_j - m)^2 + 1 / P over the client's numbers, s0 that of m^2 + 1 / P.
+    """
+    noise, prior, start = [list(row) for row in noise], list(prior), 0
+    for block, size in enumerate(blocks):
+        numbers = [
+            [(j, clients[j][neuron][d]) for j, neuron in members]
+            for members in globals_
+            for d in range(start, start + size)
+        ]
+        flat = [value**2 for number in numbers for _, value in number]
+        least = 1e-6 * sum(flat) / len(flat)
+        for _ in range(200):
+            of_clients, of_prior = [[] for _ in clients], []
+            for number in numbers:
+                precision = 1 / prior[block] + sum(1 / noise[block][j] for j, _ in number)
+                mean = sum(value / noise[block][j] for j, value in number) / precision
+                of_prior.append(mean**2 + 1 / precision)
+                for j, value in number:
+                    of_clients[j].append((value - mean) ** 2 + 1 / precision)
+            before = [*noise[block], prior[block]]
+            noise[block] = [max(float(np.mean(values)), least) for values in of_clients]
+            prior[block] = max(float(np.mean(of_prior)), least)
+            after = [*noise[block], prior[block]]
+            if all(abs(new / old - 1) < 1e-4 for new, old in zip(after, before, strict=True)):
+                break
         start += size
     return noise, prior
 
 
 def estimated_reference(clients, generator, gamma, blocks, passes):
-    """Matching with estimated variances: at most four times, until it stays as it is."""
+    """Matching with estimated variances: at most four times, until it stays as it is; a row per client and block."""
     values = np.concatenate(clients)
-    columns = np.split(values, np.cumsum(blocks)[:-1], axis=1)
-    noise = prior = [float(np.var(block)) / 2 for block in columns]
+    prior = [float(np.var(block)) / 2 for block in np.split(values, np.cumsum(blocks)[:-1], axis=1)]
+    noise = [[value] * len(clients) for value in prior]
     before = None
     for _ in range(4):
-        spread = [np.repeat(numbers, blocks) for numbers in (noise, prior)]
+        used = noise, prior
         globals_ = match_reference(
             clients,
             generator,
             "marginal",
             gamma,
-            [spread[0]] * len(clients),
-            spread[1],
+            np.repeat(np.array(noise).T, blocks, axis=1),
+            np.repeat(prior, blocks),
             [0.0] * values.shape[1],
             passes,
             stop=True,
@@ -168,11 +183,8 @@ def estimated_reference(clients, generator, gamma, blocks, passes):
         if now == before:
             break
         before = now
-        used = noise, prior
-        noise, prior = variances_reference(globals_, clients, blocks)
-    else:
-        return globals_, *used
-    return globals_, noise, prior
+        noise, prior = variances_reference(globals_, clients, blocks, noise, prior)
+    return globals_, *used
 
 
 # ---------------------------------------------------------------------------------------------------------------------

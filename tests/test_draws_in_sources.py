@@ -50,6 +50,8 @@ ALLOWED = {
     "Shakespeare.evaluation_loader": "evaluation in order",
     # What a visit seeds.
     "FlipAndShift.__call__": "augmentation of a user's data, which a visit has seeded",
+    "CropAndFlip.__call__": "augmentation of a user's data, which a visit has seeded",
+    "CropAndFlip._part": "augmentation of a user's data, which a visit has seeded",
     "RoundLoader.__iter__": "the visit's seed",
     "Round.__init__": "the seed of the server's part of the round",
     "Round.close": "the seed of the server's part of the round",

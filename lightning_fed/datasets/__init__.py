@@ -1,5 +1,6 @@
 """Ready data sets: read from local files, or generated."""
 
+from lightning_fed.datasets.augment import CropAndFlip as CropAndFlip
 from lightning_fed.datasets.augment import FlipAndShift as FlipAndShift
 from lightning_fed.datasets.camvid import CamVid as CamVid
 from lightning_fed.datasets.cifar10 import CIFAR10 as CIFAR10
@@ -18,6 +19,7 @@ __all__ = [
     "FEMNIST",
     "MNIST",
     "CamVid",
+    "CropAndFlip",
     "FashionMNIST",
     "FlipAndShift",
     "Omniglot",

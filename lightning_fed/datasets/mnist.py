@@ -11,6 +11,7 @@ import torch
 
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.datasets.array_module import ArrayDataModule, Split
+from lightning_fed.datasets.augment import CropAndFlip
 from lightning_fed.datasets.file_readers import find_file, read_idx
 
 _PREFIXES: dict[Split, str] = {"train": "train", "val": "train", "test": "t10k"}
@@ -33,6 +34,9 @@ class IdxDataModule(ArrayDataModule):
         val_size: Number of training images held out for validation; 0 trains on all and validates on none.
         test_size: Number of test images to keep, a random subset; None keeps all.
         normalize: Subtract the mean of the training images and divide by their standard deviation; else [0, 1].
+        augment: Cut out a random part of each training image and mirror it at random
+            (:class:`~lightning_fed.datasets.CropAndFlip`), as the program of FedFusion does, also of digits. A
+            partition's own changes, such as a permutation of the pixels, come after it.
         seed: Seed of the held-out images and of the subsets. It is not the seed of the training.
 
     Raises:
@@ -57,6 +61,7 @@ class IdxDataModule(ArrayDataModule):
         val_size: int = 5000,
         test_size: int | None = None,
         normalize: bool = True,
+        augment: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -72,6 +77,7 @@ class IdxDataModule(ArrayDataModule):
         self.data_dir = Path(data_dir)
         self.download = download
         self.normalize = normalize
+        self.augment = augment
 
     def prepare_data(self) -> None:
         """Downloads missing files, if `download` is set."""
@@ -102,6 +108,7 @@ class IdxDataModule(ArrayDataModule):
             torch.from_numpy(labels[chosen]),
             mean=self._mean if self.normalize else None,
             std=self._std if self.normalize else None,
+            augment=CropAndFlip() if self.augment and split == "train" else None,
         )
 
     def _find(self, split: Split, kind: str) -> Path:
@@ -114,7 +121,7 @@ class MNIST(IdxDataModule):
     """Handwritten digits: 60,000 training and 10,000 test images, 28 x 28, white on black, 10 classes.
 
     Takes the arguments of `IdxDataModule`: `data_dir`, `download`, `batch_size`, `eval_batch_size`, `num_workers`,
-    `train_size`, `val_size=5000`, `test_size`, `normalize` and `seed`. The files are
+    `train_size`, `val_size=5000`, `test_size`, `normalize`, `augment` and `seed`. The files are
     `<data_dir>/MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte`, gzipped or not.
 
     Source: Y. LeCun, C. Cortes and C. Burges, http://yann.lecun.com/exdb/mnist/.
@@ -134,7 +141,7 @@ class FashionMNIST(IdxDataModule):
     """Zalando's articles: 60,000 training and 10,000 test images, 28 x 28, white on black, 10 classes of equal size.
 
     Takes the arguments of `IdxDataModule`: `data_dir`, `download`, `batch_size`, `eval_batch_size`, `num_workers`,
-    `train_size`, `val_size=5000`, `test_size`, `normalize` and `seed`. The files are
+    `train_size`, `val_size=5000`, `test_size`, `normalize`, `augment` and `seed`. The files are
     `<data_dir>/FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte`, gzipped or not.
 
     Source: H. Xiao, K. Rasul and R. Vollgraf, https://github.com/zalandoresearch/fashion-mnist (MIT licence).

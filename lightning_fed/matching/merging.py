@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.matching.checkpoints import Checkpoint, check_entries, read_checkpoint, state_of
 from lightning_fed.matching.neuron_matching import MatchScore
-from lightning_fed.matching.one_shot import MatchMode, MatchOrder, match_states
+from lightning_fed.matching.one_shot import MatchMode, MatchOrder, WidthLimit, check_width_limit, match_states
 from lightning_fed.matching.permutation import PermutationGroup
 from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.model.batch_norm import batch_norm_layers, recalibrate_batch_norm
@@ -87,7 +87,8 @@ class MatchedAverage:
         passes: Most passes over the networks in the matching of a group.
         sweeps: Most sweeps over all networks and groups that order them anew, each like the mean of the others; they
             end when nothing changes. With ``"grow"`` they come before the matching. 0 to order every group once.
-        max_growth: Most neurons of a group, as a multiple of those of a network; ``None`` for no limit.
+        max_growth: Most neurons of a group, as a multiple of those of a network; ``None`` for no limit; ``"auto"``:
+            1.25 with the marginal score, and no limit with the published one.
         batch_norm: BatchNorm's running statistics are measured with data (``"recalibrate"``) or averaged.
         inputs: Index, key or function of a batch's inputs; ``None`` for the usual ones.
         pin: Patterns of entry names whose neurons stay where they are.
@@ -118,7 +119,7 @@ class MatchedAverage:
         gamma: float | None = None,
         passes: int = 5,
         sweeps: int = 30,
-        max_growth: float | None = 1.25,
+        max_growth: WidthLimit = "auto",
         batch_norm: Literal["recalibrate", "average"] = "recalibrate",
         inputs: BatchKey = None,
         pin: Sequence[str] = (),
@@ -131,15 +132,13 @@ class MatchedAverage:
         check_option("batch_norm", batch_norm, ("recalibrate", "average"))
         if gamma is not None and not 0 < gamma < float("inf"):
             raise ValueError(f"Expected `gamma` to be greater than 0 and finite, but got {gamma}.")
-        if max_growth is not None and not 1 <= max_growth < float("inf"):
-            raise ValueError(f"Expected `max_growth` to be at least 1 and finite, or None, but got {max_growth}.")
         self.mode: MatchMode = mode
         self.order: MatchOrder = order
         self.score: MatchScore = score
         self.gamma = gamma
         self.passes = check_count("passes", passes, 0)
         self.sweeps = check_count("sweeps", sweeps, 0)
-        self.max_growth = max_growth
+        self.max_growth = check_width_limit("max_growth", max_growth)
         self.batch_norm = batch_norm
         self.inputs = inputs
         self.pin = pin

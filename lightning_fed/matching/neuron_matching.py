@@ -33,6 +33,8 @@ MatchScore: TypeAlias = Literal["published", "marginal"]
 _POPULARITY_LIMIT, _SOFT_WIDTH = 10, 700  # of the published score
 _MATCHINGS = 4  # with estimated variances: with the start's, and with three estimates
 _LEAST_SHARE = 1e-6  # of a block's mean square: no estimated variance is below it
+_STEPS, _TOLERANCE = 200, 1e-4  # of expectation maximisation: at most so many, until no variance changes by this share
+_CHUNK = 2**22  # numbers of all clients' neurons that are multiplied at once
 
 
 class NeuronMatch(NamedTuple):
@@ -105,10 +107,11 @@ def match_neurons(
     order of their numbers of neurons. Then every client is taken out and matched again, in passes over the clients in
     random order, until a pass changes nothing.
 
-    Variances are estimated over all clients, one per block of numbers: :math:`\sigma^2` from the squares around the
-    means of the global neurons, :math:`\sigma_0^2` from the squares of these means around :math:`\mu`, less what
-    :math:`\sigma^2` explains of them. Both start as half the variance of the numbers. The matching is repeated with the
-    estimates until it stays as it is, three times at most.
+    Of variances that are estimated every client has its own :math:`\sigma_j^2`, and the prior one
+    :math:`\sigma_0^2`, for every block of numbers: the most likely ones where the neurons belong together as they were
+    matched, by expectation maximisation over the global neurons. (With one variance for all clients, those that moved
+    far from a common start got neurons of their own.) All start as half the variance of the numbers. The matching is
+    repeated with the estimates until it stays as it is, three times at most.
 
     Args:
         clients: Neurons of each client, shape ``(L_j, D)``, floating point. Computed on their device, in float32 at
@@ -175,9 +178,7 @@ def match_neurons(
         before, partition = partition, matcher.partition()
         if not is_estimated or np.array_equal(before, partition):
             break
-        estimates = _estimate(matcher, mean, sizes)
-        noise = estimates[0] if variance is None else noise
-        prior = estimates[1] if prior_variance is None else prior
+        noise, prior = _estimate(matcher, mean, sizes, variance is not None, prior_variance is not None)
     return matcher.result(done)
 
 
@@ -387,23 +388,78 @@ def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
     return cast_back(noise, first), cast_back(prior, first)
 
 
-def _estimate(matcher: _Matcher, mean: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Both variances from the result of a matching, shapes ``(J, D)`` and ``(D,)``."""
-    means, owners = matcher.means(), torch.from_numpy(matcher.owners)
-    count, width = int(owners.sum()), len(owners)
-    around, least = torch.zeros_like(means[0]), torch.zeros_like(means[0])
-    for neurons, indices in zip(matcher.neurons, matcher.assignments, strict=True):
-        around += (to_float64(neurons) - means[torch.from_numpy(indices).to(means.device)]).square().sum(0)
-        least += (to_float64(neurons) - to_float64(mean)).square().sum(0)
-    least = _LEAST_SHARE * _per_block(least, sizes) / count
-    noise = to_float64(matcher.noise)
-    if count > width:
-        estimate = _per_block(around, sizes) / (count - width)
-        noise = torch.where(noise.isinf(), noise, torch.maximum(estimate, least))
-    squares = _per_block((means - to_float64(mean)).square().mean(0), sizes)
-    explained = noise.mean(0) * float(owners.double().reciprocal().mean())
-    prior = torch.where(noise.mean(0).isinf(), to_float64(matcher.prior), torch.maximum(squares - explained, least))
-    return cast_back(noise, mean), cast_back(prior, mean)
+def _estimate(
+    matcher: _Matcher, mean: Tensor, sizes: list[int], is_noise_known: bool, is_prior_known: bool
+) -> tuple[Tensor, Tensor]:
+    """The most likely variances for the result of a matching, shapes ``(J, D)`` and ``(D,)``; known ones are kept."""
+    members = torch.full((len(matcher.owners), len(matcher.neurons)), -1, device=mean.device)
+    count = 0
+    for client, indices in enumerate(matcher.assignments):
+        members[torch.from_numpy(indices).to(mean.device), client] = count + torch.arange(len(indices)).to(mean.device)
+        count += len(indices)
+    owned = to_float64(members >= 0)
+    noise, prior = matcher.noise, matcher.prior
+    blocks = zip(*(torch.split(values, sizes, -1) for values in (noise, prior, mean)), strict=True)
+    start, noises, priors = 0, list[Tensor](), list[Tensor]()
+    for size, (block_noise, block_prior, block_mean) in zip(sizes, blocks, strict=True):
+        if not bool(block_noise.isinf().all()):
+            columns = slice(start, start + size)
+            parts = [to_float64(neurons[:, columns]) - to_float64(block_mean) for neurons in matcher.neurons]
+            values = torch.cat([*parts, torch.zeros_like(parts[0][:1])])  # the last for clients without the neuron
+            rows = max(1, _CHUNK // (len(parts) * size))
+            products = torch.cat([values[chunk] @ values[chunk].mT for chunk in torch.split(members, rows)])
+            noise_of_block = to_float64(block_noise).reciprocal().mean(1).reciprocal()
+            prior_of_block = to_float64(block_prior).mean()
+            found = _maximise_likelihood(
+                products, owned, size, noise_of_block, prior_of_block, is_noise_known, is_prior_known
+            )
+            block_noise = block_noise if is_noise_known else cast_back(found[0], mean)[:, None].expand(-1, size)
+            block_prior = block_prior if is_prior_known else cast_back(found[1], mean).expand(size)
+        noises.append(block_noise)
+        priors.append(block_prior)
+        start += size
+    return torch.cat(noises, 1), torch.cat(priors)
+
+
+def _maximise_likelihood(
+    products: Tensor,
+    owned: Tensor,
+    size: int,
+    noise: Tensor,
+    prior: Tensor,
+    is_noise_known: bool,
+    is_prior_known: bool,
+) -> tuple[Tensor, Tensor]:
+    """Variances of one block by expectation maximisation over the global neurons.
+
+    Args:
+        products: Inner products of the clients' neurons, less the prior mean, of every global neuron, shape
+            ``(L, J, J)``; 0 for clients without it.
+        owned: 1 for the clients that have a global neuron, else 0, shape ``(L, J)``.
+        size: Numbers of the block.
+        noise: Every client's variance to start from, shape ``(J,)``.
+        prior: The prior's, shape ``()``.
+        is_noise_known: Whether the first stay as they are.
+        is_prior_known: Whether the second does.
+
+    """
+    squares = products.diagonal(dim1=1, dim2=2)
+    least = _LEAST_SHARE * squares.sum() / (owned.sum() * size)
+    for _ in range(_STEPS):
+        precision = owned / noise
+        posterior_variance = (1 / prior + precision.sum(1)).reciprocal()
+        shares = precision * posterior_variance[:, None]
+        with_mean = (products @ shares[:, :, None])[:, :, 0]  # products with the posterior mean
+        mean_squares = (with_mean * shares).sum(1)
+        residuals = squares - 2 * with_mean + (mean_squares + size * posterior_variance)[:, None]
+        before = torch.cat([noise, prior[None]])
+        if not is_noise_known:
+            noise = torch.maximum((owned * residuals).sum(0) / (owned.sum(0) * size), least)
+        if not is_prior_known:
+            prior = torch.maximum((mean_squares / size + posterior_variance).mean(), least)
+        if bool(((torch.cat([noise, prior[None]]) / before - 1).abs() < _TOLERANCE).all()):
+            break
+    return noise, prior
 
 
 def _per_block(values: Tensor, sizes: list[int]) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_fed.argument_checks import check_option
 from lightning_fed.matching.alignment import align_networks, align_neurons
 from lightning_fed.matching.matched_mean import matched_mean
-from lightning_fed.matching.neuron_matching import match_neurons
+from lightning_fed.matching.neuron_matching import MatchScore, match_neurons
 from lightning_fed.matching.permutation import (
     Axis,
     PermutationGroup,
@@ -32,6 +32,10 @@ from lightning_fed.matching.permutation_groups import PermutationGroups
 
 MatchMode: TypeAlias = Literal["grow", "permute", "none"]
 MatchOrder: TypeAlias = Literal["fedma", "pfnm"]
+WidthLimit: TypeAlias = float | Literal["auto"] | None
+"""Most neurons of a group, as a multiple of those of a network."""
+
+_MARGINAL_LIMIT = 1.25  # of "auto"
 
 _ROLES: dict[str, tuple[Role, ...]] = {"fedma": ("out", "vec"), "pfnm": ("out", "vec", "in")}
 
@@ -76,7 +80,8 @@ def match_states(
     *,
     mode: MatchMode = "grow",
     weights: Sequence[float] | None = None,
-    max_growth: float | None = 1.25,
+    score: MatchScore = "marginal",
+    max_growth: WidthLimit = "auto",
     sweeps: int = 0,
     **options: Any,
 ) -> StateMatch:
@@ -107,9 +112,11 @@ def match_states(
             ``"none"``: every neuron stays where it is.
         weights: Weight of each network in the average, greater than 0, such as its number of examples; by default
             equal.
-        max_growth: Most neurons of a group, as a multiple of those of a network; ``None`` for no limit.
+        score: Score of a match, see :func:`~lightning_fed.matching.match_neurons`.
+        max_growth: Most neurons of a group, as a multiple of those of a network; ``None`` for no limit; ``"auto"``:
+            1.25 with the marginal score, and no limit with the published one, as published.
         sweeps: Most sweeps over all networks and groups in which they are ordered anew; 0 for none.
-        options: Passed to :func:`~lightning_fed.matching.match_neurons`, such as ``score``.
+        options: Passed to :func:`~lightning_fed.matching.match_neurons`, such as ``gamma``.
 
     Returns:
         The merged network.
@@ -131,8 +138,9 @@ def match_states(
     check_option("mode", mode, get_args(MatchMode))
     if not states:
         raise ValueError("Expected at least one of `states`, but got none.")
-    if max_growth is not None and not max_growth >= 1:
-        raise ValueError(f"Expected `max_growth` to be at least 1, but got {max_growth}.")
+    check_width_limit("max_growth", max_growth)
+    if max_growth == "auto":
+        max_growth = _MARGINAL_LIMIT if score == "marginal" else None
     aligned = None
     if mode == "grow" and sweeps:
         aligned = match_states(states, groups, generator, order, mode="permute", sweeps=sweeps)
@@ -166,7 +174,8 @@ def match_states(
             continue
         if mode == "grow" and group.is_growable:
             limit = None if max_growth is None else int(group.size * max_growth)
-            match = match_neurons(neurons, generator, **{"blocks": blocks, "max_width": limit, **options})
+            settings = {"blocks": blocks, "max_width": limit, **options}
+            match = match_neurons(neurons, generator, score, **settings)
             sizes[number], matched = len(match.owners), match.assignments
         else:
             matched = _ordered(neurons, group.blocks)
@@ -187,6 +196,23 @@ def match_states(
         ]
         seconds = {name: seconds[name] + first for name, first in aligned.seconds.items()}
     return StateMatch(groups.tie(state), resized, named, seconds)
+
+
+def check_width_limit(name: str, value: WidthLimit) -> WidthLimit:
+    """A limit of the widths, if it is one.
+
+    Args:
+        name: Name of the argument.
+        value: The limit.
+
+    Raises:
+        ValueError: If it is below 1 or not finite.
+
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None or value == "auto" or (is_number and 1 <= value < float("inf")):
+        return value
+    raise ValueError(f"Expected `{name}` to be at least 1 and finite, 'auto' or None, but got {value!r}.")
 
 
 def _common(group: PermutationGroup, waiting: Sequence[PermutationGroup], roles: Sequence[Role]) -> set[Axis]:

@@ -2,61 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_fed.model.entries import copy_state, live_entries, load_entries
+from lightning_fed.messages import State
 
 
-def initial_state(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """The state of a module after its layers have drawn new parameters, as if it had been built with that seed.
+def shuffled_state(state: Mapping[str, Tensor], names: Collection[str], seed: int) -> State:
+    """A state whose parameters are drawn anew, as by another run of the module's own initialisation.
 
-    ``reset_parameters`` of every layer is called; other initialisation in the module's constructor is not repeated. The
-    module and PyTorch's generator on the CPU are unchanged afterwards.
+    The entries of each tensor are shuffled. Where an initialisation draws them independently of one another, with one
+    distribution for the tensor, the result is another draw of it, whatever distribution it is: its scale, which a
+    network may need to train at all, stays. Zeros keep their places: those of biases, of the row of a padding token or
+    of pruned weights. What is not such a draw loses what it was, as orthogonal or pretrained weights do.
 
     Args:
-        module: The module.
-        seed: The seed.
+        state: Entries by name, as the module was built.
+        names: Those that are shuffled: its trainable parameters.
+        seed: Seed of the shuffles.
 
     Returns:
-        All entries, as :func:`~lightning_fed.model.entries.live_entries` names them.
-
-    Raises:
-        ValueError: If parameters belong to layers without ``reset_parameters``.
+        All entries; those that are not shuffled are the same tensors.
 
     Example:
-        >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
-        >>> first, second, repeated = (initial_state(net, seed) for seed in (1, 2, 1))
-        >>> torch.equal(first["0.weight"], repeated["0.weight"]), torch.equal(first["0.weight"], second["0.weight"])
-        (True, False)
+        >>> state = {"weight": torch.tensor([[0.0, 1.0], [2.0, 3.0]]), "running_mean": torch.tensor([4.0, 5.0])}
+        >>> shuffled_state(state, ["weight"], seed=1)
+        {'weight': tensor([[0., 2.],
+                [3., 1.]]), 'running_mean': tensor([4., 5.])}
 
     """
-    covered, resets = set(), []
-    for layer in module.modules():
-        reset = _reset_method(layer)
-        if reset is not None:
-            resets.append(reset)
-            covered |= {id(parameter) for parameter in layer.parameters(recurse=not isinstance(layer, nn.ModuleList))}
-    uncovered = [name for name, parameter in module.named_parameters() if id(parameter) not in covered]
-    if uncovered:
-        raise ValueError(f"Expected layers that can draw their parameters anew, but these cannot: {uncovered[:5]}.")
-    entries = live_entries(module)
-    before = copy_state(entries)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        for reset in resets:
-            reset()
-    initial = copy_state(entries)
-    load_entries(entries, before)
-    return initial
-
-
-def _reset_method(layer: nn.Module) -> Callable[[], Any] | None:
-    for name in ("reset_parameters", "_reset_parameters"):
-        reset = getattr(layer, name, None)
-        if callable(reset) and not isinstance(reset, nn.Module):
-            return reset  # type: ignore[no-any-return]
-    return None
+    generator = torch.Generator().manual_seed(seed)
+    drawn = dict(state)
+    for name in sorted(names):
+        values = state[name].detach().flatten()
+        positions = values.nonzero().flatten()
+        order = torch.randperm(len(positions), generator=generator).to(positions.device)
+        drawn[name] = values.index_copy(0, positions, values[positions[order]]).view_as(state[name])
+    return drawn

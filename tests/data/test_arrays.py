@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_fed.data.arrays import ArrayDataset
-from lightning_fed.datasets.augment import FlipAndShift
+from lightning_fed.datasets.augment import CropAndFlip, FlipAndShift
 
 INDICES = [7, 0, 3, 3, 11]
 
@@ -194,3 +194,36 @@ class TestFlipAndShift:
     def test_bad_input_is_named(self, options, message):
         with pytest.raises(ValueError, match=message):
             FlipAndShift(**options)
+
+
+class TestCropAndFlip:
+    def test_it_is_torchvisions(self):
+        """Bit for bit with the same generator: torchvision draws in the same order."""
+        transforms = pytest.importorskip("torchvision.transforms")
+        for options in ({}, {"scale": (0.3, 0.3)}, {"scale": (1.0, 1.0), "flip_probability": 1.0}):
+            ours = CropAndFlip(**options)
+            theirs = transforms.Compose(
+                [
+                    transforms.RandomResizedCrop(28, scale=ours.scale, antialias=True),
+                    transforms.RandomHorizontalFlip(ours.flip_probability),
+                ]
+            )
+            for seed in range(20):
+                image, label = torch.rand(1, 28, 28, generator=torch.Generator().manual_seed(seed)), torch.tensor(seed)
+                torch.manual_seed(seed)
+                expected = theirs(image)
+                torch.manual_seed(seed)
+                changed, same = ours(image, label)
+                torch.testing.assert_close(changed, expected, rtol=1e-6, atol=1e-6)
+                assert same is label
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"scale": (0.0, 1.0)}, r"two rising shares in \(0, 1\], but got \(0.0, 1.0\)"),
+            ({"flip_probability": -1}, r"in \[0, 1\], but got -1"),
+        ],
+    )
+    def test_bad_input_is_named(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            CropAndFlip(**options)

@@ -7,6 +7,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed.data import ByGroup, Dirichlet, LabelsPerClient, PartitionedData, PermutedPixels
+from lightning_fed.data.arrays import ArrayDataset
+from lightning_fed.data.federated import split_loader
+from lightning_fed.data.population import PlannedVisit
+from lightning_fed.datasets.augment import FlipAndShift
+from lightning_fed.server.schedule import Visit
 from lightning_fed.tasks import ClassificationTask
 
 
@@ -320,3 +325,16 @@ def test_refuses_what_is_no_share(fraction):
 def test_the_clients_are_not_known_before_setup():
     with pytest.raises(RuntimeError, match="after `setup`"):
         PartitionedData(Numbered(), ByGroup([0] * 90)).population()
+
+
+def test_an_augmentation_comes_before_a_clients_permutation():
+    """As in FedFusion's program: what is mirrored is the image, not its permuted pixels."""
+    images = torch.rand(6, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    dataset = ArrayDataset(images, torch.arange(6), augment=FlipAndShift(flip_probability=1.0))
+    partition = PermutedPixels(num_clients=2, seed=1)
+    population = split_loader(DataLoader(dataset, 3, shuffle=True), partition, seed=1)
+    (batch,) = population.stream([PlannedVisit(Visit(1, 0, 0), 3, 1)])
+    permute = partition.transform(1, 1)
+    for sample, label in zip(*batch.batch, strict=True):
+        assert torch.equal(sample, permute((images[label].flip(-1), label))[0])
+        assert not torch.equal(sample, permute((images[label], label))[0].flip(-1))

@@ -146,8 +146,57 @@ def test_estimated_variances_are_the_references(blocks):
             numpy_of(clients), np.random.default_rng(seed), 1.0, blocks or [5], passes=5
         )
         assert partition(ours.assignments) == {frozenset(members) for members in expected}
-        np.testing.assert_allclose(ours.variance, [np.repeat(noise, blocks or [5])] * 3, rtol=1e-9)
-        np.testing.assert_allclose(ours.prior_variance, np.repeat(prior, blocks or [5]), rtol=1e-9)
+        np.testing.assert_allclose(ours.variance, np.repeat(np.array(noise).T, blocks or [5], axis=1), rtol=1e-7)
+        np.testing.assert_allclose(ours.prior_variance, np.repeat(prior, blocks or [5]), rtol=1e-7)
+
+
+def unlike_drifts(seed, num_clients=8, neurons=20, features=28):
+    """Clients of one start that moved by 0.05 to 1 of the weights' scale, and the variances of how they moved."""
+    generator = torch.Generator().manual_seed(seed)
+    start, scales = torch.randn(neurons, features, generator=generator), torch.linspace(0.05, 1, num_clients)
+    clients = [start + scale * torch.randn(neurons, features, generator=generator) for scale in scales]
+    return [0.1 * neurons for neurons in clients], 0.01 * scales**2
+
+
+def test_clients_that_moved_unlike_far_from_one_start_are_matched():
+    """One variance for all of them gave the far ones neurons of their own: 25 instead of 20."""
+    for seed in range(3):
+        clients, variances = unlike_drifts(seed)
+        orders = [torch.randperm(20, generator=torch.Generator().manual_seed(seed + j)) for j in range(8)]
+        match = match_neurons(
+            [neurons[order] for neurons, order in zip(clients, orders, strict=True)], np.random.default_rng(0)
+        )
+        assert partition(match.assignments) == partition(orders)
+        torch.testing.assert_close(match.variance[1:, 0], variances[1:], rtol=0.2, atol=0)
+        assert float(match.prior_variance[0]) == pytest.approx(0.01, rel=0.2)
+
+
+@pytest.mark.parametrize("known", [{}, {"variance": 0.02}, {"prior_variance": 0.02}], ids=str)
+def test_estimated_variances_are_the_most_likely_ones(known):
+    """No gradient is left of the likelihood: of clients with all neurons normal, with s_j + s_0 and s_0 between two."""
+    clients, _ = unlike_drifts(5, num_clients=5)
+    clients = [neurons.double() for neurons in clients]
+    match = match_neurons(clients, np.random.default_rng(0), **known)
+    assert len(match.owners) == 20
+    pairs = zip(clients, match.assignments, strict=True)
+    together = torch.stack([neurons[indices.argsort()] for neurons, indices in pairs], -1)
+
+    def likelihood(log_noise, log_prior):
+        covariance = log_noise.exp().diag() + log_prior.exp()
+        normal = torch.distributions.MultivariateNormal(torch.zeros(5).double(), covariance)
+        return normal.log_prob(together).mean()
+
+    estimate = match.variance[:, 0].log(), match.prior_variance[0].log()
+    gradients = torch.func.grad(likelihood, argnums=(0, 1))(*estimate)
+    start = torch.func.grad(likelihood, argnums=(0, 1))(*(torch.full_like(part, math.log(0.01)) for part in estimate))
+    if "variance" in known:
+        assert (match.variance == 0.02).all()
+    else:
+        assert float(gradients[0].abs().max()) < 1e-3 < 0.1 < float(start[0].abs().max())
+    if "prior_variance" in known:
+        assert (match.prior_variance == 0.02).all()
+    else:
+        assert abs(float(gradients[1])) < 1e-3
 
 
 # --- the reference itself, by hand ------------------------------------------------------------------------------------
@@ -201,7 +250,8 @@ def test_planted_neurons_are_recovered(num_clients, shared, private, features, n
     assert partition(match.assignments) == partition(labels)
     assert len(match.owners) == shared + private * num_clients
     if shared > private:  # enough of them to say how far neurons are from their means
-        assert float(match.variance[0, 0]) == pytest.approx(noise**2, rel=0.1)
+        assert float(match.variance.mean()) == pytest.approx(noise**2, rel=0.1)
+        assert match.variance[:, 0].tolist() == pytest.approx([noise**2] * num_clients, rel=0.2)
         assert float(match.prior_variance[0]) == pytest.approx(1, rel=0.15)
 
 

@@ -84,6 +84,11 @@ class FeatureFusion(FederatedCallback):
             cannot train the operator, the module does not run it, or a checkpoint to go on from is of a fit without it.
 
     Note:
+        Of the global model's operator, by level, are logged: of "multi" and "single" ``fedfusion/<level>/lambda`` (the
+        mean of the smoothed weights) and ``fedfusion/<level>/largest_lambda`` (the largest without their signs), which
+        are 0 where fusion does nothing; of "conv" ``fedfusion/<level>/global_share``, the share of the global features
+        in the sum of the weights' squares (0.5 at the default start).
+
         The callback's checkpoint state holds ``reference``: the extractor of the global model before the current one,
         with "previous" (as large as the extractor; empty before the first round).
 
@@ -295,11 +300,15 @@ class FeatureFusion(FederatedCallback):
         self._use_global_reference()
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Keeps the extractor of the model that was replaced, if it was."""
+        """Keeps the extractor of the model that was replaced, if it was; logs the global model's operators."""
         if is_new:
             self._reference = self._round_reference
         self._stage, self._round_reference = "rest", {}
         self._use_global_reference()
+        summaries = self.fusion.summaries().items()
+        values = {f"fedfusion/{name}/{key}": value for name, summary in summaries for key, value in summary.items()}
+        if values:
+            find_federation(trainer).round_log.put(trainer, trainer.current_epoch, values)
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
         """Gives a client's model an extractor of the global model that has the client's personal entries."""

@@ -18,7 +18,14 @@ from lightning_fed.algorithms.fedfusion.equations import channel_axis_of
 from lightning_fed.algorithms.fedfusion.extractors import example_inputs, named_features, replace_features
 from lightning_fed.algorithms.fedfusion.feature_cache import FeatureCache
 from lightning_fed.algorithms.fedfusion.frozen_extractor import FrozenExtractor, is_plain
-from lightning_fed.algorithms.fedfusion.operators import ConvInit, MixingOperator, OperatorName, Range, build_operator
+from lightning_fed.algorithms.fedfusion.operators import (
+    ConvInit,
+    FusionOperator,
+    MixingOperator,
+    OperatorName,
+    Range,
+    build_operator,
+)
 from lightning_fed.model.features import FeatureLayer
 
 Example: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -125,6 +132,13 @@ class FusionLayer(nn.Module):
     def mixing_operators(self) -> dict[str, MixingOperator]:
         """The operators of "multi" and "single", by level."""
         return {name: operator for name, operator in self.operators.items() if isinstance(operator, MixingOperator)}
+
+    def summaries(self) -> dict[str, dict[str, float]]:
+        """By level, numbers that say how far its operator lets the global features count."""
+        operators = {
+            name: operator for name, operator in self.operators.items() if isinstance(operator, FusionOperator)
+        }
+        return {name: operator.summary() for name, operator in operators.items()}
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
         """Takes over the global model's extractor: from now on features are fused with what it makes.

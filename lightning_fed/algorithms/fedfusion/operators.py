@@ -27,6 +27,10 @@ class FusionOperator(nn.Module, ABC):
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
         """The fused features, in the shape of ``local``."""
 
+    @abstractmethod
+    def summary(self) -> dict[str, float]:
+        """Numbers by name that say how far the global features count."""
+
 
 class MixingOperator(FusionOperator):
     r"""Operator whose weights are the shares of the global features (abstract).
@@ -48,6 +52,11 @@ class MixingOperator(FusionOperator):
         """Brings its weights back into their range."""
         if self.clamp is not None:
             self.weight.clamp_(*self.clamp)
+
+    @torch.no_grad()
+    def summary(self) -> dict[str, float]:
+        """``lambda``, the mean of its weights, and ``largest_lambda``, the largest without their signs."""
+        return {"lambda": float(self.weight.mean()), "largest_lambda": float(self.weight.abs().max())}
 
     def extra_repr(self) -> str:
         """Text in the printed module."""
@@ -159,6 +168,12 @@ class ConvFusion(FusionOperator):
         """The fused features, in the shape of ``local``."""
         return fuse_conv(local, reference, self.weight, self.bias, self.channel_axis)
 
+    @torch.no_grad()
+    def summary(self) -> dict[str, float]:
+        """``global_share``: the share of the global features' columns in the sum of its weights' squares."""
+        squares = self.weight.square()
+        return {"global_share": float(squares[:, : len(squares)].sum() / squares.sum())}
+
     def extra_repr(self) -> str:
         """Text in the printed module."""
         return f"channels={len(self.weight)}, init={self.init!r}, bias={self.bias is not None}"
@@ -177,6 +192,10 @@ class NoFusion(FusionOperator):
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
         """``local``."""
         return local
+
+    def summary(self) -> dict[str, float]:
+        """No numbers."""
+        return {}
 
 
 def build_operator(

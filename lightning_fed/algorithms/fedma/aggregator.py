@@ -20,7 +20,14 @@ from lightning_fed.algorithms.fedma.matching_pass import COUNTS, REQUIRED_STEP, 
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.matching.neuron_matching import MatchScore
-from lightning_fed.matching.one_shot import MatchMode, MatchOrder, StateMatch, match_states
+from lightning_fed.matching.one_shot import (
+    MatchMode,
+    MatchOrder,
+    StateMatch,
+    WidthLimit,
+    check_width_limit,
+    match_states,
+)
 from lightning_fed.matching.permutation import PermutationGroup, grow_neurons
 from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.matching.stages import Stage, StageChoice, check_stages, find_outputs
@@ -55,6 +62,9 @@ class FedMA(Aggregator):
     BatchNorm's statistics of a matched stage are measured by the clients (``batch_norm="recalibrate"``), and used as
     they are while later layers train; those of the complete model are measured once more.
 
+    Every owner of a neuron counts alike in its mean, as in the paper and the authors' program, with
+    ``weighting="uniform"``, an option of the federation; by default by its number of examples.
+
     The client's side is a callback, which is added to the Trainer if it has none:
     :class:`~lightning_fed.callbacks.LayerwiseTraining`. Its options can be given here or there.
 
@@ -77,12 +87,17 @@ class FedMA(Aggregator):
             without classes. Class counts say something of the clients' labels. Labels are numbers of classes: several
             classes of one example (multi-hot) go with ``"size"``.
         start: Whether all clients start from the same model (``"shared"``: the module as it is), or each from random
-            numbers of its own (``"independent"``), as the authors do, for which nothing is sent.
+            numbers of its own (``"independent"``), as the authors do, for which nothing is sent: the entries of the
+            module's own tensors in an order of the client's, which is another draw of the module's initialisation,
+            see :func:`~lightning_fed.model.initial_state.shuffled_state`.
         order: Order in which the groups of one stage are matched, and their weights: as in FedMA, or as in PFNM.
         score: Score of a match, see :func:`~lightning_fed.matching.match_neurons`.
-        gamma: :math:`\gamma`; the larger, the more neurons are added.
+        gamma: :math:`\gamma`; the larger, the more neurons are added. By default 7 with the published score and 1 with
+            the marginal one. The authors have 7 for convolutional networks, and 0.001 for their LSTM, with which none
+            is added.
         passes: Most passes over the clients in the matching of a group.
-        max_width: Most neurons of a group, as a multiple of those of a client; ``None`` for no limit.
+        max_width: Most neurons of a group, as a multiple of those of a client; ``None`` for no limit; ``"auto"``: 1.25
+            with the marginal score, and no limit with the published one, as published.
         seed: Seed of the order in which clients are matched.
 
     Attributes:
@@ -124,7 +139,7 @@ class FedMA(Aggregator):
         score: MatchScore = "marginal",
         gamma: float | None = None,
         passes: int = 5,
-        max_width: float | None = 1.25,
+        max_width: WidthLimit = "auto",
         seed: int = 0,
     ) -> None:
         check_option("mode", mode, get_args(MatchMode))
@@ -134,8 +149,6 @@ class FedMA(Aggregator):
         check_option("score", score, get_args(MatchScore))
         if gamma is not None and not 0 < gamma < float("inf"):
             raise ValueError(f"Expected `gamma` to be greater than 0 and finite, but got {gamma}.")
-        if max_width is not None and not 1 <= max_width < float("inf"):
-            raise ValueError(f"Expected `max_width` to be at least 1 and finite, or None, but got {max_width}.")
         self.mode: MatchMode = mode
         self.stages = check_stages(stages)
         self.retrain_epochs = None if retrain_epochs is None else check_count("retrain_epochs", retrain_epochs)
@@ -146,7 +159,7 @@ class FedMA(Aggregator):
         self.score: MatchScore = score
         self.gamma = gamma
         self.passes = check_count("passes", passes, 0)
-        self.max_width = max_width
+        self.max_width = check_width_limit("max_width", max_width)
         self.seed = check_count("seed", seed, 0)
         self.client_widths: dict[str, int] = {}
         self._groups = PermutationGroups(())

@@ -35,8 +35,8 @@ from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.matching.stages import find_stages
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.batches import BatchKey, find_target
-from lightning_fed.model.entries import trainable_entries
-from lightning_fed.model.initial_state import initial_state
+from lightning_fed.model.entries import copy_state, trainable_entries
+from lightning_fed.model.initial_state import shuffled_state
 from lightning_fed.model.resize import match_widths, named_tensors
 from lightning_fed.numerics.trees import move_tensors
 from lightning_fed.rounds.batch_norm import batch_norm_layers, measure_statistics, pool_statistics
@@ -74,8 +74,7 @@ class LayerwiseTraining(FederatedCallback):
             or hold rows of entries, their work is counted in steps where the rule has epochs, or an optimizer has state
             before its first step (Adagrad) or remembers sizes that change (LBFGS).
         ValueError: If a checkpoint has widths that cannot have grown, or that do not fit each other. In ``fit``, if
-            stages or patterns do not fit the module, or clients are to start from random numbers and a layer cannot
-            draw its own.
+            stages or patterns do not fit the module.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -103,6 +102,8 @@ class LayerwiseTraining(FederatedCallback):
         self.inputs = inputs
         self.groups = PermutationGroups(())
         self._hook: OverriddenMethod | None = None
+        self._initial: State = {}  # the module before the first pass, of which clients draw their own
+        self._drawn = frozenset[str]()
         self._stages: list[frozenset[str]] = []  # entries
         self._frozen_parameters: list[nn.Parameter] = []
         self._frozen_layers: list[nn.Module] = []
@@ -179,8 +180,9 @@ class LayerwiseTraining(FederatedCallback):
         )
         self._stages = [frozenset(stage.entries) for stage in stages]
         rule.prepare(groups, stages, shared)
-        if rule.start == "independent":
-            initial_state(pl_module, 0)  # refuses layers that cannot draw their own
+        is_drawn = rule.start == "independent" and not rule.widths
+        self._initial = copy_state(shared) if is_drawn else {}
+        self._drawn = trainable_entries(pl_module) & shared.keys()
         if not len(groups) and rule.mode != "none":
             rank_zero_warn("FedMA has found no neurons that can change places: layers are averaged as they are.")
         rank_zero_info(
@@ -301,6 +303,8 @@ class LayerwiseTraining(FederatedCallback):
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
         """Has clients forget models that no later round builds on."""
         federation = find_federation(trainer)
+        if _rule(federation).widths:
+            self._initial = {}
         visited = {visit.client for visit in federation.cohort.visits}
         for client in (self._clients_with_models | visited) - _rule(federation).clients_with_models:
             forget_memory(federation.store, client, trainer.current_epoch, MEMORY)
@@ -332,12 +336,8 @@ class LayerwiseTraining(FederatedCallback):
             return self.groups.resized(widths).slice(model, assignment) | broadcast.state
         if not broadcast.state:
             seed = derive_seed(federation.schedule.seed, client_key(client))
-            return {name: value for name, value in initial_state(module, seed).items() if name in self._all_entries}
+            return shuffled_state(self._initial, self._drawn, seed)
         return broadcast.state
-
-    @property
-    def _all_entries(self) -> frozenset[str]:
-        return frozenset[str]().union(*self._stages)
 
     def _freeze(self, module: nn.Module, stage: int) -> None:
         """Keeps the parameters and statistics of matched stages as they are."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 from lightning_fed.algorithms.fedma.aggregator import FedMA
 from lightning_fed.matching.neuron_matching import MatchScore
+from lightning_fed.matching.one_shot import WidthLimit
 from lightning_fed.method import register
 
 
@@ -32,7 +33,8 @@ class PFNM(FedMA):
         score: Score of a match.
         gamma: The larger, the more neurons are added.
         passes: Most passes over the clients in the matching of a group.
-        max_width: Most neurons of a group, as a multiple of those of a client; ``None`` for no limit.
+        max_width: Most neurons of a group, as a multiple of those of a client; ``None`` for no limit; ``"auto"``: 1.25
+            with the marginal score, and no limit with the published one, as published.
         seed: Seed of the order in which clients are matched.
 
     Raises:
@@ -54,7 +56,7 @@ class PFNM(FedMA):
         score: MatchScore = "published",
         gamma: float | None = None,
         passes: int = 5,
-        max_width: float | None = None,
+        max_width: WidthLimit = "auto",
         seed: int = 0,
     ) -> None:
         super().__init__(

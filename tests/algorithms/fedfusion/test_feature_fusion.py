@@ -184,6 +184,42 @@ def test_weights_are_smoothed_before_evaluation_and_download(operator, ema, fede
     assert before.abs().max() > 0
 
 
+@pytest.mark.parametrize("operator", [*OPERATORS, "none"])
+def test_what_the_operator_has_become_is_logged(operator, federated_trainer):
+    """By round, of the global model after smoothing; the means by hand, from the clients' updates."""
+    recorder, logger = Recorder(), MemoryLogger()
+    module = fit(
+        federated_trainer, make(operator, ema=0.5), callbacks=[recorder], rounds=3, local_epochs=2, logger=logger
+    )
+    seen = {}
+    for step, values in logger.lines:
+        for name, value in values.items():
+            if name.startswith("fedfusion/"):
+                seen.setdefault(name, {})[step] = value
+    if operator == "none":
+        assert not seen
+        return
+    if operator == "conv":
+        weight = module.state_dict()[WEIGHT]
+        share = weight[:, : len(weight)].norm() ** 2 / weight.norm() ** 2
+        assert list(seen) == ["fedfusion/0/global_share"]
+        assert seen["fedfusion/0/global_share"][2] == pytest.approx(float(share))
+        assert 0.3 < float(share) < 0.7
+        return
+    expected, smoothed = [], 0.0
+    for round in range(3):
+        visits = recorder.round(round)
+        total = sum(visit.num_samples for visit in visits)
+        smoothed = 0.5 * smoothed + 0.5 * sum(visit.num_samples / total * visit.update[WEIGHT] for visit in visits)
+        expected.append(smoothed)
+    assert list(seen) == ["fedfusion/0/lambda", "fedfusion/0/largest_lambda"]
+    for name, number in (("lambda", torch.mean), ("largest_lambda", lambda weight: weight.abs().max())):
+        assert list(seen[f"fedfusion/0/{name}"]) == [0, 1, 2]
+        values = list(seen[f"fedfusion/0/{name}"].values())
+        assert values == pytest.approx([float(number(weight)) for weight in expected], rel=1e-4)
+        assert values[-1] != 0
+
+
 def test_convolutions_are_not_smoothed(federated_trainer):
     aggregates = []
     for ema in (0.9, 0.0):

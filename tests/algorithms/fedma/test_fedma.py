@@ -277,11 +277,13 @@ def test_merged_rules_are_one():
         rules[0].merge(FedAvg())
 
 
-def test_pfnm_is_one_exchange(federated_trainer):
-    """All layers of the clients' updates matched at once, from the last to the first."""
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_pfnm_is_one_exchange(federated_trainer, weighting):
+    """All layers of the clients' updates matched at once, from the last to the first, owners weighted or all alike."""
     logger, module, watch = MemoryLogger(), models.Module(mlp(), momentum), Recorder()
     rule = PFNM(last_layer="size", seed=4)
-    fit(federated_trainer(max_rounds=1, method=rule, logger=logger, callbacks=[watch]), module, data_of(parts()))
+    trainer = federated_trainer(max_rounds=1, method=rule, logger=logger, callbacks=[watch], weighting=weighting)
+    fit(trainer, module, data_of(parts()))
     model = 4 * sum(a * b + b for a, b in itertools.pairwise(WIDTHS))
     assert logged(logger, "comm/up_bytes") == [3 * model]
     visits = sorted(watch.visits, key=lambda visit: client_key(visit.client))
@@ -291,7 +293,7 @@ def test_pfnm_is_one_exchange(federated_trainer):
         groups,
         np.random.default_rng([4, 0]),
         "pfnm",
-        weights=[visit.num_samples for visit in visits],
+        weights=[visit.num_samples for visit in visits] if weighting == "samples" else None,
         score="published",
         max_growth=None,
     )

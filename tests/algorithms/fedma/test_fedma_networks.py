@@ -97,15 +97,21 @@ def test_a_stage_that_comes_to_nothing_is_not_measured(federated_trainer, caplog
 # --- other networks ---------------------------------------------------------------------------------------------------
 
 
-def test_a_recurrent_network_grows(federated_trainer):
-    """The hidden units' rows in all gates and their columns go along: an LSTM with more units that runs, and learns."""
+@pytest.mark.parametrize("gamma", [7.0, 1e-3])
+def test_a_recurrent_network_grows(federated_trainer, gamma):
+    """The hidden units' rows in all gates and their columns go along: an LSTM with more units that runs, and learns.
+
+    With the gamma of the authors' program for LSTMs it has the clients' units.
+    """
     clients_data = {f"c{c}": texts(c) for c in range(3)}
     module = models.Module(Reader(), lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5))
-    rule = FedMA("grow", score="published", gamma=7.0)
+    rule = FedMA("grow", score="published", gamma=gamma)
     trainer = federated_trainer(max_rounds=18, method=rule, local_epochs=8)
     fit(trainer, module, data_of(clients_data, 8))
-    assert module.net.rnn.hidden_size == 7 == module.net.rnn.weight_hh_l0.shape[1]
-    assert module.net.rnn.weight_hh_l0.shape[0] == 28 == len(module.net.rnn.bias_hh_l0)
+    units = module.net.rnn.hidden_size
+    assert units > 7 if gamma == 7 else units == 6
+    assert units == module.net.rnn.weight_hh_l0.shape[1]
+    assert module.net.rnn.weight_hh_l0.shape[0] == 4 * units == len(module.net.rnn.bias_hh_l0)
     tokens, targets = texts(50, 300)
     assert float((module.eval()(tokens).argmax(1) == targets).float().mean()) > 0.8
 

@@ -17,7 +17,6 @@ from tests.algorithms.fedma.fits import (
     Visitors,
     data_of,
     fit,
-    layers_of,
     logged,
     many,
     mlp,
@@ -123,37 +122,64 @@ def test_a_model_is_in_a_checkpoint_once(federated_trainer):
         assert len(kept.get("current", {"matched_state": ()})["matched_state"]) == 2 * stages
 
 
+class Watch(FederatedCallback):
+    """Notes the models that clients start a pass from."""
+
+    def __init__(self):
+        self.states = []
+
+    def on_client_start(self, trainer, module, client, broadcast):
+        self.states.append((client, state_of(module)))
+
+
 def test_independent_clients_are_sent_nothing_at_the_start(federated_trainer):
-    """Each draws its own numbers, the same in every fit; a layer that cannot is an error."""
-    seen = []
-
-    class Watch(FederatedCallback):
-        def on_client_start(self, trainer, module, client, broadcast):
-            seen.append((client, layers_of(module.net)))
-
+    """Each draws its own numbers, the same in every fit; other clients that train before it make no difference."""
+    watch = Watch()
     for _ in range(2):
         logger = MemoryLogger()
         trainer = federated_trainer(
-            max_rounds=1, method=FedMA(start="independent"), callbacks=[Watch()], logger=logger, seed=3
+            max_rounds=1, method=FedMA(start="independent"), callbacks=[watch], logger=logger, seed=3
         )
         fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
         assert logged(logger, "comm/down_bytes") == [3 * 16]
-    weights = {client: layers[0][0] for client, layers in seen[:3]}
-    assert len(weights) == 3
-    assert all(torch.equal(layers[0][0], weights[client]) for client, layers in seen[3:])
-    assert len({weight.sum().item() for weight in [*weights.values(), mlp()[0].weight]}) == 4
+    states = dict(watch.states[:3])
+    assert len(states) == 3
+    for client, state in watch.states[3:]:
+        assert_same(state, states[client])
+    weights = [*(state["net.0.weight"] for state in states.values()), mlp()[0].weight]
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(weights, 2))
 
-    class Bare(nn.Module):
+
+def test_independent_clients_draw_from_the_modules_own_initialisation(federated_trainer):
+    """Whatever that is: every tensor has the values that it had, the zeros in their places; what is frozen stays."""
+
+    class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.net, self.shift = mlp(), nn.Parameter(torch.zeros(3))
+            self.net, self.scale = mlp(), nn.Parameter(torch.ones(3))
+            self.shift = nn.Parameter(torch.tensor([1.0, 2.0, 4.0]), requires_grad=False)
+            for layer in (self.net[0], self.net[2], self.net[4]):
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+                nn.init.zeros_(layer.bias)
+            with torch.no_grad():
+                self.net[2].weight[1] = 0.0
 
         def forward(self, inputs):
-            return self.net(inputs) + self.shift
+            return self.net(inputs) * self.scale + self.shift
 
-    trainer = federated_trainer(max_rounds=1, method=FedMA(start="independent"))
-    with pytest.raises(ValueError, match=r"these cannot: \['net.shift'\]"):
-        fit(trainer, models.Module(Bare(), momentum), data_of(parts()))
+    torch.manual_seed(0)
+    net, watch = Net(), Watch()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    trainer = federated_trainer(max_rounds=1, method=FedMA(start="independent"), callbacks=[watch], seed=3)
+    fit(trainer, models.Module(net, momentum), data_of(parts()))
+    assert len(watch.states) == 3
+    for (_, state), (name, value) in itertools.product(watch.states, before.items()):
+        drawn = state[f"net.{name}"]
+        assert torch.equal(drawn.flatten().sort().values, value.flatten().sort().values)
+        assert torch.equal(drawn == 0, value == 0)
+        assert torch.equal(drawn, value) == (name in {"shift", "scale"} or name.endswith("bias"))
+        if value.ndim == 2:  # as of unrelated draws: what two have in common is within three standard deviations of 0
+            assert abs(float((drawn * value).sum() / value.square().sum())) < 3 / value.count_nonzero() ** 0.5
 
 
 # --- who takes part ---------------------------------------------------------------------------------------------------
