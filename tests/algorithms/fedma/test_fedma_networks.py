@@ -116,9 +116,13 @@ def test_a_recurrent_network_grows(federated_trainer, gamma):
     assert float((module.eval()(tokens).argmax(1) == targets).float().mean()) > 0.8
 
 
-@pytest.mark.parametrize(("mode", "stages"), [("grow", "auto"), ("permute", 2), ("grow", 1)])
+@pytest.mark.parametrize(("mode", "stages"), [("grow", "auto"), ("permute", 2)])
 def test_a_residual_network_with_batch_norm(federated_trainer, mode, stages):
-    """From models that each client drew for itself, whose plain average is at chance."""
+    """From models that each client drew for itself, whose plain average is at chance.
+
+    With all layers in one stage nothing is trained after the merge, and either may be ahead: over eight seeds matched
+    models have 0.12 to 0.94, averaged ones 0.19 to 0.65.
+    """
     clients_data = {f"c{c}": pictures(c) for c in range(3)}
     scores = {}
     images, targets = pictures(50, 300)
@@ -127,7 +131,7 @@ def test_a_residual_network_with_batch_norm(federated_trainer, mode, stages):
         ("averaged", FedMA("none", 1, start="independent")),
     ):
         module = models.Module(Residual(), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
-        rounds = 2 if name == "matched" and stages != 1 else 1
+        rounds = 2 if name == "matched" else 1
         fit(federated_trainer(max_rounds=rounds, method=rule, local_epochs=12), module, data_of(clients_data, 8))
         assert rule.unfinished is None
         assert rule.state_dict()["last"]["stage"] == rounds
