@@ -32,6 +32,7 @@ LabelOf = Callable[[Any], Label]
 _ATTRIBUTES = ("targets", "labels", "y")
 _COLUMNS = ("label", "labels", "target", "y")
 _KEYS = (*_COLUMNS, "mask")
+_OBJECT_KEYS = ("category_id", "label")
 _NUM_BINS = 10
 _HINT = (
     "Pass `label_fn`, a function of a sample that gives its label, a whole number or a text. The partitions `IID` and"
@@ -64,9 +65,10 @@ def labels_of(
     A target is an integer (also as a float, as binary losses want it) or a mask of integers, shape ``(H, W)``,
     ``(1, H, W)`` or ``(H, W, 1)``. A mask's label is its dominant foreground class: the class with most pixels, apart
     from ``ignore_index`` and ``background``, the smaller one of two equals. So is the label of an image with objects,
-    whose target is a mapping with ``"labels"``. Where no target is of these kinds, a vector of zeros and ones (one-hot,
-    multi-hot) has the label of its first one (its length, if there is none), numbers with fractions are put into ten
-    bins of equally many samples, which is logged, and texts are numbered in the order of the alphabet.
+    whose target is a mapping with ``"labels"``, or a list of mappings with ``"category_id"`` (COCO) or ``"label"``.
+    Where no target is of these kinds, a vector of zeros and ones (one-hot, multi-hot) has the label of its first one
+    (its length, if there is none), numbers with fractions are put into ten bins of equally many samples, which is
+    logged, and texts are numbered in the order of the alphabet.
 
     Args:
         dataset: A data set with ``__len__`` and ``__getitem__``.
@@ -369,6 +371,10 @@ _TARGET_KINDS = (_classes, _sets, _numbers, _texts)
 
 def _label_of_target(target: Any, ignore_index: int | None, background: int | None) -> int | float:
     """The label itself, or a mask's or an image's dominant foreground class."""
+    if isinstance(target, list) and all(isinstance(item, Mapping) for item in target):
+        key = next((key for key in _OBJECT_KEYS if all(key in item for item in target)), None)
+        if key is not None:
+            target = {"labels": np.asarray([item[key] for item in target], dtype=None if target else np.int64)}
     if isinstance(target, Mapping) and "labels" in target:
         classes = _as_array(target["labels"])
         if classes is not None and classes.ndim == 1 and classes.dtype.kind in "iu":

@@ -334,6 +334,18 @@ def test_objects_in_images():
     assert_labels(labels_of([(0, target) for target in targets]), [2, 1, 0])
 
 
+@pytest.mark.parametrize("key", ["category_id", "label"])
+def test_lists_of_objects(key):
+    """As COCO's annotations are: a mapping for each object, and no object in some images."""
+    targets = [[{"bbox": [0, 0, 1, 1], key: label} for label in labels] for labels in ([2, 1, 2], [3, 1], [])]
+    samples = [(torch.rand(3, 4, 4), target) for target in targets]
+    assert labels_of(samples).tolist() == [2, 1, 0]
+    with pytest.raises(TypeError, match="`label_fn`"):
+        labels_of([(torch.rand(2), [{key: 1}, {"other": 2}])])
+    with pytest.raises(TypeError, match="`label_fn`"):
+        labels_of([(torch.rand(2), [{key: "cat"}])])
+
+
 def test_sets_of_classes():
     """One-hot and multi-hot: the first of them; none of three is class 3."""
     rows = [[0, 1, 1], [1, 0, 0], [0, 0, 0], [0, 0, 1]]
