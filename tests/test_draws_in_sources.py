@@ -48,6 +48,7 @@ ALLOWED = {
     "FederatedTrainer.fit": "a user's loader, of a data set that is to be split",
     "Omniglot.retrieval_dataloader": "evaluation in order",
     "Shakespeare.evaluation_loader": "evaluation in order",
+    "_loader_of": "a user's loader, of the examples of one client",
     # What a visit seeds.
     "FlipAndShift.__call__": "augmentation of a user's data, which a visit has seeded",
     "CropAndFlip.__call__": "augmentation of a user's data, which a visit has seeded",

@@ -217,7 +217,7 @@ def test_refusals():
     for change, words in (
         ({"states": []}, "at least one of `states`"),
         ({"order": "last"}, "`order` to be one of"),
-        ({"max_growth": 0.5}, "`max_growth` to be at least 1, but got 0.5"),
+        ({"max_growth": 0.5}, "`max_growth` to be at least 1 and finite, 'auto' or None, but got 0.5"),
         ({"weights": [1, 2]}, "of the same clients"),
     ):
         with pytest.raises(ValueError, match=words):
