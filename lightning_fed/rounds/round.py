@@ -344,9 +344,9 @@ class Round:
     def _look_at_unset(self) -> None:
         """Says it, once a fit, if a visit has written into buffers that do not travel because of their values."""
         fit = self.fit
-        if fit.has_warned_of_filled:
+        if not fit.unset or fit.has_warned_of_filled:
             return
-        frozen = [name for name in fit.unset or () if fit.policies[name] == "frozen"]
+        frozen = [name for name in fit.unset if fit.policies[name] == "frozen"]
         filled = self.local.changed_server_entries(frozen)
         if filled:
             fit.has_warned_of_filled = True
