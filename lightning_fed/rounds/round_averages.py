@@ -98,9 +98,11 @@ class RoundAverages:
         """The module meanwhile is the average, as in validation."""
         for callback in self._callbacks:
             callback.on_validation_epoch_start(self._fit.trainer, self._fit.module)
-        yield
-        for callback in self._callbacks:
-            callback.on_validation_epoch_end(self._fit.trainer, self._fit.module)
+        try:
+            yield
+        finally:
+            for callback in self._callbacks:
+                callback.on_validation_epoch_end(self._fit.trainer, self._fit.module)
 
     def restore(self) -> None:
         """Gives the callbacks their own steps back."""

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import FedFusion
+from lightning_fed.rounds.client_models import ClientModels
 from tests import models
 from tests.recorders import MemoryLogger, assert_same, state_of
 
@@ -142,6 +143,19 @@ def test_clients_are_evaluated_with_the_average(federated_trainer):
     lines = {name: value for _, line in logger.lines for name, value in line.items()}
     weighted = sum(lines[f"client/{name}/val_loss"] * size for name, size in sizes.items()) / sum(sizes.values())
     assert weighted == pytest.approx(lines["val_loss"], rel=1e-5)
+
+
+def test_a_failed_evaluation_leaves_the_global_model(federated_trainer, monkeypatch):
+    def fails(models, trainer, module, stage):
+        if trainer.current_epoch == 1:
+            raise RuntimeError("no evaluation")
+
+    seen, own = GlobalModels(), module()
+    trainer = federated_trainer(max_rounds=3, callbacks=[seen, ema()])
+    monkeypatch.setattr(ClientModels, "evaluate", fails)
+    with pytest.raises(RuntimeError, match="no evaluation"):
+        trainer.fit(own, datamodule=data())
+    assert_close(state_of(own), seen.states[1])
 
 
 def test_a_failed_round_is_not_averaged(federated_trainer):
