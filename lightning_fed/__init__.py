@@ -19,7 +19,7 @@ from lightning_fed.rounds.federated_callback import FederatedCallback as Federat
 from lightning_fed.server.aggregator import Aggregator as Aggregator
 from lightning_fed.trainer import FederatedTrainer as FederatedTrainer
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "Aggregator",

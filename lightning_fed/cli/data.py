@@ -26,17 +26,8 @@ def run_data(args: Sequence[str]) -> None:
         OptionError: If the recipe has neither clients nor a partition.
 
     """
-    parser = argparse.ArgumentParser(
-        prog="lightning-fed data",
-        usage="lightning-fed data RECIPE [--out PICTURE] [-- options of fit]",
-        description="Tells what every client of a recipe has: examples, classes, pixels per class, distance of its"
-        " classes from those of all (total variation), and how its images look. The training data are read once.",
-        epilog="What follows `--` is for `lightning-fed fit`: -- --trainer.partition.alpha 0.1",
-    )
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
-    parser.add_argument("--out", type=Path, help="file for a picture: the clients' images and shares of the classes")
     mine, own = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, ())
-    options = parser.parse_args(mine)
+    options = data_parser().parse_args(mine)
     with quiet():
         cli = FederatedCLI(["-c", str(options.recipe), *own], run=False)
     report = report_clients(
@@ -49,6 +40,20 @@ def run_data(args: Sequence[str]) -> None:
     if options.out is not None:
         report.save_picture(options.out)
         sys.stdout.write(f"\nPicture: {options.out}\n")
+
+
+def data_parser() -> argparse.ArgumentParser:
+    """Parser of the command, for what stands before ``--``."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-fed data",
+        usage="lightning-fed data RECIPE [--out PICTURE] [-- options of fit]",
+        description="Tells what every client of a recipe has: examples, classes, pixels per class, distance of its"
+        " classes from those of all (total variation), and how its images look. The training data are read once.",
+        epilog="What follows `--` is for `lightning-fed fit`: -- --trainer.partition.alpha 0.1",
+    )
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
+    parser.add_argument("--out", type=Path, help="file for a picture: the clients' images and shares of the classes")
+    return parser
 
 
 def _population(cli: FederatedCLI) -> Population:

@@ -146,17 +146,7 @@ def run_flower(args: Sequence[str]) -> None:
         args: The command line after ``flower``.
 
     """
-    parser = argparse.ArgumentParser(
-        prog="lightning-fed flower", description="A federation across machines, on Flower."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    new = commands.add_parser("new", help="write a Flower app of a recipe")
-    new.add_argument("folder", type=Path, help="where to")
-    new.add_argument("-c", "--config", type=Path, required=True, metavar="RECIPE", help="the recipe, a YAML file")
-    worker = commands.add_parser("worker", help="run the long-lived process beside a client's data")
-    worker.add_argument("folder", type=Path, help="the app")
-    worker.add_argument("--socket", type=Path, required=True, help="where the SuperNode's processes find it")
-    options = parser.parse_args(args)
+    options = flower_parser().parse_args(args)
     if options.command == "new":
         write_app(options.folder, options.config)
         sys.stdout.write(f"An app of {options.config}: {options.folder}\n")
@@ -169,3 +159,18 @@ def run_flower(args: Sequence[str]) -> None:
     if len(packages) != 1:
         raise FileNotFoundError(f"Expected an app of `lightning-fed flower new`, but {str(options.folder)!r} is none.")
     serve(importlib.import_module(f"{packages[0]}.clients").app, options.socket)
+
+
+def flower_parser() -> argparse.ArgumentParser:
+    """Parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-fed flower", description="A federation across machines, on Flower."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    new = commands.add_parser("new", help="write a Flower app of a recipe")
+    new.add_argument("folder", type=Path, help="where to")
+    new.add_argument("-c", "--config", type=Path, required=True, metavar="RECIPE", help="the recipe, a YAML file")
+    worker = commands.add_parser("worker", help="run the long-lived process beside a client's data")
+    worker.add_argument("folder", type=Path, help="the app")
+    worker.add_argument("--socket", type=Path, required=True, help="where the SuperNode's processes find it")
+    return parser

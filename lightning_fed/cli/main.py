@@ -13,6 +13,7 @@ from typing import NoReturn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed import __version__
+from lightning_fed.cli.recipes import run_recipes
 from lightning_fed.data.sample_assignment import PartitionError
 from lightning_fed.errors import OptionError
 from lightning_fed.recipe import COMMANDS, FederatedCLI
@@ -34,6 +35,9 @@ commands:
   privacy RECIPE            say what a recipe's rounds cost of the clients' privacy
   merge CKPT CKPT -o CKPT   match the neurons of trained models, and average them
   flower new DIR -c RECIPE  write a Flower app: the same federation, across machines
+  recipes [NAME]            list the ready recipes, or print one
+  doctor                    tell versions, devices, and what is not installed
+  completion SHELL          write completions of this program for bash, zsh or tcsh
 
   COMMAND --help            all options of a command
   fit --data.help CamVid    the options of a data set; so too --model.help, --trainer.partition.help
@@ -41,7 +45,8 @@ commands:
 
 examples:
   lightning-fed demo
-  lightning-fed fit -c recipes/shapes_deeplab.yaml --trainer.max_rounds 5 --trainer.method fairavg
+  lightning-fed recipes shapes_deeplab > shapes.yaml
+  lightning-fed fit -c shapes.yaml --trainer.max_rounds 5 --trainer.method fairavg
 
 A recipe names a model, data and the options of the Trainer. Each can be changed on the command line, and model and
 data may be your own: --model my_project.MyModule. `fit -c RECIPE --print_config` shows everything that can be set.
@@ -78,10 +83,17 @@ def main(args: Sequence[str] | None = None) -> None:
         _merge(given[1:])
     elif command == "flower":
         _flower(given[1:])
+    elif command == "recipes":
+        run_recipes(given[1:])
+    elif command == "doctor":
+        _doctor(given[1:])
+    elif command == "completion":
+        _completion(given[1:])
     elif command in COMMANDS:
         _run(None if args is None else given)
     else:
-        known = ["demo", "compare", "data", "methods", "privacy", "merge", "flower", *COMMANDS]
+        others = ["recipes", "doctor", "completion"]
+        known = ["demo", "compare", "data", "methods", "privacy", "merge", "flower", *others, *COMMANDS]
         sys.stderr.write(f"{_HELP}\nerror: Expected a command of {known}, but got {command!r}.\n")
         raise SystemExit(2)
 
@@ -95,13 +107,7 @@ def _run(args: list[str] | None) -> None:
 
 
 def _demo(args: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="lightning-fed demo",
-        description="Trains DeepLabV3+ on 24 clients whose images differ, and shows how it went.",
-    )
-    parser.add_argument("--data", type=Path, help="folder with CamVid; without it, scenes of shapes are generated")
-    parser.add_argument("--rounds", type=int, help="number of rounds")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for logs and the picture")
+    parser = demo_parser()
     options = parser.parse_args(args)
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"Expected `--rounds` to be at least 1, but got {options.rounds}.")
@@ -113,10 +119,54 @@ def _demo(args: Sequence[str]) -> None:
         _stop(error)
 
 
+def demo_parser() -> argparse.ArgumentParser:
+    """Parser of ``demo``."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-fed demo",
+        description="Trains DeepLabV3+ on 24 clients whose images differ, and shows how it went.",
+    )
+    parser.add_argument("--data", type=Path, help="folder with CamVid; without it, scenes of shapes are generated")
+    parser.add_argument("--rounds", type=int, help="number of rounds")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for logs and the picture")
+    return parser
+
+
 def _compare(args: Sequence[str]) -> None:
-    from lightning_fed.compare.method_options import CENTRAL, MethodChoice, method_choices
+    from lightning_fed.compare.method_options import MethodChoice
     from lightning_fed.compare.plan import Plan, run_comparison
     from lightning_fed.compare.report import write_report
+
+    parser = compare_parser()
+    mine, own = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, ())
+    options = parser.parse_args(mine)
+    _find_own_modules()
+    try:
+        if options.last < 1 or not 0 < options.target <= 1:
+            raise ValueError("Expected `--last` to be at least 1 and `--target` to be in (0, 1].")
+        plan = Plan(
+            recipe=options.recipe,
+            methods=[MethodChoice.parse(text) for part in options.methods for text in _split(part) if text.strip()],
+            seeds=range(options.seeds),
+            stragglers=options.stragglers,
+            out=options.out,
+            monitor=options.monitor,
+            mode=options.mode,
+            test=options.test,
+            overrides=own,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        results = run_comparison(plan)
+    except (FileNotFoundError, MisconfigurationException, OptionError, PartitionError) as error:
+        _stop(error)
+    table = write_report(results, options.out, options.target, options.last)
+    sys.stdout.write(f"\n{table}\n\nTables, curves, checkpoints and logs: {options.out}\n")
+
+
+def compare_parser() -> argparse.ArgumentParser:
+    """Parser of ``compare``, for what stands before ``--``."""
+    from lightning_fed.compare.method_options import CENTRAL, method_choices
 
     parser = argparse.ArgumentParser(
         prog="lightning-fed compare",
@@ -149,31 +199,7 @@ def _compare(args: Sequence[str]) -> None:
         "--last", type=int, default=1, help="rounds at the end whose mean is the score (default: %(default)s)"
     )
     parser.add_argument("--test", action="store_true", help="evaluate the finished models on the test data")
-    mine, own = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, ())
-    options = parser.parse_args(mine)
-    _find_own_modules()
-    try:
-        if options.last < 1 or not 0 < options.target <= 1:
-            raise ValueError("Expected `--last` to be at least 1 and `--target` to be in (0, 1].")
-        plan = Plan(
-            recipe=options.recipe,
-            methods=[MethodChoice.parse(text) for part in options.methods for text in _split(part) if text.strip()],
-            seeds=range(options.seeds),
-            stragglers=options.stragglers,
-            out=options.out,
-            monitor=options.monitor,
-            mode=options.mode,
-            test=options.test,
-            overrides=own,
-        )
-    except ValueError as error:
-        parser.error(str(error))
-    try:
-        results = run_comparison(plan)
-    except (FileNotFoundError, MisconfigurationException, OptionError, PartitionError) as error:
-        _stop(error)
-    table = write_report(results, options.out, options.target, options.last)
-    sys.stdout.write(f"\n{table}\n\nTables, curves, checkpoints and logs: {options.out}\n")
+    return parser
 
 
 def _data(args: Sequence[str]) -> None:
@@ -220,6 +246,21 @@ def _flower(args: Sequence[str]) -> None:
     try:
         run_flower(args)
     except (OSError, ModuleNotFoundError, MisconfigurationException, OptionError) as error:
+        _stop(error)
+
+
+def _doctor(args: Sequence[str]) -> None:
+    from lightning_fed.cli.doctor import run_doctor  # not for those who do not want it
+
+    run_doctor(args)
+
+
+def _completion(args: Sequence[str]) -> None:
+    from lightning_fed.cli.completion import run_completion  # which reads the parsers of all commands
+
+    try:
+        run_completion(args)
+    except ModuleNotFoundError as error:
         _stop(error)
 
 

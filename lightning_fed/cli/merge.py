@@ -42,7 +42,7 @@ def run_merge(args: Sequence[str]) -> None:
         OptionError: If checkpoints do not go together, or there is nothing to measure BatchNorm's statistics with.
 
     """
-    parser = _parser()
+    parser = merge_parser()
     _take_hyperparameters(parser, args)
     config = parser.parse_args(list(args))
     if config.model is None:
@@ -77,7 +77,8 @@ def run_merge(args: Sequence[str]) -> None:
     sys.stdout.write(_report(merged, out, is_resized))
 
 
-def _parser() -> LightningArgumentParser:
+def merge_parser() -> LightningArgumentParser:
+    """Parser of the command."""
     parser = LightningArgumentParser(
         prog="lightning-fed merge",
         usage="lightning-fed merge CHECKPOINT CHECKPOINT ... -o CHECKPOINT [-c RECIPE] [options]",

@@ -20,6 +20,17 @@ def run_methods(args: Sequence[str]) -> None:
         args: The command line after ``methods``.
 
     """
+    parser = methods_parser()
+    options = parser.parse_args(args)
+    try:
+        texts = [describe_method(name) for name in options.methods or method_names()]
+    except ValueError as error:
+        parser.error(str(error))
+    sys.stdout.write("\n".join(texts))
+
+
+def methods_parser() -> argparse.ArgumentParser:
+    """Parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed methods",
         description="Lists the methods: what each is, what it sends in a visit, what clients and server keep between"
@@ -29,12 +40,7 @@ def run_methods(args: Sequence[str]) -> None:
         " my_project.FedMine:option=value",
     )
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="only these (default: all)")
-    options = parser.parse_args(args)
-    try:
-        texts = [describe_method(name) for name in options.methods or method_names()]
-    except ValueError as error:
-        parser.error(str(error))
-    sys.stdout.write("\n".join(texts))
+    return parser
 
 
 def describe_method(name: str) -> str:

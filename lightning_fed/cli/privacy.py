@@ -34,6 +34,16 @@ def run_privacy(args: Sequence[str]) -> None:
         OptionError: If the recipe has no differential privacy, or its budget cannot be kept.
 
     """
+    mine, own = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, ())
+    options = privacy_parser().parse_args(mine)
+    recipe = read_recipe(options.recipe, own)
+    sys.stdout.write(describe_privacy(recipe, options.audit))
+    if options.figure is not None:
+        draw_epsilon(recipe, options.figure)
+
+
+def privacy_parser() -> argparse.ArgumentParser:
+    """Parser of the command, for what stands before ``--``."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed privacy",
         usage="lightning-fed privacy RECIPE [--audit] [--figure FILE] [-- options of fit]",
@@ -43,12 +53,7 @@ def run_privacy(args: Sequence[str]) -> None:
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
     parser.add_argument("--audit", action="store_true", help="tell what can be guessed of canary clients, too")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw epsilon over the rounds; needs matplotlib")
-    mine, own = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, ())
-    options = parser.parse_args(mine)
-    recipe = read_recipe(options.recipe, own)
-    sys.stdout.write(describe_privacy(recipe, options.audit))
-    if options.figure is not None:
-        draw_epsilon(recipe, options.figure)
+    return parser
 
 
 def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:

@@ -551,12 +551,26 @@ def test_a_report_without_clients(capsys):
 def test_help(arguments, capsys):
     main(arguments)
     said = capsys.readouterr().out
-    assert len(said.splitlines()) < 30
+    assert len(said.splitlines()) < 36
     for command in ("demo", "fit", "validate", "test", "predict"):
         assert re.search(rf"^  {command} ", said, re.MULTILINE)
-    recipes = re.findall(r"recipes/\w+\.yaml", said)
+    recipes = re.findall(r"lightning-fed recipes (\w+) >", said)
     assert recipes
-    assert all((ROOT / recipe).is_file() for recipe in recipes)
+    assert all((ROOT / "recipes" / f"{recipe}.yaml").is_file() for recipe in recipes)
+
+
+def test_recipes_are_listed_and_printed(capsys):
+    main(["recipes"])
+    said = capsys.readouterr().out
+    assert re.findall(r"^(\w+)$", said, re.MULTILINE) == [recipe.stem for recipe in RECIPES]
+    assert "synthetic\n    Synthetic(1,1) of the FedProx paper with a small MLP: 30 clients" in said
+    for recipe in RECIPES:
+        main(["recipes", recipe.stem])
+        assert capsys.readouterr().out == recipe.read_text()
+    with pytest.raises(SystemExit) as stopped:
+        main(["recipes", "no_such_recipe"])
+    assert stopped.value.code == 2
+    assert "got 'no_such_recipe'" in capsys.readouterr().err
 
 
 def test_version(capsys):
@@ -568,7 +582,8 @@ def test_an_unknown_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["train"])
     assert stopped.value.code == 2
-    known = ["demo", "compare", "data", "methods", "privacy", "merge", "flower", "fit", "validate", "test", "predict"]
+    known = ["demo", "compare", "data", "methods", "privacy", "merge", "flower", "recipes", "doctor", "completion"]
+    known += ["fit", "validate", "test", "predict"]
     assert f"{known}, but got 'train'" in capsys.readouterr().err
 
 

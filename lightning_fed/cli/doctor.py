@@ -1,0 +1,140 @@
+"""``lightning-fed doctor``: versions, devices, and the extras that are missing, with what they are for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+
+import torch
+from packaging.requirements import Requirement
+
+from lightning_fed import __version__
+
+PACKAGE = "lightning-fed"
+FEATURES = {
+    "demo": "`lightning-fed demo`, TensorBoard logs, all pictures and curves",
+    "flower": "clients on other machines: `lightning-fed flower`, `lightning_fed.backends.flower`",
+    "peft": "models of text and low-rank adapters (LoRA)",
+    "privacy": "privacy budgets, `CentralDP`, `DPSGD`, `lightning-fed privacy`",
+    "completion": "`lightning-fed completion`",
+}
+"""The extras for users, with what they are for. The others are for the development of the package."""
+
+
+@dataclass(frozen=True)
+class PackageState:
+    """A package that is asked for, and the version that is installed.
+
+    Args:
+        requirement: The requirement, such as ``torch>=2.7``.
+        installed: Its version; ``None`` where it is missing.
+
+    """
+
+    requirement: Requirement
+    installed: str | None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether a version is installed that the requirement allows."""
+        return self.installed is not None and self.requirement.specifier.contains(self.installed, prereleases=True)
+
+    def __str__(self) -> str:
+        wanted = "" if self.is_good else f"   expected {self.requirement.specifier or 'any version'}"
+        return f"{self.requirement.name:30} {self.installed or 'missing'}{wanted}"
+
+
+def run_doctor(args: Sequence[str]) -> None:
+    """The command.
+
+    Args:
+        args: The command line after ``doctor``.
+
+    Raises:
+        SystemExit: With status 1 if a package that is always needed is missing, or has a version that is not allowed.
+
+    """
+    doctor_parser().parse_args(args)
+    try:
+        requirements = requires(PACKAGE) or []
+    except PackageNotFoundError:
+        sys.stderr.write(f"error: {PACKAGE} {__version__} is not installed, it is only imported: pip install PATH\n")
+        raise SystemExit(1) from None
+    text, is_healthy = examine(requirements)
+    sys.stdout.write(text)
+    if not is_healthy:
+        raise SystemExit(1)
+
+
+def doctor_parser() -> argparse.ArgumentParser:
+    """Parser of the command."""
+    return argparse.ArgumentParser(
+        prog="lightning-fed doctor",
+        description="Prints the versions of what the package needs, the devices, and which extras are installed; for"
+        " the others, what they are for and how to install them. The status is 1 where something is missing that is"
+        " always needed.",
+    )
+
+
+def examine(requirements: Sequence[str]) -> tuple[str, bool]:
+    """The report, and whether all that is always needed is there.
+
+    Args:
+        requirements: Requirements of the package, as in its metadata: ``torch>=2.7``, ``opacus<2; extra == "privacy"``.
+
+    """
+    parsed = [Requirement(text) for text in requirements]
+    needed = states_of([each for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})])
+    lines = [
+        f"{PACKAGE} {__version__}",
+        f"Python {platform.python_version()}, {platform.platform()}",
+        *("", "Always needed"),
+        *(f"  {state}" for state in needed),
+        *("", "Devices"),
+        *(f"  {device}" for device in devices()),
+        *("", "Extras"),
+    ]
+    for extra, feature in FEATURES.items():
+        states = states_of([each for each in parsed if each.marker and is_of_extra(each, extra)])
+        is_installed = all(state.is_good for state in states)
+        lines.append(f"  {extra}: {'installed' if is_installed else 'missing'}, for {feature}")
+        lines += [f"    {state}" for state in states]
+        if not is_installed:
+            lines.append(f"    pip install '{PACKAGE}[{extra}]'")
+    return "\n".join(lines) + "\n", all(state.is_good for state in needed)
+
+
+def is_of_extra(requirement: Requirement, extra: str) -> bool:
+    """Whether a requirement comes with an extra, and not without it."""
+    marker = requirement.marker
+    return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
+
+
+def states_of(requirements: Sequence[Requirement]) -> list[PackageState]:
+    """What is installed of the requirements, in their order."""
+    return [PackageState(requirement, installed_version(requirement.name)) for requirement in requirements]
+
+
+def installed_version(name: str) -> str | None:
+    """Version of an installed package; ``None`` where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def devices() -> list[str]:
+    """The devices that Lightning's ``accelerator`` can be, in words."""
+    count = os.cpu_count() or 1
+    found = [f"cpu: {count} cores, {torch.get_num_threads()} threads for PyTorch"]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(f"cuda:{index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    if torch.backends.mps.is_available():
+        found.append("mps: Apple's GPU")
+    return found if len(found) > 1 else [*found, "no GPU that PyTorch sees"]

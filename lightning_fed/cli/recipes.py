@@ -1,0 +1,59 @@
+"""``lightning-fed recipes``: the recipes that come with the package."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill, indent
+
+
+def run_recipes(args: Sequence[str]) -> None:
+    """The command.
+
+    Args:
+        args: The command line after ``recipes``.
+
+    """
+    parser = recipes_parser()
+    options = parser.parse_args(args)
+    recipes = {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}
+    if options.name is None:
+        sys.stdout.writelines(f"{name}\n{indent(fill(title_of(path), 96), '    ')}\n" for name, path in recipes.items())
+    elif options.name in recipes:
+        sys.stdout.write(recipes[options.name].read_text())
+    else:
+        parser.error(f"Expected `NAME` to be one of {list(recipes)}, but got {options.name!r}.")
+
+
+def recipes_parser() -> argparse.ArgumentParser:
+    """Parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-fed recipes",
+        description="Lists the ready recipes, or prints one: lightning-fed recipes shapes_deeplab > my_recipe.yaml",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to print (default: list all)")
+    return parser
+
+
+def recipe_folder() -> Path:
+    """Folder of the ready recipes: inside an installed package, beside it in a clone of the repository."""
+    package = Path(__file__).parents[1]
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parent / "recipes"
+
+
+def title_of(recipe: Path) -> str:
+    """The first sentence of the comment at the top of a recipe.
+
+    Args:
+        recipe: The YAML file.
+
+    """
+    comment = []
+    for line in recipe.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        comment.append(line.lstrip("# "))
+    return " ".join(comment).partition(". ")[0].removesuffix(".")
