@@ -17,7 +17,7 @@ INSTALL_LOWEST := $(INSTALL) uv==0.12.24 && $(BIN)/uv pip install -q --python $(
 # files in their order, so that what the tests of a file share is made once; who is done first helps the other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 10
 
-.PHONY: help venv demo test test-slow test-gpu test-oldest test-projects test-portable lint types docs clean
+.PHONY: help venv demo test test-slow test-gpu test-oldest test-projects test-portable lint types docs dist clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -66,6 +66,13 @@ types: $(STAMP) ## types
 docs: $(STAMP) ## the documentation as HTML, in site/
 	$(INSTALL) -e ".[docs]"
 	$(BIN)/mkdocs build --strict
+
+dist: $(STAMP) ## wheel and sdist in dist/, and the wheel tried in an environment of its own
+	$(INSTALL) build==1.6.1 twine==7.0.0
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	PYTHON="$(abspath $(BIN))/python" .ci/smoke dist/*.whl $(LIBRARIES)
 
 clean: ## remove what the targets made, but for .venv
 	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist site runs lightning_logs checkpoints
