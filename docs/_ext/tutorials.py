@@ -1,0 +1,106 @@
+"""Runs the tutorials, and puts into their pages what the code prints and draws; makes notebooks of them.
+
+    python docs/_ext/tutorials.py               # all
+    python docs/_ext/tutorials.py first lora    # some
+
+A page's Python blocks run in their order, in one namespace and in an empty folder. What a block prints stands behind it,
+in a block with the title "Output". A picture ``../assets/tutorials/<page>-<name>.png`` is the file ``<name>.png`` of that
+folder.
+"""
+
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from contextlib import chdir, redirect_stdout
+from pathlib import Path
+
+PAGES = sorted((Path(__file__).parents[1] / "tutorials").glob("*.md"))
+PAGES = [page for page in PAGES if page.stem != "index"]
+_CODE = re.compile(r"^```python\n(.*?)^```\n(?:\n```text title=\"Output\"\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+_PICTURE = re.compile(r"\]\(\.\./assets/tutorials/(\w+)-(\w+)\.png\)")
+
+
+def code_blocks(text: str) -> list[tuple[str, str]]:
+    """Every Python block of a page, and what it prints."""
+    return [(match[1], match[2] or "") for match in _CODE.finditer(text)]
+
+
+def pictures(text: str) -> list[str]:
+    """Names of the pictures that a page shows."""
+    return [name for _, name in _PICTURE.findall(text)]
+
+
+def run(page: Path, folder: Path) -> list[str]:
+    """Runs a page in a folder, and returns what each of its blocks prints."""
+    printed, namespace = [], {"__name__": "tutorial"}
+    with chdir(folder):
+        text = page.read_text()
+        for match in _CODE.finditer(text):
+            lines = "\n" * (text[: match.start()].count("\n") + 1)  # so that errors name the line of the page
+            with redirect_stdout(io.StringIO()) as out:
+                exec(compile(lines + match[1], str(page), "exec"), namespace)
+            printed.append("\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines()))
+    return printed
+
+
+def with_output(text: str, printed: list[str]) -> str:
+    """The page, with what its blocks have printed behind each of them."""
+    outputs = iter(printed)
+
+    def write(match: re.Match[str]) -> str:
+        out = next(outputs)
+        return f"```python\n{match[1]}```\n" + (f'\n```text title="Output"\n{out}\n```\n' if out else "")
+
+    return _CODE.sub(write, text)
+
+
+def as_notebook(text: str) -> str:
+    """The page as a Jupyter notebook without output."""
+    cells, position = [], 0
+
+    def add(kind: str, source: str) -> None:
+        lines = source.strip("\n").splitlines(keepends=True)
+        if lines:
+            more = {"execution_count": None, "outputs": []} if kind == "code" else {}
+            cells.append({"cell_type": kind, "id": f"cell{len(cells)}", "metadata": {}, "source": lines, **more})
+
+    for match in _CODE.finditer(text):
+        add("markdown", _for_notebook(text[position : match.start()]))
+        add("code", match[1])
+        position = match.end()
+    add("markdown", _for_notebook(text[position:]))
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    book = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(book, indent=1, ensure_ascii=False) + "\n"
+
+
+def _for_notebook(text: str) -> str:
+    """Links lead to the site, and pictures to the files that the cells have drawn."""
+    text = re.sub(r"^\[This page as a notebook\].*\n", "", text, flags=re.MULTILINE)
+    text = _PICTURE.sub(r"](\2.png)", text)
+    site = "https://lightning-fed.github.io/lightning-fed/"
+    text = re.sub(r"\]\(\.\./([\w/]+)\.md(#[\w-]*)?\)", rf"]({site}\1/\2)", text)
+    return re.sub(r"\]\(([\w-]+)\.md(#[\w-]*)?\)", rf"]({site}tutorials/\1/\2)", text)
+
+
+def main(names: list[str]) -> None:
+    """Runs the pages of these names, and writes what belongs to them."""
+    for page in PAGES:
+        if names and page.stem not in names:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            printed = run(page, Path(folder))
+            text = with_output(page.read_text(), printed)
+            for name in pictures(text):
+                shutil.copy(Path(folder, f"{name}.png"), page.parents[1] / "assets/tutorials" / f"{page.stem}-{name}.png")
+        page.write_text(text)
+        page.with_suffix(".ipynb").write_text(as_notebook(text))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(sys.argv[1:])
