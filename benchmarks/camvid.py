@@ -201,7 +201,7 @@ def report(arguments: argparse.Namespace) -> str:
             parts.append(table([*header, "test mIoU", "CPU s / round", "MB / round"], rows))
             parts.append(growth(arguments, setting))
     words = (
-        f"`python benchmarks/camvid.py --data DATA --out docs/results.md`. CamVid at {width}x{height}, every second"
+        f"`python benchmarks/camvid.py --data DATA --out docs/results/segmentation.md`. CamVid at {width}x{height}, every second"
         f" training frame (184, of which the clients hold back 15 % each), `{arguments.model}`, `{arguments.encoder}`"
         f" from scratch, cross-entropy, SGD with rate {arguments.lr} and momentum 0.9, batches of {BATCH_SIZE}."
         " Validation and test frames are SegNet's (validation: every second one of its 101 frames, from drive 0016E5;"

@@ -58,7 +58,7 @@ def main() -> None:
         for name, found in results.items()
     ]
     words = (
-        f"`python benchmarks/clients_added.py --data DATA --out docs/results.md`. CIFAR-10, {IMAGES:,} images over"
+        f"`python benchmarks/clients_added.py --data DATA --out docs/results/fedma.md`. CIFAR-10, {IMAGES:,} images over"
         f" {CLIENTS} clients (Dirichlet 0.5 per class), a quarter of VGG-9's channels. Clients come {GROUP} at a time;"
         f" after each all that are there train for {ROUNDS} rounds of one epoch, one pass of FedMA, with a learning"
         f" rate of {LR} (not tuned) and momentum. Accuracy in % on {VALIDATION:,} other images, mean ± standard"

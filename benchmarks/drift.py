@@ -152,7 +152,7 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
     study = STUDIES[name]
     command = f"python benchmarks/drift.py --data DATA --studies {name}{' --full' if arguments.full else ''}"
     parts = [
-        f"`{command} --out docs/results.md`. {study.words}; `recipes/{study.recipe}`. Published: {study.source}."
+        f"`{command} --out docs/results/drift.md`. {study.words}; `recipes/{study.recipe}`. Published: {study.source}."
         f" `{study.monitor}` in percent, mean over the last {arguments.last} rounds, ± standard deviation over seeds."
         f" Version {version()}."
     ]

@@ -147,7 +147,7 @@ def report(ours: dict[str, Any], by_hand: dict[str, Any], central: dict[str, Any
         [mark, *(f"{result['accuracy'][mark - 1]:.4f}" for result in (ours, by_hand, central))] for mark in marks
     ] + [["test, at the end", *(f"{result['test']:.4f}" for result in (ours, by_hand, central))]]
     words = (
-        f"`python benchmarks/fashion_mnist.py --data DATA --out docs/results.md`. `{arguments.network}`,"
+        f"`python benchmarks/fashion_mnist.py --data DATA --out docs/results/fedavg.md`. `{arguments.network}`,"
         f" {arguments.clients} clients by Dirichlet({arguments.alpha}) per class, {arguments.cohort} in a round, one"
         f" local epoch, batches of {BATCH_SIZE}, SGD with rate {arguments.lr}, seed {arguments.seed}; accuracy on 5,000"
         f" held-out training images after each round. The centralised line has taken as many steps as the federation"

@@ -161,7 +161,7 @@ def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Nam
     )
     header = ["method", f"`{study.monitor}`", f"with {budget:.1f} MB", "MB", "size", "CPU s", "seeds"]
     return (
-        f"`python benchmarks/fedma.py --data DATA --studies {name} --out docs/results.md`. {study.words};"
+        f"`python benchmarks/fedma.py --data DATA --studies {name} --out docs/results/fedma.md`. {study.words};"
         f" `recipes/{study.recipe}`. {rate}All methods have {len(runs[0]['rounds'])} rounds; megabytes are those of all"
         f" clients, up and down; size is the largest global model over a client's. {machine(arguments.threads)}.\n\n"
         f"{table(header, rows)}"

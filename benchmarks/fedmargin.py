@@ -139,7 +139,7 @@ def make_plans(name: str, arguments: argparse.Namespace) -> dict[str, list[Plan]
 def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.Namespace) -> str:
     """The tables of a study, of all runs that are there."""
     study = STUDIES[name]
-    command = f"python benchmarks/fedmargin.py --data DATA --studies {name} --out docs/results.md"
+    command = f"python benchmarks/fedmargin.py --data DATA --studies {name} --out docs/results/fedmargin.md"
     parts = [f"`{command}`. {study.words}; `recipes/{study.recipe}`. {machine(arguments.threads)}."]
     options = [MethodChoice.parse(text).label for text in study.options]
     main = {variant: [run for run in found if run["method"] not in options] for variant, found in results.items()}

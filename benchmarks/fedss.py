@@ -227,7 +227,7 @@ def report(found: dict[tuple[str, int], list[dict[str, Any]]], arguments: argpar
         )
     header = ["", "classes held", "of the layer", "of the model", "top-1", "MAP@10", "training top-1", "seeds"]
     words = (
-        f"`python benchmarks/fedss.py --data DATA --out docs/results.md --figure docs/assets/fedss.png`. Omniglot's 964"
+        f"`python benchmarks/fedss.py --data DATA --out docs/results/fedss.md --figure docs/assets/fedss.png`. Omniglot's 964"
         f" background classes: {CLIENTS} clients with {OWN} classes each and {14 * 964 // CLIENTS} images on average"
         f" (14 drawers), {COHORT} in a round, {ROUNDS} rounds of one epoch, batches of {BATCH}, server momentum 0.9,"
         f" client learning rate {arguments.lr:g} (centralised: {arguments.central_lr:g} with momentum 0.9, as many"

@@ -160,7 +160,7 @@ def section(results: dict[str, list[dict[str, Any]]], arguments: argparse.Namesp
         f"accuracy after {rounds // 3}", "in the last 3",
     ]  # fmt: skip
     return (
-        "`python benchmarks/finetuning.py --data DATA --out docs/results.md`. FEMNIST: a vision transformer (4 blocks,"
+        "`python benchmarks/finetuning.py --data DATA --out docs/results/finetuning.md`. FEMNIST: a vision transformer (4 blocks,"
         " 128 wide, 0.8 million numbers) that was trained centrally on the digits, fine-tuned by their writers to 26"
         f" letters: {rounds} rounds of {CLIENTS_PER_ROUND} writers, {LOCAL_EPOCHS} local epochs in batches of 20,"
         " AdamW; learning rates "

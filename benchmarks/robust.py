@@ -183,7 +183,7 @@ def main() -> None:
         arguments.alphas = [0.5]
     runs = [found for several in results.values() for found in several]
     text = (
-        f"`python benchmarks/robust.py --data DATA --out docs/results.md`. Fashion-MNIST, {IMAGES:,} images, an MLP"
+        f"`python benchmarks/robust.py --data DATA --out docs/results/robust.md`. Fashion-MNIST, {IMAGES:,} images, an MLP"
         f" with 64 hidden units; {CLIENTS} clients, Dirichlet per class, all in every round; {ROUNDS} rounds of {STEPS}"
         f" steps with {BATCH} images, SGD with a rate of {LR} (not tuned); `fltrust` has {TRUSTED} images of its own."
         f" Accuracy on {TEST:,} other images, means over {len(arguments.seeds)} seeds. An empty cell: the rule does not"

@@ -9,7 +9,7 @@ import os
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -50,12 +50,14 @@ class ClientSegmentations(L.Callback):
     - ``scores.csv``: round, client, class, IoU and Dice of every class that the client has in truth or prediction;
     - ``scores.md``: the last of them as a table, which the log shows at the end of a fit as well;
     - ``iou.png``: IoU of every client and class over the rounds, as a heat map (``segmentation/client_iou``);
-    - ``<client>.png``: the images with the lowest and the median IoU (mean over the image's classes) side by side with
-      truth, prediction and the entropy of the prediction (``segmentation/clients/<client>``).
+    - ``clients/<client>.png``: the images with the lowest and the median IoU (mean over the image's classes) side by
+      side with truth, prediction and the entropy of the prediction (``segmentation/clients/<client>``).
 
     The module is called with images of shape ``(N, C, H, W)`` and returns logits ``(N, num_classes, H, W)``, or
-    ``(N, 1, H, W)`` of a binary task: then the scores are those of class 1, not of the background. As many batches are
-    read as the Trainer's ``limit_val_batches`` says. Neither weights nor metrics nor random states change.
+    ``(N, 1, H, W)`` of a binary task: then the scores are those of class 1, not of the background. Masks are class
+    indices ``(N, H, W)`` or ``(N, 1, H, W)``, or a mask of 0 and 1 for each class, ``(N, num_classes, H, W)``; such
+    images are scored and not drawn. As many batches are read as the Trainer's ``limit_val_batches`` says. Neither
+    weights nor metrics nor random states change.
 
     State: ``rounds`` (ints), and ``clients``, ``classes`` (strings), ``iou`` and ``dice`` (floats), a row for each of
     ``scores.csv``.
@@ -200,8 +202,10 @@ class ClientSegmentations(L.Callback):
         for batch in limited_batches(loader, trainer.limit_val_batches):
             logits, _, mask = self._run(trainer, module, batch)
             if metric is None:
-                metric = scores_for(logits, self.ignore_index, self._names(logits.shape[1]))
+                metric = scores_for(logits, mask, self.ignore_index, self._names(logits.shape[1]))
             metric.update(logits, mask)
+            if metric.mode == "multilabel":
+                continue
             quality += [self._quality(logits[index : index + 1], mask[index : index + 1]) for index in range(len(mask))]
         if metric is None:
             return
@@ -255,7 +259,8 @@ class ClientSegmentations(L.Callback):
             ignore_index=self.ignore_index,
             maps=[entropies],
         )
-        _save(picture, folder / f"{urllib.parse.quote(str(client), safe=' ')}.png")
+        (folder / "clients").mkdir(exist_ok=True)
+        _save(picture, folder / "clients" / f"{urllib.parse.quote(str(client), safe=' ')}.png")
         for logger in tensorboards(trainer):
             logger.experiment.add_image(f"{self.tag}/clients/{client}", picture, global_step=trainer.current_epoch)
 
@@ -266,15 +271,16 @@ class ClientSegmentations(L.Callback):
         with trainer.precision_plugin.forward_context():
             logits = segmentation_logits(module, images).float()
         mask = mask.squeeze(1) if mask.ndim == 4 and mask.shape[1] == 1 else mask
-        if mask.ndim != 3:
+        if mask.ndim != 3 and mask.shape != logits.shape:
             raise MisconfigurationException(
-                f"Expected masks of shape (N, H, W) for `ClientSegmentations`, but got {tuple(mask.shape)}."
+                f"Expected masks of shape (N, H, W), or of the logits' {tuple(logits.shape)}, for"
+                f" `ClientSegmentations`, but got {tuple(mask.shape)}."
             )
         return logits, images, mask.long()
 
     def _quality(self, logits: Tensor, mask: Tensor) -> float:
         """Mean IoU of one image over its classes; NaN where it has none."""
-        metric = scores_for(logits, self.ignore_index)
+        metric = scores_for(logits, mask, self.ignore_index)
         metric.update(logits, mask)
         return float(metric.compute().get("miou", math.nan))
 
@@ -295,18 +301,19 @@ class ClientSegmentations(L.Callback):
 
 
 def scores_for(
-    logits: Tensor, ignore_index: int | None, class_names: Sequence[str] | None = None
+    logits: Tensor, mask: Tensor, ignore_index: int | None, class_names: Sequence[str] | None = None
 ) -> SegmentationScores:
     """The metric for logits of a task of one class or of several, on their device.
 
     Example:
-        >>> scores_for(torch.zeros(2, 1, 4, 4), 255).mode
+        >>> scores_for(torch.zeros(2, 1, 4, 4), torch.zeros(2, 4, 4), 255).mode
         'binary'
 
     """
     count = logits.shape[1]
+    several: Literal["multiclass", "multilabel"] = "multilabel" if mask.ndim == 4 else "multiclass"
     return SegmentationScores(
-        count, "binary" if count == 1 else "multiclass", ignore_index=ignore_index, class_names=class_names
+        count, "binary" if count == 1 else several, ignore_index=ignore_index, class_names=class_names
     ).to(logits.device)
 
 

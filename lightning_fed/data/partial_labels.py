@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
-from lightning_fed.argument_checks import check_count
+from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.data.partition_base import Partition, PartitionOfPartition
 from lightning_fed.data.sample_assignment import generator_for
 from lightning_fed.messages import Client
@@ -28,6 +28,9 @@ class PartialLabels(PartitionOfPartition):
     annotate is ``ignore_index`` in its training data, and with :class:`~lightning_fed.data.PartitionedData` in its
     validation and test data too, where scores then are of the annotated classes alone.
 
+    Masks are class indices of any shape; with ``mode="multilabel"`` there is a mask of 0 and 1 for each class, shape
+    ``(num_classes, H, W)``, and those of the other classes are void as a whole.
+
     Args:
         partition: Splits the data set.
         num_classes: Number of classes of the masks.
@@ -35,9 +38,11 @@ class PartialLabels(PartitionOfPartition):
         always: Classes that every client annotates (a background, say).
         ignore_index: Label of pixels that are not annotated.
         seed: Seed of the choice; ``None`` for the federation's.
+        mode: Masks of one of several classes, or of any of several.
 
     Raises:
-        ValueError: If an argument is out of its range; when a sample is read, if it has no mask of whole numbers.
+        ValueError: If an argument is out of its range; when a sample is read, if it has no mask of whole numbers, or
+            one of the other mode.
 
     Example:
         >>> from lightning_fed.data import IID
@@ -59,8 +64,11 @@ class PartialLabels(PartitionOfPartition):
         always: tuple[int, ...] = (),
         ignore_index: int = 255,
         seed: int | None = None,
+        mode: Literal["multiclass", "multilabel"] = "multiclass",
     ) -> None:
         super().__init__(partition)
+        check_option("mode", mode, ("multiclass", "multilabel"))
+        self.mode = mode
         self.num_classes = check_count("num_classes", num_classes)
         self.always = tuple(always)
         outside = [label for label in self.always if not 0 <= label < num_classes]
@@ -89,13 +97,13 @@ class PartialLabels(PartitionOfPartition):
 
     def change(self, client: Client, seed: int) -> AnnotatedClasses:
         """Makes the other classes' pixels void."""
-        return AnnotatedClasses(self.annotated(client, seed), self.ignore_index)
+        return AnnotatedClasses(self.annotated(client, seed), self.ignore_index, self.num_classes, self.mode)
 
 
 @final
 @dataclass(frozen=True)
 class AnnotatedClasses:
-    """Makes the pixels of all but some classes void in a sample's mask.
+    """Makes the pixels of all but some classes void in a sample's mask, or all but some of its masks.
 
     The mask is the second element of a tuple or list, or the entry ``"mask"`` of a mapping (``"target"``, ``"label"``,
     ``"y"`` and their plurals).
@@ -103,6 +111,9 @@ class AnnotatedClasses:
     Args:
         classes: The classes that stay.
         ignore_index: Label of all other pixels.
+        num_classes: Number of classes of the masks; ``None`` where it is not known.
+        mode: Masks of one of several classes, or of any of several: a mask of 0 and 1 for each class, shape
+            ``(num_classes, H, W)``.
 
     Example:
         >>> AnnotatedClasses((0, 2))({"image": None, "mask": torch.tensor([0, 1, 2])})["mask"]
@@ -112,12 +123,14 @@ class AnnotatedClasses:
 
     classes: tuple[int, ...]
     ignore_index: int = 255
+    num_classes: int | None = None
+    mode: Literal["multiclass", "multilabel"] = "multiclass"
 
     def __call__(self, sample: Any) -> Any:
         """The sample with another mask.
 
         Raises:
-            ValueError: If it has none.
+            ValueError: If it has none, or one of the other mode.
 
         """
         if isinstance(sample, Mapping):
@@ -132,5 +145,25 @@ class AnnotatedClasses:
         if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.ndim == 0:
             found = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(f"Expected a sample with a mask of classes (a tensor of whole numbers), but got {found}.")
+        has_mask_per_class = mask.ndim == 3 and len(mask) == self.num_classes
+        if self.mode == "multilabel":
+            if not has_mask_per_class:
+                raise ValueError(
+                    f"Expected a mask of shape ({self.num_classes}, H, W) with mode='multilabel', but got"
+                    f" {tuple(mask.shape)}."
+                )
+            changed = torch.full_like(mask, self.ignore_index)
+            changed[list(self.classes)] = mask[list(self.classes)]
+            return changed
+        if (
+            has_mask_per_class
+            and len(mask) > 2
+            and bool(((mask == 0) | (mask == 1) | (mask == self.ignore_index)).all())
+        ):
+            raise ValueError(
+                f"Expected masks of classes with mode='multiclass', but a mask of shape {tuple(mask.shape)} holds 0 and"
+                " 1 only. For a mask of each class give mode='multilabel'; a volume of class indices needs another axis"
+                " before its first."
+            )
         kept = torch.isin(mask, torch.tensor(self.classes, dtype=mask.dtype))
         return mask.masked_fill(~kept, self.ignore_index)

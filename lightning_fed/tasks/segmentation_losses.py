@@ -53,6 +53,11 @@ class NamedLoss(nn.Module):
         self.terms: list[tuple[str, Any]] = []
         for part in text.split("+"):
             name, options = parse_method(part)
+            if "per_image" in options:  # pixels of all images are one to smp's losses here
+                raise ValueError(
+                    f"Expected `loss` without `per_image`, but got {text!r}: `SegmentationTask` has an argument of that"
+                    " name, for all losses."
+                )
             is_ours = name in ("ce", "fedseg")
             if name not in LOSS_NAMES or (is_ours and options):
                 raise ValueError(

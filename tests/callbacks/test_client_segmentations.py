@@ -103,7 +103,7 @@ def test_scores_and_pictures_are_those_of_each_clients_model(mode, federated_tra
             images[chosen], masks[chosen], prediction[chosen], default_colors(models.CLASSES),
             maps=[softmax_entropy(logits[chosen], normalize=True)],
         )  # fmt: skip
-        with Image.open(tmp_path / "out" / f"{client}.png") as file:
+        with Image.open(tmp_path / "out" / "clients" / f"{client}.png") as file:
             drawn = torch.from_numpy(np.array(file)).permute(2, 0, 1)
         assert drawn.shape == picture.shape
         assert (drawn.int() - picture.int()).abs().max() <= 2  # entropies of a batch and of all images at once
@@ -147,13 +147,14 @@ def test_every_few_rounds_and_after_a_resume(federated_trainer, tmp_path):
 
 def test_names_of_clients_as_files_and_validation_by_itself(federated_trainer, tmp_path):
     tensors = validation()["a"]
-    clients = {"ward 3/left": TensorDataset(*tensors)}
+    clients = {"ward 3/left": TensorDataset(*tensors), "iou": TensorDataset(*tensors)}
     callback = ClientSegmentations(5, tmp_path / "out")
     trainer = federated_trainer(max_rounds=1, callbacks=[callback])
     datamodule = FederatedDataModule(clients, clients, batch_size=3)
     trainer.fit(module(), datamodule=datamodule)
     trainer.validate(module(), datamodule=datamodule, verbose=False)
-    assert (tmp_path / "out" / "ward 3%2Fleft.png").exists()
+    names = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.png"))
+    assert names == ["clients/iou.png", "clients/ward 3%2Fleft.png", "iou.png"]
     assert len({row[0] for row in callback.rows}) == 2
     rows = list(callback.rows)
     trainer.validate(module(), datamodule=datamodule, verbose=False)
@@ -186,7 +187,26 @@ def test_a_binary_task_is_scored_by_its_class(names, name, federated_trainer, tm
         positive, truth = (network(images)[:, 0] > 0) & (masks != 255), masks == 1
     assert [row[1:3] for row in callback.rows] == [("a", name)]
     assert callback.rows[0][3] == pytest.approx(float((positive & truth).sum() / (positive | truth).sum()), rel=1e-6)
-    assert (tmp_path / "a.png").exists()
+    assert (tmp_path / "clients" / "a.png").exists()
+
+
+def test_a_task_of_several_labels_is_scored_and_not_drawn(federated_trainer, tmp_path):
+    images = validation()["a"][0]
+    masks = torch.randint(3, (5, 2, *images.shape[2:]), generator=torch.Generator().manual_seed(1))
+    masks[masks == 2] = 255
+    clients = {"a": TensorDataset(images, masks)}
+    callback = ClientSegmentations(1, tmp_path, ["left", "right"])
+    torch.manual_seed(0)
+    network = nn.Conv2d(3, 2, 1)
+    trained = models.Module(network, models.adam, loss=lambda logits, mask: logits.sum() * 0)
+    datamodule = FederatedDataModule(clients, clients, batch_size=2)
+    federated_trainer(callbacks=[callback]).validate(trained, datamodule=datamodule, verbose=False)
+    with torch.no_grad():
+        positive, truth = (network(images) > 0) & (masks != 255), masks == 1
+    both, any_of_both = (positive & truth).sum((0, 2, 3)), (positive | truth).sum((0, 2, 3))
+    assert [row[2] for row in callback.rows] == ["left", "right"]
+    assert [row[3] for row in callback.rows] == pytest.approx((both / any_of_both).tolist(), rel=1e-6)
+    assert [path.name for path in tmp_path.rglob("*.png")] == ["iou.png"]
 
 
 def test_as_many_batches_as_the_trainer_validates(federated_trainer, tmp_path):
@@ -204,7 +224,8 @@ def test_as_many_batches_as_the_trainer_validates(federated_trainer, tmp_path):
 
 
 def test_scores_are_counted_where_the_logits_are():
-    assert scores_for(torch.empty(1, 3, 2, 2, device="meta"), 255).device.type == "meta"
+    logits, mask = torch.empty(1, 3, 2, 2, device="meta"), torch.empty(1, 2, 2, device="meta")
+    assert scores_for(logits, mask, 255).device.type == "meta"
 
 
 @pytest.mark.parametrize("has_axes", [True, False])

@@ -45,6 +45,20 @@ def test_samples_of_other_forms(dtype):
     assert transform([1, mask])[1].dtype == dtype
 
 
+def test_a_mask_for_each_class():
+    masks = torch.randint(2, (4, 5, 3, 3), generator=torch.Generator().manual_seed(2))
+    masks[0, :, 0, 0] = 255
+    partition = PartialLabels(IID(2), 5, 2, mode="multilabel")
+    for client in range(2):
+        for mask in masks:
+            before = mask.clone()
+            changed = partition.transform(client, 3)((None, mask))[1]
+            for label in range(5):
+                expected = before[label] if label in partition.annotated(client, 3) else torch.full((3, 3), 255)
+                assert torch.equal(changed[label], expected)
+            assert torch.equal(mask, before)
+
+
 def test_under_a_look():
     partition = Look(PartialLabels(IID(2), 5, 1), polarity=1.0)
     image, mask = partition.transform(0, 0)(DATASET[0])
@@ -61,6 +75,15 @@ def test_under_a_look():
         (lambda: PartialLabels(IID(2), 5, 1).transform(0, 0)((1, 2)), "a mask of classes .*, but got int"),
         (lambda: PartialLabels(IID(2), 5, 1).transform(0, 0)({"image": 2}), "a mask of classes .*, but got NoneType"),
         (lambda: PartialLabels(IID(2), 5, 1).transform(0, 0)((1, torch.rand(2, 2))), "but got torch.float32 of shape"),
+        (lambda: PartialLabels(IID(2), 5, 1, mode="binary"), "`mode` to be .*, but got 'binary'"),
+        (
+            lambda: PartialLabels(IID(2), 5, 1).transform(0, 0)((1, torch.ones(5, 2, 2, dtype=torch.int64))),
+            "holds 0 and 1 only. For a mask of each class give mode='multilabel'",
+        ),
+        (
+            lambda: PartialLabels(IID(2), 5, 1, mode="multilabel").transform(0, 0)((1, torch.ones(2, 2).long())),
+            r"a mask of shape \(5, H, W\) with mode='multilabel', but got \(2, 2\)",
+        ),
     ],
 )
 def test_mistakes(make, message):

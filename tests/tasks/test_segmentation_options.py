@@ -227,6 +227,7 @@ def test_masks_that_are_none_of_the_labels():
         ({"tile_overlap": 1.0}, r"`tile_overlap` to be in \[0, 1\), but got 1.0"),
         ({"class_names": ["a", "b", "a"], "per_class": True}, "`class_names` to differ from one another"),
         ({"class_names": ["a"], "per_class": True}, "`class_names` to hold 3 names, but got 1"),
+        ({"loss": "ce+lovasz:per_image=true"}, "`loss` without `per_image`, but got 'ce.lovasz:per_image=true'"),
     ],
 )
 def test_mistakes(options, message):
