@@ -5,6 +5,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -218,8 +219,9 @@ def test_the_home_page_has_the_readmes_ten_lines():
     assert len(readme.strip().splitlines()) <= 10
 
 
-def test_the_readmes_diffs_are_those_of_the_examples():
-    shown = [block.strip() for block in blocks(README, "diff")]
+@pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=page_id)
+def test_diffs_are_those_of_the_examples(page):
+    shown = [block.strip() for block in blocks(page, "diff")]
     real = []
     for name in ("segmentation", "classifier"):
         files = [f"examples/{name}{kind}.py" for kind in ("", "_federated")]
@@ -249,14 +251,37 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
+def anchors(text):
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_headings_that_are_linked_exist(page):
     for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text()):
         if "://" in target:
             continue
         text = ((page.parent / target) if target else page).read_text()
-        headings = re.findall(r"^#+ (.*)$", text, re.M)
-        assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in anchors(text)
+
+
+def test_links_of_the_changelog_lead_out_of_the_repository():
+    """It is a page of the site and of the package index as well."""
+    targets = re.findall(r"\]\(([^)]+)\)", (ROOT / "CHANGELOG.md").read_text())
+    site = "https://lightning-fed.github.io/lightning-fed/"
+    for target in targets:
+        assert target.startswith("https://"), target
+        if target.startswith(site):
+            page, _, anchor = target.removeprefix(site).partition("#")
+            text = (DOCS / f"{page.rstrip('/')}.md").read_text()
+            assert not anchor or anchor in anchors(text), target
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r"[\w/]+\.md", nav)
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
 
 
 # --- the site ---------------------------------------------------------------------------------------------------------
@@ -304,3 +329,8 @@ def test_the_site_builds(tmp_path):
     assert "clients_per_round" in html
     for left in (":class:", ":math:", ".. math::", "&gt;&gt;&gt; <p>"):
         assert left not in html
+    assert 'id="lightning_fed.callbacks.FederatedCallback.on_client_start"' in html
+    assert not re.search(r'<h\d id="[\w.]+\.(on_train_batch_end|on_fit_start|state_dict|setup)"', html)
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    for word in ("BatchNorm", "LoRA", "differential privacy", "resume"):
+        assert any(word.lower() in entry["title"].lower() for entry in index), word
