@@ -65,7 +65,7 @@ types: $(STAMP) ## types
 
 docs: $(STAMP) ## the documentation as HTML, in site/
 	$(INSTALL) -e ".[docs]"
-	$(BIN)/mkdocs build --strict
+	$(BIN)/zensical build --strict --config-file mkdocs.yml
 
 dist: $(STAMP) ## wheel and sdist in dist/, and the wheel tried in an environment of its own
 	$(INSTALL) build==1.6.1 twine==7.0.0
