@@ -201,15 +201,15 @@ def report(arguments: argparse.Namespace) -> str:
             parts.append(table([*header, "test mIoU", "CPU s / round", "MB / round"], rows))
             parts.append(growth(arguments, setting))
     words = (
-        f"`python benchmarks/camvid.py --data DATA --out docs/results/segmentation.md`. CamVid at {width}x{height}, every second"
-        f" training frame (184, of which the clients hold back 15 % each), `{arguments.model}`, `{arguments.encoder}`"
-        f" from scratch, cross-entropy, SGD with rate {arguments.lr} and momentum 0.9, batches of {BATCH_SIZE}."
-        " Validation and test frames are SegNet's (validation: every second one of its 101 frames, from drive 0016E5;"
-        " test: all 233, from drives 0001TP and Seq05VD). *mIoU at the clients* is the mean over clients, each with its"
-        " own held-out frames and its own personal entries. Means over the last three rounds, with the range over seeds"
-        " in brackets; the learning rate is constant, so single rounds are noisy. CPU seconds are those of training and"
-        " aggregation in a round, the mean over rounds and seeds; megabytes those of a round's messages, the mean over"
-        f" the rounds of the first seed. {machine(arguments.threads)}."
+        f"`python benchmarks/camvid.py --data DATA --out docs/results/segmentation.md`. CamVid at {width}x{height},"
+        f" every second training frame (184, of which the clients hold back 15 % each), `{arguments.model}`,"
+        f" `{arguments.encoder}` from scratch, cross-entropy, SGD with rate {arguments.lr} and momentum 0.9, batches"
+        f" of {BATCH_SIZE}. Validation and test frames are SegNet's (validation: every second one of its 101 frames,"
+        " from drive 0016E5; test: all 233, from drives 0001TP and Seq05VD). *mIoU at the clients* is the mean over"
+        " clients, each with its own held-out frames and its own personal entries. Means over the last three rounds,"
+        " with the range over seeds in brackets; the learning rate is constant, so single rounds are noisy. CPU"
+        " seconds are those of training and aggregation in a round, the mean over rounds and seeds; megabytes those"
+        f" of a round's messages, the mean over the rounds of the first seed. {machine(arguments.threads)}."
     )
     return "\n\n".join([words, *parts])
 

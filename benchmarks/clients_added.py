@@ -58,11 +58,11 @@ def main() -> None:
         for name, found in results.items()
     ]
     words = (
-        f"`python benchmarks/clients_added.py --data DATA --out docs/results/fedma.md`. CIFAR-10, {IMAGES:,} images over"
-        f" {CLIENTS} clients (Dirichlet 0.5 per class), a quarter of VGG-9's channels. Clients come {GROUP} at a time;"
-        f" after each all that are there train for {ROUNDS} rounds of one epoch, one pass of FedMA, with a learning"
-        f" rate of {LR} (not tuned) and momentum. Accuracy in % on {VALIDATION:,} other images, mean ± standard"
-        f" deviation over seeds. {machine(arguments.threads)}."
+        f"`python benchmarks/clients_added.py --data DATA --out docs/results/fedma.md`. CIFAR-10, {IMAGES:,} images"
+        f" over {CLIENTS} clients (Dirichlet 0.5 per class), a quarter of VGG-9's channels. Clients come {GROUP} at a"
+        f" time; after each all that are there train for {ROUNDS} rounds of one epoch, one pass of FedMA, with a"
+        f" learning rate of {LR} (not tuned) and momentum. Accuracy in % on {VALIDATION:,} other images, mean ±"
+        f" standard deviation over seeds. {machine(arguments.threads)}."
     )
     header = ["", *(f"{(step + 1) * GROUP} clients" for step in range(steps)), "seeds"]
     write_section(arguments.out, "clients-added", f"{words}\n\n{table(header, rows)}")

@@ -227,16 +227,15 @@ def report(found: dict[tuple[str, int], list[dict[str, Any]]], arguments: argpar
         )
     header = ["", "classes held", "of the layer", "of the model", "top-1", "MAP@10", "training top-1", "seeds"]
     words = (
-        f"`python benchmarks/fedss.py --data DATA --out docs/results/fedss.md --figure docs/assets/fedss.png`. Omniglot's 964"
-        f" background classes: {CLIENTS} clients with {OWN} classes each and {14 * 964 // CLIENTS} images on average"
-        f" (14 drawers), {COHORT} in a round, {ROUNDS} rounds of one epoch, batches of {BATCH}, server momentum 0.9,"
-        f" client learning rate {arguments.lr:g} (centralised: {arguments.central_lr:g} with momentum 0.9, as many"
-        f" examples),"
-        f" four convolutions of {EXTRACTOR} channels with GroupNorm ({body:,} parameters), embedding of {WIDTH}, scale"
-        f" 20. Parameters that travel per client and direction: of the layer, and of the whole model as a share of the"
-        f" full softmax's. Top-1 over all 964 classes on 4 other drawers (3,856 images), MAP@10 among the 13,180 images"
-        f" of 659 characters that nobody trains on; %, mean ± standard deviation over seeds."
-        f" {machine(arguments.threads)}."
+        "`python benchmarks/fedss.py --data DATA --out docs/results/fedss.md --figure docs/assets/fedss.png`."
+        f" Omniglot's 964 background classes: {CLIENTS} clients with {OWN} classes each and {14 * 964 // CLIENTS}"
+        f" images on average (14 drawers), {COHORT} in a round, {ROUNDS} rounds of one epoch, batches of {BATCH},"
+        f" server momentum 0.9, client learning rate {arguments.lr:g} (centralised: {arguments.central_lr:g} with"
+        f" momentum 0.9, as many examples), four convolutions of {EXTRACTOR} channels with GroupNorm ({body:,}"
+        f" parameters), embedding of {WIDTH}, scale 20. Parameters that travel per client and direction: of the layer,"
+        " and of the whole model as a share of the full softmax's. Top-1 over all 964 classes on 4 other drawers"
+        " (3,856 images), MAP@10 among the 13,180 images of 659 characters that nobody trains on; %, mean ± standard"
+        f" deviation over seeds. {machine(arguments.threads)}."
     )
     return f"{words}\n\n{table(header, rows)}"
 

@@ -183,11 +183,12 @@ def main() -> None:
         arguments.alphas = [0.5]
     runs = [found for several in results.values() for found in several]
     text = (
-        f"`python benchmarks/robust.py --data DATA --out docs/results/robust.md`. Fashion-MNIST, {IMAGES:,} images, an MLP"
-        f" with 64 hidden units; {CLIENTS} clients, Dirichlet per class, all in every round; {ROUNDS} rounds of {STEPS}"
-        f" steps with {BATCH} images, SGD with a rate of {LR} (not tuned); `fltrust` has {TRUSTED} images of its own."
-        f" Accuracy on {TEST:,} other images, means over {len(arguments.seeds)} seeds. An empty cell: the rule does not"
-        f" stand so many of {CLIENTS}. {runs[0]['machine']}."
+        f"`python benchmarks/robust.py --data DATA --alphas {' '.join(map(str, arguments.alphas))} --out"
+        f" docs/results/robust.md`. Fashion-MNIST, {IMAGES:,} images, an MLP with 64 hidden units; {CLIENTS} clients,"
+        f" Dirichlet per class, all in every round; {ROUNDS} rounds of {STEPS} steps with {BATCH} images, SGD with a"
+        f" rate of {LR} (not tuned); `fltrust` has {TRUSTED} images of its own. Accuracy on {TEST:,} other images,"
+        f" means over {len(arguments.seeds)} seeds. An empty cell: the rule does not stand so many of {CLIENTS}."
+        f" {runs[0]['machine']}."
     )
     sections = [report(results, alpha) for alpha in arguments.alphas]
     write_section(arguments.out, "robust", "\n\n".join([text, *sections]))

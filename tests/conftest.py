@@ -3,6 +3,7 @@
 import gc
 import inspect
 import logging
+import os
 import sys
 import threading
 
@@ -66,6 +67,14 @@ def loaders_as_they_were():
             delattr(cls, name)
         else:
             setattr(cls, name, method)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_waiting_for_the_disk():
+    """Files are written whole without `fsync`, whose wait is for machines that lose power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.data import IID
+from tests.breadth import quick
 from tests.recorders import SavesOnException, loading
 from tests.resume_script import RUNS, At, Interruption, fit, last_checkpoint, prepare, rows
 
@@ -140,8 +141,13 @@ def test_killed_with_sigkill_and_resumed_in_another_process(run, killed, whole):
     assert_ends_alike(trainer, whole(run), folder, "killed", "resumed")
 
 
-@pytest.mark.parametrize("where", ["second visit", "last"])
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("run", "where"),
+    quick(
+        [(run, where) for run in RUNS for where in ("second visit", "last")],
+        [(run, "second visit" if place % 2 else "last") for place, run in enumerate(RUNS)],
+    ),
+)
 def test_resumes_from_the_last_checkpoint(run, where, whole, tmp_path):
     break_off(run, tmp_path, "a", At("on_train_batch_start", 1, where, interrupt))
     trainer = fit(run, tmp_path, "b", ckpt_path=last_checkpoint(tmp_path))
@@ -251,11 +257,14 @@ for _name in Saves.HOOKS:
     setattr(Saves, _name, _saving(_name))
 
 
+INSIDE_A_ROUND = ("schedulers", "personal-in-folder", "own-models", "sampled-classes", "fused-features")
+
+
 def copied(module):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", quick(RUNS, INSIDE_A_ROUND))
 def test_a_checkpoint_inside_a_round(run, whole, tmp_path):
     """It holds the last complete global model, and the run that is resumed from it ends like the whole one."""
     saves = Saves(tmp_path, 1)
@@ -397,7 +406,7 @@ def assert_given_back(module, data):
 @pytest.mark.filterwarnings("ignore:`?.fit.ckpt_path=")  # Lightning's, wherever there is an `OnExceptionCheckpoint`
 @pytest.mark.parametrize("where", ["first", "second visit", "last"])
 @pytest.mark.parametrize("how", RAISED)
-@pytest.mark.parametrize("run", ["personal-in-folder", "schedulers"])
+@pytest.mark.parametrize("run", quick(["personal-in-folder", "schedulers"], ["personal-in-folder"]))
 def test_an_exception_leaves_the_last_global_model(run, how, where, whole, rounds, tmp_path):
     """In the module and in the checkpoints that are saved on it, from which the run can be resumed exactly."""
     action, expected = RAISED[how]

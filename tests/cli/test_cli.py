@@ -205,6 +205,9 @@ def small_data(tmp_path_factory):
     return root
 
 
+ON_REAL_DATA = ("camvid_deeplab_sequence", "femnist_writers", "shakespeare", "omniglot", "fashion_mnist_dirichlet")
+
+
 def trains(recipe, folder):
     """Runs the first two batches of a recipe, a visit or two: no client fails, and the model moves."""
     is_small = ["--data.image_size", "[32,32]"] if "camvid" in recipe.stem else []
@@ -225,7 +228,15 @@ def test_a_recipe_trains(recipe, small_data):
     trains(recipe, small_data)
 
 
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if where_data_are(path, "")], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        path if path.stem in ON_REAL_DATA else pytest.param(path, marks=pytest.mark.slow)
+        for path in RECIPES
+        if where_data_are(path, "")
+    ],
+    ids=lambda path: path.stem,
+)
 def test_a_recipe_trains_on_real_data(recipe):
     if not DATA.is_dir():
         pytest.skip(f"no data at {DATA}")

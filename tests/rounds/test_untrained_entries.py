@@ -16,6 +16,7 @@ from lightning_fed.callbacks import CommunicationReport, find_federation
 from lightning_fed.privacy import CentralDP, SecureSum
 from lightning_fed.rounds import round as round_module
 from tests import models
+from tests.breadth import quick
 from tests.recorders import Recorder, assert_same, state_of
 
 pytestmark = [
@@ -95,9 +96,16 @@ METHODS = [
     "ditto", "fedala", "fesem:num_centers=2", "median", "krum", "fedavgm",
 ]  # fmt: skip
 
+MODULES = [Adapted, Following, Switched]
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("make_module", [Adapted, Following, Switched])
+
+@pytest.mark.parametrize(
+    ("make_module", "method"),
+    quick(
+        [(make_module, method) for make_module in MODULES for method in METHODS],
+        [(MODULES[place % 3], method) for place, method in enumerate(METHODS)],
+    ),
+)
 def test_weights_are_those_of_a_fit_in_which_everything_travels(make_module, method, fit, monkeypatch):
     rounds = 5 if make_module is Switched else 3
     options = {"method": method, "clients_per_round": 3, "rounds": rounds}

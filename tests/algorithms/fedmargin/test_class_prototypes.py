@@ -18,6 +18,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule, Federation, Fo
 from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.data import ByGroup
 from tests import models
+from tests.breadth import quick
 from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, state_of
 from tests.references import seed_reference, visit_seed_reference
 from tests.references_margin import (
@@ -255,10 +256,15 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("passes", ["exact", "online"])
+ALL_DOORS = [(source, "callback") for source in SOURCES] + [("data sets", "trainer"), ("loaders, a worker", "trainer")]
+
+
 @pytest.mark.parametrize(
-    ("source", "door"),
-    [(source, "callback") for source in SOURCES] + [("data sets", "trainer"), ("loaders, a worker", "trainer")],
+    ("source", "door", "passes"),
+    quick(
+        [(*case, passes) for case in ALL_DOORS for passes in ("exact", "online")],
+        [(*case, ("exact", "online")[place % 2]) for place, case in enumerate(ALL_DOORS)],
+    ),
 )
 def test_the_training_is_the_same(source, passes, door, federated_trainer, plain_trainer):
     """Dropout, BatchNorm, shuffling, augmentation, workers, logged values, what a step writes: as without the callback.
