@@ -17,7 +17,7 @@ INSTALL_LOWEST := $(INSTALL) uv==0.12.24 && $(BIN)/uv pip install -q --python $(
 # files in their order, so that what the tests of a file share is made once; who is done first helps the other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 10
 
-.PHONY: help venv demo test test-slow test-gpu test-oldest test-projects test-portable lint types docs dist clean
+.PHONY: help venv demo test test-slow test-gpu test-oldest test-projects test-portable lint types docs tutorials dist clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -66,6 +66,9 @@ types: $(STAMP) ## types
 docs: $(STAMP) ## the documentation as HTML, in site/
 	$(INSTALL) -e ".[docs]"
 	$(BIN)/zensical build --strict --config-file mkdocs.yml
+
+tutorials: $(STAMP) ## run the tutorials; write what they print and draw into their pages: some minutes
+	OMP_NUM_THREADS=1 $(BIN)/python docs/_ext/tutorials.py $(ARGS)
 
 dist: $(STAMP) ## wheel and sdist in dist/, and the wheel tried in an environment of its own
 	$(INSTALL) build==1.6.1 twine==7.0.0

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-import os
 import re
 import shutil
 import subprocess

@@ -1,9 +1,9 @@
-"""Draws docs/assets/demo.png: masks of three clients before training, after the first and after the last round of the demo.
+"""Draws docs/assets/demo.png: masks of three clients before training, after the first and after the last round.
 
     python docs/_ext/landing.py    # three minutes on a free core
 
-The model, the data and the options are those of `lightning-fed demo`, but that every client holds back a fifth of its images,
-which the picture shows.
+The model, the data and the options are those of `lightning-fed demo`, but every client holds back a fifth of its
+images, which the picture shows.
 """
 
 from pathlib import Path

@@ -3,9 +3,9 @@
     python docs/_ext/tutorials.py               # all
     python docs/_ext/tutorials.py first lora    # some
 
-A page's Python blocks run in their order, in one namespace and in an empty folder. What a block prints stands behind it,
-in a block with the title "Output". A picture ``../assets/tutorials/<page>-<name>.png`` is the file ``<name>.png`` of that
-folder.
+A page's Python blocks run in their order, in one namespace and in an empty folder. What a block prints stands behind
+it, in a block with the title "Output". A picture ``../assets/tutorials/<page>-<name>.png`` is the file ``<name>.png``
+of that folder.
 """
 
 import io
@@ -95,8 +95,9 @@ def main(names: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             printed = run(page, Path(folder))
             text = with_output(page.read_text(), printed)
+            assets = page.parents[1] / "assets" / "tutorials"
             for name in pictures(text):
-                shutil.copy(Path(folder, f"{name}.png"), page.parents[1] / "assets/tutorials" / f"{page.stem}-{name}.png")
+                shutil.copy(Path(folder, f"{name}.png"), assets / f"{page.stem}-{name}.png")
         page.write_text(text)
         page.with_suffix(".ipynb").write_text(as_notebook(text))
 
