@@ -41,7 +41,7 @@ class LossAverage(AveragingAggregator):
 
 
 class FedLoss(Method):
-    """Averaging in which clients with a larger loss count for more; with ``q=0`` it is FedAvg."""
+    """Averaging in which clients with a larger loss count for more; ``q=0`` gives the weights of FedAvg."""
 
     def __init__(self, q: float = 1.0):
         super().__init__(LossAverage(q), [ReportLoss()])

@@ -140,7 +140,8 @@ class FedNova(AveragingAggregator):
     where :math:`p_i` is the client's share of the examples and :math:`\lVert a_i \rVert_1` the length of its steps
     (:class:`~lightning_fed.callbacks.StepLength`, which is added to the Trainer). With federated averaging clients that
     make more steps, because they have more data or do not straggle, move the optimum towards their own; here they do
-    not. Where all make the same steps it is FedAvg, bit for bit. It goes with SGD, momentum, and a proximal term.
+    not. Where all make the same steps the weights equal FedAvg's, bit for bit. It goes with SGD, momentum, and a
+    proximal term.
 
     The paper's server momentum is a server optimizer: ``FedAvgM(momentum=0.9, aggregator="fednova")``. Buffers are
     averaged by examples.

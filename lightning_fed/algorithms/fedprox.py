@@ -33,7 +33,8 @@ class FedProx(AveragingAggregator):
     - For: clients that differ and train long, and stragglers.
 
     Args:
-        mu: Strength of the pull, per step: 0 is FedAvg, exactly. The authors tune it in {0.001, 0.01, 0.1, 0.5, 1}.
+        mu: Strength of the pull, per step: 0 gives FedAvg's weights, exactly. The authors tune it in {0.001,
+            0.01, 0.1, 0.5, 1}.
         row_weighting: As for :class:`FedAvg`.
 
     Raises:

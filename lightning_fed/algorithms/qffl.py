@@ -135,8 +135,8 @@ class QFFL(AveragingAggregator):
     with the losses :math:`F_k(x)` of :class:`~lightning_fed.callbacks.LossReport`, which is added to the Trainer. The
     authors draw clients with probabilities :math:`p_k`, their shares of the examples, and average them alike. Here
     clients are drawn alike and :math:`p_k` weighs them, which aims at the same objective,
-    :math:`\sum_k p_k F_k^{q+1} / (q + 1)`. With ``q=0`` it is FedAvg, bit for bit; the larger :math:`q`, the more alike
-    the losses, at the cost of their mean. Buffers are averaged by :math:`p_k F_k^q`.
+    :math:`\sum_k p_k F_k^{q+1} / (q + 1)`. With ``q=0`` the weights equal FedAvg's, bit for bit; the larger :math:`q`,
+    the more alike the losses, at the cost of their mean. Buffers are averaged by :math:`p_k F_k^q`.
 
     - Sends: 1 model down, 1 up (and two numbers).
     - Keeps: nothing.

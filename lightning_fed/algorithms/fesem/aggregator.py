@@ -57,7 +57,7 @@ class FeSEM(Aggregator):
     - For: clients that fall into groups.
 
     Args:
-        num_centers: Number of centres. 1 is FedAvg, exactly.
+        num_centers: Number of centres. 1 gives FedAvg's weights, exactly.
         assign_on: Pattern of the entries that are compared, such as ``"*head.*"`` for the last layer; ``"*"`` takes all
             floating-point entries but for BatchNorm's running statistics.
         init: Choice of the first centres.
