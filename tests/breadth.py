@@ -7,14 +7,16 @@ def quick(cases, chosen):
     """The cases of a parametrised test; those that are not chosen are marked slow.
 
     Args:
-        cases: All of them, names or tuples.
+        cases: All of them: values, tuples of values, or `pytest.param(...)`.
         chosen: Those that stay in `make test`: at least one of each mechanism.
     """
-    cases = list(cases)
+    cases, chosen = list(cases), list(chosen)
     assert not [case for case in chosen if case not in cases]
-    return [
-        case
-        if case in chosen
-        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
-        for case in cases
-    ]
+    return [case if case in chosen else slow(case) for case in cases]
+
+
+def slow(case):
+    """A case that `make test-slow` runs."""
+    if isinstance(case, type(pytest.param())):
+        return pytest.param(*case.values, marks=[*case.marks, pytest.mark.slow], id=case.id)
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)

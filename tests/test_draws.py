@@ -31,6 +31,7 @@ from lightning_fed.data import IID, Dirichlet, LabelsPerClient, QuantitySkew, Sh
 from lightning_fed.datasets import Shapes, Synthetic
 from lightning_fed.model.feature_extraction import extract_features
 from tests import draws_script
+from tests.breadth import quick
 from tests.conftest import QUIET
 from tests.draws_script import JOBS, Net, examples, fit
 from tests.recorders import assert_same
@@ -56,7 +57,7 @@ def draw(seed):
 # --- fits -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", quick(JOBS, list(JOBS)[::2]))
 def test_a_fit_does_not_depend_on_what_was_drawn_before_it(job, monkeypatch):
     """Nor on whose loop trains: fused visits of every method draw, and do, what those in Lightning's loop do."""
     draw(1)

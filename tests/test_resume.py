@@ -130,7 +130,7 @@ def killed(tmp_path_factory):
     return folders
 
 
-@pytest.mark.parametrize("run", KILLS)
+@pytest.mark.parametrize("run", quick(KILLS, list(KILLS)[::2]))
 def test_killed_with_sigkill_and_resumed_in_another_process(run, killed, whole):
     folder = killed[run]
     hook, round, _ = KILLS[run]

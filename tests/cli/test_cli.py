@@ -47,6 +47,7 @@ from lightning_fed.errors import OptionError
 from lightning_fed.privacy import PrivateMean, SecureMean
 from lightning_fed.recipe import FederatedCLI, remembered_subclasses
 from lightning_fed.tasks import CharLanguageTask, ClassificationTask, SegmentationTask
+from tests.breadth import quick
 from tests.datasets.test_datasets import write_camvid_npz, write_cifar_npz, write_femnist, write_mnist, write_omniglot
 from tests.datasets.test_shakespeare import write_roles
 from tests.recorders import state_of
@@ -223,7 +224,10 @@ def trains(recipe, folder):
     assert any(not torch.equal(value, before[name]) for name, value in state_of(built.model).items())
 
 
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if str(path) != OFFLINE], ids=lambda path: path.stem)
+ONLINE = [path for path in RECIPES if str(path) != OFFLINE]
+
+
+@pytest.mark.parametrize("recipe", quick(ONLINE, ONLINE[::2]), ids=lambda path: path.stem)
 def test_a_recipe_trains(recipe, small_data):
     trains(recipe, small_data)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_fed.matching import PermutationGroups, resize_module
+from tests.breadth import quick
 from tests.matching.networks import QUICK, SLOW, build, compute, outputs
 
 
@@ -74,7 +75,7 @@ def check_alone(module, example, groups):
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", quick(QUICK, list(QUICK)[::2]))
 def test_groups_are_found_and_exact(name):
     check(*QUICK[name])
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import lightning_fed
+from tests.breadth import quick
 from tests.conftest import QUIET
 from tests.projects.changes import IMPORT, MOST_LINES, changed_lines, federate
 from tests.recorders import FixedBatches, MemoryLogger, Recorder, assert_same, state_of
@@ -242,12 +243,12 @@ def test_few_lines_change(name, door):
     assert "lightning_fed" not in source_of(name)
 
 
-@pytest.mark.parametrize("name", PROJECTS)
+@pytest.mark.parametrize("name", quick(PROJECTS, list(PROJECTS)[::2]))
 def test_a_plain_project_trains(name, run):
     assert_falls(name, run(source_of(name), name)[1])
 
 
-@pytest.mark.parametrize("name", PROJECTS)
+@pytest.mark.parametrize("name", quick(PROJECTS, list(PROJECTS)[::2]))
 def test_a_federated_project_trains_at_the_first_try(name, run, caplog, plain_trainer, monkeypatch):
     """By either door, with the same weights; visits are plain fits, and rounds are averages of them."""
     recorder = Recorder()

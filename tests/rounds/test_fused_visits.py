@@ -19,6 +19,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrain
 from lightning_fed.callbacks import FederatedProgressBar
 from lightning_fed.rounds import batch_loop
 from tests import models
+from tests.breadth import quick
 from tests.recorders import MemoryLogger, state_of
 
 pytestmark = [
@@ -294,7 +295,7 @@ def take_checkpoints(folder):
     return found
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", quick(TABLE, list(TABLE)[::2]))
 def test_the_same_as_in_lightnings_loop(name, fit, tmp_path):
     """With and without somebody who looks at everything: the weights, the log, the counts, and all checkpoints."""
     row, found, traced = TABLE[name], {}, {}

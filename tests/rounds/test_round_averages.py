@@ -13,6 +13,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import FedFusion
 from lightning_fed.rounds.client_models import ClientModels
 from tests import models
+from tests.breadth import quick
 from tests.recorders import MemoryLogger, assert_same, state_of
 
 callbacks = L.pytorch.callbacks
@@ -183,8 +184,14 @@ class StopsIn(L.Callback):
             raise KeyError("broken off")
 
 
-@pytest.mark.parametrize("average", [ema, RoundMean, lambda: ema(update_starting_at_epoch=0)])
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+AVERAGES = [ema, RoundMean, lambda: ema(update_starting_at_epoch=0)]
+HOOKS = ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"]
+
+
+@pytest.mark.parametrize(
+    ("average", "hook"),
+    quick([(average, hook) for average in AVERAGES for hook in HOOKS], list(zip(AVERAGES, HOOKS, strict=True))),
+)
 def test_resumed(hook, average, federated_trainer, tmp_path):
     whole, path = module(), tmp_path / "stopped.ckpt"
     federated_trainer(max_rounds=ROUNDS, callbacks=[average()], seed=1).fit(whole, datamodule=data())

@@ -1,6 +1,7 @@
 """Class prototypes of clients and of epochs: against plain loops, and without a trace in the training."""
 
 import copy
+import itertools
 import math
 import random
 
@@ -385,9 +386,13 @@ def plain_fit(make, prototypes, loader, epochs=3, val=True, **options):
     return module, trainer
 
 
-@pytest.mark.parametrize("passes", ["exact", "online"])
-@pytest.mark.parametrize("has_generator", [True, False])
-@pytest.mark.parametrize("workers", [0, 1])
+IN_A_PLAIN_TRAINER = list(itertools.product((0, 1), (True, False), ("exact", "online")))
+
+
+@pytest.mark.parametrize(
+    ("workers", "has_generator", "passes"),
+    quick(IN_A_PLAIN_TRAINER, [(0, True, "exact"), (0, False, "online"), (1, True, "online"), (1, False, "exact")]),
+)
 def test_a_plain_trainer_trains_the_same(passes, has_generator, workers, plain_trainer):
     """With shuffling, augmentation and validation in between; the margins are logged per epoch."""
     runs = []

@@ -12,6 +12,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule
 from lightning_fed.callbacks import SampledSoftmax
 from lightning_fed.modules import SampledSoftmaxHead
 from tests import models
+from tests.breadth import quick
 from tests.recorders import Recorder, fit_fixed, state_of
 from tests.references import seed_reference, visit_seed_reference
 
@@ -81,7 +82,7 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", quick(TABLE, list(TABLE)[::2]))
 def test_a_visit_is_a_plain_fit(name, federated_trainer, plain_trainer):
     make, options, trainer_options, loading = TABLE[name]
     clients = {
