@@ -82,6 +82,7 @@ def _for_notebook(text: str) -> str:
     """Links lead to the site, and pictures to the files that the cells have drawn."""
     text = re.sub(r"^\[This page as a notebook\].*\n", "", text, flags=re.MULTILINE)
     text = _PICTURE.sub(r"](\2.png)", text)
+    text = re.sub(r"\.png\)\{[^}]*\}", ".png)", text)
     site = "https://lightning-fed.github.io/lightning-fed/"
     text = re.sub(r"\]\(\.\./([\w/]+)\.md(#[\w-]*)?\)", rf"]({site}\1/\2)", text)
     return re.sub(r"\]\(([\w-]+)\.md(#[\w-]*)?\)", rf"]({site}tutorials/\1/\2)", text)
