@@ -265,21 +265,9 @@ def test_headings_that_are_linked_exist(page):
         assert anchor in anchors(text)
 
 
-def test_links_of_the_changelog_lead_out_of_the_repository():
-    """It is a page of the site and of the package index as well."""
-    targets = re.findall(r"\]\(([^)]+)\)", (ROOT / "CHANGELOG.md").read_text())
-    site = "https://lightning-fed.github.io/lightning-fed/"
-    for target in targets:
-        assert target.startswith("https://"), target
-        if target.startswith(site):
-            page, _, anchor = target.removeprefix(site).partition("#")
-            text = (DOCS / f"{page.rstrip('/')}.md").read_text()
-            assert not anchor or anchor in anchors(text), target
-
-
 def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    listed = re.findall(r"[\w/]+\.md", nav)
+    listed = re.findall(r"(?<= )[\w/]+\.md$", nav, re.MULTILINE)
     assert len(listed) == len(set(listed))
     assert set(listed) == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
 
@@ -323,8 +311,7 @@ def test_the_site_builds(tmp_path):
     pytest.importorskip("mkdocstrings")
     for name in ("docs", "lightning_fed"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("mkdocs.yml", "CHANGELOG.md"):
-        shutil.copy(ROOT / name, tmp_path)
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", "mkdocs.yml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
