@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.Jsonar
 
 
 def words(text):
-    """What another machine prints as well: not the numbers, nor the columns that they make wide or narrow."""
-    return re.sub(r"[\d.]+", "0", text).replace("-", "").split()
+    """What another machine prints as well: no numbers, nor what stands around them."""
+    return re.sub(r"\([^)]*\)|[\d.]+|nan|[-±]", " ", text).split()
 
 
 @pytest.mark.slow

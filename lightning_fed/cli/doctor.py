@@ -41,7 +41,7 @@ class PackageState:
 
     @property
     def is_good(self) -> bool:
-        """Whether a version is installed that the requirement allows."""
+        """True where a version is installed that the requirement allows."""
         return self.installed is not None and self.requirement.specifier.contains(self.installed, prereleases=True)
 
     def __str__(self) -> str:
@@ -110,13 +110,13 @@ def examine(requirements: Sequence[str]) -> tuple[str, bool]:
 
 
 def is_of_extra(requirement: Requirement, extra: str) -> bool:
-    """Whether a requirement comes with an extra, and not without it."""
+    """True for a requirement that comes with an extra, and not without it."""
     marker = requirement.marker
     return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
 def states_of(requirements: Sequence[Requirement]) -> list[PackageState]:
-    """What is installed of the requirements, in their order."""
+    """States of the requirements, in their order."""
     return [PackageState(requirement, installed_version(requirement.name)) for requirement in requirements]
 
 
