@@ -23,6 +23,7 @@ class FakeGrid:
         sent: All (node, message) so far.
         gone: Nodes that are not there.
         silent: Nodes that never answer.
+        late: Node to the number of looks for an answer of it that find none.
 
     """
 
@@ -30,6 +31,7 @@ class FakeGrid:
         self.apps, self.configs = apps, configs or {}
         self.change = change or (lambda node, message, content: [content])
         self.sent, self.gone, self.silent = [], set(), set()
+        self.late = {}
         self._waiting, self._names = {}, count()
         TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # what Flower's own processes do
 
@@ -53,6 +55,9 @@ class FakeGrid:
             message = self._waiting.get(name)
             node = None if message is None else message.metadata.dst_node_id
             if message is None or node in self.gone or node in self.silent:
+                continue
+            if self.late.get(node, 0) > 0:
+                self.late[node] -= 1
                 continue
             del self._waiting[name]
             if message.metadata.created_at + message.metadata.ttl <= time.time():  # a SuperLink keeps neither then

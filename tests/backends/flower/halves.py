@@ -52,7 +52,7 @@ def in_process(trainer, make_module, data, federation, rounds=3, callbacks=(), v
 
 def on_flower(
     folder, make_module, data, federation, rounds=3, callbacks=list, val=None, change=None, options=(), limit=5,
-    server_callbacks=(), grids=None,
+    server_callbacks=(), grids=None, server_options=(),
 ):  # fmt: skip
     """Two nodes: the first has every other client, the second the rest.
 
@@ -69,6 +69,7 @@ def on_flower(
         limit: Seconds in which a round's clients must answer.
         server_callbacks: Callbacks of the server alone.
         grids: A list that the grid is put into.
+        server_options: Arguments of the server's Trainer alone.
 
     Returns:
         The server's module, its Trainer, the transport and the grid.
@@ -89,7 +90,7 @@ def on_flower(
     transport = FlowerTransport(grid, limit, poll=0.01)
     module = make_module()
     trainer = run_server(
-        federation(), module, val, {**OPTIONS, **dict(options), "max_epochs": rounds},
+        federation(), module, val, {**OPTIONS, **dict(options), **dict(server_options), "max_epochs": rounds},
         transport, transport.meet(len(data), 1), folder / "server", [*callbacks(), *server_callbacks],
     )  # fmt: skip
     return module, trainer, transport, grid
@@ -207,6 +208,7 @@ CASES = {
     "fedper": Case(lambda: Federation(FedPer("net.head.*")), base_and_head),
     "fedbn": Case(lambda: Federation(FedBN()), norm_module),
     "kept optimizers": Case(lambda: Federation(optimizer_state="keep"), norm_module),
+    "kept heads": Case(lambda: Federation(FedPer("net.head.*"), optimizer_state="keep", seed=1), base_and_head),
     "fedss": Case(lambda: Federation(FedSS(num_negatives=3)), head_module),
     "fedfusion": Case(lambda: Federation(FedFusion(operator="multi"), batch_norm="average"), cnn_module, models.images),
     "last local prototypes": Case(

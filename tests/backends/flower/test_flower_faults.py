@@ -197,8 +197,12 @@ def test_an_answer_that_comes_twice(federated_trainer, tmp_path):
     assert_same(state_of(there), state_of(here))
 
 
-def test_a_node_that_goes_and_comes_back(federated_trainer, tmp_path, caplog):
-    """While it is away its clients are left out; afterwards they take part under the node's new name."""
+@pytest.mark.parametrize("looks", [0, 3])
+def test_a_node_that_goes_and_comes_back(looks, federated_trainer, tmp_path, caplog):
+    """While it is away its clients are left out; afterwards they take part under the node's new name.
+
+    Also where it does not say at once who its clients are: the round waits for that.
+    """
     data = models.vectors(SIZES)
 
     class Coming(L.Callback):
@@ -207,7 +211,7 @@ def test_a_node_that_goes_and_comes_back(federated_trainer, tmp_path, caplog):
             if trainer.current_epoch == 0:
                 grid.gone = {12}
             elif trainer.current_epoch == 1:
-                grid.apps[13], grid.configs[13] = grid.apps[12], grid.configs[12]
+                grid.apps[13], grid.configs[13], grid.late[13] = grid.apps[12], grid.configs[12], looks
             assert len(cohort.visits) == 3
 
     grids = []
@@ -218,6 +222,22 @@ def test_a_node_that_goes_and_comes_back(federated_trainer, tmp_path, caplog):
     assert_same(state_of(there), state_of(here))
     assert "Round 1: client 'bob' is left out: it is not connected." in caplog.text
     assert {node for node, message in grids[0].sent if message.metadata.group_id == "2"} == {11, 13}
+
+
+def test_a_new_node_that_says_nothing_holds_up_no_round(monkeypatch, tmp_path, caplog):
+    class Coming(L.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            if trainer.current_epoch == 0:
+                grids[0].gone, grids[0].silent = {12}, {13}
+                grids[0].apps[13] = grids[0].apps[12]
+
+    monkeypatch.setattr("lightning_fed.backends.flower.transport._HELLO_SECONDS", 0.05)
+    grids = []
+    _, trainer, _, _ = on_flower(
+        tmp_path, make_module, models.vectors(SIZES), Federation, server_callbacks=[Coming()], grids=grids, limit=3600
+    )
+    assert trainer.current_epoch == 3
+    assert caplog.text.count("client 'bob' is left out: it is not connected.") == 2
 
 
 # --- the server is killed ---------------------------------------------------------------------------------------------
