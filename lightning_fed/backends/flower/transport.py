@@ -165,7 +165,10 @@ class FlowerTransport:
     def _await(self, node: int, sent: str, deadline: float) -> Packet | str:
         looked = time.monotonic()
         while True:
-            for message in self._grid.pull_messages([sent]):
+            answers = self._pull([sent])
+            if isinstance(answers, str):
+                return answers
+            for message in answers:
                 if message.metadata.reply_to_message_id != sent:
                     continue
                 if message.has_error():
@@ -186,6 +189,17 @@ class FlowerTransport:
                     return "its connection was lost"
             time.sleep(self._poll)
 
+    def _pull(self, sent: Sequence[str]) -> list[Message] | str:
+        """The answers to messages that are there; in words, why what came cannot be read.
+
+        Flower puts an answer together from what a node has sent, and raises whatever comes of it.
+        """
+        try:
+            return list(self._grid.pull_messages(sent))
+        except Exception as error:
+            self._grid.get_node_ids()  # raises as well where it is the connection that is at fault
+            return one_line(f"its answer cannot be read: {describe(error)}")
+
     def _keep_awake(self, nodes: Sequence[int], kind: str) -> None:
         """Makes nodes look for packets again as soon as these are answered and the next ones are likely to be there.
 
@@ -194,7 +208,7 @@ class FlowerTransport:
         pauses, and nodes that start a whole process for it, are not worth it.
         """
         if self._stay_messages:  # their answers are dropped
-            list(self._grid.pull_messages(self._stay_messages))
+            self._pull(self._stay_messages)
         self._stay_messages = []
         awake = [node for node in dict.fromkeys(nodes) if node in self._awake_nodes]
         pause = self._pauses.get(kind, _LONGEST_PAUSE)
@@ -232,19 +246,20 @@ class FlowerTransport:
             if sent is not None:
                 self._asked[node] = sent, now + min(_HELLO_SECONDS, self._limit)
         for node, (sent, _) in list(self._asked.items()):
-            for message in self._grid.pull_messages([sent]):
+            answers = self._pull([sent])
+            if answers:
                 del self._asked[node]
-                self._register(node, message)
-                break
-            else:
-                if node not in there:
-                    del self._asked[node]
+                self._register(node, answers if isinstance(answers, str) else answers[0])
+            elif node not in there:
+                del self._asked[node]
 
-    def _register(self, node: int, message: Message) -> None:
+    def _register(self, node: int, answer: Message | str) -> None:
         try:
-            if message.has_error():
-                raise PacketError(message.error.reason or "it failed")
-            header, _ = read_packet(from_records(message.content), "hello")
+            if isinstance(answer, str):
+                raise PacketError(answer)
+            if answer.has_error():
+                raise PacketError(answer.error.reason or "it failed")
+            header, _ = read_packet(from_records(answer.content), "hello")
             clients = header.get("clients")
             if not isinstance(clients, list) or not all(_is_key(client) for client in clients):
                 raise PacketError(f"its clients are {clients!r}"[:200])

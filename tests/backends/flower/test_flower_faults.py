@@ -21,7 +21,7 @@ from lightning_fed.backends.flower.transport import FlowerTransport, from_record
 from lightning_fed.callbacks import ClassPrototypes, OwnClassConfusion
 from tests import models
 from tests.backends.flower.grids import FakeGrid
-from tests.backends.flower.halves import LOST, OPTIONS, ROUND, SIZES, LosesOne, clients_of, in_process, on_flower
+from tests.backends.flower.halves import LOST, OPTIONS, ROUND, SIZES, Loses, clients_of, in_process, on_flower
 from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -149,7 +149,7 @@ NONSENSE = {
 def test_one_answer_that_cannot_be_used(change, reason, federated_trainer, tmp_path, caplog):
     """The client is left out of this round by name; the run goes on, and ends as where it was left out in process."""
     data = models.vectors(SIZES)
-    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[LosesOne()])
+    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[Loses()])
     caplog.clear()
 
     def on_the_way(node, message, content):
@@ -218,7 +218,7 @@ def test_a_node_that_goes_and_comes_back(looks, federated_trainer, tmp_path, cap
     there, _, _, _ = on_flower(
         tmp_path, make_module, data, lambda: Federation(seed=1), server_callbacks=[Coming()], grids=grids
     )
-    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[LosesOne()])
+    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[Loses()])
     assert_same(state_of(there), state_of(here))
     assert "Round 1: client 'bob' is left out: it is not connected." in caplog.text
     assert {node for node, message in grids[0].sent if message.metadata.group_id == "2"} == {11, 13}
@@ -243,7 +243,7 @@ def test_a_new_node_that_says_nothing_holds_up_no_round(monkeypatch, tmp_path, c
 # --- the server is killed ---------------------------------------------------------------------------------------------
 
 
-class KilledError(Exception):
+class KilledError(BaseException):
     """Stands for a killed process: nothing of it goes on."""
 
 

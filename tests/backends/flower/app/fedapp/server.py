@@ -3,7 +3,7 @@
 from flwr.serverapp import ServerApp
 
 from lightning_fed.backends.flower import server_app
-from tests.backends.flower.halves import CASES, OPTIONS, SIZES
+from tests.backends.flower.halves import ALL_CASES, OPTIONS, SIZES
 from tests.backends.flower.process_kills import watched
 
 app = ServerApp()
@@ -11,7 +11,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid, context):
-    config, case = context.run_config, CASES[context.run_config["case"]]
+    config, case = context.run_config, ALL_CASES[context.run_config["case"]]
     callbacks, logging = watched(config["folder"])
     options = {**OPTIONS, **case.options, **logging, "max_epochs": config["rounds"]}
     server_app(
