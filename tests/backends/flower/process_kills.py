@@ -177,6 +177,8 @@ class Fit:
             return
         server = int((self.folder / "server.pid").read_text())
         wait_until(lambda: not is_running(server), STATED_SECONDS)
+        if process == "superlink":
+            assert deployment.processes["run"].wait(STATED_SECONDS) != 0
         deployment.kill("run")
         if process == "superlink":
             deployment.kill("superlink")
