@@ -46,7 +46,11 @@ class Deployment:
         self.processes: dict[str, subprocess.Popen] = {}
         (folder / "flower").mkdir(parents=True, exist_ok=True)
         self.link_options = link_options
-        self.start_link()
+        try:
+            self.start_link()
+        except BaseException:  # nobody else has it yet
+            self.close()
+            raise
 
     def start_link(self) -> None:
         """Starts the SuperLink, also again, at the same address."""
@@ -55,7 +59,7 @@ class Deployment:
             "superlink", "flower-superlink", *self.link_options, "--host", host, "--port", port,
             "--disable-runtime-dependency-installation",
         )  # fmt: skip
-        self.wait_for("superlink", "Uvicorn running", 60, since=f"process {link.pid}\n")
+        self.wait_for("superlink", "Uvicorn running", 300, since=f"process {link.pid}\n")
 
     def start(self, name: str, *command: str) -> subprocess.Popen:
         """Starts a process; its log begins with a line with its number, which is in ``<name>.pid`` as well."""

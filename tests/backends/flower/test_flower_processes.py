@@ -123,8 +123,8 @@ def test_methods_on_two_nodes(federated_trainer, tmp_path):
 
 @pytest.mark.slow
 def test_answers_of_the_largest_size(federated_trainer, tmp_path):
-    """One of 64 MB is used; of a client whose answers have a byte more, a round is told, and goes on."""
-    case, rounds = ALL_CASES["padded"], range(2)
+    """One of 64 MB is used; a client whose answer has a byte more is left out by name, with both numbers."""
+    case, rounds = ALL_CASES["padded"], range(1)
     callbacks = [Loses("bob", rounds)]
     here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), len(rounds), callbacks)
     with Deployment(tmp_path) as deployment, Workers(tmp_path, "padded"):
@@ -206,6 +206,7 @@ def kill_server(deployment):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("point", process_kills.POINTS)
 @pytest.mark.parametrize("process", PROCESSES.values(), ids=PROCESSES)
 def test_a_process_is_killed(process, point, tmp_path):
