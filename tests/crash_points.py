@@ -70,6 +70,14 @@ ON_FLOWER = {
 }
 """Fits whose halves are Flower's apps, with a fake grid between them: both are killed at once, and started again."""
 
+PROCESSES = {
+    "Flower's SuperLink": "superlink",
+    "a SuperNode": "node1",
+    "the server's process on Flower": "server",
+    "a worker": "worker1",
+}
+"""Processes of Flower's and ours, of which one is killed: `process_kills.py` of its tests has their points."""
+
 AROUND, BEFORE = ("before", "after"), ("before",)
 
 SEAMS = {
@@ -325,6 +333,13 @@ def kill_everywhere(run, folder, only=None, error=None):
     return points, found
 
 
+def kill_a_process(run, folder, only=None):
+    """The same of one of `PROCESSES`."""
+    from tests.backends.flower import process_kills
+
+    return process_kills.kill_everywhere(folder, PROCESSES[run], only)
+
+
 def one_of_each(points):
     """Of every kind of point the one in the middle of the fit."""
     by_name = {}
@@ -342,7 +357,7 @@ def make_table(runs, path, only=None):
     """Kills every run at every point, or those that `only` takes, and prints the rows or puts them into a guide."""
     for run in runs:
         with tempfile.TemporaryDirectory() as folder:
-            points, found = kill_everywhere(run, Path(folder), only)
+            points, found = (kill_a_process if run in PROCESSES else kill_everywhere)(run, Path(folder), only)
         wrong, late = ({point: names[kind] for point, names in found.items() if names[kind]} for kind in (0, 1))
         row = f"| {run} | {len(points)} | {len(found)} | {len(wrong)} | {len(late)} |"
         sys.stdout.write(f"{row}\n")
@@ -375,7 +390,9 @@ def import_once():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("jobs", nargs="?", type=Path, help="JSON: list of {run, folder, all, error}")
-    parser.add_argument("--runs", nargs="*", default=[*RUNS, *ON_FLOWER], help="names of fits for the table")
+    parser.add_argument(
+        "--runs", nargs="*", default=[*RUNS, *ON_FLOWER, *PROCESSES], help="names of fits for the table"
+    )
     parser.add_argument("--one-of-each", action="store_true", help="one point of each kind instead of all")
     parser.add_argument("--table", type=Path, help="the guide that gets the table")
     arguments = parser.parse_args()

@@ -26,6 +26,7 @@ from lightning_fed.backends.flower.packets import (
     Fault,
     Packet,
     PacketError,
+    find_bad_size,
     read_packet,
     read_train_request,
     write_fault,
@@ -44,6 +45,7 @@ from lightning_fed.data.federated import FederatedDataModule, split_training_dat
 from lightning_fed.data.population import Population
 from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Client, ClientUpdate
+from lightning_fed.model.entries import live_entries
 from lightning_fed.rounds.lightning_internals import start_at_epoch
 from lightning_fed.rounds.secret_sum import SummedUpdates, find_summed_updates
 
@@ -224,10 +226,10 @@ class ClientRunner:
             return write_fault(Fault(client, find_public_reason(error)))
         server = remote.server
         if remote.request is not None:
-            return write_request(remote.request)
+            return self._bounded(write_request(remote.request), client)
         if remote.measured is not None:
             num_samples = population.num_samples(client)
-            return write_update(ClientUpdate(client, num_samples, {}, remote.measured), Answer())
+            return self._bounded(write_update(ClientUpdate(client, num_samples, {}, remote.measured), Answer()), client)
         if server.update is not None:
             store = FolderStore(self._store / train_request.run, keep_all=True)
             if train_request.needed:
@@ -241,8 +243,14 @@ class ClientRunner:
                     )
                 except ClientFault as fault:
                     return write_fault(Fault(client, str(fault)))
-            return write_update(server.update, Answer(steps, remote.left, keeps, len(server.update.unsent)))
+            answer = Answer(steps, remote.left, keeps, len(server.update.unsent))
+            return self._bounded(write_update(server.update, answer), client)
         return write_fault(Fault(client, server.fault or "it has no answer"))
+
+    def _bounded(self, reply: Packet, client: Client) -> Packet:
+        """The reply, or the fault in its place that it is too large for the server to read: it does not travel then."""
+        excess = find_bad_size(reply, live_entries(self._module))
+        return reply if excess is None else write_fault(Fault(client, excess))
 
     def _answer_sum(self, request: SumRequest, clients: Sequence[Client], summed: SummedUpdates | None) -> Packet:
         """Answers a request of a secure sum."""

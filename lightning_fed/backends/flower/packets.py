@@ -171,7 +171,7 @@ def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Pack
                 raise PacketError(f"entry {name!r} is {value.dtype} with layout {value.layout}, which cannot travel")
             table[group].append((name, dtype, list(value.shape)))
             flat = value.detach().cpu().contiguous().reshape(-1)
-            parts.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+            parts.append(flat.view(torch.uint8).numpy().data if flat.numel() else b"")  # the memory itself
     text = json.dumps({"version": VERSION, "kind": kind, "header": dict(header), "tensors": table})
     return Packet(text, b"".join(parts))
 

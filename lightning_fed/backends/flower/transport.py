@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 _STYPE = "lightning-fed"
 _RETRY_SECONDS = 10.0  # seconds
+_HELLO_SECONDS = 20.0  # seconds in which a node that has just come says who its clients are, if it is well
 _COLLECTION = 3600.0  # seconds after the time limit for which answers that came in time are kept until they are read
 _LONGEST_PAUSE, _MARGIN = 3.0, 0.2  # seconds
 
@@ -83,7 +84,7 @@ class FlowerTransport:
     ) -> None:
         self._grid, self._limit, self._poll, self._bound = grid, time_limit, poll, bound
         self._nodes: dict[int, list[Client]] = {}
-        self._asked: dict[int, str] = {}
+        self._asked: dict[int, tuple[str, float]] = {}  # the message, and until when a round waits for its answer
         self._retry_times: dict[int, float] = {}  # when to ask a node again that did not name its clients
         self._awake_nodes: set[int] = set()  # nodes that stay awake when asked to
         self._stay_messages: list[str] = []
@@ -140,7 +141,7 @@ class FlowerTransport:
         deadline = time.monotonic() + self._limit
         waiting: list[tuple[Client, int | None, str | None]] = []
         for client, packet in packets:
-            node = self._node_of(client)
+            node = self._find_node(client)
             sent = None if node is None else self._push(node, kind, packet, f"{round}", self._limit + _COLLECTION)
             self.sent += len(packet.data)
             waiting.append((client, node, sent))
@@ -164,7 +165,10 @@ class FlowerTransport:
     def _await(self, node: int, sent: str, deadline: float) -> Packet | str:
         looked = time.monotonic()
         while True:
-            for message in self._grid.pull_messages([sent]):
+            answers = self._pull([sent])
+            if isinstance(answers, str):
+                return answers
+            for message in answers:
                 if message.metadata.reply_to_message_id != sent:
                     continue
                 if message.has_error():
@@ -185,6 +189,17 @@ class FlowerTransport:
                     return "its connection was lost"
             time.sleep(self._poll)
 
+    def _pull(self, sent: Sequence[str]) -> list[Message] | str:
+        """The answers to messages that are there; in words, why what came cannot be read.
+
+        Flower puts an answer together from what a node has sent, and raises whatever comes of it.
+        """
+        try:
+            return list(self._grid.pull_messages(sent))
+        except Exception as error:
+            self._grid.get_node_ids()  # raises as well where it is the connection that is at fault
+            return one_line(f"its answer cannot be read: {describe(error)}")
+
     def _keep_awake(self, nodes: Sequence[int], kind: str) -> None:
         """Makes nodes look for packets again as soon as these are answered and the next ones are likely to be there.
 
@@ -193,7 +208,7 @@ class FlowerTransport:
         pauses, and nodes that start a whole process for it, are not worth it.
         """
         if self._stay_messages:  # their answers are dropped
-            list(self._grid.pull_messages(self._stay_messages))
+            self._pull(self._stay_messages)
         self._stay_messages = []
         awake = [node for node in dict.fromkeys(nodes) if node in self._awake_nodes]
         pause = self._pauses.get(kind, _LONGEST_PAUSE)
@@ -209,6 +224,15 @@ class FlowerTransport:
     def _node_of(self, client: Client) -> int | None:
         return next((node for node, clients in self._nodes.items() if client in clients), None)
 
+    def _find_node(self, client: Client) -> int | None:
+        """The client's node; a node that has just come is given the time to say that it is the one."""
+        while (node := self._node_of(client)) is None:
+            if all(until < time.monotonic() for _, until in self._asked.values()):
+                return None
+            time.sleep(self._poll)
+            self._discover_nodes()
+        return node
+
     def _discover_nodes(self) -> None:
         """Asks new nodes for their clients, and forgets nodes that have gone, without waiting."""
         there = set(self._grid.get_node_ids())
@@ -220,21 +244,22 @@ class FlowerTransport:
                 continue
             sent = self._push(node, HELLO, write_packet("hello", {}), "hello", self._limit)
             if sent is not None:
-                self._asked[node] = sent
-        for node, sent in list(self._asked.items()):
-            for message in self._grid.pull_messages([sent]):
+                self._asked[node] = sent, now + min(_HELLO_SECONDS, self._limit)
+        for node, (sent, _) in list(self._asked.items()):
+            answers = self._pull([sent])
+            if answers:
                 del self._asked[node]
-                self._register(node, message)
-                break
-            else:
-                if node not in there:
-                    del self._asked[node]
+                self._register(node, answers if isinstance(answers, str) else answers[0])
+            elif node not in there:
+                del self._asked[node]
 
-    def _register(self, node: int, message: Message) -> None:
+    def _register(self, node: int, answer: Message | str) -> None:
         try:
-            if message.has_error():
-                raise PacketError(message.error.reason or "it failed")
-            header, _ = read_packet(from_records(message.content), "hello")
+            if isinstance(answer, str):
+                raise PacketError(answer)
+            if answer.has_error():
+                raise PacketError(answer.error.reason or "it failed")
+            header, _ = read_packet(from_records(answer.content), "hello")
             clients = header.get("clients")
             if not isinstance(clients, list) or not all(_is_key(client) for client in clients):
                 raise PacketError(f"its clients are {clients!r}"[:200])

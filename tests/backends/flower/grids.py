@@ -13,6 +13,8 @@ from flwr.supercore.task_identity import TaskIdentity
 class FakeGrid:
     """Nodes with client apps. Answers are made when they are asked for, and are gone when their message has expired.
 
+    As with Flower's, what an app raises comes back as an error, and what cannot be put together is raised here.
+
     Args:
         apps: Node to its client app.
         configs: Node to its configuration.
@@ -23,6 +25,8 @@ class FakeGrid:
         sent: All (node, message) so far.
         gone: Nodes that are not there.
         silent: Nodes that never answer.
+        errors: What apps have raised.
+        late: Node to the number of looks for an answer of it that find none.
 
     """
 
@@ -30,6 +34,7 @@ class FakeGrid:
         self.apps, self.configs = apps, configs or {}
         self.change = change or (lambda node, message, content: [content])
         self.sent, self.gone, self.silent = [], set(), set()
+        self.late, self.errors = {}, []
         self._waiting, self._names = {}, count()
         TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # what Flower's own processes do
 
@@ -54,6 +59,9 @@ class FakeGrid:
             node = None if message is None else message.metadata.dst_node_id
             if message is None or node in self.gone or node in self.silent:
                 continue
+            if self.late.get(node, 0) > 0:
+                self.late[node] -= 1
+                continue
             del self._waiting[name]
             if message.metadata.created_at + message.metadata.ttl <= time.time():  # a SuperLink keeps neither then
                 answers.append(_error(name, "the message has expired"))
@@ -61,7 +69,12 @@ class FakeGrid:
             context = Context(1, node, self.configs.get(node, {}), RecordDict(), {})
             copy = Message(_copied(message.content), node, message.metadata.message_type)
             vars(copy.metadata)["_message_id"] = name
-            content = self.apps[node](copy, context).content
+            try:
+                content = self.apps[node](copy, context).content
+            except Exception as error:
+                self.errors.append(error)
+                answers.append(_error(name, f"{type(error)}:<'{error}'>"))
+                continue
             for changed in self.change(node, message, content):
                 answers.append(_answer(_copied(changed), name))
         return answers

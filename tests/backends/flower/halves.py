@@ -13,10 +13,12 @@ from torch import nn
 from lightning_fed import FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import FedBN, FedFusion, FedPer, FedSS
 from lightning_fed.attacks import IPM, SignFlip
+from lightning_fed.backends.flower import packets
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.server import run_server
 from lightning_fed.backends.flower.transport import FlowerTransport
 from lightning_fed.callbacks import ClassPrototypes, LayerwiseTraining, find_federation
+from lightning_fed.messages import tensor_bytes
 from lightning_fed.privacy import CentralDP, SecureSum
 from lightning_fed.tasks import ClassificationTask
 from tests import models
@@ -30,12 +32,35 @@ SIZES = {"ann": 33, "bob": 20, "cid": 48}
 ROUND, LOST = 1, "bob"
 
 
-class LosesOne(FederatedCallback):
-    """In one process: an update that cannot be used."""
+class Loses(FederatedCallback):
+    """In one process: updates of a client, of some rounds, that cannot be used."""
+
+    def __init__(self, client=LOST, rounds=(ROUND,)):
+        self.client, self.rounds = client, rounds
 
     def on_client_end(self, trainer, module, client, update):
-        if trainer.current_epoch == ROUND and client == LOST:
+        if trainer.current_epoch in self.rounds and client == self.client:
             update.state["net.0.weight"].fill_(float("nan"))
+
+
+class Padded(FederatedCallback):
+    """Updates of some clients with as much beside them as the server reads, and some bytes.
+
+    Args:
+        excess: Client to the number of bytes beyond the limit.
+
+    """
+
+    def __init__(self, excess):
+        self.excess = excess
+
+    def on_client_end(self, trainer, module, client, update):
+        if client in self.excess:
+            base, factor = packets._DATA  # noqa: SLF001 - the limit is not the user's to set
+            size = base + factor * tensor_bytes(module.state_dict()) + self.excess[client] - update.nbytes
+            update.extras["padding"] = torch.randint(
+                256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(len(client))
+            )
 
 
 def clients_of(data, batch_size=16):
@@ -52,7 +77,7 @@ def in_process(trainer, make_module, data, federation, rounds=3, callbacks=(), v
 
 def on_flower(
     folder, make_module, data, federation, rounds=3, callbacks=list, val=None, change=None, options=(), limit=5,
-    server_callbacks=(), grids=None,
+    server_callbacks=(), grids=None, server_options=(),
 ):  # fmt: skip
     """Two nodes: the first has every other client, the second the rest.
 
@@ -69,6 +94,7 @@ def on_flower(
         limit: Seconds in which a round's clients must answer.
         server_callbacks: Callbacks of the server alone.
         grids: A list that the grid is put into.
+        server_options: Arguments of the server's Trainer alone.
 
     Returns:
         The server's module, its Trainer, the transport and the grid.
@@ -89,7 +115,7 @@ def on_flower(
     transport = FlowerTransport(grid, limit, poll=0.01)
     module = make_module()
     trainer = run_server(
-        federation(), module, val, {**OPTIONS, **dict(options), "max_epochs": rounds},
+        federation(), module, val, {**OPTIONS, **dict(options), **dict(server_options), "max_epochs": rounds},
         transport, transport.meet(len(data), 1), folder / "server", [*callbacks(), *server_callbacks],
     )  # fmt: skip
     return module, trainer, transport, grid
@@ -207,6 +233,9 @@ CASES = {
     "fedper": Case(lambda: Federation(FedPer("net.head.*")), base_and_head),
     "fedbn": Case(lambda: Federation(FedBN()), norm_module),
     "kept optimizers": Case(lambda: Federation(optimizer_state="keep"), norm_module),
+    "kept heads": Case(
+        lambda: Federation(FedPer("net.head.*"), optimizer_state="keep", batch_norm="average", seed=1), base_and_head
+    ),
     "fedss": Case(lambda: Federation(FedSS(num_negatives=3)), head_module),
     "fedfusion": Case(lambda: Federation(FedFusion(operator="multi"), batch_norm="average"), cnn_module, models.images),
     "last local prototypes": Case(
@@ -216,3 +245,9 @@ CASES = {
     "two optimizers": Case(Federation, models.TwoOptimizers),
     "bf16": Case(Federation, options={"precision": "bf16-mixed"}),
 }  # fmt: skip
+
+ALL_CASES = {
+    **CASES,
+    "padded": Case(lambda: Federation(seed=1), callbacks=lambda: [Padded({"ann": 0, "bob": 1})]),
+}
+"""The same, and one that differs from one process: a client's answers are too large for Flower's server."""

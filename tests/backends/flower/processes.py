@@ -45,14 +45,24 @@ class Deployment:
         }
         self.processes: dict[str, subprocess.Popen] = {}
         (folder / "flower").mkdir(parents=True, exist_ok=True)
+        self.link_options = link_options
+        try:
+            self.start_link()
+        except BaseException:  # nobody else has it yet
+            self.close()
+            raise
+
+    def start_link(self) -> None:
+        """Starts the SuperLink, also again, at the same address."""
         host, port = self.address.split(":")
-        self.start(
-            "superlink", "flower-superlink", *link_options, "--host", host, "--port", port,
+        link = self.start(
+            "superlink", "flower-superlink", *self.link_options, "--host", host, "--port", port,
             "--disable-runtime-dependency-installation",
         )  # fmt: skip
-        self.wait_for("superlink", "Uvicorn running", 60)
+        self.wait_for("superlink", "Uvicorn running", 300, since=f"process {link.pid}\n")
 
     def start(self, name: str, *command: str) -> subprocess.Popen:
+        """Starts a process; its log begins with a line with its number, which is in ``<name>.pid`` as well."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 command,
@@ -62,6 +72,8 @@ class Deployment:
                 cwd=self.folder,
                 start_new_session=True,
             )
+            log.write(f"process {self.processes[name].pid}\n".encode())
+        (self.folder / f"{name}.pid").write_text(f"{self.processes[name].pid}")
         return self.processes[name]
 
     def node(self, name: str, config: str, *options: str) -> None:
@@ -81,9 +93,10 @@ class Deployment:
         path = self.folder / f"{name}.log"
         return path.read_text() if path.exists() else ""
 
-    def wait_for(self, name: str, text: str, seconds: float) -> None:
+    def wait_for(self, name: str, text: str, seconds: float, since: str = "") -> None:
+        """Waits for a text in a log, behind another one."""
         deadline = time.monotonic() + seconds
-        while text not in self.log(name):
+        while text not in self.log(name)[self.log(name).find(since) :]:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{text!r} is not in the log of {name}:\n{self.log(name)[-3000:]}")
             time.sleep(0.1)

@@ -21,7 +21,7 @@ from lightning_fed.backends.flower.transport import FlowerTransport, from_record
 from lightning_fed.callbacks import ClassPrototypes, OwnClassConfusion
 from tests import models
 from tests.backends.flower.grids import FakeGrid
-from tests.backends.flower.halves import LOST, OPTIONS, ROUND, SIZES, LosesOne, clients_of, in_process, on_flower
+from tests.backends.flower.halves import LOST, OPTIONS, ROUND, SIZES, Loses, clients_of, in_process, on_flower
 from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -149,7 +149,7 @@ NONSENSE = {
 def test_one_answer_that_cannot_be_used(change, reason, federated_trainer, tmp_path, caplog):
     """The client is left out of this round by name; the run goes on, and ends as where it was left out in process."""
     data = models.vectors(SIZES)
-    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[LosesOne()])
+    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[Loses()])
     caplog.clear()
 
     def on_the_way(node, message, content):
@@ -197,8 +197,12 @@ def test_an_answer_that_comes_twice(federated_trainer, tmp_path):
     assert_same(state_of(there), state_of(here))
 
 
-def test_a_node_that_goes_and_comes_back(federated_trainer, tmp_path, caplog):
-    """While it is away its clients are left out; afterwards they take part under the node's new name."""
+@pytest.mark.parametrize("looks", [0, 3])
+def test_a_node_that_goes_and_comes_back(looks, federated_trainer, tmp_path, caplog):
+    """While it is away its clients are left out; afterwards they take part under the node's new name.
+
+    Also where it does not say at once who its clients are: the round waits for that.
+    """
     data = models.vectors(SIZES)
 
     class Coming(L.Callback):
@@ -207,23 +211,39 @@ def test_a_node_that_goes_and_comes_back(federated_trainer, tmp_path, caplog):
             if trainer.current_epoch == 0:
                 grid.gone = {12}
             elif trainer.current_epoch == 1:
-                grid.apps[13], grid.configs[13] = grid.apps[12], grid.configs[12]
+                grid.apps[13], grid.configs[13], grid.late[13] = grid.apps[12], grid.configs[12], looks
             assert len(cohort.visits) == 3
 
     grids = []
     there, _, _, _ = on_flower(
         tmp_path, make_module, data, lambda: Federation(seed=1), server_callbacks=[Coming()], grids=grids
     )
-    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[LosesOne()])
+    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[Loses()])
     assert_same(state_of(there), state_of(here))
     assert "Round 1: client 'bob' is left out: it is not connected." in caplog.text
     assert {node for node, message in grids[0].sent if message.metadata.group_id == "2"} == {11, 13}
 
 
+def test_a_new_node_that_says_nothing_holds_up_no_round(monkeypatch, tmp_path, caplog):
+    class Coming(L.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            if trainer.current_epoch == 0:
+                grids[0].gone, grids[0].silent = {12}, {13}
+                grids[0].apps[13] = grids[0].apps[12]
+
+    monkeypatch.setattr("lightning_fed.backends.flower.transport._HELLO_SECONDS", 0.05)
+    grids = []
+    _, trainer, _, _ = on_flower(
+        tmp_path, make_module, models.vectors(SIZES), Federation, server_callbacks=[Coming()], grids=grids, limit=3600
+    )
+    assert trainer.current_epoch == 3
+    assert caplog.text.count("client 'bob' is left out: it is not connected.") == 2
+
+
 # --- the server is killed ---------------------------------------------------------------------------------------------
 
 
-class KilledError(Exception):
+class KilledError(BaseException):
     """Stands for a killed process: nothing of it goes on."""
 
 

@@ -13,23 +13,27 @@ import torch
 pytest.importorskip("flwr")
 
 from flwr.app import Context, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 from lightning_fed import Federation
 from lightning_fed.algorithms import FedPer
+from lightning_fed.backends.flower import packets
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.packets import Packet, PacketError, read_packet, write_packet
 from lightning_fed.backends.flower.run_folder import lock_folder
 from lightning_fed.backends.flower.server import run_server, server_app
-from lightning_fed.backends.flower.transport import FlowerTransport, from_records
+from lightning_fed.backends.flower.transport import FlowerTransport, from_records, to_records
 from lightning_fed.backends.flower.worker import serve
 from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.cli.main import main
+from lightning_fed.messages import tensor_bytes
 from tests import models
 from tests.backends.flower.grids import FakeGrid
-from tests.backends.flower.halves import CASES, OPTIONS, SIZES, clients_of, on_flower
+from tests.backends.flower.halves import CASES, OPTIONS, SIZES, Loses, Padded, clients_of, in_process, on_flower
 from tests.backends.flower.test_flower_app import light_app
 from tests.backends.flower.test_flower_faults import changed, is_lost, make_module
-from tests.recorders import state_of
+from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -266,10 +270,104 @@ def test_one_server_in_a_folder(tmp_path):
         pass
 
 
+# --- answers of the largest size, and that are none -------------------------------------------------------------------
+
+LIMIT = 2**16, 8
+
+
+def lengthened(content, size):
+    """An answer whose tensors have so many bytes."""
+    packet = from_records(content)
+    text = json.loads(packet.text)
+    more = size - len(packet.data)
+    text["tensors"]["extras"].append(["padding", "uint8", [more]])
+    return to_records(Packet(json.dumps(text), packet.data + bytes(more)))
+
+
+@pytest.mark.parametrize("checked_by", ["client", "server"])
+def test_answers_at_the_limit_and_over_it(checked_by, monkeypatch, federated_trainer, tmp_path, caplog):
+    """An answer with a byte more than is read is left out by name; the client does not even send it."""
+    monkeypatch.setattr(packets, "_DATA", LIMIT)
+    data, seen = models.vectors(SIZES), []
+    most = LIMIT[0] + LIMIT[1] * tensor_bytes(make_module().state_dict())
+
+    def lengthen(node, message, content):
+        client = json.loads(from_records(message.content).text)["header"].get("visit", {}).get("client")
+        if checked_by == "server" and client in ("ann", "bob"):
+            content = lengthened(content, most + (client == "bob"))
+        seen.append(len(from_records(content).data))
+        return [content]
+
+    callbacks = [Padded({"ann": 0, "bob": 1})] if checked_by == "client" else []
+    there, trainer, _, _ = on_flower(
+        tmp_path, make_module, data, lambda: Federation(seed=1), callbacks=lambda: callbacks, change=lengthen
+    )
+    assert list(trainer.callbacks[0].server.report.received) == ["ann", "cid"]
+    left_out = [text for text in caplog.messages if "is left out" in text]
+    assert len(left_out) == 3
+    for round, text in enumerate(left_out):
+        assert text.startswith(f"Round {round}: client 'bob' is left out: its answer has ")
+        assert f" and {most + 1} bytes, and no more than " in text
+        assert f" and {most} are read" in text
+    assert max(seen) == most + (checked_by == "server")
+    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[Loses("bob", range(3))])
+    assert_same(state_of(there), state_of(here))
+
+
+def without_chunks(objects):
+    return {name: content for name, content in objects.items() if not content.startswith(b"ArrayChunk")}
+
+
+def of_another_kind(objects):
+    return {name: content.replace(b"ConfigRecord", b"MetricRecord") for name, content in objects.items()}
+
+
+def out_of_order(objects):
+    return {
+        name: content.replace(b'"arraychunk_ids": [0]', b'"arraychunk_ids": [7]') for name, content in objects.items()
+    }
+
+
+@pytest.mark.parametrize("damage", [without_chunks, of_another_kind, out_of_order])
+def test_answers_that_flower_cannot_put_together(damage, federated_trainer, tmp_path, caplog):
+    """What a node sends is put together in the server's process: what is raised there is its client's fault."""
+    data = models.vectors(SIZES)
+
+    def put_together(node, message, content):
+        if is_lost(message, content):
+            objects = {name: part.deflate() for name, part in get_all_nested_objects(content).items()}
+            return [inflate_object_from_contents(content.object_id, damage(objects))]
+        return [content]
+
+    there, _, _, _ = on_flower(tmp_path, make_module, data, lambda: Federation(seed=1), change=put_together)
+    left_out = [text for text in caplog.messages if "is left out" in text]
+    assert [text.startswith("Round 1: client 'bob' is left out: its answer cannot be read:") for text in left_out] == [
+        True
+    ]
+    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[Loses()])
+    assert_same(state_of(there), state_of(here))
+
+
+def test_a_connection_that_fails_is_no_clients_fault(tmp_path):
+    """Where Flower itself does not answer, the run ends."""
+
+    class Failing(FakeGrid):
+        def pull_messages(self, message_ids):
+            raise ConnectionError("the SuperLink is gone")
+
+        def get_node_ids(self):
+            if self.sent:
+                raise ConnectionError("the SuperLink is gone")
+            return super().get_node_ids()
+
+    with pytest.raises(ConnectionError, match="the SuperLink is gone"):
+        FlowerTransport(Failing({11: None}), 5).meet(1, 1)
+
+
 # --- the worker and the app -------------------------------------------------------------------------------------------
 
 
-def test_a_worker_outlives_what_it_cannot_answer(tmp_path):
+def test_a_worker_outlives_what_it_cannot_answer(tmp_path, caplog):
     """Data that cannot be read are one node's affair, and orders of nonsense one message's."""
 
     def data(node):
@@ -287,8 +385,9 @@ def test_a_worker_outlives_what_it_cannot_answer(tmp_path):
         nonsense.sendall(b"\0\0\0\1{")
     app = light_app()
     grid = FakeGrid({11: app, 12: app}, {11: {"worker": str(path)}, 12: {"worker": str(path), "client": "ann"}})
-    with pytest.raises(ValueError, match="KeyError: the worker's log says where"):
-        list(FlowerTransport(grid, 5).ask("query", [], 0))
+    list(FlowerTransport(grid, 5).ask("query", [], 0))
+    assert "Node 11 does not say who its clients are" in caplog.text
+    assert "KeyError: the worker's log says where" in caplog.text
     del grid.apps[11]
     assert FlowerTransport(grid, 5).meet(1, 5) == ["ann"]
     with pytest.raises(FileExistsError, match="A worker is waiting at"):

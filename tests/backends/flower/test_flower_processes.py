@@ -12,10 +12,13 @@ import torch
 
 pytest.importorskip("flwr")
 
-from lightning_fed.backends.flower import client_app
+from lightning_fed.backends.flower import client_app, packets
 from lightning_fed.backends.flower.worker import serve
-from tests.backends.flower.halves import CASES, OPTIONS, SIZES, LosesOne, clients_of, in_process
+from lightning_fed.messages import tensor_bytes
+from tests.backends.flower import process_kills
+from tests.backends.flower.halves import ALL_CASES, CASES, OPTIONS, SIZES, Loses, clients_of, in_process
 from tests.backends.flower.processes import Deployment
+from tests.crash_points import PROCESSES
 from tests.recorders import assert_same, state_of
 
 pytestmark = [
@@ -33,7 +36,7 @@ def write_app(folder):
 
 
 def _work(name, folder, socket):
-    case = CASES[name]
+    case = ALL_CASES[name]
     federation = case.federation()
     app = client_app(
         federation, case.module, clients_of(case.data(SIZES)), {**OPTIONS, **case.options}, callbacks=case.callbacks(),
@@ -118,6 +121,24 @@ def test_methods_on_two_nodes(federated_trainer, tmp_path):
             compare(tmp_path / name, here)
 
 
+@pytest.mark.slow
+def test_answers_of_the_largest_size(federated_trainer, tmp_path):
+    """One of 64 MB is used; a client whose answer has a byte more is left out by name, with both numbers."""
+    case, rounds = ALL_CASES["padded"], range(1)
+    callbacks = [Loses("bob", rounds)]
+    here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), len(rounds), callbacks)
+    with Deployment(tmp_path) as deployment, Workers(tmp_path, "padded"):
+        deployment.configure()
+        start_nodes(deployment)
+        finish(deployment, run(deployment, write_app(tmp_path), tmp_path / "run", "padded", rounds=len(rounds)))
+        limit = packets._DATA[0] + packets._DATA[1] * tensor_bytes(here.state_dict())  # noqa: SLF001
+        for round in rounds:
+            assert f"Round {round}: client 'bob' is left out: its answer has" in deployment.log("run")
+        assert deployment.log("run").count(f"{limit + 1} bytes, and no more than") == len(rounds)
+        assert deployment.log("run").count("is left out") == len(rounds)
+    compare(tmp_path / "run", here)
+
+
 # --- killed -----------------------------------------------------------------------------------------------------------
 
 
@@ -143,7 +164,7 @@ def wait_until(condition, seconds=300):
 def test_a_node_is_killed_in_a_visit(federated_trainer, tmp_path, sleeper):
     """Its client is left out, by name; the others' round is as without it."""
     asleep, case = sleeper("bob", 300), CASES["sleeping"]
-    here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), 2, [LosesOne()])
+    here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), 2, [Loses()])
     asleep.unlink(missing_ok=True)
     with Deployment(tmp_path) as deployment, Workers(tmp_path, "sleeping") as workers:
         deployment.configure()
@@ -182,6 +203,16 @@ def kill_server(deployment):
     assert deployment.server_apps()
     deployment.kill_server_app()
     deployment.kill("run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("point", process_kills.POINTS)
+@pytest.mark.parametrize("process", PROCESSES.values(), ids=PROCESSES)
+def test_a_process_is_killed(process, point, tmp_path):
+    """Started again, or with its client left out of what it has missed, the fit ends as one that nobody kills."""
+    ours, of_lightning = process_kills.compare(tmp_path, process, point)
+    assert (ours, of_lightning) == ([], [])
 
 
 # --- encrypted and authenticated --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -155,9 +156,24 @@ def test_headers_that_are_no_tables(row):
 
 def test_replies_are_as_long_as_their_model_allows():
     model = {"w": torch.zeros(1000)}
-    assert find_bad_size(Packet("x" * 1000, bytes(4000)), model) is None
+    longest = Packet("x" * (2**20 + 2**11), bytes(2**26 + 8 * 4000))
+    assert find_bad_size(longest, model) is None
     assert "67140865 bytes" in find_bad_size(Packet("", bytes(2**26 + 8 * 4000 + 1)), model)
     assert "1050625 characters" in find_bad_size(Packet("x" * (2**20 + 2**11 + 1)), model)
+
+
+def test_a_packet_is_one_copy_of_its_tensors():
+    """Beside them nothing of their size is made, neither where it is written nor where it is read."""
+    state = {name: torch.zeros(2**18) for name in "abcd"}
+    tracemalloc.start()
+    try:
+        packet = write_packet("update", {}, state=state)
+        assert tracemalloc.get_traced_memory()[1] < 1.1 * len(packet.data)
+        tracemalloc.reset_peak()
+        read_packet(packet, "update")
+        assert tracemalloc.get_traced_memory()[1] < 2.1 * len(packet.data)
+    finally:
+        tracemalloc.stop()
 
 
 ORDERS = {

@@ -1,0 +1,239 @@
+"""What central differential privacy costs in accuracy, and `pfl` beside it with the same data, clip and noise.
+
+Rounds of 50 clients whose noise is that of 1,000 clients drawn from a million, as in pfl-research's benchmarks: the
+budgets are simulated. The learning rate and the clip are chosen without noise, and are the same for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from common import QUIET, Curve, load_json, machine, parser, prepare, run_all, spread, table, write_section
+from speed_peers import SCRIPTS, environment, installed
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed.data import IID, ByGroup, Dirichlet, Partition
+from lightning_fed.datasets import CIFAR10, FEMNIST, FashionMNIST
+from lightning_fed.privacy import CentralDP
+from lightning_fed.privacy.accounting import calibrate
+from lightning_fed.tasks import ClassificationTask
+
+COHORT, NOISE_COHORT, POPULATION, DELTA = 50, 1_000, 1_000_000, 1e-6
+BATCH, LAST, TEST, MOST = 10, 5, 2_000, 50
+EPSILONS = (8.0, 4.0, 2.0)
+WITHOUT = "no privacy"
+
+
+@dataclass(frozen=True)
+class Study:
+    """A data set, its clients and its network.
+
+    Args:
+        words: What the table calls it.
+        network: Name of the network, its classes, channels and side.
+        lr: Learning rate of the clients.
+        clip: Length of a client's step.
+        rounds: Number of rounds.
+
+    """
+
+    words: str
+    network: tuple[str, int, int, int]
+    lr: float
+    clip: float
+    rounds: int
+
+
+STUDIES = {
+    "fashion_mnist": Study(
+        "Fashion-MNIST, 400 clients of about 50 images (Dirichlet 0.5 per client), MLP of 64 units",
+        ("mlp", 10, 1, 28), 0.1, 1.0, 60,
+    ),
+    "femnist": Study(
+        "FEMNIST, its 105 writers with up to 50 images, NIID-Bench's CNN", ("niid_cnn", 62, 1, 28), 0.1, 2.0, 60,
+    ),
+    "cifar10": Study(
+        "CIFAR-10, 400 clients of 50 images (IID, as pfl-research has them), NIID-Bench's CNN",
+        ("niid_cnn", 10, 3, 32), 0.1, 1.0, 60,
+    ),
+}  # fmt: skip
+
+
+def tensors_of(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
+    images, labels = zip(*(dataset[index] for index in range(len(dataset))), strict=True)  # type: ignore[arg-type]
+    return torch.stack(images), torch.as_tensor(labels)
+
+
+@cache
+def clients_of(study: str, folder: Path, seed: int) -> tuple[list[TensorDataset], TensorDataset]:
+    """The clients' examples, and the test images."""
+    source: FEMNIST | FashionMNIST | CIFAR10
+    partition: Partition
+    if study == "femnist":
+        source, partition = FEMNIST(folder), ByGroup()
+    else:
+        kind = FashionMNIST if study == "fashion_mnist" else CIFAR10
+        source = kind(folder, train_size=20_000, val_size=TEST)
+        partition = Dirichlet(400, 0.5, "per_client") if study == "fashion_mnist" else IID(400)
+    source.setup("fit")
+    images, labels = tensors_of(source.train_dataset)
+    parts = partition.split(source.train_dataset, seed)
+    clients = [TensorDataset(images[indices], labels[indices]) for indices in map(torch.as_tensor, parts.values())]
+    clients = [TensorDataset(*(values[:MOST] for values in client.tensors)) for client in clients]
+    return clients, TensorDataset(*tensors_of(source.val_dataset))
+
+
+def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Trains with one budget: ``study / who / epsilon``."""
+    key, who, budget = name.split(" / ")
+    study = STUDIES[key]
+    rounds = 2 if arguments.quick else study.rounds
+    clients, test = clients_of(key, arguments.data, seed)
+    multiplier = None
+    if budget != WITHOUT:
+        multiplier = calibrate(float(budget), DELTA, POPULATION, NOISE_COHORT, rounds).noise_multiplier
+    kind, classes, channels, side = study.network
+    L.seed_everything(seed, verbose=False)
+    task = ClassificationTask(kind, classes, channels, side, lr=study.lr)
+    if who == "pfl":
+        found = beside(study, task, clients, test, rounds, multiplier, seed, arguments)
+    else:
+        curve = Curve()
+        privacy = None
+        if multiplier is not None:
+            privacy = CentralDP(
+                clip=study.clip, delta=DELTA, noise_multiplier=multiplier, noise_cohort=NOISE_COHORT,
+                noise_population=POPULATION, key_for_tests=seed,
+            )  # fmt: skip
+        trainer = FederatedTrainer(
+            "fairavg",  # as with privacy, clients count the same
+            max_rounds=rounds,
+            clients_per_round=COHORT,
+            local_epochs=1,
+            privacy=privacy,
+            vectorize=COHORT if kind == "mlp" else 1,
+            seed=seed,
+            callbacks=[curve],
+            num_sanity_val_steps=0,
+            **QUIET,
+        )
+        datamodule = FederatedDataModule(dict(enumerate(clients)), DataLoader(test, 500), batch_size=BATCH)
+        trainer.fit(task, datamodule=datamodule)
+        found = {
+            "scores": [values["val_acc"] for values in curve.rounds[-LAST:]],
+            "seconds": statistics.median(values["wall_s"] for values in curve.rounds[1:]),
+            "epsilon": curve.rounds[-1].get("privacy/simulated_epsilon"),
+        }
+    return {**found, "noise_multiplier": multiplier, "machine": machine(arguments.threads)}
+
+
+def beside(
+    study: Study,
+    task: ClassificationTask,
+    clients: list[TensorDataset],
+    test: TensorDataset,
+    rounds: int,
+    multiplier: float | None,
+    seed: int,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    """The same by `pfl`, in a process of its own."""
+    work: Mapping[str, Any] = {
+        "root": str(Path(__file__).resolve().parents[1]), "network": study.network, "state": task.model.state_dict(),
+        "clients": [client.tensors for client in clients], "test": test.tensors, "rounds": rounds, "last": LAST,
+        "cohort": COHORT, "noise_cohort": NOISE_COHORT, "clip": study.clip, "noise_multiplier": multiplier,
+        "lr": study.lr, "batch_size": BATCH, "seed": seed,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(work, Path(folder) / "work.pt")
+        out = Path(folder) / "out.json"
+        command = [os.path.abspath(environment("pfl", arguments.runs / "peers")), str(SCRIPTS / "pfl_private.py")]
+        env = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
+        subprocess.run(
+            [*command, str(Path(folder) / "work.pt"), str(out)],
+            check=True,
+            env=env,
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+        )
+        found = load_json(out)
+    stamps = found["stamps"]
+    return {
+        "scores": found["scores"],
+        "seconds": statistics.median(end - begin for begin, end in itertools.pairwise(stamps[1:])),
+    }
+
+
+def names(arguments: argparse.Namespace) -> list[str]:
+    made = []
+    for key in arguments.studies:
+        made += [f"{key} / lightning_fed / {budget}" for budget in (WITHOUT, *map(str, EPSILONS))]
+        made += [f"{key} / pfl / {budget}" for budget in (WITHOUT, str(EPSILONS[-1]))]
+    return made
+
+
+def section(key: str, results: dict[str, list[dict[str, Any]]]) -> str:
+    """A study's table: accuracy in percent, what privacy takes away by seed, seconds."""
+    rows = []
+    for name, runs in results.items():
+        study, who, budget = name.split(" / ")
+        if study != key:
+            continue
+        scores = [100 * statistics.fmean(run["scores"]) for run in runs]
+        plain = [100 * statistics.fmean(run["scores"]) for run in results.get(f"{key} / {who} / {WITHOUT}", [])]
+        lost = [score - other for score, other in zip(scores, plain, strict=False)] if budget != WITHOUT else []
+        multiplier = runs[0]["noise_multiplier"]
+        rows.append(
+            [
+                f"`{who}`", "" if budget == WITHOUT else f"{float(budget):g}",
+                "" if multiplier is None else f"{multiplier:.3f}", spread(scores, 2), spread(lost, 2),
+                f"{statistics.median(run['seconds'] for run in runs):.3f}", str(len(runs)),
+            ]
+        )  # fmt: skip
+    study = STUDIES[key]
+    header = ["", "epsilon", "z", "accuracy", "minus without privacy, by seed", "s / round", "seeds"]
+    return (
+        f"**{study.words}**: {study.rounds} rounds, one local epoch in batches of {BATCH}, SGD of {study.lr:g}, clip"
+        f" {study.clip:g}.\n\n{table(header, rows)}"
+    )
+
+
+def main() -> None:
+    made = parser(__doc__.splitlines()[0], seeds=(0, 1, 2))
+    made.add_argument("--studies", nargs="+", default=list(STUDIES), choices=list(STUDIES), help="data sets")
+    arguments = made.parse_args()
+    arguments.data = arguments.data.resolve()
+    prepare(arguments)
+    results = run_all("privacy_utility", names(arguments), run, arguments)
+    if not results:
+        return
+    runs = [found for several in results.values() for found in several]
+    text = (
+        "`python benchmarks/privacy_utility.py --data DATA --out docs/results/privacy.md`. Central differential"
+        f" privacy, delta {DELTA:g}: {COHORT} clients train in a round, with the noise of {NOISE_COHORT:,} drawn from"
+        f" {POPULATION:,} (`noise_cohort`), so that epsilon is simulated. Every client counts the same. Accuracy in %"
+        f" on held-out images, mean of the last {LAST} rounds, ± standard deviation over seeds. `pfl`"
+        f" {installed('pfl', environment('pfl', arguments.runs / 'peers'))} has the same clients, first weights, clip"
+        " and noise multiplier; it draws other clients, as many in every round. Seconds of a round without evaluation,"
+        f" median; with the MLP our visits are vectorised. {runs[0]['machine']}."
+    )
+    sections = [section(key, results) for key in arguments.studies]
+    write_section(arguments.out, "privacy utility", "\n\n".join([text, *sections]))
+
+
+if __name__ == "__main__":
+    main()
