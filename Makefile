@@ -70,12 +70,13 @@ docs: $(STAMP) ## the documentation as HTML, in site/
 tutorials: $(STAMP) ## run the tutorials; write what they print and draw into their pages: some minutes
 	OMP_NUM_THREADS=1 $(BIN)/python docs/_ext/tutorials.py $(ARGS)
 
-dist: $(STAMP) ## wheel and sdist in dist/, and the wheel tried in an environment of its own
-	$(INSTALL) build==1.6.1 twine==7.0.0
+dist: ## wheel and sdist in dist/, and the wheel tried in an environment of its own
+	test -x .venv-dist/bin/python || $(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install -qq --disable-pip-version-check build==1.6.1 twine==7.0.0
 	rm -rf dist
-	$(BIN)/python -m build
-	$(BIN)/twine check --strict dist/*
-	PYTHON="$(abspath $(BIN))/python" .ci/smoke dist/*.whl $(LIBRARIES)
+	.venv-dist/bin/python -m build
+	.venv-dist/bin/twine check --strict dist/*
+	PYTHON=$(PYTHON) .ci/smoke dist/*.whl $(LIBRARIES)
 
 clean: ## remove what the targets made, but for .venv
 	rm -rf .mypy_cache .pytest_cache .ruff_cache build dist site runs lightning_logs checkpoints
