@@ -30,7 +30,7 @@ class ReportLoss(FederatedCallback):
 
 
 class LossAverage(AveragingAggregator):
-    """The server's half: the mean of the clients' models by their numbers of examples times their loss to the ``q``."""
+    """The server's half: clients weigh by examples times loss to the q."""
 
     def __init__(self, q: float):
         super().__init__()
@@ -41,7 +41,7 @@ class LossAverage(AveragingAggregator):
 
 
 class FedLoss(Method):
-    """Averaging in which clients with a larger loss count for more; ``q=0`` gives the weights of FedAvg."""
+    """Clients with a larger loss count for more; ``q=0`` is plain averaging."""
 
     def __init__(self, q: float = 1.0):
         super().__init__(LossAverage(q), [ReportLoss()])

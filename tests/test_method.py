@@ -194,12 +194,12 @@ def test_the_example_runs(tmp_path):
     assert re.findall(r"^(\w+): validation accuracy 0\.\d+$", done.stdout, re.M) == ["FedAvg", "FedLoss"]
 
 
-def test_the_guide_shows_the_example():
+def test_the_tutorial_shows_the_example():
     """The classes of the file, word for word."""
     example = (ROOT / "examples" / "my_method.py").read_text()
-    guide = (ROOT / "docs" / "guides" / "extending.md").read_text()
+    page = (ROOT / "docs" / "tutorials" / "method.md").read_text()
     shown = example[example.index("class ReportLoss") : example.index("def train")].rstrip()
-    assert shown in guide
+    assert shown in page
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
