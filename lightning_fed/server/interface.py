@@ -170,3 +170,15 @@ class ServerInterface(ABC):
             self.errors[client] = error
         _log.warning("Round %d: client %r is left out: %s.", self.report.round, client, reason)
         return False
+
+    def refuse(self, client: Client, reason: str, error: Exception | None = None) -> bool:
+        """Leaves a client out for what its answer held, likewise; always ``False``.
+
+        Args:
+            client: The client.
+            reason: The reason in words.
+            error: The exception by which its update failed here, if there was one.
+
+        """
+        self.report.refused[client] = reason
+        return self.fail(client, reason, error)

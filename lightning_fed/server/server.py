@@ -136,10 +136,10 @@ class Server(ServerInterface):
         fault = find_bad_count(update.num_samples) or find_fault(update.state, expected, finite=False)
         fault = fault or find_implausible(update.sent) or find_non_finite(update.extras)
         if fault is not None:
-            return self._refuse(client, fault)
+            return self.refuse(client, fault)
         length = self._measure(update, sent)
         if not length <= _FARTHEST * self._length:
-            return self._refuse(client, f"its step has the length {length:.3g}, and the model {self._length:.3g}")
+            return self.refuse(client, f"its step has the length {length:.3g}, and the model {self._length:.3g}")
         self.report.received[client] = update.num_samples
         self.report.metrics[client] = update.metrics
         update.num_samples = self.limits.counted_samples(update.num_samples)
@@ -231,12 +231,7 @@ class Server(ServerInterface):
         self.report.metrics.pop(client, None)
         self.report.norms.pop(client, None)
         self.report.clipped.pop(client, None)
-        return self._refuse(client, reason, error)
-
-    def _refuse(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Leaves a client out for what its answer held; always ``False``."""
-        self.report.refused[client] = reason
-        return self.fail(client, reason, error)
+        return self.refuse(client, reason, error)
 
     def _slice(self, broadcast: Broadcast, request: Request) -> None:
         """Replaces entries of a message by the rows that the client asked for."""
