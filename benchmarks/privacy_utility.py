@@ -64,11 +64,11 @@ STUDIES = {
         ("mlp", 10, 1, 28), 0.1, 1.0, 60,
     ),
     "femnist": Study(
-        "FEMNIST, its 105 writers with up to 50 images, NIID-Bench's CNN", ("niid_cnn", 62, 1, 28), 0.1, 2.0, 60,
+        "FEMNIST, its 105 writers with up to 50 images, NIID-Bench's CNN", ("niid_cnn", 62, 1, 28), 0.1, 2.0, 30,
     ),
     "cifar10": Study(
         "CIFAR-10, 400 clients of 50 images (IID, as pfl-research has them), NIID-Bench's CNN",
-        ("niid_cnn", 10, 3, 32), 0.1, 1.0, 60,
+        ("niid_cnn", 10, 3, 32), 0.1, 1.0, 30,
     ),
 }  # fmt: skip
 

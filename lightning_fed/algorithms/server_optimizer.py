@@ -162,6 +162,7 @@ class ServerOptimizer(Aggregator):
 
     def leave_out(self) -> dict[Client, str]:
         """Clients whose updates the averaging rule cannot use, and why."""
+        self.inner.num_refused = self.num_refused
         return self.inner.leave_out()
 
     def tolerated(self, count: int) -> int:

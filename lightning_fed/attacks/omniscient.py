@@ -235,6 +235,7 @@ class AttackedRule(Aggregator):
             except BadUpdate as error:
                 faults[client] = str(error)
         self.held = {}
+        self.inner.num_refused = self.num_refused + len(faults)
         return faults | self.inner.leave_out()
 
     def aggregate(self) -> State:

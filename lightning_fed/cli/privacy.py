@@ -93,10 +93,11 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
     ]
     if has_audit:
         audit = audit_mean(budget, rounds, min(population, _CANARIES))
+        of_what = " of the simulated budget" if is_simulated else ""
         parts.append(
-            f"audit with {audit.num_canaries} canary clients: {audit.num_correct} of {audit.num_guesses} guesses were"
-            f" right, so that epsilon is at least {audit.lower_bound:.4g} (with a probability of 95 %); claimed is"
-            f" {audit.claimed:.4g}"
+            f"audit{of_what} with {audit.num_canaries} canary clients: {audit.num_correct} of {audit.num_guesses}"
+            f" guesses were right, so that epsilon is at least {audit.lower_bound:.4g} (with a probability of 95 %);"
+            f" claimed is {audit.claimed:.4g}"
         )
     return "\n\n".join(parts) + "\n"
 

@@ -384,7 +384,7 @@ class Round:
                 callback.on_server_receive(self._trainer, self._module, update)
         except Exception as error:  # the first half of a message may be good, what it is taken for is one client's
             reason = f"the server cannot read its update: {describe(error)}"
-            return self._server.fail(update.client, reason, without_frames(error))
+            return self._server.refuse(update.client, reason, without_frames(error))
         return self._server.accept(update)
 
     def keep(self, planned: PlannedVisit) -> None:

@@ -38,6 +38,8 @@ class Aggregator(ABC):
             before every round. ``None`` where nobody has said so.
         untrained: Names of the parameters without gradient, which a visit most often leaves as they are; set likewise.
         num_clients: Number of all clients of the federation, for rules that keep something of each; set likewise.
+        num_refused: Number of the round's answers that the server has refused for what they held; the server sets it
+            before :meth:`leave_out`.
 
     """
 
@@ -48,6 +50,7 @@ class Aggregator(ABC):
     trainable: frozenset[str] | None = None
     untrained: frozenset[str] = frozenset()
     num_clients: int | None = None
+    num_refused: int = 0
 
     @abstractmethod
     def start_round(self, round: int, state: State) -> None:

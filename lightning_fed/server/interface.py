@@ -34,6 +34,7 @@ class RoundReport:
         clipped: Lengths of the steps that were shortened (``max_update_norm``).
         up_bytes: Bytes of the updates that arrived, whether used or not.
         down_bytes: Bytes of the broadcasts.
+        refused: Those of ``failed`` whose answer came, and was refused for what it held, with the reason.
 
     """
 
@@ -45,6 +46,7 @@ class RoundReport:
     clipped: dict[Client, float] = field(default_factory=dict)
     up_bytes: int = 0
     down_bytes: int = 0
+    refused: dict[Client, str] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, parts: Sequence[RoundReport], positions: Mapping[Client, int]) -> RoundReport:
@@ -62,7 +64,7 @@ class RoundReport:
 
         """
         report = cls(parts[0].round)
-        for name in ("received", "failed", "metrics", "norms", "clipped"):
+        for name in ("received", "failed", "refused", "metrics", "norms", "clipped"):
             joint = {client: value for part in parts for client, value in getattr(part, name).items()}
             ordered = sorted(joint, key=lambda client: positions.get(client, len(positions)))
             setattr(report, name, {client: joint[client] for client in ordered})
@@ -168,3 +170,15 @@ class ServerInterface(ABC):
             self.errors[client] = error
         _log.warning("Round %d: client %r is left out: %s.", self.report.round, client, reason)
         return False
+
+    def refuse(self, client: Client, reason: str, error: Exception | None = None) -> bool:
+        """Leaves a client out for what its answer held, likewise; always ``False``.
+
+        Args:
+            client: The client.
+            reason: The reason in words.
+            error: The exception by which its update failed here, if there was one.
+
+        """
+        self.report.refused[client] = reason
+        return self.fail(client, reason, error)

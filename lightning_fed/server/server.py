@@ -136,10 +136,10 @@ class Server(ServerInterface):
         fault = find_bad_count(update.num_samples) or find_fault(update.state, expected, finite=False)
         fault = fault or find_implausible(update.sent) or find_non_finite(update.extras)
         if fault is not None:
-            return self.fail(client, fault)
+            return self.refuse(client, fault)
         length = self._measure(update, sent)
         if not length <= _FARTHEST * self._length:
-            return self.fail(client, f"its step has the length {length:.3g}, and the model {self._length:.3g}")
+            return self.refuse(client, f"its step has the length {length:.3g}, and the model {self._length:.3g}")
         self.report.received[client] = update.num_samples
         self.report.metrics[client] = update.metrics
         update.num_samples = self.limits.counted_samples(update.num_samples)
@@ -167,6 +167,7 @@ class Server(ServerInterface):
     def finish_round(self) -> State | None:
         """Aggregates the round; ``None`` where the global model stays as it was."""
         self.end_visits()
+        self.aggregator.num_refused = len(self.report.refused)
         for client, reason in self.aggregator.leave_out().items():
             self._take_back(client, reason)
         count = len(self.report.received)
@@ -230,7 +231,7 @@ class Server(ServerInterface):
         self.report.metrics.pop(client, None)
         self.report.norms.pop(client, None)
         self.report.clipped.pop(client, None)
-        return self.fail(client, reason, error)
+        return self.refuse(client, reason, error)
 
     def _slice(self, broadcast: Broadcast, request: Request) -> None:
         """Replaces entries of a message by the rows that the client asked for."""

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.Jsonar
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "synthetic.yaml")  # 30 clients, 30 rounds
 
 
-def said(capsys, privacy, *more):
-    main(["privacy", RECIPE, "--", "--trainer.privacy", privacy, "--trainer.clients_per_round", "1.0", *more])
+def said(capsys, privacy, *options):
+    main(["privacy", RECIPE, *options, "--", "--trainer.privacy", privacy, "--trainer.clients_per_round", "1.0"])
     return capsys.readouterr().out
 
 
@@ -70,6 +70,8 @@ def test_the_noise_of_a_larger_cohort(capsys):
     budget = Budget(2.0, 0.01, 1000, 100)
     assert "| rounds | simulated epsilon |" in text
     assert rows(text, "rounds")["30"] == pytest.approx(budget.epsilon(30), rel=1e-3)
+    audited = said(capsys, f"{{class_path: CentralDP, init_args: {{{options}}}}}", "--audit")
+    assert "audit of the simulated budget with" in audited
 
 
 def test_a_figure(capsys, tmp_path, monkeypatch):

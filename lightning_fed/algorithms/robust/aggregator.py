@@ -43,7 +43,9 @@ class RobustAggregator(Aggregator):
     become the clients' mean by coordinate without the ``num_malicious`` smallest and largest. Integer entries take the
     value of more than half of the clients, or, where there is none, their lower median.
 
-    A round with fewer updates than the rule needs brings no new model: its clients are left out, with the reason.
+    A round with fewer updates than the rule needs brings no new model: its clients are left out, with the reason. A
+    client whose answer was refused for what it held (NaN, another shape, a step out of all bounds) is one of the f: of
+    the others at most f - 1 are malicious. A client that did not answer may be an honest one, and counts for nothing.
 
     Args:
         num_malicious: Number f of clients in a round that may send anything; ``None`` for the most that the rule stands
@@ -141,6 +143,7 @@ class RobustAggregator(Aggregator):
             if not good:
                 faults[client] = "its step is too long to be compared with the others"
                 del self.updates[client]
+        self.num_refused += len(faults)
         self._gram = gram[is_good][:, is_good]
         fault = self._find_fault()
         if fault is not None:
@@ -226,7 +229,7 @@ class RobustAggregator(Aggregator):
     def _allowed(self, count: int) -> int:
         """Number of malicious clients that a round of as many updates is to stand."""
         if self.num_malicious is not None:
-            return self.num_malicious
+            return max(0, self.num_malicious - self.num_refused)
         factor, constant = self.least
         return max(0, (self._rows(count) - constant) // factor)
 

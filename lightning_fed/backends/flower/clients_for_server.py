@@ -170,7 +170,7 @@ class RemoteClientSide(RemoteSide):
                     if request is None:
                         raise
                     # It asks for rows that the model does not have.
-                    server.fail(
+                    server.refuse(
                         visit.client, f"its request cannot be answered: {describe(error)}", without_frames(error)
                     )
                     continue
@@ -197,10 +197,10 @@ class RemoteClientSide(RemoteSide):
                 update.state, update.extras = on_device(update.state, device), on_device(update.extras, device)
                 _fill_in(update, broadcasts[client].state, said.unsent)
             except BadUpdate as error:
-                server.fail(client, str(error))
+                server.refuse(client, str(error))
                 continue
             except Exception as error:
-                server.fail(client, f"its answer cannot be used: {describe(error)}", without_frames(error))
+                server.refuse(client, f"its answer cannot be used: {describe(error)}", without_frames(error))
                 continue
             if round.receive(update):
                 if said.keeps:
@@ -322,7 +322,7 @@ class RemoteClientSide(RemoteSide):
             requests[client] = answer
             fault = find_non_finite(answer.extras)
             if fault is not None:
-                fit.server.fail(client, fault)
+                fit.server.refuse(client, fault)
         return requests
 
     def _train_request_for(self, visit: Visit, asked: str = "") -> TrainRequest:

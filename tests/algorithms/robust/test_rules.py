@@ -373,6 +373,35 @@ def test_too_few_updates(rule, size, needed, caplog):
     assert len(report.received) == needed
 
 
+@pytest.mark.parametrize("make", [Krum, MultiKrum, TrimmedMean, Median, lambda f: FedAvgM(aggregator=Krum(f))])
+@pytest.mark.parametrize("value", [np.nan, 1e30])
+def test_a_client_whose_update_is_refused_is_one_of_the_malicious(make, value):
+    """Ten clients of which three may be malicious, and two send what no rule can use: one is left among eight."""
+    rows = matrix(10)
+    rows[3], rows[7] = value, value
+    state, report = finished(make(3), rows)
+    assert report.refused.keys() == report.failed.keys()
+    assert len(report.failed) == 2
+    good = [place for place in range(10) if place not in (3, 7)]
+    clients = in_order(10)
+    expected, _ = finished(make(1), rows[good], clients=[clients[place] for place in good])
+    for name, values in expected.items():
+        assert torch.equal(state[name], values)
+
+
+def test_a_client_that_does_not_answer_may_be_honest(caplog):
+    server = Server(Krum(3))
+    server.start_round(0, split(np.zeros(WIDTH)))
+    for client, row in zip(in_order(10), matrix(10), strict=True):
+        server.sent(client, server.prepare(client))
+        if client in in_order(10)[:2]:
+            server.fail(client, "it never answered")
+        else:
+            server.accept(ClientUpdate(client, 1, split(row)))
+    assert server.finish_round() is None
+    assert "Krum with num_malicious=3 needs 9 good updates, and the round has 8" in caplog.text
+
+
 def test_too_few_groups(caplog):
     assert finished(Krum(1, before=["bucketing"], bucket_size=3), matrix(10))[0] is None
     assert "needs 5 good updates, and the round has 10, in 4 groups, of them" in caplog.text
