@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 
@@ -56,7 +57,7 @@ def completion_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def whole_parser(file: Mapping[str, str]) -> argparse.ArgumentParser:
+def whole_parser(file: Mapping[str, Any]) -> argparse.ArgumentParser:
     """Parser of the whole program with all options, as a shell sees it; it is not what reads the command line.
 
     Args:
@@ -86,7 +87,7 @@ def whole_parser(file: Mapping[str, str]) -> argparse.ArgumentParser:
     return program
 
 
-def _mark(command: str, action: argparse.Action, file: Mapping[str, str]) -> None:
+def _mark(command: str, action: argparse.Action, file: Mapping[str, Any]) -> None:
     """Marks an option's values: files, methods or recipes."""
     if action.type is Path or action.dest in ("config", "ckpt_path", "checkpoints", "out"):
         action.complete = file  # type: ignore[attr-defined]
