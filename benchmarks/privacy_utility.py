@@ -35,7 +35,8 @@ from lightning_fed.tasks import ClassificationTask
 COHORT, NOISE_COHORT, POPULATION, DELTA = 50, 1_000, 1_000_000, 1e-6
 BATCH, LAST, TEST, MOST = 10, 5, 2_000, 50
 EPSILONS = (8.0, 4.0, 2.0)
-WITHOUT = "no privacy"
+WITHOUT, TIMED = "no privacy", "timed"
+TIMED_ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,12 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Trains with one budget: ``study / who / epsilon``."""
     key, who, budget = name.split(" / ")
     study = STUDIES[key]
-    rounds = 2 if arguments.quick else study.rounds
+    rounds = 2 if arguments.quick else TIMED_ROUNDS if budget == TIMED else study.rounds
     clients, test = clients_of(key, arguments.data, seed)
     multiplier = None
     if budget != WITHOUT:
-        multiplier = calibrate(float(budget), DELTA, POPULATION, NOISE_COHORT, rounds).noise_multiplier
+        epsilon = EPSILONS[-1] if budget == TIMED else float(budget)
+        multiplier = calibrate(epsilon, DELTA, POPULATION, NOISE_COHORT, rounds).noise_multiplier
     kind, classes, channels, side = study.network
     L.seed_everything(seed, verbose=False)
     task = ClassificationTask(kind, classes, channels, side, lr=study.lr)
@@ -183,6 +185,7 @@ def names(arguments: argparse.Namespace) -> list[str]:
     for key in arguments.studies:
         made += [f"{key} / lightning_fed / {budget}" for budget in (WITHOUT, *map(str, EPSILONS))]
         made += [f"{key} / pfl / {budget}" for budget in (WITHOUT, str(EPSILONS[-1]))]
+        made += [f"{key} / {who} / {TIMED}" for who in ("lightning_fed", "pfl")]  # one after the other
     return made
 
 
@@ -191,7 +194,7 @@ def section(key: str, results: dict[str, list[dict[str, Any]]]) -> str:
     rows = []
     for name, runs in results.items():
         study, who, budget = name.split(" / ")
-        if study != key:
+        if study != key or budget == TIMED:
             continue
         scores = [100 * statistics.fmean(run["scores"]) for run in runs]
         plain = [100 * statistics.fmean(run["scores"]) for run in results.get(f"{key} / {who} / {WITHOUT}", [])]
@@ -201,14 +204,24 @@ def section(key: str, results: dict[str, list[dict[str, Any]]]) -> str:
             [
                 f"`{who}`", "" if budget == WITHOUT else f"{float(budget):g}",
                 "" if multiplier is None else f"{multiplier:.3f}", spread(scores, 2), spread(lost, 2),
-                f"{statistics.median(run['seconds'] for run in runs):.3f}", str(len(runs)),
+                str(len(runs)),
             ]
         )  # fmt: skip
     study = STUDIES[key]
-    header = ["", "epsilon", "z", "accuracy", "minus without privacy, by seed", "s / round", "seeds"]
+    header = ["", "epsilon", "z", "accuracy", "minus without privacy, by seed", "seeds"]
+    timed = [results.get(f"{key} / {who} / {TIMED}", []) for who in ("lightning_fed", "pfl")]
+    ours, theirs = ([run["seconds"] for run in runs] for runs in timed)
+    seconds = ""
+    if ours and theirs:
+        ratios = [own / other for own, other in zip(ours, theirs, strict=False)]
+        seconds = (
+            f"\n\nSeconds of a round, epsilon {EPSILONS[-1]:g}, one after the other: {statistics.median(ours):.2f}, and"
+            f" `pfl` {statistics.median(theirs):.2f}; ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to"
+            f" {max(ratios):.2f} in {len(ratios)} pairs)."
+        )
     return (
         f"**{study.words}**: {study.rounds} rounds, one local epoch in batches of {BATCH}, SGD of {study.lr:g}, clip"
-        f" {study.clip:g}.\n\n{table(header, rows)}"
+        f" {study.clip:g}.\n\n{table(header, rows)}{seconds}"
     )
 
 
@@ -228,8 +241,8 @@ def main() -> None:
         f" {POPULATION:,} (`noise_cohort`), so that epsilon is simulated. Every client counts the same. Accuracy in %"
         f" on held-out images, mean of the last {LAST} rounds, ± standard deviation over seeds. `pfl`"
         f" {installed('pfl', environment('pfl', arguments.runs / 'peers'))} has the same clients, first weights, clip"
-        " and noise multiplier; it draws other clients, as many in every round. Seconds of a round without evaluation,"
-        f" median; with the MLP our visits are vectorised. {runs[0]['machine']}."
+        " and noise multiplier; it draws other clients, as many in every round. Seconds are"
+        f" medians of rounds without evaluation; with the MLP our visits are vectorised. {runs[0]['machine']}."
     )
     sections = [section(key, results) for key in arguments.studies]
     write_section(arguments.out, "privacy utility", "\n\n".join([text, *sections]))
