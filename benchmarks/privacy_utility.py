@@ -1,7 +1,7 @@
 """What central differential privacy costs in accuracy, and `pfl` beside it with the same data, clip and noise.
 
-Rounds of 50 clients whose noise is that of 1,000 clients drawn from a million, as in pfl-research's benchmarks: the
-budgets are simulated. The learning rate and the clip are chosen without noise, and are the same for all.
+Rounds of 50 clients whose noise is that of 1,000 clients drawn from a million, as in pfl-research's benchmarks, or of
+100: the budgets are simulated. The learning rate and the clip are chosen without noise, and are the same for all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_fed.privacy import CentralDP
 from lightning_fed.privacy.accounting import calibrate
 from lightning_fed.tasks import ClassificationTask
 
-COHORT, NOISE_COHORT, POPULATION, DELTA = 50, 1_000, 1_000_000, 1e-6
+COHORT, DELTA, SHARE = 50, 1e-6, 1_000  # of the clients one in so many is in a round
 BATCH, LAST, TEST, MOST = 10, 5, 2_000, 50
 EPSILONS = (8.0, 4.0, 2.0)
 WITHOUT, TIMED = "no privacy", "timed"
@@ -49,6 +49,7 @@ class Study:
         lr: Learning rate of the clients.
         clip: Length of a client's step.
         rounds: Number of rounds.
+        noise_cohort: Number of clients in a round whose noise is simulated.
 
     """
 
@@ -57,12 +58,17 @@ class Study:
     lr: float
     clip: float
     rounds: int
+    noise_cohort: int = 1_000
 
 
 STUDIES = {
     "fashion_mnist": Study(
         "Fashion-MNIST, 400 clients of about 50 images (Dirichlet 0.5 per client), MLP of 64 units",
         ("mlp", 10, 1, 28), 0.1, 1.0, 60,
+    ),
+    "fashion_mnist_100": Study(
+        "The same with the noise of 100 clients",
+        ("mlp", 10, 1, 28), 0.1, 1.0, 60, 100,
     ),
     "femnist": Study(
         "FEMNIST, its 105 writers with up to 50 images, NIID-Bench's CNN", ("niid_cnn", 62, 1, 28), 0.1, 2.0, 30,
@@ -87,9 +93,9 @@ def clients_of(study: str, folder: Path, seed: int) -> tuple[list[TensorDataset]
     if study == "femnist":
         source, partition = FEMNIST(folder), ByGroup()
     else:
-        kind = FashionMNIST if study == "fashion_mnist" else CIFAR10
+        kind = FashionMNIST if study.startswith("fashion_mnist") else CIFAR10
         source = kind(folder, train_size=20_000, val_size=TEST)
-        partition = Dirichlet(400, 0.5, "per_client") if study == "fashion_mnist" else IID(400)
+        partition = Dirichlet(400, 0.5, "per_client") if kind is FashionMNIST else IID(400)
     source.setup("fit")
     images, labels = tensors_of(source.train_dataset)
     parts = partition.split(source.train_dataset, seed)
@@ -107,7 +113,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     multiplier = None
     if budget != WITHOUT:
         epsilon = EPSILONS[-1] if budget == TIMED else float(budget)
-        multiplier = calibrate(epsilon, DELTA, POPULATION, NOISE_COHORT, rounds).noise_multiplier
+        multiplier = calibrate(epsilon, DELTA, study.noise_cohort * SHARE, study.noise_cohort, rounds).noise_multiplier
     kind, classes, channels, side = study.network
     L.seed_everything(seed, verbose=False)
     task = ClassificationTask(kind, classes, channels, side, lr=study.lr)
@@ -118,8 +124,8 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
         privacy = None
         if multiplier is not None:
             privacy = CentralDP(
-                clip=study.clip, delta=DELTA, noise_multiplier=multiplier, noise_cohort=NOISE_COHORT,
-                noise_population=POPULATION, key_for_tests=seed,
+                clip=study.clip, delta=DELTA, noise_multiplier=multiplier, noise_cohort=study.noise_cohort,
+                noise_population=study.noise_cohort * SHARE, key_for_tests=seed,
             )  # fmt: skip
         trainer = FederatedTrainer(
             "fairavg",  # as with privacy, clients count the same
@@ -157,7 +163,7 @@ def beside(
     work: Mapping[str, Any] = {
         "root": str(Path(__file__).resolve().parents[1]), "network": study.network, "state": task.model.state_dict(),
         "clients": [client.tensors for client in clients], "test": test.tensors, "rounds": rounds, "last": LAST,
-        "cohort": COHORT, "noise_cohort": NOISE_COHORT, "clip": study.clip, "noise_multiplier": multiplier,
+        "cohort": COHORT, "noise_cohort": study.noise_cohort, "clip": study.clip, "noise_multiplier": multiplier,
         "lr": study.lr, "batch_size": BATCH, "seed": seed,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -237,9 +243,9 @@ def main() -> None:
     runs = [found for several in results.values() for found in several]
     text = (
         "`python benchmarks/privacy_utility.py --data DATA --out docs/results/privacy.md`. Central differential"
-        f" privacy, delta {DELTA:g}: {COHORT} clients train in a round, with the noise of {NOISE_COHORT:,} drawn from"
-        f" {POPULATION:,} (`noise_cohort`), so that epsilon is simulated. Every client counts the same. Accuracy in %"
-        f" on held-out images, mean of the last {LAST} rounds, ± standard deviation over seeds. `pfl`"
+        f" privacy, delta {DELTA:g}: {COHORT} clients train in a round, with the noise of 1,000 drawn from"
+        " 1,000,000, or of 100 drawn from 100,000 (`noise_cohort`), so that epsilon is simulated. Every client counts"
+        f" the same. Accuracy in % on held-out images, mean of the last {LAST} rounds, ± standard deviation over seeds. `pfl`"
         f" {installed('pfl', environment('pfl', arguments.runs / 'peers'))} has the same clients, first weights, clip"
         " and noise multiplier; it draws other clients, as many in every round. Seconds are"
         f" medians of rounds without evaluation; with the MLP our visits are vectorised. {runs[0]['machine']}."
