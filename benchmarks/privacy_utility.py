@@ -243,8 +243,8 @@ def main() -> None:
     runs = [found for several in results.values() for found in several]
     text = (
         "`python benchmarks/privacy_utility.py --data DATA --out docs/results/privacy.md`. Central differential"
-        f" privacy, delta {DELTA:g}: {COHORT} clients train in a round, with the noise of 1,000 drawn from 1,000,000, or"
-        " of 100 drawn from 100,000 (`noise_cohort`), so that epsilon is simulated. Every client counts the same."
+        f" privacy, delta {DELTA:g}: {COHORT} clients train in a round, with the noise of 1,000 drawn from 1,000,000,"
+        " or of 100 drawn from 100,000 (`noise_cohort`), so that epsilon is simulated. Every client counts the same."
         f" Accuracy in % on held-out images, mean of the last {LAST} rounds, ± standard deviation over seeds. `pfl`"
         f" {installed('pfl', environment('pfl', arguments.runs / 'peers'))} has the same clients, first weights, clip"
         " and noise multiplier; it draws other clients, as many in every round. Seconds are medians of rounds without"
