@@ -112,6 +112,7 @@ class RobustAggregator(Aggregator):
     def start_round(self, round: int, state: State) -> None:
         """Starts a round from ``state``."""
         self._round, self._state = round, state
+        self._num_too_long = 0  # of the round's steps that cannot be compared
         self.updates: dict[Client, State] = {}
         self._gram: Tensor | None = None
 
@@ -143,7 +144,7 @@ class RobustAggregator(Aggregator):
             if not good:
                 faults[client] = "its step is too long to be compared with the others"
                 del self.updates[client]
-        self.num_refused += len(faults)
+        self._num_too_long = len(faults)
         self._gram = gram[is_good][:, is_good]
         fault = self._find_fault()
         if fault is not None:
@@ -229,7 +230,7 @@ class RobustAggregator(Aggregator):
     def _allowed(self, count: int) -> int:
         """Number of malicious clients that a round of as many updates is to stand."""
         if self.num_malicious is not None:
-            return max(0, self.num_malicious - self.num_refused)
+            return max(0, self.num_malicious - self.num_refused - self._num_too_long)
         factor, constant = self.least
         return max(0, (self._rows(count) - constant) // factor)
 

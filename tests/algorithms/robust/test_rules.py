@@ -389,6 +389,21 @@ def test_a_client_whose_update_is_refused_is_one_of_the_malicious(make, value):
         assert torch.equal(state[name], values)
 
 
+def test_what_was_refused_in_one_round_says_nothing_of_the_next():
+    """Two of ten steps are too long to be compared: then all ten are there again, of which three may be malicious."""
+    rule, start = TrimmedMean(3), split(np.zeros(WIDTH))
+    too_long = matrix(10)
+    too_long[[3, 7]] = 1e200
+    for round, rows in enumerate((too_long, matrix(10))):
+        rule.start_round(round, start)
+        for client, row in zip(in_order(10), rows, strict=True):
+            rule.receive(ClientUpdate(client, 1, split(row)))
+        assert len(rule.leave_out()) == (0 if round else 2)
+        state = rule.aggregate()
+    for name, values in split(aggregated(TrimmedMean(3), matrix(10))).items():
+        assert torch.equal(state[name], values)
+
+
 def test_a_client_that_does_not_answer_may_be_honest(caplog):
     server = Server(Krum(3))
     server.start_round(0, split(np.zeros(WIDTH)))
