@@ -65,35 +65,28 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     given = sys.argv[1:] if args is None else list(args)
     command = given[0] if given else "--help"
+    programs = {
+        "demo": _demo,
+        "compare": _compare,
+        "data": _data,
+        "methods": _methods,
+        "privacy": _privacy,
+        "merge": _merge,
+        "flower": _flower,
+        "recipes": run_recipes,
+        "doctor": _doctor,
+        "completion": _completion,
+    }
     if command in ("-h", "--help"):
         sys.stdout.write(_HELP)
     elif command == "--version":
         sys.stdout.write(f"lightning-fed {__version__}\n")
-    elif command == "demo":
-        _demo(given[1:])
-    elif command == "compare":
-        _compare(given[1:])
-    elif command == "data":
-        _data(given[1:])
-    elif command == "methods":
-        _methods(given[1:])
-    elif command == "privacy":
-        _privacy(given[1:])
-    elif command == "merge":
-        _merge(given[1:])
-    elif command == "flower":
-        _flower(given[1:])
-    elif command == "recipes":
-        run_recipes(given[1:])
-    elif command == "doctor":
-        _doctor(given[1:])
-    elif command == "completion":
-        _completion(given[1:])
+    elif command in programs:
+        programs[command](given[1:])
     elif command in COMMANDS:
         _run(None if args is None else given)
     else:
-        others = ["recipes", "doctor", "completion"]
-        known = ["demo", "compare", "data", "methods", "privacy", "merge", "flower", *others, *COMMANDS]
+        known = [*programs, *COMMANDS]
         sys.stderr.write(f"{_HELP}\nerror: Expected a command of {known}, but got {command!r}.\n")
         raise SystemExit(2)
 
