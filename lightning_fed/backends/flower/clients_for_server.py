@@ -182,7 +182,7 @@ class RemoteClientSide(RemoteSide):
             if isinstance(answer, Fault) and answer.reason == NOT_HERE:
                 self._transport.forget(client)
             if not isinstance(answer, tuple):
-                server.fail(client, answer.reason if isinstance(answer, Fault) else "it asks, and does not answer")
+                _leave_out(server, client, answer, "it asks, and does not answer")
                 continue
             update, said = answer
             try:
@@ -316,7 +316,7 @@ class RemoteClientSide(RemoteSide):
             if isinstance(answer, Fault) and answer.reason == NOT_HERE:
                 self._transport.forget(client)
             if not isinstance(answer, Request):
-                fit.server.fail(client, answer.reason if isinstance(answer, Fault) else "it does not ask")
+                _leave_out(fit.server, client, answer, "it does not ask")
                 continue
             answer.extras = on_device(answer.extras, fit.module.device)
             requests[client] = answer
@@ -391,6 +391,28 @@ def _read_after(after: Any, optimizers: LocalOptimizers, most: int) -> dict[str,
     return {**state, "scaler": fitted}
 
 
+class _Unreadable(Fault):
+    """A reply that came and cannot be read."""
+
+
+def _leave_out(
+    server: ServerInterface, client: Client, answer: Request | tuple[ClientUpdate, Answer] | Fault, otherwise: str
+) -> None:
+    """Leaves out a client without a good answer: refused where one came, failed where none did or it says so itself.
+
+    Args:
+        server: The server.
+        client: The client.
+        answer: What :func:`_open` made of the reply.
+        otherwise: The reason where that is an answer to something else.
+
+    """
+    if isinstance(answer, Fault) and not isinstance(answer, _Unreadable):
+        server.fail(client, answer.reason)
+    else:
+        server.refuse(client, answer.reason if isinstance(answer, Fault) else otherwise)
+
+
 def _open(
     reply: Packet | str, client: Client, round: int, model: State
 ) -> Request | tuple[ClientUpdate, Answer] | Fault:
@@ -399,8 +421,8 @@ def _open(
         return Fault(client, reply)
     try:
         bad_size = find_bad_size(reply, model)
-        return read_reply(reply, client, round) if bad_size is None else Fault(client, bad_size)
+        return read_reply(reply, client, round) if bad_size is None else _Unreadable(client, bad_size)
     except PacketError as error:
-        return Fault(client, f"its answer cannot be read: {error}")
+        return _Unreadable(client, f"its answer cannot be read: {error}")
     except Exception as error:  # whatever a reader of ours does not expect
-        return Fault(client, f"its answer cannot be read: {describe(error)}")
+        return _Unreadable(client, f"its answer cannot be read: {describe(error)}")

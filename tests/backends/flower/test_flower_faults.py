@@ -166,6 +166,26 @@ def test_one_answer_that_cannot_be_used(change, reason, federated_trainer, tmp_p
     assert reason in left_out[0]
 
 
+COUNTED = ["no JSON", "a huge shape", "not finite", "another name", "steps of a year"]  # among the malicious
+NOT_COUNTED = ["no answer", "a program that failed"]  # honest clients do that as well
+
+
+@pytest.mark.parametrize("name", [*COUNTED, *NOT_COUNTED])
+def test_a_robust_rule_counts_an_answer_that_was_refused(name, tmp_path, caplog):
+    """One of three may be malicious: where it has shown itself two are enough, and otherwise three are needed."""
+
+    def on_the_way(node, message, content):
+        is_train = message.metadata.message_type == "train"
+        return NONSENSE[name][0](content) if is_train and is_lost(message, content) else [content]
+
+    on_flower(
+        tmp_path, make_module, models.vectors(SIZES), lambda: Federation("median:num_malicious=1", seed=1),
+        change=on_the_way, limit=1,
+    )  # fmt: skip
+    has_failed = "with num_malicious=1 needs 3 good updates, and the round has 2" in caplog.text
+    assert has_failed == (name in NOT_COUNTED)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [(reshaped_statistics, "does not fit the model"), (poisoned, "NaN or infinite"), (huge, "which is no entry")],
