@@ -10,6 +10,7 @@ differ in the running statistics that evaluate them.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from lightning_fed.modules import UnseenStatistics
 from lightning_fed.tasks import SegmentationTask
 
 EPOCHS, BATCH, CLIENTS = 2, 8, 6
+ROUNDS = {"scratch": 20, "pretrained": 10}
 SHAPES_MEAN, SHAPES_STD = 0.47, 0.22
 LOOKS: dict[str, dict[str, float]] = {
     "mild": {"contrast": 0.3, "colour": 0.2, "noise": 0.03},
@@ -97,7 +99,8 @@ def scores_of(
 
     """
     whole, clients = SegmentationScores(task.num_classes), {}
-    task.eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    task.to(device).eval()
     adapter = None
     if serve is not None:
         adapter = UnseenStatistics(task, None if serve == "batch" else serve)
@@ -106,19 +109,20 @@ def scores_of(
         own = SegmentationScores(task.num_classes)
         with torch.no_grad():
             for images, masks in DataLoader(dataset, BATCH):
-                logits = task(images)
+                logits = task(images.to(device)).cpu()
                 own.update(logits, masks)
                 whole.update(logits, masks)
         clients[str(client)] = float(own.compute()["miou"])
     if adapter is not None:
         adapter.remove()
+    task.cpu()
     return {"all": float(whole.compute()["miou"]), "clients": clients}
 
 
 def run(name: str, setting: str, start: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Trains once, and evaluates in every way that the treatment has."""
     data, classes = data_of(setting, seed, arguments)
-    rounds, epochs = arguments.rounds, EPOCHS
+    rounds, epochs = arguments.rounds or ROUNDS[start], EPOCHS
     task = task_of(classes, "group" if name == "group" else "batch", seed, start, arguments)
     curve = Curve(f"{setting}, {start}, {name}, seed {seed}:")
     clients = list(data.test)
@@ -174,20 +178,30 @@ def _only(data: PartitionedData, client: Any) -> Any:
     return argparse.Namespace(test={client: data.test[client]})
 
 
+def mean_client(score: Mapping[str, Any]) -> float:
+    """Mean over the clients."""
+    values = list(score["clients"].values())
+    return sum(values) / len(values)
+
+
 def rows_of(found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
-    """A row for every way to train and evaluate: IoU on all, mean over clients, the worst client."""
+    """A row for every way: IoU on all, mean over clients and its distance to central training, the worst client."""
     rows = []
+    central = {result["seed"]: mean_client(result["scores"][""]) for result in found.get("central", [])}
     for name, runs in found.items():
         for way in runs[0]["scores"]:
             scores = [result["scores"][way] for result in runs]
             whole = spread([score["all"] for score in scores if "all" in score])
             by_client = [list(score["clients"].values()) for score in scores]
+            pairs = [(mean_client(result["scores"][way]), central.get(result["seed"])) for result in runs]
+            apart = [100 * (score - base) for score, base in pairs if base is not None]
             shift = [result["shift"][-1] for result in runs if result.get("shift") and result["shift"][-1] is not None]
             rows.append(
                 [
                     f"{name}, {way}" if way else name,
                     whole or "-",
-                    spread([sum(values) / len(values) for values in by_client]),
+                    spread([score for score, _ in pairs]),
+                    "" if name == "central" else spread(apart, 1),
                     spread([min(values) for values in by_client]),
                     spread(shift, 2) or "-",
                     str(len(runs)),
@@ -200,14 +214,17 @@ def draw(results: dict[tuple[str, str], dict[str, list[dict[str, Any]]]], path: 
     """Mean IoU over clients of each way, a panel for each setting."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.2 * len(results), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(results), squeeze=False)[0]
-    for axes, ((setting, start), found) in zip(panels, results.items(), strict=True):
+    columns = min(4, len(results))
+    rows = -(-len(results) // columns)
+    figure = Figure(figsize=(3.4 * columns, 3.4 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in panels[len(results) :]:
+        axes.set_axis_off()
+    for axes, ((setting, start), found) in zip(panels, results.items(), strict=False):
         bars = {}
         for name, runs in found.items():
             for way in runs[0]["scores"]:
-                values = [list(result["scores"][way]["clients"].values()) for result in runs]
-                bars[f"{name} {way}".strip()] = sum(sum(each) / len(each) for each in values) / len(values)
+                bars[f"{name} {way}".strip()] = sum(mean_client(result["scores"][way]) for result in runs) / len(runs)
         colors = ["tab:grey" if name in ("central", "alone") else "tab:blue" for name in bars]
         axes.barh(range(len(bars)), list(bars.values()), color=colors)
         axes.set_yticks(range(len(bars)), list(bars), fontsize=7)
@@ -222,9 +239,10 @@ def main() -> None:
     made.add_argument("--data", type=Path, default=None, help="folder that holds CamVid, for the setting `drives`")
     made.add_argument("--weights", type=Path, default=None, help="file with ImageNet's EfficientNet-Lite0 weights")
     made.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS, help="settings")
+    made.add_argument("--starts", nargs="+", default=[], choices=list(ROUNDS), help="of the weights; else all")
     made.add_argument("--names", nargs="+", default=list(NAMES), choices=NAMES, help="ways to train")
     made.add_argument("--figures", type=Path, default=None, help="folder of the figure")
-    made.add_argument("--rounds", type=int, default=20, help="rounds")
+    made.add_argument("--rounds", type=int, default=0, help=f"rounds; 0 for {ROUNDS}")
     made.add_argument("--scenes", type=int, default=360, help="generated scenes of all clients together")
     made.add_argument("--side", type=int, default=64, help="pixels of a side of a generated scene")
     made.add_argument("--small", action="store_true", help="a U-Net of three stages from scratch in place of both")
@@ -232,35 +250,39 @@ def main() -> None:
     prepare(arguments)
     if arguments.quick:
         arguments.rounds, arguments.scenes, arguments.side, arguments.small = 2, 60, 32, True
-    starts = ["scratch"] if arguments.weights is None else ["scratch", "pretrained"]
+    name = "appearance_small" if arguments.small else "appearance"
+    starts = arguments.starts or (["scratch"] if arguments.weights is None else ["scratch", "pretrained"])
     results: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
-    for seed in arguments.seeds[:1] if arguments.quick else arguments.seeds:
-        for setting in arguments.settings:
-            for start in starts:
-                for name in arguments.names:
-                    path = arguments.runs / "appearance" / f"{setting} {start} {name} {seed}.json".replace(" ", "_")
-                    if not path.exists() and not arguments.report:
-                        save_json(path, run(name, setting, start, seed, arguments))
-                    if path.exists():
-                        results.setdefault((setting, start), {}).setdefault(name, []).append(load_json(path))
+    seeds = arguments.seeds[:1] if arguments.quick else arguments.seeds
+    for seed, start, setting, way in itertools.product(seeds, starts, arguments.settings, arguments.names):
+        path = arguments.runs / name / f"{setting} {start} {way} {seed}.json".replace(" ", "_")
+        if not path.exists() and not arguments.report:
+            save_json(path, run(way, setting, start, seed, arguments))
+        if path.exists():
+            results.setdefault((setting, start), {}).setdefault(way, []).append(load_json(path))
     if not results:
         return
+    runs = [result for found in results.values() for of_name in found.values() for result in of_name]
+    every = list(dict.fromkeys(setting for setting, _ in results))
+    settings = f" --settings {' '.join(repr(one) for one in every)}" if len(every) < len(SETTINGS) else ""
+    rounds = arguments.rounds or " or ".join(f"{ROUNDS[start]} ({start})" for start in starts)
     parts = [
-        f"`python benchmarks/appearance.py{' --small' if arguments.small else ''}`. {arguments.rounds} rounds of"
+        f"`python benchmarks/appearance.py{' --small' if arguments.small else ''}{settings}`. {rounds} rounds of"
         f" {EPOCHS} local epochs (central and alone: as many epochs), AdamW, batches of {BATCH}; {CLIENTS} clients of"
         f" {arguments.scenes} scenes of {arguments.side} x {arguments.side} pixels together, or CamVid's three drives."
         " Mean IoU on a quarter of every client's images, held out, in its own look: on all of them together, mean"
-        " over clients, of the worst client; mean ± standard deviation over seeds. Shift: share of the variance of"
-        " BatchNorm's inputs between clients, in the layer where it is largest, in the last round."
-        f" {machine(arguments.threads)}."
+        " over clients and its difference to central training, paired by seed, and of the worst client; mean ± standard"
+        " deviation over seeds. Shift: share of the variance of BatchNorm's inputs between clients, in the layer where"
+        " it is largest, in the last round."
+        f" {'; '.join(dict.fromkeys(result['machine'] for result in runs))}."
     ]
-    header = ["", "all", "mean client", "worst client", "shift", "seeds"]
+    header = ["", "all", "mean client", "to central, points", "worst client", "shift", "seeds"]
     for (setting, start), found in results.items():
         parts.append(f"**{setting}, {start}**\n\n{table(header, rows_of(found))}")
     if arguments.figures is not None:
-        draw(results, arguments.figures / "appearance.png")
-        parts.append(picture(arguments, "appearance", "Mean IoU over clients by treatment of BatchNorm and setting"))
-    write_section(arguments.out, "appearance", "\n\n".join(parts))
+        draw(results, arguments.figures / f"{name}.png")
+        parts.append(picture(arguments, name, "Mean IoU over clients by treatment of BatchNorm and setting"))
+    write_section(arguments.out, name, "\n\n".join(parts))
 
 
 if __name__ == "__main__":

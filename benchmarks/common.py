@@ -31,6 +31,7 @@ def parser(description: str, data: bool = True, seeds: Sequence[int] = ()) -> ar
     made.add_argument("--out", type=Path, default=None, help="Markdown file whose section is written (else: printed)")
     made.add_argument("--runs", type=Path, default=Path("runs/benchmarks"), help="folder of the results of single runs")
     made.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
+    made.add_argument("--machine", default="", help="words for the machine of the runs; else this one")
     made.add_argument("--quick", action="store_true", help="a smoke run of under a minute; its numbers mean nothing")
     if seeds:
         made.add_argument("--seeds", type=int, nargs="+", default=list(seeds), help="seeds")
@@ -38,9 +39,13 @@ def parser(description: str, data: bool = True, seeds: Sequence[int] = ()) -> ar
     return made
 
 
+_named: list[str] = []
+
+
 def prepare(arguments: argparse.Namespace) -> None:
     """Sets threads and silences what Lightning says about every fit."""
     torch.set_num_threads(arguments.threads)
+    _named.append(getattr(arguments, "machine", ""))
     warnings.filterwarnings("ignore", message=".*(does not have many workers|LeafSpec|torch.jit|logging interval).*")
     warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
     import logging
@@ -157,12 +162,15 @@ def version() -> str:
 
 
 def machine(threads: int) -> str:
-    """The machine in words."""
+    """The machine in words, or those that ``--machine`` has for it."""
+    if _named and _named[-1]:
+        return _named[-1]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     number = {1: "one shared core", 2: "two shared cores"}.get(cores or 0, f"{cores} cores")
     used = "1 thread" if threads == 1 else f"{threads} threads"
+    gpu = f" and one {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return (
-        f"{number} ({platform.machine()}), {used}, Python {platform.python_version()}, torch {torch.__version__},"
+        f"{number} ({platform.machine()}){gpu}, {used}, Python {platform.python_version()}, torch {torch.__version__},"
         f" lightning {L.__version__}"
     )
 

@@ -47,6 +47,7 @@ class Study:
         rates: Learning rates to choose from; none where the recipe's was chosen before.
         methods: The methods.
         monitor: What is compared.
+        overrides: Options of the recipe.
 
     """
 
@@ -55,6 +56,7 @@ class Study:
     rates: Sequence[float] = ()
     methods: Sequence[str] = METHODS
     monitor: str = "val_acc"
+    overrides: Sequence[str] = ()
 
 
 STUDIES = {
@@ -68,7 +70,7 @@ STUDIES = {
         "compare_fedma_cifar10.yaml",
         "CIFAR-10 (4,800 images) with a quarter of VGG-9's channels: 16 clients, Dirichlet 0.5 per class, 1 epoch;"
         " two passes through nine layers",
-        (0.01, 0.02, 0.03),
+        (0.005, 0.01, 0.02, 0.03),
         (*METHODS[:4], "fedma", "fedma:mode=none", METHODS[-1]),
     ),
     "shakespeare": Study(
@@ -98,6 +100,19 @@ STUDIES = {
 }
 
 
+WHOLE_PASSES = {"mnist": (12, 5), "cifar10": (9, 2), "shakespeare": (6, 4)}
+"""Epochs of a client in a pass of FedMA, and passes."""
+for of, (epochs, passes) in WHOLE_PASSES.items():
+    STUDIES[f"{of}_whole_passes"] = Study(
+        STUDIES[of].recipe,
+        f"The same data and network; a round has the {epochs} local epochs that a client trains in a pass of FedMA"
+        f" before a layer is averaged again; as many rounds as passes ({passes})",
+        (STUDIES[of].rates[0] / 4, STUDIES[of].rates[0] / 2, *STUDIES[of].rates),
+        METHODS[1:3],
+        overrides=("--trainer.local_epochs", f"{epochs}", "--trainer.max_rounds", f"{passes}"),
+    )
+
+
 def folder(name: str, arguments: argparse.Namespace) -> Path:
     return Path(arguments.runs) / "fedma" / name
 
@@ -105,7 +120,7 @@ def folder(name: str, arguments: argparse.Namespace) -> Path:
 def make_plan(name: str, arguments: argparse.Namespace, rate: float | None) -> Plan:
     study = STUDIES[name]
     overrides = ["--data.data_dir", str(arguments.data)]
-    overrides += ["--model.lr", f"{rate:g}"] if rate is not None else []
+    overrides += [*study.overrides, *(["--model.lr", f"{rate:g}"] if rate is not None else [])]
     overrides += ["--trainer.max_rounds", "1"] if arguments.quick else []
     return Plan(
         recipe=ROOT / "recipes" / study.recipe,

@@ -54,6 +54,7 @@ CONTESTANTS = {
     "trainer": Contestant("plain `L.Trainer`, no federation", "lightning_round.py"),
     "trainers": Contestant("a new `L.Trainer` per visit", "lightning_round.py"),
     "ours": Contestant("`FederatedTrainer`", "lightning_round.py"),
+    "ours_lightning": Contestant('`FederatedTrainer(visits="lightning")`', "lightning_round.py"),
     "ours_vectorized": Contestant("`FederatedTrainer(vectorize=...)`", "lightning_round.py"),
     "ours_parallel": Contestant('`FederatedTrainer(strategy="client_parallel")`', "lightning_round.py", processes=2),
     "pfl": Contestant("`pfl`", "pfl_round.py", "pfl"),

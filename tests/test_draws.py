@@ -138,6 +138,7 @@ NEEDED = {
     "HeadThenBody": lambda cls: cls(1),
     "LabelsPerClient": lambda cls: cls(3, 2),
     "Look": lambda cls: cls(IID(3)),
+    "PermutedPixels": lambda cls: cls(IID(3)),
     "PartialLabels": lambda cls: cls(IID(3), 5, 2),
     "SegmentationScores": lambda cls: cls(3),
     "LoaderDataModule": lambda cls: cls(DataLoader(examples(4, 0), 2)),
@@ -148,7 +149,7 @@ NEEDED = {
     "SampledSoftmax": lambda cls: cls(2),
     "ServerOptimizer": lambda cls: cls(torch.optim.SGD),
     "ShapesDataset": lambda cls: cls(4),
-    **{name: lambda cls: cls(3) for name in ("IID", "PermutedPixels", "QuantitySkew", "Shards")},
+    **{name: lambda cls: cls(3) for name in ("IID", "QuantitySkew", "Shards")},
     **{name: lambda cls: cls("nowhere") for name in ("CIFAR10", "FEMNIST", "MNIST", "CamVid")},
     **{name: lambda cls: cls("nowhere") for name in ("FashionMNIST", "Omniglot")},
 }  # fmt: skip

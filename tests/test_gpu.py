@@ -211,14 +211,14 @@ def test_fused_visits_are_ordinary_ones_bit_for_bit(precision, options):
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_compiled_networks(mode, monkeypatch):
+def test_compiled_networks(mode):
     """CUDA graphs (`reduce-overhead`) read the parameters where they were captured: a visit writes into them."""
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # noqa: SLF001
     plain, _ = fit("cuda", models.Module(models.mlp(), models.momentum), models.vectors(), max_rounds=3)
     net = models.mlp()
     module = models.Module(net, models.momentum)
-    module.net = torch.compile(net, mode=mode, dynamic=False)
-    state, _ = fit("cuda", module, models.vectors(), max_rounds=3)
+    with torch._inductor.config.patch(compile_threads=1):  # noqa: SLF001 - monkeypatch would leave it without a value
+        module.net = torch.compile(net, mode=mode, dynamic=False)
+        state, _ = fit("cuda", module, models.vectors(), max_rounds=3)
     state = {name.replace("_orig_mod.", ""): value for name, value in state.items()}
     assert_close(plain, state, tolerance=1e-4)
 

@@ -105,6 +105,8 @@ def main() -> None:
     from lightning_fed import FederatedDataModule, FederatedTrainer
 
     options: dict[str, Any] = {}
+    if given.contestant == "ours_lightning":
+        options = {"visits": "lightning"}
     if given.contestant == "ours_parallel":
         options = {"strategy": "client_parallel", "devices": 2}
     if given.contestant == "ours_vectorized":

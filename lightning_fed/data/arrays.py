@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -133,6 +134,12 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
             std=self._std,
             augment=self.augment,
         )
+
+    def without_augmentation(self) -> ArrayDataset:
+        """The same samples (shared, not copied) without the augmentation, to evaluate on."""
+        plain = copy.copy(self)
+        plain.augment = None
+        return plain
 
     def _to_float(self, raw: Tensor) -> Tensor:
         return raw.to(torch.float32).div_(255) if raw.dtype == torch.uint8 else raw

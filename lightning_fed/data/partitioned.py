@@ -8,6 +8,7 @@ import lightning as L
 import numpy as np
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
+from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.dataset_clients import DatasetClients, PartitionedSource, SampleTransform
 from lightning_fed.data.federated import FederatedDataModule, split_loader
 from lightning_fed.data.partitions import Partition
@@ -24,8 +25,9 @@ class PartitionedData(FederatedDataModule):
 
     It splits as a `partition` of the Trainer does, and holds out a share of every client's examples, so that clients
     are evaluated one by one: the only fair way for methods with a model per client. The held-out examples are drawn at
-    random; shares are rounded down, but at least one example, as long as one is left to train on. An augmentation
-    inside the training data set changes them too.
+    random; shares are rounded down, but at least one example, as long as one is left to train on. They are not
+    augmented where the training data set is an :class:`~lightning_fed.data.ArrayDataset`, as those of this package are;
+    an augmentation inside another data set changes them too.
 
     The source datamodule works as without the split: it has the Trainer (`self.trainer`), its hooks are called, also
     those that transfer batches, and its state is in the checkpoint.
@@ -160,9 +162,11 @@ class PartitionedData(FederatedDataModule):
             parts = np.split(order, [num_val, num_val + num_test])
             val[client], test[client], train[client] = (indices[np.sort(part)] for part in parts)
         source.indices = train
+        dataset = source.dataset
+        plain = dataset.without_augmentation() if isinstance(dataset, ArrayDataset) else dataset
         self.clients, self.val, self.test = (
-            {client: _part(source, client, indices) for client, indices in part.items() if len(indices)}
-            for part in (train, val, test)
+            {client: _part(source, samples, client, indices) for client, indices in part.items() if len(indices)}
+            for part, samples in ((train, dataset), (val, plain), (test, plain))
         )
         if source.transform is None:
             self._pooled = Subset(source.dataset, np.concatenate(list(train.values())).tolist())
@@ -190,8 +194,8 @@ class _Transformed(Dataset[Any]):
         return self._transform(self._dataset[index])
 
 
-def _part(source: PartitionedSource, client: Client, indices: IndexArray) -> Dataset[Any]:
+def _part(source: PartitionedSource, dataset: Dataset[Any], client: Client, indices: IndexArray) -> Dataset[Any]:
     """Some of a client's examples, with the client's transform."""
-    part = Subset(source.dataset, indices.tolist())
+    part = Subset(dataset, indices.tolist())
     transform = None if source.transform is None else source.transform(client)
     return part if transform is None else _Transformed(part, transform)

@@ -20,7 +20,7 @@ from lightning_fed.data.label_lookup import MapDataset, groups_of, length_of
 from lightning_fed.data.label_partitions import Dirichlet as Dirichlet
 from lightning_fed.data.label_partitions import LabelsPerClient as LabelsPerClient
 from lightning_fed.data.label_partitions import Shards as Shards
-from lightning_fed.data.partition_base import NumberedPartition, change_input
+from lightning_fed.data.partition_base import NumberedPartition, PartitionOfPartition, change_input
 from lightning_fed.data.partition_base import Partition as Partition
 from lightning_fed.data.sample_assignment import (
     IndexArray,
@@ -35,6 +35,7 @@ from lightning_fed.data.sample_assignment import (
     pixel_permutation,
 )
 from lightning_fed.messages import Client
+from lightning_fed.server.schedule import client_key
 
 
 @final
@@ -149,23 +150,24 @@ class QuantitySkew(NumberedPartition):
 
 
 @final
-class PermutedPixels(NumberedPartition):
-    """User-specific skew of the inputs: an IID split, and every client has its own permutation of the pixels.
+class PermutedPixels(PartitionOfPartition):
+    """User-specific skew of the inputs: every client of another partition has its own permutation of the pixels.
 
     Training data are permuted. Validation data of a datamodule are not, and measure nothing for clients with permuted
     images: :class:`~lightning_fed.data.PartitionedData` holds out permuted examples of every client.
     :meth:`transform` gives a client's permutation.
 
     Args:
-        num_clients: Number of clients, at least 1.
-        seed: Seed of the split and of the permutations; ``None`` for the federation's.
+        partition: Splits the data set: `IID` as in the paper, `LabelsPerClient` as in its program.
+        seed: Seed of the permutations; ``None`` for the federation's.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        TypeError: If ``partition`` is no partition.
+        ValueError: If ``seed`` is negative.
 
     Example:
         >>> import torch
-        >>> partition = PermutedPixels(num_clients=2)
+        >>> partition = PermutedPixels(IID(num_clients=2))
         >>> image, label = partition.transform(client=0, seed=0)((torch.arange(4.0).reshape(1, 2, 2), 7))
         >>> image.shape, image.flatten().sort().values.tolist(), label
         (torch.Size([1, 2, 2]), [0.0, 1.0, 2.0, 3.0], 7)
@@ -176,18 +178,14 @@ class PermutedPixels(NumberedPartition):
 
     """
 
-    def __init__(self, num_clients: int, seed: int | None = None) -> None:
-        super().__init__(num_clients, seed)
+    def __init__(self, partition: Partition, seed: int | None = None) -> None:
+        super().__init__(partition)
+        self.seed = None if seed is None else check_count("seed", seed, 0)
 
-    def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
-        """The samples of every client."""
-        return assign_evenly(length_of(dataset), self.num_clients, seed)
-
-    def transform(self, client: Client, seed: int) -> Callable[[Any], Any]:
-        """The client's permutation of the pixels of a sample's input; see :class:`PixelPermutation`."""
-        if not isinstance(client, int) or not 0 <= client < self.num_clients:
-            raise ValueError(f"Expected `client` to be from 0 to {self.num_clients - 1}, but got {client!r}.")
-        return PixelPermutation(client, self.seed_of(seed))
+    def change(self, client: Client, seed: int) -> PixelPermutation:
+        """The client's permutation of the pixels of a sample's input."""
+        number = client if isinstance(client, int) else client_key(client)
+        return PixelPermutation(number, seed if self.seed is None else self.seed)
 
 
 @final
@@ -245,7 +243,7 @@ class PixelPermutation:
     the sample itself do not change.
 
     Args:
-        client: Index of the client, from 0.
+        client: Number of the client, from 0.
         seed: Seed, not negative.
 
     Example:

@@ -150,7 +150,7 @@ def where_data_are(recipe, folder):
         ("compare_femnist", ClassificationTask, FEMNIST, ByGroup(), 20, 10),
         ("compare_niid_cifar10", ClassificationTask, CIFAR10, Dirichlet(10, 0.5, balance=True), 50, 1.0),
         ("compare_niid_fashion_mnist", ClassificationTask, FashionMNIST, Dirichlet(10, 0.5, balance=True), 50, 1.0),
-        ("compare_permuted_mnist", ClassificationTask, MNIST, PermutedPixels(3), 30, 1.0),
+        ("compare_permuted_mnist", ClassificationTask, MNIST, PermutedPixels(IID(3)), 30, 1.0),
         ("compare_pfl_fashion_mnist", ClassificationTask, FashionMNIST, Dirichlet(20, 0.1), 2000, 1.0),
         ("fashion_mnist_attacked", ClassificationTask, FashionMNIST, Dirichlet(10, 0.5), 40, 1.0),
         ("fashion_mnist_dirichlet", ClassificationTask, FashionMNIST, Dirichlet(100, 0.1), 200, 10),

@@ -130,13 +130,13 @@ def test_each_client_trains_and_is_evaluated_on_its_own_look():
 
 def test_it_comes_after_the_other_partitions_transform():
     dataset = TensorDataset(torch.rand(8, 1, 4, 4), torch.arange(8))
-    inner = PermutedPixels(2)
+    inner = PermutedPixels(IID(2))
     partition = Look(inner, polarity=1.0)
     population = split_loader(DataLoader(dataset, 4), partition, 0)
     (batch,) = population.stream([PlannedVisit(Visit(1, 0, 0), 4, 1)])
     expected = [1 - inner.transform(1, 0)(dataset[int(label)])[0] for label in batch.batch[1]]
     assert torch.allclose(batch.batch[0], torch.stack(expected))
-    assert repr(partition) == "Look(partition=PermutedPixels(num_clients=2), polarity=1.0)"
+    assert repr(partition) == "Look(partition=PermutedPixels(partition=IID(num_clients=2)), polarity=1.0)"
 
 
 @pytest.mark.parametrize(

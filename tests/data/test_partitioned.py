@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed.data import ByGroup, Dirichlet, LabelsPerClient, PartitionedData, PermutedPixels
+from lightning_fed.data import IID, ByGroup, Dirichlet, LabelsPerClient, PartitionedData, PermutedPixels
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.federated import split_loader
 from lightning_fed.data.population import PlannedVisit
@@ -129,7 +129,7 @@ def test_the_loaders_options_are_kept():
 
 
 def test_permuted_pixels_are_permuted_everywhere():
-    partition = PermutedPixels(3)
+    partition = PermutedPixels(IID(3))
     data = set_up(partition, val_fraction=0.2, seed=2)
     for client in range(3):
         transform = partition.transform(client, 2)
@@ -327,11 +327,25 @@ def test_the_clients_are_not_known_before_setup():
         PartitionedData(Numbered(), ByGroup([0] * 90)).population()
 
 
+def test_what_is_held_out_is_not_augmented():
+    images = torch.rand(12, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    source = Numbered()
+    source.dataset = ArrayDataset(images, torch.arange(12), augment=FlipAndShift(flip_probability=1.0))
+    data = set_up(PermutedPixels(IID(2)), source, val_fraction=0.2, test_fraction=0.2, seed=3)
+    for client in range(2):
+        permute = data.partition.transform(client, 3)
+        for parts, change in ((data.clients, lambda image: image.flip(-1)), (data.val, None), (data.test, None)):
+            for image, label in parts[client]:
+                expected = images[label] if change is None else change(images[label])
+                assert torch.equal(image, permute((expected, label))[0])
+    assert source.dataset.augment is not None
+
+
 def test_an_augmentation_comes_before_a_clients_permutation():
     """As in FedFusion's program: what is mirrored is the image, not its permuted pixels."""
     images = torch.rand(6, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     dataset = ArrayDataset(images, torch.arange(6), augment=FlipAndShift(flip_probability=1.0))
-    partition = PermutedPixels(num_clients=2, seed=1)
+    partition = PermutedPixels(IID(2, seed=1), seed=1)
     population = split_loader(DataLoader(dataset, 3, shuffle=True), partition, seed=1)
     (batch,) = population.stream([PlannedVisit(Visit(1, 0, 0), 3, 1)])
     permute = partition.transform(1, 1)

@@ -44,7 +44,6 @@ CASES = {
     "LabelsPerClient even": (LabelsPerClient(K, 2, "even"), 0),
     "QuantitySkew": (QuantitySkew(K, 0.7), 0),
     "QuantitySkew lognormal": (QuantitySkew(K, distribution="lognormal", sigma=0.4, min_size=20), 0),
-    "PermutedPixels": (PermutedPixels(K), 0),
 }
 cases = pytest.mark.parametrize(("partition", "left_over"), CASES.values(), ids=CASES)
 
@@ -93,8 +92,8 @@ def test_reprs_show_what_differs_from_the_default():
 
 
 @cases
-def test_only_permuted_pixels_change_samples(partition, left_over):
-    assert (partition.transform(0, SEED) is None) == (type(partition) is not PermutedPixels)
+def test_a_split_changes_no_samples(partition, left_over):
+    assert partition.transform(0, SEED) is None
 
 
 def test_a_partition_of_ones_own_needs_only_split():
@@ -226,7 +225,7 @@ def test_permutation_is_that_of_the_reference_on_every_channel():
 )
 def test_permutation_of_every_kind_of_sample(sample, image_of):
     original = IMAGE.clone()
-    change = PermutedPixels(4).transform(client=1, seed=0)
+    change = PermutedPixels(IID(4)).transform(client=1, seed=0)
     changed = change(sample)
     assert type(changed) is type(sample)
     assert torch.equal(image_of(changed), change(IMAGE))
@@ -254,18 +253,25 @@ def test_permutation_of_other_shapes_and_types():
 
 
 def test_permutations_belong_to_client_and_seed():
-    partition = PermutedPixels(50)
+    partition = PermutedPixels(IID(50))
     image = torch.arange(784.0).reshape(1, 28, 28)
     changed = [partition.transform(client, SEED)(image) for client in range(50)]
     assert len({tuple(image.flatten().tolist()) for image in changed}) == 50
     assert torch.equal(partition.transform(3, SEED)(image), changed[3])  # for its training and its test data
     assert not torch.equal(partition.transform(3, SEED + 1)(image), changed[3])
-    assert torch.equal(PermutedPixels(50, seed=SEED).transform(3, 0)(image), changed[3])
+    assert torch.equal(PermutedPixels(IID(50), seed=SEED).transform(3, 0)(image), changed[3])
     again = pickle.loads(pickle.dumps(partition.transform(3, SEED)))
     assert torch.equal(again(image), changed[3])
-    for client in (-1, 50, "a"):
-        with pytest.raises(ValueError, match="Expected `client` to be from 0 to 49, but got"):
-            partition.transform(client, SEED)
+    by_name = [PermutedPixels(ByGroup()).transform(name, SEED)(image) for name in ("even", "odd", "even")]
+    assert torch.equal(by_name[0], by_name[2])
+    assert not torch.equal(by_name[0], by_name[1])
+
+
+def test_clients_of_permuted_pixels_are_those_of_the_other_partition():
+    inner = LabelsPerClient(2, 2, "even")
+    assert same(PermutedPixels(inner).split(DATASET, SEED), inner.split(DATASET, SEED))
+    with pytest.raises(TypeError, match="Expected `partition` to be a Partition object"):
+        PermutedPixels(3)
 
 
 class Changed(torch.utils.data.Dataset):  # where worker processes find it that are not forked: Python 3.14, macOS
@@ -280,7 +286,7 @@ class Changed(torch.utils.data.Dataset):  # where worker processes find it that 
 
 
 def test_permutation_in_worker_processes():
-    change = PermutedPixels(2).transform(1, 0)
+    change = PermutedPixels(IID(2)).transform(1, 0)
     (images, _), *_ = DataLoader(Changed(change), batch_size=4, num_workers=1)
     assert torch.equal(images[2], change(IMAGE + 2))
 
@@ -313,7 +319,7 @@ def test_permutation_in_worker_processes():
             "`distribution` to be one of ['dirichlet', 'lognormal'], but got 'x'.",
         ),
         (lambda: QuantitySkew(2, min_size=-1), "Expected `min_size` to be at least 0, but got -1."),
-        (lambda: PermutedPixels(0), "Expected `num_clients` to be at least 1, but got 0."),
+        (lambda: PermutedPixels(IID(2), seed=-1), "Expected `seed` to be at least 0, but got -1."),
         (lambda: ByGroup(seed=-1), "Expected `seed` to be at least 0, but got -1."),
         (lambda: LabelsPerClient(2, 5).split(DATASET, 0), "Expected `labels_per_client` to be from 1 to"),
         (lambda: Dirichlet(600, 0.1).split(DATASET, 0), "Expected `min_size` * `num_clients` to be at most"),
@@ -351,7 +357,11 @@ def test_errors_name_the_argument_and_its_value(call, message):
             {"num_clients": 3, "distribution": "lognormal"},
             "QuantitySkew(num_clients=3, distribution='lognormal')",
         ),
-        ("PermutedPixels", {"num_clients": 3, "seed": 1}, "PermutedPixels(num_clients=3, seed=1)"),
+        (
+            "PermutedPixels",
+            {"partition": {"class_path": "IID", "init_args": {"num_clients": 3}}, "seed": 1},
+            "PermutedPixels(partition=IID(num_clients=3), seed=1)",
+        ),
         ("ByGroup", {}, "ByGroup()"),
         ("ByGroup", {"group": "video"}, "ByGroup(group='video')"),
         ("ByGroup", {"group": [1, 2]}, "ByGroup(group=[1, 2])"),
