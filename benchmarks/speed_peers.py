@@ -164,6 +164,21 @@ def measure(row: str, names: Sequence[str], arguments: argparse.Namespace) -> di
     return {"seconds": found, "version": version()}
 
 
+def ratios(result: Mapping[str, Any], name: str) -> list[float]:
+    """Seconds per round over those of the loop by hand, within each repetition."""
+    seconds = result["seconds"]
+    return [one["round"] / base["round"] for one, base in zip(seconds[name], seconds["by_hand"], strict=True)]
+
+
+def overview(results: Mapping[str, Any]) -> str:
+    """Median ratios to the loop by hand: a row for each contestant, a column for each row of the benchmark."""
+    rows = []
+    for name, contestant in CONTESTANTS.items():
+        cells = [f"{np.median(ratios(one, name)):.2f}" if name in one["seconds"] else "" for one in results.values()]
+        rows += [[contestant.words, *cells]] if any(cells) else []
+    return table(["seconds of a round / by hand", *results], rows)
+
+
 def report(results: Mapping[str, Any], arguments: argparse.Namespace) -> str:
     versions = ", ".join(
         f"{package.partition('[')[0]} {installed(package, environment(package, arguments.runs / 'peers'))}"
@@ -177,24 +192,23 @@ def report(results: Mapping[str, Any], arguments: argparse.Namespace) -> str:
         f" processes. All end with the weights of the loop by hand, to {SAME:.0%} of the largest (rounding grows with"
         " training)."
     ]
+    parts.append(overview(results))
     for row, result in results.items():
         rows = []
         for name, runs in result["seconds"].items():
-            ratios = [
-                one["round"] / base["round"] for one, base in zip(runs, result["seconds"]["by_hand"], strict=True)
-            ]
-            low, high = min(ratios), max(ratios)
-            spread = f" ({low:.2f}-{high:.2f})" if len(ratios) > 1 else ""
+            found = ratios(result, name)
+            spread = f" ({min(found):.2f}-{max(found):.2f})" if len(found) > 1 else ""
             rows.append(
                 [
                     CONTESTANTS[name].words,
                     f"{np.median([one['round'] for one in runs]):.3f}",
-                    f"{np.median(ratios):.2f}{spread}",
+                    f"{np.median(found):.2f}{spread}",
                     f"{np.median([one['start'] for one in runs]):.1f}",
                     f"{np.median([one['memory'] for one in runs]) / 2**20:.0f}",
                 ]
             )
-        parts += [f"**{row}**", table(["", "s / round", "/ by hand", "start, s", "memory, MiB"], rows)]
+        repetitions = f"{len(result['seconds']['by_hand'])} repetitions of {ROWS[row][2]} rounds"
+        parts += [f"**{row}**, {repetitions}", table(["", "s / round", "/ by hand", "start, s", "memory, MiB"], rows)]
     return "\n\n".join(parts)
 
 
