@@ -115,8 +115,8 @@ def memory_of(process: int) -> int:
     return total
 
 
-def run(name: str, row: str, rounds: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Starts a contestant and waits for it."""
+def run(name: str, row: str, rounds: int, arguments: argparse.Namespace, tries: int = 3) -> dict[str, Any]:
+    """Starts a contestant and waits for it; once more if it ends with an error, as two processes do now and then."""
     contestant, (work, clients, _) = CONTESTANTS[name], ROWS[row]
     python = environment(contestant.package, arguments.runs / "peers")
     threads = max(1, arguments.cores // contestant.processes)
@@ -134,6 +134,9 @@ def run(name: str, row: str, rounds: int, arguments: argparse.Namespace) -> dict
                 peak = max(peak, memory_of(process.pid))
                 time.sleep(0.5)
         if process.returncode or not out.exists():
+            if tries > 1:
+                print(f"{row} {name} ended with {process.returncode}, and is started again", flush=True)
+                return run(name, row, rounds, arguments, tries - 1)
             raise RuntimeError(f"{name} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
         found = json.loads(out.read_text())
     stamps = found["stamps"]
