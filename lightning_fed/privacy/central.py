@@ -32,8 +32,8 @@ class CentralDP(Protection):
     the model of every round; the server is trusted. It is of use with many clients: with 12 of 12 clients in 50 rounds
     and :math:`z = 1`, epsilon is 41 for :math:`\delta = 0.01`.
 
-    The methods are averages (``fedavg``, ``fairavg``, ``fedprox``, ``fedper``, ``fedrep``) and server optimizers after
-    them; clients count the same, whatever their numbers of examples. Others are refused.
+    The methods are averages (``fedavg``, ``fairavg``, ``fedprox``, ``fedper``, ``fedrep``, ``fedbn``) and server
+    optimizers after them; clients count the same, whatever their numbers of examples. Others are refused.
 
     Args:
         clip: Length C of a client's step, over all parameters that travel; the first one with ``adaptive``.

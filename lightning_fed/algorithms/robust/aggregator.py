@@ -69,8 +69,8 @@ class RobustAggregator(Aggregator):
     Note:
         Logged are ``fed/excluded``, how many of the round's clients did not count, in fractions: a client's share is 1
         where nothing of its step is in the result, and 0 where it counts as much as the client that counts most; and
-        ``client/<id>/excluded``, a client's mean share over its rounds, of up to 20 clients. Its state holds the
-        ``clients``, the sums ``excluded`` and the numbers of ``rounds``, and ``memory``.
+        ``client/<id>/excluded``, a client's mean share over its rounds, as long as at most 20 have taken part. Its
+        state holds the ``clients``, the sums ``excluded`` and the numbers of ``rounds``, and ``memory``.
 
     """
 
