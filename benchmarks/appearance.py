@@ -265,9 +265,12 @@ def main() -> None:
     runs = [result for found in results.values() for of_name in found.values() for result in of_name]
     every = list(dict.fromkeys(setting for setting, _ in results))
     settings = f" --settings {' '.join(repr(one) for one in every)}" if len(every) < len(SETTINGS) else ""
+    sizes = {"rounds": 0, "scenes": 360, "side": 64}
+    flags = " --small" if arguments.small else ""
+    flags += "".join(f" --{key} {getattr(arguments, key)}" for key in sizes if getattr(arguments, key) != sizes[key])
     rounds = arguments.rounds or " or ".join(f"{ROUNDS[start]} ({start})" for start in starts)
     parts = [
-        f"`python benchmarks/appearance.py{' --small' if arguments.small else ''}{settings}`. {rounds} rounds of"
+        f"`python benchmarks/appearance.py{flags}{settings}`. {rounds} rounds of"
         f" {EPOCHS} local epochs (central and alone: as many epochs), AdamW, batches of {BATCH}; {CLIENTS} clients of"
         f" {arguments.scenes} scenes of {arguments.side} x {arguments.side} pixels together, or CamVid's three drives."
         " Mean IoU on a quarter of every client's images, held out, in its own look: on all of them together, mean"
