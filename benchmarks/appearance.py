@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -264,10 +265,12 @@ def main() -> None:
         return
     runs = [result for found in results.values() for of_name in found.values() for result in of_name]
     every = list(dict.fromkeys(setting for setting, _ in results))
-    settings = f" --settings {' '.join(repr(one) for one in every)}" if len(every) < len(SETTINGS) else ""
+    settings = f" --settings {shlex.join(every)}" if len(every) < len(SETTINGS) else ""
     sizes = {"rounds": 0, "scenes": 360, "side": 64}
     flags = " --small" if arguments.small else ""
     flags += "".join(f" --{key} {getattr(arguments, key)}" for key in sizes if getattr(arguments, key) != sizes[key])
+    flags += " --data DATA" if "drives" in every else ""
+    flags += " --weights WEIGHTS" if "pretrained" in starts else ""
     rounds = arguments.rounds or " or ".join(f"{ROUNDS[start]} ({start})" for start in starts)
     parts = [
         f"`python benchmarks/appearance.py{flags}{settings}`. {rounds} rounds of"

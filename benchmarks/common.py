@@ -39,13 +39,14 @@ def parser(description: str, data: bool = True, seeds: Sequence[int] = ()) -> ar
     return made
 
 
-_named: list[str] = []
+_machine = ""  # what `--machine` says; empty for this one
 
 
 def prepare(arguments: argparse.Namespace) -> None:
     """Sets threads and silences what Lightning says about every fit."""
     torch.set_num_threads(arguments.threads)
-    _named.append(getattr(arguments, "machine", ""))
+    global _machine
+    _machine = arguments.machine
     warnings.filterwarnings("ignore", message=".*(does not have many workers|LeafSpec|torch.jit|logging interval).*")
     warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
     import logging
@@ -163,8 +164,8 @@ def version() -> str:
 
 def machine(threads: int) -> str:
     """The machine in words, or those that ``--machine`` has for it."""
-    if _named and _named[-1]:
-        return _named[-1]
+    if _machine:
+        return _machine
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     number = {1: "one shared core", 2: "two shared cores"}.get(cores or 0, f"{cores} cores")
     used = "1 thread" if threads == 1 else f"{threads} threads"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import load_json, machine, parser, save_json, table, version, write_section
+from common import load_json, machine, parser, prepare, save_json, table, version, write_section
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "peers"
@@ -228,7 +228,8 @@ def main() -> None:
     made.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), choices=list(CONTESTANTS), help="who")
     made.add_argument("--report", action="store_true", help="only make the tables of what is there")
     arguments = made.parse_args()
-    arguments.runs = (arguments.runs / "quick" if arguments.quick else arguments.runs).resolve()
+    prepare(arguments)
+    arguments.runs = arguments.runs.resolve()
     if arguments.quick:
         arguments.repetitions, arguments.rows = 1, arguments.rows[:1]
     names = list(dict.fromkeys(["by_hand", *arguments.contestants]))

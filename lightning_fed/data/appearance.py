@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fed.argument_checks import check_count
 from lightning_fed.data.partition_base import Partition, PartitionOfPartition, change_input
 from lightning_fed.data.sample_assignment import generator_for
 from lightning_fed.messages import Client
@@ -81,7 +80,7 @@ class Look(PartitionOfPartition):
         std: float | Sequence[float] | None = None,
         seed: int | None = None,
     ) -> None:
-        super().__init__(partition)
+        super().__init__(partition, seed)
         strengths = {"contrast": contrast, "colour": colour, "stain": stain, "blur": blur, "noise": noise}
         for name, strength in strengths.items():
             if not 0 <= strength < math.inf:
@@ -91,11 +90,10 @@ class Look(PartitionOfPartition):
         self.contrast, self.colour, self.stain = contrast, colour, stain
         self.blur, self.noise, self.polarity = blur, noise, polarity
         self.mean, self.std = mean, std
-        self.seed = None if seed is None else check_count("seed", seed, 0)
 
     def change(self, client: Client, seed: int) -> ImageLook:
         """The client's look."""
-        seed = seed if self.seed is None else self.seed
+        seed = self.seed_of(seed)
         rng = generator_for("look", seed, client_key(client))
         contrast, *stains = rng.uniform(-1, 1, 4).tolist()
         blur, noise, polarity = rng.uniform(0, 1, 3).tolist()

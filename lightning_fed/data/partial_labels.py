@@ -66,7 +66,7 @@ class PartialLabels(PartitionOfPartition):
         seed: int | None = None,
         mode: Literal["multiclass", "multilabel"] = "multiclass",
     ) -> None:
-        super().__init__(partition)
+        super().__init__(partition, seed)
         check_option("mode", mode, ("multiclass", "multilabel"))
         self.mode = mode
         self.num_classes = check_count("num_classes", num_classes)
@@ -82,11 +82,10 @@ class PartialLabels(PartitionOfPartition):
                 f" {classes_per_client}."
             )
         self.ignore_index = ignore_index
-        self.seed = None if seed is None else check_count("seed", seed, 0)
 
     def annotated(self, client: Client, seed: int) -> tuple[int, ...]:
         """The classes that a client annotates, in increasing order."""
-        seed = seed if self.seed is None else self.seed
+        seed = self.seed_of(seed)
         others = [label for label in range(self.num_classes) if label not in self.always]
         key = client_key(client)
         first = (client if isinstance(client, int) else key) % len(others)

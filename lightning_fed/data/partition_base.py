@@ -25,7 +25,13 @@ class Partition(abc.ABC):
     """A way to split a data set over clients: a pure function of the data set and a seed.
 
     A partition of your own overrides :meth:`split`.
+
+    Attributes:
+        seed: The partition's own seed; ``None`` for the federation's.
+
     """
+
+    seed: int | None = None
 
     @abc.abstractmethod
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
@@ -52,6 +58,10 @@ class Partition(abc.ABC):
 
         """
         return None
+
+    def seed_of(self, federation_seed: int) -> int:
+        """The partition's own seed if it has one, else the federation's."""
+        return check_count("seed", federation_seed if self.seed is None else self.seed, 0)
 
     def report(
         self,
@@ -93,16 +103,19 @@ class PartitionOfPartition(Partition):
 
     Args:
         partition: Splits the data set; its own transform comes first.
+        seed: Seed of the changes; ``None`` for the federation's.
 
     Raises:
-        TypeError: If it is no partition.
+        TypeError: If ``partition`` is no partition.
+        ValueError: If ``seed`` is negative.
 
     """
 
-    def __init__(self, partition: Partition) -> None:
+    def __init__(self, partition: Partition, seed: int | None) -> None:
         if not isinstance(partition, Partition):
             raise TypeError(f"Expected `partition` to be a Partition object such as `IID(10)`, but got {partition!r}.")
         self.partition = partition
+        self.seed = None if seed is None else check_count("seed", seed, 0)
 
     @abc.abstractmethod
     def change(self, client: Client, seed: int) -> Callable[[Any], Any]:
@@ -205,7 +218,3 @@ class NumberedPartition(Partition):
         if num_empty:
             _log.info("%r leaves %d of %d clients without samples.", self, num_empty, len(parts))
         return dict(enumerate(parts))
-
-    def seed_of(self, federation_seed: int) -> int:
-        """The partition's own seed if it has one, else the federation's."""
-        return check_count("seed", federation_seed if self.seed is None else self.seed, 0)

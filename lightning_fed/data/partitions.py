@@ -179,13 +179,12 @@ class PermutedPixels(PartitionOfPartition):
     """
 
     def __init__(self, partition: Partition, seed: int | None = None) -> None:
-        super().__init__(partition)
-        self.seed = None if seed is None else check_count("seed", seed, 0)
+        super().__init__(partition, seed)
 
     def change(self, client: Client, seed: int) -> PixelPermutation:
         """The client's permutation of the pixels of a sample's input."""
         number = client if isinstance(client, int) else client_key(client)
-        return PixelPermutation(number, seed if self.seed is None else self.seed)
+        return PixelPermutation(number, self.seed_of(seed))
 
 
 @final
