@@ -84,8 +84,6 @@ app = ServerApp()
 @app.main()
 def main(grid, context):
     config = context.run_config
-    if not config["awake"]:
-        Watched._keep_awake = lambda self, nodes, kind: None
     server.server_app(
         federation(), model, None, {**OPTIONS, "max_epochs": config["rounds"]},
         clients=2, folder=config["folder"], time_limit=300,
@@ -135,7 +133,7 @@ def write_app(folder: Path) -> Path:
     package.mkdir(parents=True)
     values = {"name": "flowerlatency", "package": "flowerlatency"}
     text = (TEMPLATE / "pyproject.toml.txt").read_text().format(**values)
-    (package.parent / "pyproject.toml").write_text(f'{text}rounds = 3\nfolder = "."\nawake = true\n')
+    (package.parent / "pyproject.toml").write_text(f'{text}rounds = 3\nfolder = "."\n')
     light = (TEMPLATE / "client.py.txt").read_text().format(**values)
     (package / "client.py").write_text(light + PROCESS)
     for name, source in (("__init__", ""), ("common", COMMON), ("server", SERVER), ("clients", CLIENTS_APP)):
@@ -143,8 +141,8 @@ def write_app(folder: Path) -> Path:
     return package.parent
 
 
-def run(rounds: int, has_workers: bool, is_awake: bool, limit: float) -> list[dict[str, Any]]:
-    """One run, whose nodes are kept awake or not: what the processes have noted."""
+def run(rounds: int, has_workers: bool, limit: float) -> list[dict[str, Any]]:
+    """One run: what the processes have noted."""
     folder = Path(tempfile.mkdtemp(prefix="flower-"))
     started: list[subprocess.Popen[bytes]] = []
     with socket.socket() as found:
@@ -189,7 +187,7 @@ def run(rounds: int, has_workers: bool, is_awake: bool, limit: float) -> list[di
                 "--superlink", f"127.0.0.1:{port}", "--port", str(port + 1 + node),
                 "--node-config", config,
             )  # fmt: skip
-        options = f'rounds={rounds} folder="{folder}/run" awake={str(is_awake).lower()}'
+        options = f'rounds={rounds} folder="{folder}/run"'
         start("flwr", "run", str(app), "here", "--stream", "--run-config", options).wait(limit)
         text = (folder / "latency.jsonl").read_text()
     except (subprocess.TimeoutExpired, FileNotFoundError) as error:
@@ -226,8 +224,7 @@ def rounds_of(notes: list[dict[str, Any]]) -> list[dict[str, float]]:
             return max(note["time"] for note in inside if note["what"] == what)
 
         sent, arrived, left = last("pushing"), last("arrives"), last("leaves")
-        before = [note for note in inside if note["time"] < arrived]  # the others only keep the node awake
-        started, loaded = last("started", before), last("loaded", before)
+        started, loaded = last("started"), last("loaded")
         found.append(
             {
                 "round": end - begin,
@@ -249,13 +246,9 @@ def main() -> None:
     prepare(arguments)
     rounds = 3 if arguments.quick else arguments.rounds
     rows = []
-    settings = {
-        "with workers": (True, True),
-        "with workers, nodes not kept awake": (True, False),
-        "a process per message": (False, True),
-    }
-    for name, (has_workers, is_awake) in list(settings.items())[: 1 if arguments.quick else None]:
-        found = rounds_of(run(rounds if has_workers else 3, has_workers, is_awake, limit=1200))
+    settings = {"with workers": True, "a process per message": False}
+    for name, has_workers in list(settings.items())[: 1 if arguments.quick else None]:
+        found = rounds_of(run(rounds if has_workers else 3, has_workers, limit=1200))
         values = {key: statistics.median(each[key] for each in found) for key in found[0]}
         over = statistics.median(each["round"] - each["training"] for each in found)
         rows.append([name, len(found), *(f"{values[key]:.1f}" for key in values), f"{over:.1f}"])

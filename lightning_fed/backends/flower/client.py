@@ -186,7 +186,7 @@ class ClientRunner:
         clients = _clients_at(node, population)
         if kind == HELLO:
             read_packet(packet, "hello")
-            return write_packet("hello", {"clients": clients, "stays": "worker" in node})
+            return write_packet("hello", {"clients": clients})
         summed = find_summed_updates(self._federation.method.callbacks)
         if kind == SUM:
             return self._answer_sum(read_sum_request(packet), clients, summed)

@@ -29,9 +29,9 @@ _HIGHEST_RATE = 1e6  # learning rates above it are no one's
 _TEXT = 2**20, 2**11  # bytes of a header, and for every entry
 _DATA = 2**26, 8  # bytes of a reply's tensors, and for every byte of the model
 
-VISIT, REQUEST, STATISTICS, HELLO, STAY = "train", "query.request", "evaluate", "query", "query.stay"
+VISIT, REQUEST, STATISTICS, HELLO = "train", "query.request", "evaluate", "query"
 """Types of Flower's messages. A client is asked for an update, the rows of its request, or statistics of its BatchNorm
-layers; a node is asked for its clients, and to stay awake for the next packet."""
+layers; a node is asked for its clients."""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype

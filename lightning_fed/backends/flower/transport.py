@@ -12,7 +12,6 @@ from flwr.serverapp import Grid
 
 from lightning_fed.backends.flower.packets import (
     HELLO,
-    STAY,
     Packet,
     PacketError,
     one_line,
@@ -29,7 +28,6 @@ _STYPE = "lightning-fed"
 _RETRY_SECONDS = 10.0  # seconds
 _HELLO_SECONDS = 20.0  # seconds in which a node that has just come says who its clients are, if it is well
 _COLLECTION = 3600.0  # seconds after the time limit for which answers that came in time are kept until they are read
-_LONGEST_PAUSE, _MARGIN = 3.0, 0.2  # seconds
 
 
 def to_records(packet: Packet) -> RecordDict:
@@ -86,10 +84,6 @@ class FlowerTransport:
         self._nodes: dict[int, list[Client]] = {}
         self._asked: dict[int, tuple[str, float]] = {}  # the message, and until when a round waits for its answer
         self._retry_times: dict[int, float] = {}  # when to ask a node again that did not name its clients
-        self._awake_nodes: set[int] = set()  # nodes that stay awake when asked to
-        self._stay_messages: list[str] = []
-        self._pauses: dict[str, float] = {}  # seconds between the last answers of a kind and the next packets
-        self._answered: tuple[str, float] | None = None
         self.sent = self.received = 0
 
     def meet(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
@@ -145,15 +139,11 @@ class FlowerTransport:
             sent = None if node is None else self._push(node, kind, packet, f"{round}", self._limit + _COLLECTION)
             self.sent += len(packet.data)
             waiting.append((client, node, sent))
-        if self._answered is not None:
-            self._pauses[self._answered[0]] = time.monotonic() - self._answered[1]
-        self._keep_awake([node for _, node, sent in waiting if node is not None and sent is not None], kind)
         for client, node, sent in waiting:
             if node is None or sent is None:
                 yield client, "it is not connected" if node is None else "its message could not be sent"
                 continue
             yield client, self._await(node, sent, deadline)
-        self._answered = kind, time.monotonic()
 
     def forget(self, client: Client) -> None:
         """Asks a client's node for its clients again: it was started again, with other data."""
@@ -199,23 +189,6 @@ class FlowerTransport:
         except Exception as error:
             self._grid.get_node_ids()  # raises as well where it is the connection that is at fault
             return one_line(f"its answer cannot be read: {describe(error)}")
-
-    def _keep_awake(self, nodes: Sequence[int], kind: str) -> None:
-        """Makes nodes look for packets again as soon as these are answered and the next ones are likely to be there.
-
-        A SuperNode that has just handled a message looks for another at once; one that found none, after three seconds.
-        So each gets a second message, which it handles by waiting as long as it took the server the last time. Longer
-        pauses, and nodes that start a whole process for it, are not worth it.
-        """
-        if self._stay_messages:  # their answers are dropped
-            self._pull(self._stay_messages)
-        self._stay_messages = []
-        awake = [node for node in dict.fromkeys(nodes) if node in self._awake_nodes]
-        pause = self._pauses.get(kind, _LONGEST_PAUSE)
-        if awake and pause < _LONGEST_PAUSE:
-            content = RecordDict({"stay": ConfigRecord({"seconds": pause + _MARGIN})})
-            messages = [Message(content, node, STAY, ttl=self._limit) for node in awake]
-            self._stay_messages = list(self._grid.push_messages(messages))
 
     def _push(self, node: int, kind: str, packet: Packet, group: str, ttl: float) -> str | None:
         message = Message(to_records(packet), node, kind, ttl=ttl, group_id=group)
@@ -280,7 +253,6 @@ class FlowerTransport:
                 taken,
             )
         self._nodes[node] = clients
-        (self._awake_nodes.add if header.get("stays") is True else self._awake_nodes.discard)(node)
         _log.info("Node %d has the clients %s.", node, json.dumps(self._nodes[node]))
 
 

@@ -17,7 +17,7 @@ from flwr.clientapp import ClientApp
 
 from lightning_fed import Federation
 from lightning_fed.backends.flower.client import client_app
-from lightning_fed.backends.flower.packets import STAY, Packet, read_packet, write_packet
+from lightning_fed.backends.flower.packets import Packet, read_packet, write_packet
 from lightning_fed.backends.flower.server import run_server
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records, to_records
 from lightning_fed.backends.flower.worker import serve
@@ -137,39 +137,6 @@ def test_visits_in_workers(federated_trainer, tmp_path):
     thread.join(10)
     assert not socket.exists()
     assert_same(state_of(there), state_of(here))
-    (stay,) = [message for _, message in grid.sent if message.metadata.message_type == STAY]
-    assert 0.2 < stay.content["stay"]["seconds"] < 3.2  # of the second round: how long the pause after the first was
-
-
-@pytest.mark.parametrize(("is_awake", "longest", "stays"), [(True, 3.0, 2), (True, 0.0, 0), (False, 3.0, 0)])
-def test_who_is_kept_awake(is_awake, longest, stays, monkeypatch):
-    """Nodes that have a worker, once for every ask but the first, where the server's pause is short."""
-    monkeypatch.setattr("lightning_fed.backends.flower.transport._LONGEST_PAUSE", longest)
-    app, waited = ClientApp(), []
-
-    @app.query()
-    def meet(message, context):
-        hello = write_packet("hello", {"clients": ["ann", "bob"], "stays": is_awake})
-        return Message(to_records(hello), reply_to=message)
-
-    @app.train()
-    def train(message, context):
-        return Message(to_records(Packet("done")), reply_to=message)
-
-    @app.query("stay")
-    def stay(message, context):
-        waited.append(message.content["stay"]["seconds"])
-        return Message(RecordDict(), reply_to=message)
-
-    grid = FakeGrid({11: app})
-    transport = FlowerTransport(grid, 30, 0.01)
-    transport.meet(2, 1)
-    for round in range(3):
-        packets = [("ann", Packet("go")), ("bob", Packet("go"))]
-        assert list(transport.ask("train", packets, round)) == [("ann", Packet("done")), ("bob", Packet("done"))]
-    asked = [node for node, message in grid.sent if message.metadata.message_type == STAY]
-    assert asked == [11] * stays
-    assert len(waited) == max(stays - 1, 0)  # the first one's answer is taken away before the second is sent
 
 
 def test_what_a_worker_cannot_answer(tmp_path):
@@ -188,7 +155,7 @@ def test_what_a_worker_cannot_answer(tmp_path):
         connection.send_bytes(b"{}")
     reply = app(Message(to_records(write_packet("hello", {})), 11, "query"), context)
     header, _ = read_packet(from_records(reply.content), "hello")
-    assert header == {"clients": ["ann", "bob", "cid"], "stays": True}
+    assert header == {"clients": ["ann", "bob", "cid"]}
     thread.join(10)
     with pytest.raises(FileNotFoundError):
         app(Message(to_records(write_packet("hello", {})), 11, "query"), context)
@@ -205,7 +172,7 @@ def test_one_worker_for_several_nodes(tmp_path):
     runner = client_app(Federation(), lambda: None, data, OPTIONS, store=tmp_path).runner
     for name in ("a", "b", "a"):
         header, _ = read_packet(runner.answer("query", write_packet("hello", {}), {"client": name}), "hello")
-        assert header == {"clients": [name], "stays": False}
+        assert header == {"clients": [name]}
     assert read == ["a", "b"]
 
 

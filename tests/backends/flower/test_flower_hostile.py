@@ -194,7 +194,7 @@ def test_a_node_that_is_back_before_it_is_missed(tmp_path, caplog):
         list(transport.ask("train", [], 0))
     grid.gone = {11}
     ((client, reply),) = transport.ask("query", [("ann", write_packet("hello", {}))], 1)
-    assert (client, read_packet(reply, "hello")[0]) == ("ann", {"clients": ["ann", "bob", "cid"], "stays": False})
+    assert (client, read_packet(reply, "hello")[0]) == ("ann", {"clients": ["ann", "bob", "cid"]})
 
 
 # --- the server's folder ----------------------------------------------------------------------------------------------
