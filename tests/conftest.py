@@ -1,5 +1,6 @@
 """What every test gets beside what examples get too: nothing left behind, and trainers that only train."""
 
+import functools
 import gc
 import inspect
 import logging
@@ -10,6 +11,7 @@ import threading
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities import registry
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_fed import FederatedTrainer, Federation
@@ -30,6 +32,12 @@ def pytest_configure(config):
     if QUIET["accelerator"] != "cpu":
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.deterministic = True
+
+
+def pytest_collection_finish(session):
+    """What lives as long as the session is not looked at again by every collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):
@@ -74,6 +82,14 @@ def no_waiting_for_the_disk():
     """Files are written whole without `fsync`, whose wait is for machines that lose power."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_look_at_installed_plugins():
+    """Each ``Trainer`` asks all installed packages for callbacks, which takes as long as a small fit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", functools.cache(registry.entry_points))
         yield
 
 
