@@ -1,12 +1,10 @@
 """What `conftest.py` holds: fixtures that several tests share start alike, and leave no seed behind."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests import warm_process
 from tests.generators import SEED_VARIABLES
 
 FILE = """
@@ -34,18 +32,12 @@ def test_after():
 
 
 @pytest.mark.parametrize("seed", [None, "7"])
-def test_a_shared_fixture_that_leaves_a_seed_behind_is_an_error(seed, tmp_path):
+def test_a_shared_fixture_that_leaves_a_seed_behind_is_an_error(seed, monkeypatch, tmp_path):
     (tmp_path / "test_it.py").write_text(FILE)
-    environment = {name: value for name, value in os.environ.items() if name not in SEED_VARIABLES}
-    environment |= {} if seed is None else {"PL_GLOBAL_SEED": seed}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "conftest", "-c", os.devnull, str(tmp_path)],
-        cwd=Path(__file__).parents[1],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert "2 passed" in done.stdout, done.stdout + done.stderr
-    assert "1 error" in done.stdout
-    assert "The fixture `leaking` leaves ['PL_GLOBAL_SEED'" in done.stdout
+    for name in SEED_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    environment = {} if seed is None else {"PL_GLOBAL_SEED": seed}
+    text = warm_process.run("pytest", "-q", "-n0", "-p", "conftest", "-c", os.devnull, tmp_path, code=1, **environment)
+    assert "2 passed" in text, text
+    assert "1 error" in text
+    assert "The fixture `leaking` leaves ['PL_GLOBAL_SEED'" in text

@@ -4,14 +4,12 @@ The fits, and the points, are those of `crash_points.py`.
 """
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests import warm_process
 from tests.crash_points import FAILING, ON_FLOWER, RUNS, SEAMS
 
 SHORT = ("fedper",)
@@ -24,10 +22,7 @@ def killed(folder, runs, **options):
     for job in jobs:
         Path(job["folder"]).mkdir()
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    subprocess.run(
-        [sys.executable, "-m", "tests.crash_points", str(folder / "jobs.json")],
-        cwd=Path(__file__).parents[1], env={**os.environ, "PYTHONHASHSEED": "1"}, check=True,
-    )  # fmt: skip
+    warm_process.run("tests.crash_points", folder / "jobs.json", seconds=None)
     return {job["run"]: json.loads((Path(job["folder"]) / "found.json").read_text()) for job in jobs}
 
 

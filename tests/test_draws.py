@@ -1,10 +1,6 @@
 """Draws belong to the schedule: nothing depends on what the global generators were before, nor moves them."""
 
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
@@ -30,7 +26,7 @@ from lightning_fed.algorithms.fedfusion.model_surgery import fuse, unwrap
 from lightning_fed.data import IID, Dirichlet, LabelsPerClient, QuantitySkew, Shards
 from lightning_fed.datasets import Shapes, Synthetic
 from lightning_fed.model.feature_extraction import extract_features
-from tests import draws_script
+from tests import draws_script, warm_process
 from tests.breadth import quick
 from tests.conftest import QUIET
 from tests.draws_script import JOBS, Net, examples, fit
@@ -79,12 +75,7 @@ def test_a_fit_does_not_depend_on_what_was_drawn_before_it(job, monkeypatch):
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_fit_does_not_depend_on_the_number_of_processes(size, tmp_path):
     """Nor on what each has drawn, nor on the seed that Lightning's strategy sets: to rounding of the sums."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.draws_script", str(tmp_path), str(size)]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[1], env=environment, timeout=500, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    warm_process.run("tests.draws_script", tmp_path, size, OMP_NUM_THREADS="1")
     for job, run in JOBS.items():
         one = run({"devices": 1})
         one["drawn"] = torch.zeros(())  # every process validates other batches

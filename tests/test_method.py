@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -36,7 +35,7 @@ from lightning_fed.callbacks import ClassPrototypes, ProximalTerm, SampledSoftma
 from lightning_fed.cli.main import main
 from lightning_fed.cli.methods import costs_of
 from lightning_fed.compare import MethodChoice
-from tests import models
+from tests import models, warm_process
 from tests.recorders import Recorder, assert_same, bytes_of, state_of
 
 ROOT = Path(__file__).parents[1]
@@ -189,9 +188,8 @@ def test_the_example_by_its_path(my_method):
 
 
 def test_the_example_runs(tmp_path):
-    command = [sys.executable, str(ROOT / "examples" / "my_method.py"), "--rounds", "1", "--samples", "200"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=200)
-    assert re.findall(r"^(\w+): validation accuracy 0\.\d+$", done.stdout, re.M) == ["FedAvg", "FedLoss"]
+    text = warm_process.run(ROOT / "examples" / "my_method.py", "--rounds", "1", "--samples", "200", cwd=tmp_path)
+    assert re.findall(r"^(\w+): validation accuracy 0\.\d+$", text, re.M) == ["FedAvg", "FedLoss"]
 
 
 def test_the_tutorial_shows_the_example():

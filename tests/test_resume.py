@@ -7,12 +7,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from datetime import timedelta
 from inspect import signature
-from pathlib import Path
 
 import lightning as L
 import pytest
@@ -23,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.data import IID
+from tests import warm_process
 from tests.breadth import quick
 from tests.recorders import SavesOnException, loading
 from tests.resume_script import RUNS, At, Interruption, fit, last_checkpoint, prepare, rows
@@ -121,12 +119,7 @@ def killed(tmp_path_factory):
         folder.mkdir()
     jobs = [{"run": run, "folder": str(folders[run]), "version": "killed", "at": at} for run, at in KILLS.items()]
     (root / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "tests.resume_script", str(root / "jobs.json")]
-    environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    done = subprocess.run(
-        command, cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
+    warm_process.run("tests.resume_script", root / "jobs.json")
     return folders
 
 

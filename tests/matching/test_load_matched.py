@@ -2,8 +2,6 @@
 
 import copy
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_fed.matching import PermutationGroups, load_matched, resize_module
-from tests import models
+from tests import models, warm_process
 from tests.matching.load_script import CASES, Letters, Normed
 
 
@@ -38,11 +36,7 @@ def test_in_another_process(tmp_path):
         torch.save({"state_dict": module.state_dict(), "epoch": 3}, tmp_path / f"{name}.ckpt")
         torch.save(example, tmp_path / f"{name}.input")
         expected[name] = (output, repr(module))
-    root = Path(__file__).resolve().parents[2]
-    subprocess.run(
-        [sys.executable, "-m", "tests.matching.load_script", str(tmp_path)],
-        cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=True, timeout=200,
-    )  # fmt: skip
+    warm_process.run("tests.matching.load_script", tmp_path)
     for name, (output, text) in expected.items():
         result = torch.load(tmp_path / f"{name}.output", weights_only=True)
         torch.testing.assert_close(result["output"], output, msg=name)  # of another process

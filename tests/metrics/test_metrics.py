@@ -7,19 +7,20 @@ import warnings
 import lightning as L
 import pytest
 import torch
-from torch.multiprocessing import spawn
+from torch.multiprocessing import start_processes
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MetricCollection
 
 from lightning_fed.metrics import AggregateMeanMargin, MaximumMeanDiscrepancy, MeanEntropy
 from tests.metrics.cases import CASES, filled, vectors, work
+from tests.warm_process import PROCESSES
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """The results of two processes."""
     folder = tmp_path_factory.mktemp("processes")
-    spawn(work, (folder,), nprocs=2)
+    start_processes(work, (folder,), nprocs=2, start_method=PROCESSES.get_start_method())
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

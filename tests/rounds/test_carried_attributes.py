@@ -1,10 +1,7 @@
 """Attributes that pass from visit to visit beside the messages are named, wherever the visits are."""
 
 import random
-import subprocess
-import sys
 from collections import deque
-from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -18,7 +15,7 @@ from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.algorithms import FedFusion
 from lightning_fed.data.dataset_clients import count_batches
 from lightning_fed.rounds.carried_attributes import changed_attributes, note_attributes
-from tests import models
+from tests import models, warm_process
 from tests.backends.flower.halves import on_flower
 
 pytestmark = [
@@ -216,8 +213,7 @@ def test_on_flower_each_is_named_once_as_well(tmp_path, caplog):
 
 @pytest.mark.slow
 def test_each_of_several_processes_names_what_its_visits_leave(tmp_path):
-    command = [sys.executable, "-m", "tests.rounds.carried_script", str(tmp_path)]
-    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=280, capture_output=True)
+    warm_process.run("tests.rounds.carried_script", tmp_path)
     for rank in range(2):
         (message,) = (tmp_path / f"{rank}.txt").read_text().splitlines()
         assert "these attributes of Counting changed in the visits: `count`." in message

@@ -1,9 +1,5 @@
 """The passes that measure prototypes: where they end, what they leave out, and what several processes make of them."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.callbacks import ClassPrototypes
-from tests import models
+from tests import models, warm_process
 from tests.algorithms.fedmargin.test_class_prototypes import (
     TWO,
     assert_close,
@@ -227,9 +223,7 @@ def test_online_passes_of_a_single_batch_say_that_they_have_no_margin(options, s
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two processes")
-    command = [sys.executable, "-m", "tests.algorithms.fedmargin.prototypes_script", str(folder)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], timeout=250, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    warm_process.run("tests.algorithms.fedmargin.prototypes_script", folder)
     return folder
 
 

@@ -14,6 +14,7 @@ import torch
 
 from lightning_fed import ClientParallelStrategy, FederatedDataModule
 from lightning_fed.data.dataset_clients import count_batches
+from tests import warm_process
 from tests.backends.client_parallel.parallel_script import JOBS, SIZES, Net, clients, train
 from tests.recorders import assert_same
 
@@ -258,8 +259,7 @@ def test_what_is_refused_is_refused_in_all(case, two):
 
 
 def test_lightnings_own_launcher(two, tmp_path):
-    command = [sys.executable, "-m", "tests.backends.client_parallel.parallel_script", str(tmp_path), "three-clients"]
-    subprocess.run(command, cwd=Path(__file__).parents[3], check=True, capture_output=True)
+    warm_process.run("tests.backends.client_parallel.parallel_script", tmp_path, "three-clients")
     first, second = (torch.load(tmp_path / f"three-clients-{rank}.pt", weights_only=False) for rank in range(2))
     assert_same(first["state"], second["state"])
     assert_same(first["state"], two.found("three-clients")[0]["state"])
@@ -267,10 +267,8 @@ def test_lightnings_own_launcher(two, tmp_path):
 
 @pytest.mark.slow
 def test_lightnings_own_launcher_ends_all(tmp_path):
-    command = [sys.executable, "-m", "tests.backends.client_parallel.parallel_script", str(tmp_path), "raising"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "ValueError: in the second process" in done.stderr
+    text = warm_process.run("tests.backends.client_parallel.parallel_script", tmp_path, "raising", code=1)
+    assert "ValueError: in the second process" in text
 
 
 @pytest.fixture

@@ -1,0 +1,76 @@
+"""Scripts in processes of their own that have Lightning imported: its import takes as long as a dozen small fits.
+
+Each is forked from a process that has done nothing but import, so that it shares nothing with the tests but the files.
+"""
+
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["lightning_fed"])
+
+
+@dataclass
+class Script:
+    """A script that runs.
+
+    Args:
+        process: Its process.
+        log: The file of all that it says.
+    """
+
+    process: multiprocessing.Process
+    log: Path
+
+    @property
+    def text(self):
+        return self.log.read_text()
+
+
+@contextmanager
+def started(script, *arguments, cwd=ROOT, **environment):
+    """Starts a module, or a file, with arguments and further variables; it is killed at the end, if it still runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.txt"
+        log.touch()
+        everything = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        texts = [str(argument) for argument in arguments]
+        process = PROCESSES.Process(target=_run, args=(str(script), texts, str(cwd), everything, str(log)))
+        process.start()
+        try:
+            yield Script(process, log)
+        finally:
+            process.kill()
+            process.join()
+
+
+def run(script, *arguments, seconds=280, code=0, **options):
+    """Runs a module, or a file, to its end, which is that of a success unless `code` says otherwise; what it says."""
+    with started(script, *arguments, **options) as running:
+        running.process.join(seconds)
+        text = running.text
+        assert running.process.exitcode == code, f"{running.process.exitcode}: {text[-4000:]}"
+    return text
+
+
+def _run(script, arguments, cwd, environment, log):
+    with open(log, "ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, cwd)
+    if script.endswith(".py"):
+        sys.path.insert(0, str(Path(script).parent))
+        runpy.run_path(script, run_name="__main__")
+    else:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
