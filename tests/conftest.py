@@ -34,6 +34,14 @@ def pytest_configure(config):
         torch.backends.cudnn.deterministic = True
 
 
+def pytest_collection_modifyitems(items):
+    """Of a table of cases each goes through one door, in turn, and through the other one in `make test-slow`."""
+    for item in items:
+        places = item.callspec.indices if hasattr(item, "callspec") else {}
+        if "either_trainer" in places and len(places) > 1 and sum(places.values()) % 2:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish(session):
     """What lives as long as the session is not looked at again by every collection of garbage."""
     gc.collect()

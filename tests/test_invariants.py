@@ -365,7 +365,7 @@ def test_optimizer_state_is_reset_for_every_visit(plain_trainer, federated_train
 def test_identical_clients_are_one_of_them(aggregator, either_trainer):
     tensors = models.vectors({"x": 37})["x"]
     recorder = Recorder()
-    trainer = either_trainer(max_rounds=2, method=aggregator, local_epochs=2, callbacks=[recorder])
+    trainer = either_trainer(max_rounds=2, method=aggregator, callbacks=[recorder])
     data = FederatedDataModule({name: TensorDataset(*tensors) for name in "abcdefg"}, batch_size=8, shuffle=False)
     trainer.fit(models.Module(models.BaseAndHead(), models.adam), datamodule=data)
     for number, aggregate in enumerate(recorder.aggregates):
@@ -402,17 +402,16 @@ IN_ANY_ORDER = [*RULES, *STEPS, *OWN_MODELS, "fednova", "krum:before=[bucketing]
 def test_the_order_of_the_clients_does_not_matter(aggregator, cohort, either_trainer):
     clients = models.as_datasets(models.vectors())
     runs = []
-    for names in (list(clients), list(clients)[::-1], sorted(clients, key=lambda name: name[-1])):
+    for names in (list(clients), list(clients)[::-1]):
         module, recorder = models.Module(models.norm_mlp(), models.momentum), Recorder()
         trainer = either_trainer(
-            max_rounds=3, clients_per_round=cohort, method=aggregator, local_epochs=2, stragglers=0.5, dropout=0.2,
+            max_rounds=2, clients_per_round=cohort, method=aggregator, local_epochs=2, stragglers=0.5, dropout=0.2,
             seed=SEED, callbacks=[recorder],
         )  # fmt: skip
         trainer.fit(module, datamodule=FederatedDataModule({name: clients[name] for name in names}))
         runs.append((state_of(module), [(visit.client, len(visit.batches)) for visit in recorder.visits]))
-    for state, visits in runs[1:]:
-        assert visits == runs[0][1]
-        assert_same(runs[0][0], state)
+    assert runs[0][1] == runs[1][1]
+    assert_same(runs[0][0], runs[1][0])
 
 
 def test_the_order_in_which_clients_are_visited_does_not_matter(federated_trainer):
