@@ -180,20 +180,35 @@ def plan_budget(
 
 @lru_cache(maxsize=1024)
 def _epsilon(budget: Budget, rounds: int) -> float:
+    if budget.accountant == "rdp":
+        orders, divergences = _divergences(budget)
+        return float(_dp_accounting().rdp.compute_epsilon(orders, rounds * divergences, budget.delta)[0])
+    dp = _dp_accounting()
+    # Coarser than its default, and ten times as fast: the bound is a little larger.
+    accountant = dp.pld.PLDAccountant(_relation(budget), value_discretization_interval=1e-3)
+    return float(accountant.compose(_round(budget), rounds).get_epsilon(budget.delta))
+
+
+@lru_cache(maxsize=1024)
+def _divergences(budget: Budget) -> tuple[Any, Any]:
+    """Orders and the Rényi divergences of one round; those of many are their sums, and take no more time."""
+    accountant = _dp_accounting().rdp.RdpAccountant(neighboring_relation=_relation(budget))
+    accountant.compose(_round(budget))
+    return accountant._orders, accountant._rdp
+
+
+def _relation(budget: Budget) -> Any:
+    relations = _dp_accounting().NeighboringRelation
+    return relations.REPLACE_ONE if budget.sampling == "fixed" else relations.ADD_OR_REMOVE_ONE
+
+
+def _round(budget: Budget) -> Any:
+    """A round as an event of the library's."""
     dp = _dp_accounting()
     gaussian = dp.GaussianDpEvent(budget.noise_multiplier)
     if budget.sampling == "fixed":
-        relation = dp.NeighboringRelation.REPLACE_ONE
-        event = dp.SampledWithoutReplacementDpEvent(budget.population, budget.cohort, gaussian)
-    else:
-        relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
-        event = dp.PoissonSampledDpEvent(budget.cohort / budget.population, gaussian)
-    if budget.accountant == "rdp":
-        accountant = dp.rdp.RdpAccountant(neighboring_relation=relation)
-    else:  # coarser than its default, and ten times as fast: the bound is a little larger
-        accountant = dp.pld.PLDAccountant(relation, value_discretization_interval=1e-3)
-    accountant.compose(event, rounds)
-    return float(accountant.get_epsilon(budget.delta))
+        return dp.SampledWithoutReplacementDpEvent(budget.population, budget.cohort, gaussian)
+    return dp.PoissonSampledDpEvent(budget.cohort / budget.population, gaussian)
 
 
 def _dp_accounting() -> Any:

@@ -36,6 +36,21 @@ def test_a_cohort_of_a_fixed_size(z, epsilon):
 
 
 @needs_accountant
+@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+def test_rounds_are_composed_as_by_the_library(sampling):
+    import dp_accounting as dp
+
+    gaussian = dp.GaussianDpEvent(0.9)
+    relation, event = {
+        "poisson": (dp.NeighboringRelation.ADD_OR_REMOVE_ONE, dp.PoissonSampledDpEvent(0.03, gaussian)),
+        "fixed": (dp.NeighboringRelation.REPLACE_ONE, dp.SampledWithoutReplacementDpEvent(100, 3, gaussian)),
+    }[sampling]
+    for rounds in (1, 2, 77):
+        accountant = dp.rdp.RdpAccountant(neighboring_relation=relation).compose(event, rounds)
+        assert Budget(0.9, 1e-5, 100, 3, sampling).epsilon(rounds) == accountant.get_epsilon(1e-5)
+
+
+@needs_accountant
 @pytest.mark.parametrize(
     ("cohort", "rounds", "accountant", "z"),
     [(1, 1500, "rdp", 0.7138), (5, 2000, "rdp", 0.9401), (1, 1500, "pld", 0.6162)],
