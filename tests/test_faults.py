@@ -33,6 +33,7 @@ from lightning_fed.errors import VisitTimeout
 from lightning_fed.rounds.failed_rounds import FailedRounds
 from lightning_fed.server.interface import RoundReport
 from lightning_fed.server.server import Server
+from tests.breadth import quick
 
 ROUNDS = 3
 BATCH = 4
@@ -424,8 +425,16 @@ def with_loaders(clients):
     return {name: DataLoader(data, batch_size=BATCH) for name, data in clients.items()}
 
 
-@pytest.mark.parametrize("place", [0, 1, 3], ids=["first", "in the middle", "last"])
-@pytest.mark.parametrize("fault", DATA)
+PLACES = (0, 1, 3)  # first, in the middle, last
+
+
+def at_places(table):
+    """Every fault at every place; the quick cases have each at one, in turn."""
+    chosen = [(fault, PLACES[number % len(PLACES)]) for number, fault in enumerate(table)]
+    return quick([(fault, place) for fault in table for place in PLACES], chosen)
+
+
+@pytest.mark.parametrize(("fault", "place"), at_places(DATA))
 def test_data(fault, place, without, caplog):
     bad, reason = DATA[fault]
     options = {"drop_last": True} if fault == "no full batch" else {}
@@ -434,9 +443,10 @@ def test_data(fault, place, without, caplog):
     assert_as_if_it_were_not_there(run, without("data sets", "recalibrate"))
 
 
-@pytest.mark.parametrize(
-    ("fault", "place"), [("batch in the middle raises", 0), ("first batch raises", 1), ("cannot be built", 3)]
-)
+IN_WORKERS = [("batch in the middle raises", 0), ("first batch raises", 1), ("cannot be built", 3)]
+
+
+@pytest.mark.parametrize(("fault", "place"), quick(IN_WORKERS, IN_WORKERS[::2]))
 def test_data_in_workers(fault, place, without, caplog):
     """The data set is read in worker processes, ahead of the training."""
     bad, reason = DATA[fault]
@@ -530,8 +540,7 @@ def test_a_clock_rings_only_where_it_may():
         pass
 
 
-@pytest.mark.parametrize("place", [0, 1, 3], ids=["first", "in the middle", "last"])
-@pytest.mark.parametrize("fault", LOADERS)
+@pytest.mark.parametrize(("fault", "place"), at_places(LOADERS))
 def test_loaders(fault, place, without, caplog):
     bad, reason = LOADERS[fault]
     run = train(with_bad(with_loaders(good_clients()), place, bad))
@@ -539,8 +548,7 @@ def test_loaders(fault, place, without, caplog):
     assert_as_if_it_were_not_there(run, without("loaders"))
 
 
-@pytest.mark.parametrize("place", [0, 1, 3], ids=["first", "in the middle", "last"])
-@pytest.mark.parametrize("fault", MESSAGES)
+@pytest.mark.parametrize(("fault", "place"), at_places(MESSAGES))
 def test_messages(fault, place, without, caplog):
     sabotage, reason = MESSAGES[fault]
     run = train(with_bad(good_clients(), place, lambda: examples(2 * BATCH)), [Sabotages("bad", sabotage)])

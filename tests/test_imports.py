@@ -23,7 +23,8 @@ builtins.__import__ = noting
 import lightning_fed
 builtins.__import__ = original
 added = {name.partition(".")[0] for name in set(sys.modules) - before}
-print(json.dumps([sorted(set(asked)), sorted(added)]))
+command_line = sorted({"lightning_fed.cli.main", "lightning_fed.cli.demo"} & set(sys.modules))
+print(json.dumps([sorted(set(asked)), sorted(added), command_line]))
 """
 
 
@@ -34,12 +35,16 @@ def imports():
 
 
 def test_the_package_asks_for_nothing_slow(imports):
-    asked, _ = imports
+    asked, _, _ = imports
     assert "torch" in asked  # the requests are seen
     assert not set(asked) & set(SLOW)
 
 
 def test_nothing_slow_is_loaded_that_lightning_does_not_load(imports):
-    _, added = imports
+    _, added, _ = imports
     assert "lightning_fed" in added
     assert not set(added) & set(SLOW)
+
+
+def test_the_command_line_is_not_loaded(imports):
+    assert not imports[2]

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 import lightning_fed
+from lightning_fed import FederatedTrainer
 from lightning_fed.messages import Broadcast, ClientUpdate
 from tests import models
+from tests.conftest import QUIET
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -15,9 +17,9 @@ PACKAGE = Path(lightning_fed.__file__).parent
 MOST_FILES = 8
 
 
-@pytest.fixture
-def files_that_hold():
-    """Files whose functions take, hold or return a message of a kind while what is in the block runs."""
+@pytest.fixture(scope="module")
+def files_that_hold(tmp_path_factory):
+    """Files whose functions take, hold or return a message of a kind while a federation trains."""
     files = {Broadcast: set(), ClientUpdate: set()}
 
     def note(frame, event, result):
@@ -28,15 +30,19 @@ def files_that_hold():
                 if any(type(value) is kind for value in values):
                     known.add(str(path.relative_to(PACKAGE)))
 
+    trainer = FederatedTrainer(max_rounds=2, default_root_dir=tmp_path_factory.mktemp("fit"), **QUIET)
+    data = {name: dataset for name, dataset in list(models.as_datasets(models.vectors()).items())[:2]}
     before = sys.getprofile()
     sys.setprofile(note)
-    yield files
-    sys.setprofile(before)
+    try:
+        trainer.fit(models.Module(models.mlp()), data)
+    finally:
+        sys.setprofile(before)
+    return files
 
 
 @pytest.mark.parametrize("kind", [Broadcast, ClientUpdate])
-def test_few_files_hold_a_message(kind, federated_trainer, files_that_hold):
-    federated_trainer(max_rounds=2).fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+def test_few_files_hold_a_message(kind, files_that_hold):
     files = files_that_hold[kind]
     assert {"rounds/round.py", "server/server.py"} <= files
     assert len(files) <= MOST_FILES, sorted(files)

@@ -16,10 +16,15 @@ from lightning_fed.callbacks.segmentation_images import SegmentationImages
 from lightning_fed.cli import demo
 from lightning_fed.cli.demo import run_demo
 from lightning_fed.cli.main import main
-from lightning_fed.datasets import Shapes
+from lightning_fed.datasets import CamVid, Shapes
+from tests.datasets.test_datasets import write_camvid_npz
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-SMALL = {"num_clients": 3, "clients_per_round": 2, "num_scenes": 48}
+SMALL = {"num_clients": 3, "clients_per_round": 2, "num_scenes": 36}
+
+
+def small_scenes(**options):
+    return Shapes(**{**options, "num_val": 16, "image_size": 32})
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +39,7 @@ def small(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", save)
+        patch.setattr(demo, "Shapes", small_scenes)
         patch.setattr(sys.stdout, "write", text.append)
         result = run_demo(rounds=5, out=folder / "runs", **SMALL)
     return result, "".join(text), figures[0]
@@ -96,8 +102,8 @@ def test_the_picture_shows_clients_curves_and_predictions(small):
             assert list(line.get_ydata()) == [getattr(row, name) for row in result.rounds]
     assert len(tiles) == 24
     inputs, truths, predictions = (tiles[row * 8 : row * 8 + 8] for row in range(3))
-    data = Shapes(num_train=1, num_val=96, num_test=1)
-    first, last = data.val_dataset.inputs[0], data.val_dataset.targets[95]
+    data = small_scenes(num_train=1, num_test=1)
+    first, last = data.val_dataset.inputs[0], data.val_dataset.targets[15]
     assert np.array_equal(inputs[0].get_images()[0].get_array(), first.permute(1, 2, 0).numpy())
     colors = np.array(default_colors(6))
     assert np.array_equal(truths[-1].get_images()[0].get_array(), colors[last.numpy()])
@@ -106,7 +112,18 @@ def test_the_picture_shows_clients_curves_and_predictions(small):
     assert len(seen) > 1
 
 
-def test_it_takes_camvid(tmp_path, capsys):
+def test_it_takes_camvid(tmp_path, monkeypatch, capsys):
+    """Frames in the format of the real ones, of two clients, a quarter of the size."""
+    write_camvid_npz(tmp_path / "camvid", {"train": {"A1": 24}, "val": {"A1": 9}}, plain_masks=True)
+    monkeypatch.setattr(demo, "CamVid", lambda *args, **options: CamVid(*args, **{**options, "image_size": (32, 32)}))
+    result = run_demo(tmp_path, rounds=1, out=tmp_path / "runs", num_clients=2, clients_per_round=1)
+    assert "on CamVid: 24 images over 2 clients, 1 in a round" in capsys.readouterr().out
+    assert len(result.rounds) == 1
+    assert result.picture.is_file()
+
+
+@pytest.mark.slow
+def test_it_takes_the_real_camvid(tmp_path, capsys):
     if not DATA.is_dir():
         pytest.skip(f"no data at {DATA}")
     result = run_demo(DATA, rounds=1, out=tmp_path, num_clients=24, clients_per_round=1)

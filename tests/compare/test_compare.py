@@ -8,6 +8,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from lightning_fed.compare import (
     load_results,
     markdown,
     method_choices,
+    report,
     run_comparison,
     summarize,
     write_report,
@@ -51,10 +53,23 @@ ALIKE_HERE = [  # robust rules: one of them stands for all
     name for name, rule in ALL_METHODS.items() if issubclass(rule, RobustAggregator) and name != "trimmedmean"
 ]
 WITH_OPTIONS = ("fixbn",)  # that have no default
+OF_EACH_MECHANISM = ("fedavg", "ditto", "feddane", "fedfusion", "fedma", "fedmargin", "fedper", "fesem", "scaffold")
 METHODS = [name for name in method_choices() if name not in (CENTRAL, *MANY_CLASSES, *WITH_OPTIONS, *ALIKE_HERE)]
 
 # Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch):
+    """The picture of a report takes as long as a run: only those who look at one have it drawn."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr(report, "draw", lambda *args: None)
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    """Reports have their picture."""
 
 
 @pytest.fixture(autouse=True)
@@ -119,10 +134,11 @@ def same_rounds(fit, other):
     return all(np.array_equal(indices, other["clients"][client]) for client, indices in fit["clients"].items())
 
 
-def test_all_methods_see_the_same():
+@pytest.mark.parametrize("methods", quick([OF_EACH_MECHANISM, METHODS], [OF_EACH_MECHANISM]), ids=len)
+def test_all_methods_see_the_same(methods):
     """Initial weights, partition, cohorts, stragglers, seeds and amounts of work."""
-    compare("own.yaml", "--methods", *METHODS, "--stragglers", "0.7", "--out", "out")
-    fits = dict(zip(METHODS, Notes.fits, strict=True))
+    compare("own.yaml", "--methods", *methods, "--stragglers", "0.7", "--out", "out")
+    fits = dict(zip(methods, Notes.fits, strict=True))
     first = fits["fedavg"]
     assert len(fits) > 4
     assert len(first["visits"]) > 6
@@ -160,7 +176,7 @@ def test_what_seeds_and_stragglers_change(tmp_path):
     assert min(stragglers[0, 0.7], stragglers[1, 0.7]) >= 4  # 2 of 3 in each of 3 rounds, but for dropouts
 
 
-@pytest.mark.parametrize("stragglers", ["", "  stragglers: 0.5\n"])
+@pytest.mark.parametrize("stragglers", quick(["", "  stragglers: 0.5\n"], ["  stragglers: 0.5\n"]))
 def test_fedavg_is_the_recipe_itself(stragglers, tmp_path):
     """Bit for bit what `lightning-fed fit` makes of it, also the values that it logs."""
     recipe = tmp_path / "own.yaml"
@@ -178,7 +194,7 @@ def test_fedavg_is_the_recipe_itself(stragglers, tmp_path):
     assert [{name: v for name, v in values.items() if "seconds" not in name} for values in rounds] == logged
 
 
-@pytest.mark.parametrize("count", quick([6, None], [6]))
+@pytest.mark.parametrize("count", quick([3, None], [3]))
 def test_the_recipes_other_options_are_every_methods(count, tmp_path):
     """Also where one client in a round (1) equals all of them (1.0), the default."""
     arguments = ["--trainer.clients_per_round", "1", "--trainer.optimizer_state", "keep", "--trainer.dropout", "0"]
@@ -197,7 +213,7 @@ WORK = {  # of a round of `OWN`, in passes over the pooled data
 ALIKE = ("--trainer.partition", "IID", "--trainer.partition.num_clients", 6, "--trainer.dropout", 0)
 
 
-@pytest.mark.parametrize("passes", WORK)
+@pytest.mark.parametrize("passes", quick(WORK, [1 / 3, 2.5]))
 def test_a_round_of_central_is_as_long_as_a_round(passes, tmp_path):
     """In examples, of which every one comes once in every pass, in another order."""
     compare("own.yaml", "--methods", "central,fedavg", "--out", "out", "--", *WORK[passes], *ALIKE)
@@ -225,7 +241,7 @@ trainer:
 """
 
 
-@pytest.mark.parametrize(("epochs", "share"), [(3, 1.0), (3, 0.5), (1, 0.25)])
+@pytest.mark.parametrize(("epochs", "share"), quick([(3, 1.0), (3, 0.5), (1, 0.25)], [(3, 0.5), (1, 0.25)]))
 def test_schedulers_of_central_count_rounds(epochs, share, tmp_path):
     """With as many rounds; what callbacks monitor is there in all of them."""
     (tmp_path / "schedule.yaml").write_text(SCHEDULE)
@@ -253,7 +269,7 @@ def test_data_that_ask_for_their_trainer(partitioned, tmp_path):
     assert len(result(tmp_path / "out", "central_0")["rounds"]) == 3
 
 
-@pytest.mark.parametrize("passes", [1 / 3, 2.5])
+@pytest.mark.parametrize("passes", quick([1 / 3, 2.5], [2.5]))
 def test_central_goes_on_in_the_middle_of_a_pass(passes, tmp_path):
     arguments = ("--", *WORK[passes], *ALIKE)
     compare("own.yaml", "--methods", "central", "--out", "whole", *arguments)
@@ -305,7 +321,7 @@ ALL = ("own.yaml", "--methods", "central,fedper,fedmargin", "--stragglers", "0.5
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(pictures, tmp_path_factory):
     """The files of a comparison that nothing interrupts, and their weights."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "own.yaml").write_text(OWN)
@@ -359,6 +375,7 @@ def test_interrupted_and_started_again(where, whole, tmp_path, capsys):
     assert_alike(out, whole)
 
 
+@pytest.mark.slow
 def test_killed_and_started_again(whole, tmp_path):
     place, left = PLACES["in a later round"]
     command = [sys.executable, "-m", "tests.compare.compare_script", json.dumps(place), "compare", *ALL, "out"]
@@ -538,6 +555,7 @@ def test_progress_on_a_terminal(tmp_path):
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_arguments_after_the_dashes(tmp_path):
     compare("own.yaml", "--methods", "fedavg", "--out", "out", "--", "--trainer.max_rounds", "1")
     assert len(result(tmp_path / "out", "fedavg_0_0")["rounds"]) == 1
@@ -546,7 +564,7 @@ def test_arguments_after_the_dashes(tmp_path):
 def test_options_of_methods(tmp_path):
     """Each under its own label, with the effect of its own."""
     methods = "fedprox:mu=0,fedavg,fedprox:mu=1e1,FedAvg:batch_norm=average"
-    compare("own.yaml", "--methods", methods, "--out", "out")
+    compare("own.yaml", "--methods", methods, "--out", "out", "--", "--trainer.max_rounds", "1")
     out = tmp_path / "out"
     states = {path.parent.name: weights(path) for path in out.glob("runs/*/last.ckpt")}
     assert sorted(states) == ["fedavg_0_0", "fedavg_batch_norm=average_0_0", "fedprox_mu=0_0_0", "fedprox_mu=1e1_0_0"]
@@ -579,7 +597,7 @@ def test_values_of_options():
 def test_options_of_the_callbacks_that_a_method_brings(tmp_path):
     """Each method has its own; other methods have none, and send no prototypes."""
     methods = "fedavg,fedmargin,fedmargin:layer=body:passes=online,fedmargin:layer=body.0"
-    compare("own.yaml", "--methods", methods, "--out", "out")
+    compare("own.yaml", "--methods", methods, "--out", "out", "--", "--trainer.max_rounds", "1")
     first = {row["method"]: row for row in rows(tmp_path / "out" / "rounds.csv") if row["round"] == "1"}
     assert list(first) == methods.split(",")
     assert [bool(row["clients/lpm"]) for row in first.values()] == [False, True, True, True]
@@ -613,16 +631,32 @@ def test_fedrep_divides_the_recipes_epochs(text, epochs):
     assert federation.method.callbacks[0].head_epochs == epochs[0]
 
 
-def test_clients_with_models_of_their_own(tmp_path, capsys):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A comparison of clients that have their own data, and what it said."""
+    folder, said = tmp_path_factory.mktemp("trained"), []
+    (folder / "clients.yaml").write_text(CLIENTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["lightning-fed"])
+        patch.setattr(sys.stdout, "write", said.append)
+        patch.setattr(Notes, "fits", [])
+        patch.setattr(report, "draw", lambda *args: None)
+        with same_random_numbers():
+            compare("clients.yaml", "--methods", "central,fedavg,fedper,fesem", "--out", "out")
+    return folder / "out", "".join(said)
+
+
+def test_clients_with_models_of_their_own(trained, tmp_path, capsys):
     """With validation data for every client, all methods are compared by the mean over clients; also the central."""
-    methods = "central,fedavg,fedper,fesem"
-    compare("clients.yaml", "--methods", methods, "--out", "out")
-    assert "clients of `fedper`, `fesem` have models of their own" in capsys.readouterr().out
+    methods, (out, said) = "central,fedavg,fedper,fesem", trained
+    assert "clients of `fedper`, `fesem` have models of their own" in said
+    shutil.copytree(out, "out")
     compare("clients.yaml", "--methods", methods, "--out", "out", "--monitor", "fed/val_acc/mean")
     said = capsys.readouterr().out
     assert said.startswith("4 of 4 runs: done before\n\n| method | fed/val_acc/mean | #R@80% |")
     assert "models of their own" not in said
-    assert len(Notes.fits) == 4
+    assert not Notes.fits
     found = {row["method"]: float(row["fed/val_acc/mean"]) for row in rows(tmp_path / "out" / "summary.csv")}
     assert list(found) == methods.split(",")
     runs = {"central": "central_0", "fedavg": "fedavg_0_0", "fedper": "fedper_0_0"}
@@ -646,16 +680,16 @@ def scores(run, clients):
     return np.mean(right), np.mean(means)
 
 
-def test_test_data_are_asked_for_afterwards(tmp_path):
+def test_test_data_are_asked_for_afterwards(trained, tmp_path):
     """Finished models are evaluated, not trained again; clients' own models too."""
     methods, out = "central,fedavg,fedper", tmp_path / "out"
-    compare("clients.yaml", "--methods", methods, "--out", "out")
+    shutil.copytree(trained[0], out)
     assert not result(out, "fedavg_0_0")["test"]
     compare("clients.yaml", "--methods", methods, "--out", "out", "--test")
     first = {row["method"]: float(row["test"]) for row in rows(out / "summary.csv")}
     compare("clients.yaml", "--methods", methods, "--out", "out", "--monitor", "fed/val_acc/mean")
     second = {row["method"]: float(row["test"]) for row in rows(out / "summary.csv")}
-    assert len(Notes.fits) == 3
+    assert not Notes.fits
     for method, run in (("central", "central_0"), ("fedavg", "fedavg_0_0"), ("fedper", "fedper_0_0")):
         expected = scores(out / "runs" / run, Synthetic(num_clients=4, seed=10).test)
         assert [first[method], second[method]] == pytest.approx(expected)
@@ -768,7 +802,7 @@ def test_the_numbers_of_the_summary(mode, last, tmp_path):
             assert float(row["rounds_to_70%"]) == pytest.approx(np.mean(first))
 
 
-def test_the_files_of_a_report(tmp_path):
+def test_the_files_of_a_report(pictures, tmp_path):
     out = tmp_path / "out"
     text = write_report(made_up(), out)
     rounds = read_csv(out / "rounds.csv")
@@ -869,7 +903,7 @@ def test_the_loss_of_what_diverges(loss, shown, tmp_path):
     assert re.search(rf"^\| `fedavg` .* \| {re.escape(shown)} {3 * number}\|$", markdown(results), re.M)
 
 
-def test_without_matplotlib(tmp_path, monkeypatch, caplog):
+def test_without_matplotlib(pictures, tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     write_report(made_up(), tmp_path / "out")
     assert caplog.messages == ["No picture of the curves: `pip install lightning-fed[demo]` brings matplotlib."]
@@ -878,7 +912,7 @@ def test_without_matplotlib(tmp_path, monkeypatch, caplog):
 
 def test_without_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_fed.compare.run.find_spec", lambda name: None)
-    compare("own.yaml", "--methods", "fedavg", "--out", "out")
+    compare("own.yaml", "--methods", "fedavg", "--out", "out", "--", "--trainer.max_rounds", "1")
     assert not (tmp_path / "out" / "tensorboard").exists()
 
 

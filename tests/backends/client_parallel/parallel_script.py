@@ -399,10 +399,10 @@ def spread_out(folder, processes):
 
 
 def matched(folder, processes):
-    """FedMA: three passes of two rounds; the module gets wider, clients keep their models at home and forget them."""
+    """FedMA: two passes of two rounds; the module gets wider, clients keep their models at home and forget them."""
     data = FederatedDataModule(clients(), batch_size=4)
-    options = {"clients_per_round": 3, "local_epochs": 3, "method": "fedma", "store": f"{folder}/of-clients"}
-    found = train(folder, processes, Net, data, 6, **options)
+    options = {"clients_per_round": 3, "local_epochs": 2, "method": "fedma", "store": f"{folder}/of-clients"}
+    found = train(folder, processes, Net, data, 4, **options)
     found["logged"] = {name: value for name, value in found["logged"].items() if not name.endswith("/seconds")}
     return {**found, "lines": []}
 
@@ -428,7 +428,7 @@ def private_examples(folder, processes):
     private = DPSGD(0.5, 0.8, 1e-3, key_for_tests=7)
     data = FederatedDataModule(clients(), batch_size=4)
     options = {"clients_per_round": 3, "secure_sum": SecureSum(2.0), "weighting": "uniform"}
-    found = train(folder, processes, lambda: Net(batch_norm=False), data, callbacks=[private], **options)
+    found = train(folder, processes, lambda: Net(batch_norm=False), data, 2, [private], **options)
     return {**found, "accounts": private.state_dict()["accounts"]}
 
 
@@ -512,7 +512,7 @@ class Slow(L.Callback):
 
     def on_train_epoch_start(self, trainer, module):
         if trainer.current_epoch == 1 and os.environ.get("LOCAL_RANK") == "1":
-            time.sleep(4)
+            time.sleep(1)
 
 
 class Stuck(Net):
@@ -557,7 +557,7 @@ def after(name):
 
 def stuck(folder, processes):
     data = FederatedDataModule(clients(), batch_size=4)
-    return train(folder, processes, Stuck, data, visit_timeout=10)
+    return train(folder, processes, Stuck, data, visit_timeout=4)
 
 
 class Forgetful(FederatedCallback):

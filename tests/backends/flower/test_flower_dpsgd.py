@@ -16,6 +16,7 @@ from lightning_fed import FederatedCallback, Federation
 from lightning_fed.privacy import DPSGD, Budget, SecureSum
 from tests import models
 from tests.backends.flower.halves import SIZES, in_process, on_flower
+from tests.breadth import quick
 from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -34,9 +35,10 @@ def accounts(folder):
 STEPS = {33: 2, 20: 2, 48: 3}  # of an epoch, by number of examples; the last batch of 33 would have one of them
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"secure_sum": SecureSum(5.0), "weighting": "uniform"}], ids=["", "secure sum"]
-)
+SUMS = [{}, {"secure_sum": SecureSum(5.0), "weighting": "uniform"}]
+
+
+@pytest.mark.parametrize("options", quick(SUMS, SUMS[1:]), ids=["", "secure sum"])
 def test_its_steps_are_those_of_one_process(options, federated_trainer, tmp_path, caplog):
     """With a key that is known: bit for bit; the accounts are as long."""
     data, callbacks = models.vectors(SIZES), lambda: [DPSGD(1.0, 0.5, 1e-3, key_for_tests=KEY)]
@@ -104,7 +106,7 @@ def test_two_visits_at_once_are_paid_for(tmp_path):
 
 def test_a_large_delta_is_told_once(tmp_path, caplog):
     """Not at every visit, which is a fit of its own."""
-    on_flower(tmp_path, module, models.vectors(SIZES), Federation, 3, lambda: [DPSGD(1.0, 0.5, 0.1)])
+    on_flower(tmp_path, module, models.vectors(SIZES), Federation, 2, lambda: [DPSGD(1.0, 0.5, 0.1)])
     assert caplog.text.count("it allows to give one of them away") == 2  # by each of the two nodes
 
 

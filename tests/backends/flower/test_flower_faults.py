@@ -1,6 +1,7 @@
 """Faults between a server and its clients: clients that are left out, rounds that go on, state that is not lost."""
 
 import json
+import re
 import time
 
 import lightning as L
@@ -21,7 +22,8 @@ from lightning_fed.backends.flower.transport import FlowerTransport, from_record
 from lightning_fed.callbacks import ClassPrototypes, OwnClassConfusion
 from tests import models
 from tests.backends.flower.grids import FakeGrid
-from tests.backends.flower.halves import LOST, OPTIONS, ROUND, SIZES, Loses, clients_of, in_process, on_flower
+from tests.backends.flower.halves import LOST, OPTIONS, SIZES, Loses, clients_of, in_process, on_flower
+from tests.breadth import quick
 from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -31,10 +33,17 @@ def make_module():
     return models.Module(models.dropout_mlp(), models.momentum)
 
 
-def is_lost(message, content):
-    """Returns whether this is the answer that is lost."""
-    sent = json.loads(from_records(message.content).text)["header"]
-    return (sent.get("visit") or {}).get("client") == LOST and sent["visit"]["round"] == ROUND
+def spoilt(message_type, changes):
+    """Changes the answers of the lost client, of every round in another way."""
+
+    def on_the_way(node, message, content):
+        if message.metadata.message_type != message_type:
+            return [content]
+        visit = json.loads(from_records(message.content).text)["header"].get("visit") or {}
+        is_lost = visit.get("client") == LOST and visit["round"] < len(changes)
+        return changes[visit["round"]](content) if is_lost else [content]
+
+    return on_the_way
 
 
 def changed(text=None, **header):
@@ -145,67 +154,59 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize(("change", "reason"), NONSENSE.values(), ids=NONSENSE)
-def test_one_answer_that_cannot_be_used(change, reason, federated_trainer, tmp_path, caplog):
-    """The client is left out of this round by name; the run goes on, and ends as where it was left out in process."""
-    data = models.vectors(SIZES)
-    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[Loses()])
+def test_answers_that_cannot_be_used(federated_trainer, tmp_path, caplog):
+    """In every round another: the client is left out by name; the run ends as where it was left out in process."""
+    data, rounds = models.vectors(SIZES), len(NONSENSE) + 1
+    loses = Loses(rounds=range(len(NONSENSE)))
+    here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), rounds, [loses])
     caplog.clear()
-
-    def on_the_way(node, message, content):
-        return change(content) if message.metadata.message_type == "train" and is_lost(message, content) else [content]
-
+    changes, reasons = zip(*NONSENSE.values(), strict=True)
     there, trainer, _, _ = on_flower(
-        tmp_path, make_module, data, lambda: Federation(seed=1), change=on_the_way, limit=1
+        tmp_path, make_module, data, lambda: Federation(seed=1), rounds, change=spoilt("train", changes), limit=1
     )
     assert_same(state_of(there), state_of(here))
-    assert trainer.callbacks[0].rounds == 3
-    left_out = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
-    assert len(left_out) == 1
-    assert left_out[0].startswith(f"Round {ROUND}: client {LOST!r} is left out")
-    assert reason in left_out[0]
+    assert trainer.callbacks[0].rounds == rounds
+    left_out = [message for message in caplog.messages if "is left out" in message]
+    for round, (message, reason) in enumerate(zip(left_out, reasons, strict=True)):
+        assert message.startswith(f"Round {round}: client {LOST!r} is left out")
+        assert reason in message
 
 
 COUNTED = ["no JSON", "a huge shape", "not finite", "another name", "steps of a year"]  # among the malicious
 NOT_COUNTED = ["no answer", "a program that failed"]  # honest clients do that as well
 
 
-@pytest.mark.parametrize("name", [*COUNTED, *NOT_COUNTED])
-def test_a_robust_rule_counts_an_answer_that_was_refused(name, tmp_path, caplog):
+def test_a_robust_rule_counts_an_answer_that_was_refused(tmp_path, caplog):
     """One of three may be malicious: where it has shown itself two are enough, and otherwise three are needed."""
-
-    def on_the_way(node, message, content):
-        is_train = message.metadata.message_type == "train"
-        return NONSENSE[name][0](content) if is_train and is_lost(message, content) else [content]
-
+    names = [*COUNTED, *NOT_COUNTED]
+    changes = [NONSENSE[name][0] for name in names]
     on_flower(
         tmp_path, make_module, models.vectors(SIZES), lambda: Federation("median:num_malicious=1", seed=1),
-        change=on_the_way, limit=1,
+        len(names), change=spoilt("train", changes), limit=1,
     )  # fmt: skip
-    has_failed = "with num_malicious=1 needs 3 good updates, and the round has 2" in caplog.text
-    assert has_failed == (name in NOT_COUNTED)
+    failed = re.findall(r"Round (\d+).* with num_malicious=1 needs 3 good updates, and the round has 2", caplog.text)
+    assert [names[int(round)] for round in dict.fromkeys(failed)] == NOT_COUNTED
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [(reshaped_statistics, "does not fit the model"), (poisoned, "NaN or infinite"), (huge, "which is no entry")],
-)
-def test_statistics_that_cannot_be_used(change, reason, tmp_path, caplog):
+def test_statistics_that_cannot_be_used(tmp_path, caplog):
     """The client's statistics are left out, its update is not."""
+    changes = [table(reshaped_statistics), table(poisoned), table(huge)]
+    failed = []
 
-    def module():
-        return models.Module(models.norm_mlp(), models.momentum)
+    class Count(L.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            failed.append(trainer.callback_metrics["fed/failed"])
 
-    def on_the_way(node, message, content):
-        is_statistics = message.metadata.message_type == "evaluate" and is_lost(message, content)
-        return table(change)(content) if is_statistics else [content]
-
-    _, trainer, _, _ = on_flower(tmp_path, module, models.vectors(SIZES), Federation, change=on_the_way)
-    left_out = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
-    assert len(left_out) == 1
-    assert left_out[0].startswith("Client 'bob''s BatchNorm statistics are left out")
-    assert reason in left_out[0]
-    assert trainer.callbacks[0].round_log.state_dict()["last"]["fed/failed"] == 0
+    on_flower(
+        tmp_path, lambda: models.Module(models.norm_mlp(), models.momentum), models.vectors(SIZES), Federation,
+        len(changes), change=spoilt("evaluate", changes), server_callbacks=[Count()],
+    )  # fmt: skip
+    left_out = [message for message in caplog.messages if "left out" in message]
+    reasons = ("does not fit the model", "NaN or infinite", "which is no entry")
+    for message, reason in zip(left_out, reasons, strict=True):
+        assert message.startswith("Client 'bob''s BatchNorm statistics are left out")
+        assert reason in message
+    assert failed == [0, 0, 0]
 
 
 def test_an_answer_that_comes_twice(federated_trainer, tmp_path):
@@ -278,11 +279,15 @@ RESUMED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("moment", ["between rounds", "inside a round"])
-@pytest.mark.parametrize("case", RESUMED.values(), ids=RESUMED)
-def test_the_server_is_killed_and_started_again(case, moment, federated_trainer, tmp_path):
+KILLS = [(name, moment) for name in RESUMED for moment in ("between rounds", "inside a round")]
+
+
+@pytest.mark.parametrize(
+    ("name", "moment"), quick(KILLS, [("fedper", "inside a round"), ("fedmargin", "between rounds")])
+)
+def test_the_server_is_killed_and_started_again(name, moment, federated_trainer, tmp_path):
     """The run ends as one that nobody killed; what clients kept for a round that never was is not seen."""
-    federation, module, callbacks = case
+    federation, module, callbacks = RESUMED[name]
     data = models.vectors(SIZES)
     here, _ = in_process(federated_trainer, module, data, federation(), callbacks=callbacks())
 

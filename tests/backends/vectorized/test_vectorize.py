@@ -17,6 +17,7 @@ from lightning_fed.callbacks import FederatedCallback, ProximalTerm
 from lightning_fed.data import DatasetClients
 from lightning_fed.data.dataset_clients import DatasetsSource
 from tests import models
+from tests.breadth import quick, slow
 from tests.recorders import assert_same, state_of
 
 pytestmark = [
@@ -103,10 +104,10 @@ def wrapped(net, **options):
 @pytest.mark.parametrize(
     ("make", "data"),
     [
-        (wrapped(models.mlp), models.vectors),
+        slow((wrapped(models.mlp), models.vectors)),
         (wrapped(models.mlp, optimizer=models.momentum), models.vectors),
         (wrapped(models.mlp, optimizer=models.adam), models.vectors),
-        (wrapped(models.mlp, optimizer=adagrad), models.vectors),
+        slow((wrapped(models.mlp, optimizer=adagrad), models.vectors)),
         (wrapped(models.dropout_mlp, optimizer=models.momentum), models.vectors),
         (wrapped(group_norm_cnn, optimizer=models.momentum), models.images),
         (wrapped(models.Tied, optimizer=models.momentum), models.sentences),
@@ -152,27 +153,32 @@ def test_batch_norm(mode, federated_trainer):
     )
 
 
+OPTIONS = [
+    {"stragglers": 0.5, "local_epochs": 3},
+    {"local_steps": 3, "clients_per_round": 4},
+    {"method": "fesem", "max_rounds": 3},
+    {"method": "scaffold", "accumulate_grad_batches": 2, "local_steps": 4},
+    {"method": "fednova:mu=0.1", "local_epochs": 2},
+    {"callbacks": lambda: [ProximalTerm(1.0)], "local_epochs": 2},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    {"precision": "bf16-mixed", "tolerance": 0.02},
+    {"frozen": ["net.0.*"]},
+    {"partial_work": "drop", "stragglers": 0.4},
+]
+MORE_OPTIONS = [  # rules whose steps or sums are of the kinds above
+    {"method": "fedadam"},
+    {"method": "fedprox", "local_epochs": 2},
+    {"method": "scaffold", "local_epochs": 2, "max_rounds": 3},
+    {"method": "feddyn:alpha=0.1", "local_epochs": 2, "max_rounds": 3},
+    {"method": "qffl", "local_epochs": 2},
+    {"method": "fedala", "local_epochs": 2, "max_rounds": 3, "tolerance": 1e-4},
+    {"accumulate_grad_batches": 2, "local_steps": 4},
+]
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {"stragglers": 0.5, "local_epochs": 3},
-        {"local_steps": 3, "clients_per_round": 4},
-        {"method": "fesem", "max_rounds": 3},
-        {"method": "fedadam"},
-        {"method": "fedprox", "local_epochs": 2},
-        {"method": "scaffold", "local_epochs": 2, "max_rounds": 3},
-        {"method": "scaffold", "accumulate_grad_batches": 2, "local_steps": 4},
-        {"method": "feddyn:alpha=0.1", "local_epochs": 2, "max_rounds": 3},
-        {"method": "fednova:mu=0.1", "local_epochs": 2},
-        {"method": "qffl", "local_epochs": 2},
-        {"method": "fedala", "local_epochs": 2, "max_rounds": 3, "tolerance": 1e-4},
-        {"callbacks": lambda: [ProximalTerm(1.0)], "local_epochs": 2},
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        {"accumulate_grad_batches": 2, "local_steps": 4},
-        {"precision": "bf16-mixed", "tolerance": 0.02},
-        {"frozen": ["net.0.*"]},
-        {"partial_work": "drop", "stragglers": 0.4},
-    ],
+    quick([*OPTIONS, *MORE_OPTIONS], OPTIONS),
     ids=lambda options: "-".join(options),
 )
 def test_options_of_a_federation(options, federated_trainer):
@@ -646,7 +652,7 @@ REASONS = [
     (models.Module, {"limit_train_batches": 4}, "`limit_train_batches` counts the batches"),
     (models.Module, {"max_steps": 9}, "`max_steps` counts the steps"),
     (lambda net: models.Module(net, lambda own: Lars(own, lr=0.1)), {}, "Lars does not treat every number alone"),
-    (lambda net: models.Module(net, torch.optim.LBFGS), {}, "in a trial LBFGS raised TypeError"),
+    slow((lambda net: models.Module(net, torch.optim.LBFGS), {}, "in a trial LBFGS raised TypeError")),
     pytest.param(
         lambda net: models.Module(net, torch.optim.Adafactor),
         {},
