@@ -37,7 +37,9 @@ def test_a_shared_fixture_that_leaves_a_seed_behind_is_an_error(seed, monkeypatc
     for name in SEED_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     environment = {} if seed is None else {"PL_GLOBAL_SEED": seed}
-    text = warm_process.run("pytest", "-q", "-n0", "-p", "conftest", "-c", os.devnull, tmp_path, code=1, **environment)
+    text, _ = warm_process.run(
+        "pytest", "-q", "-n0", "-p", "conftest", "-c", os.devnull, tmp_path, code=1, **environment
+    )
     assert "2 passed" in text, text
     assert "1 error" in text
     assert "The fixture `leaking` leaves ['PL_GLOBAL_SEED'" in text

@@ -188,7 +188,7 @@ def test_the_example_by_its_path(my_method):
 
 
 def test_the_example_runs(tmp_path):
-    text = warm_process.run(ROOT / "examples" / "my_method.py", "--rounds", "1", "--samples", "200", cwd=tmp_path)
+    text, _ = warm_process.run(ROOT / "examples" / "my_method.py", "--rounds", "1", "--samples", "200", cwd=tmp_path)
     assert re.findall(r"^(\w+): validation accuracy 0\.\d+$", text, re.M) == ["FedAvg", "FedLoss"]
 
 

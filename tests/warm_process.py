@@ -23,46 +23,50 @@ class Script:
 
     Args:
         process: Its process.
-        log: The file of all that it says.
+        folder: The folder of what it writes to its outputs.
     """
 
     process: multiprocessing.Process
-    log: Path
+    folder: Path
 
     @property
-    def text(self):
-        return self.log.read_text()
+    def output(self):
+        return (self.folder / "1").read_text()
+
+    @property
+    def errors(self):
+        return (self.folder / "2").read_text()
 
 
 @contextmanager
 def started(script, *arguments, cwd=ROOT, **environment):
     """Starts a module, or a file, with arguments and further variables; it is killed at the end, if it still runs."""
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log.txt"
-        log.touch()
+        for descriptor in (1, 2):
+            (Path(folder) / f"{descriptor}").touch()
         everything = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
         texts = [str(argument) for argument in arguments]
-        process = PROCESSES.Process(target=_run, args=(str(script), texts, str(cwd), everything, str(log)))
+        process = PROCESSES.Process(target=_run, args=(str(script), texts, str(cwd), everything, folder))
         process.start()
         try:
-            yield Script(process, log)
+            yield Script(process, Path(folder))
         finally:
             process.kill()
             process.join()
 
 
 def run(script, *arguments, seconds=280, code=0, **options):
-    """Runs a module, or a file, to its end, which is that of a success unless `code` says otherwise; what it says."""
+    """Runs a module, or a file, to its end, a success unless `code` says otherwise; its output and its errors."""
     with started(script, *arguments, **options) as running:
         running.process.join(seconds)
-        text = running.text
-        assert running.process.exitcode == code, f"{running.process.exitcode}: {text[-4000:]}"
-    return text
+        output, errors = running.output, running.errors
+        assert running.process.exitcode == code, f"{running.process.exitcode}: {output[-4000:]}\n{errors[-4000:]}"
+    return output, errors
 
 
-def _run(script, arguments, cwd, environment, log):
-    with open(log, "ab") as file:
-        for descriptor in (1, 2):
+def _run(script, arguments, cwd, environment, folder):
+    for descriptor in (1, 2):
+        with open(Path(folder) / f"{descriptor}", "ab") as file:
             os.dup2(file.fileno(), descriptor)
     os.environ.clear()
     os.environ.update(environment)

@@ -194,7 +194,7 @@ def _divergences(budget: Budget) -> tuple[Any, Any]:
     """Orders and the Rényi divergences of one round; those of many are their sums, and take no more time."""
     accountant = _dp_accounting().rdp.RdpAccountant(neighboring_relation=_relation(budget))
     accountant.compose(_round(budget))
-    return accountant._orders, accountant._rdp
+    return accountant._orders, accountant._rdp  # noqa: SLF001  # which the library itself only multiplies
 
 
 def _relation(budget: Budget) -> Any:

@@ -6,11 +6,8 @@ The recipes are those of `compare_script.py`.
 
 import csv
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -43,6 +40,7 @@ from lightning_fed.compare.central import central_trainer
 from lightning_fed.datasets import Synthetic
 from lightning_fed.recipe import FederatedCLI
 from lightning_fed.tasks import ClassificationTask
+from tests import warm_process
 from tests.breadth import quick
 from tests.compare.compare_script import CLIENTS, OWN, Interruption, Notes
 from tests.generators import same_random_numbers
@@ -378,16 +376,12 @@ def test_interrupted_and_started_again(where, whole, tmp_path, capsys):
 @pytest.mark.slow
 def test_killed_and_started_again(whole, tmp_path):
     place, left = PLACES["in a later round"]
-    command = [sys.executable, "-m", "tests.compare.compare_script", json.dumps(place), "compare", *ALL, "out"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    end = time.monotonic() + 200
-    while not (tmp_path / "reached").exists() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    said, _ = process.communicate()
-    assert (tmp_path / "reached").exists(), said
-    assert process.returncode == -signal.SIGKILL
+    command = ["tests.compare.compare_script", json.dumps(place), "compare", *ALL, "out"]
+    with warm_process.started(*command, cwd=tmp_path) as script:
+        end = time.monotonic() + 200
+        while not (tmp_path / "reached").exists() and script.process.is_alive() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert (tmp_path / "reached").exists(), script.errors
     assert len(list(tmp_path.glob("out/runs/*/result.json"))) == place[0] - 1
     compare(*ALL, "out")
     assert [len(fit["logged"]) for fit in Notes.fits] == [left]
@@ -495,20 +489,9 @@ def test_a_metric_that_is_not_logged(tmp_path, capsys):
 
 def test_the_terminal(tmp_path):
     """A line for every run, the table, and nothing of Lightning's; the package's own warnings stay."""
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_fed",
-        "compare",
-        "clients.yaml",
-        "--methods",
-        "central,fedper",
-        "--test",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("PYTHONWARNINGS", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=200)
-    runs, table, note, where = re.split(r"\n\n", done.stdout.strip())
+    command = ["lightning_fed", "compare", "clients.yaml", "--methods", "central,fedper", "--test"]
+    output, errors = warm_process.run(*command, cwd=tmp_path)
+    runs, table, note, where = re.split(r"\n\n", output.strip())
     assert re.fullmatch(
         r"1/2 central, seed 0: val_acc 0\.\d{4}, \d+ s\n2/2 fedper, seed 0, 0% stragglers: val_acc 0\.\d{4}, \d+ s",
         runs,
@@ -518,7 +501,7 @@ def test_the_terminal(tmp_path):
     assert [line.split()[1] for line in lines[2:]] == ["`central`", "`fedper`"]
     assert "clients of `fedper` have models of their own: only `--monitor fed/val_acc/mean` compares these" in note
     assert where == "Tables, curves, checkpoints and logs: runs/compare"
-    assert {line[:33] for line in done.stderr.splitlines()} == {"2 entries stay with their clients"}
+    assert {line[:33] for line in errors.splitlines()} == {"2 entries stay with their clients"}
     folder = tmp_path / "runs" / "compare"
     assert (folder / "summary.md").read_text() == f"{table}\n\n{note}\n"
     assert {path.name for path in (folder / "tensorboard").iterdir()} == {"central_0", "fedper_0_0"}

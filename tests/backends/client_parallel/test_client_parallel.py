@@ -274,7 +274,7 @@ def test_lightnings_own_launcher(two, tmp_path):
 
 @pytest.mark.slow
 def test_lightnings_own_launcher_ends_all(tmp_path):
-    text = warm_process.run("tests.backends.client_parallel.parallel_script", tmp_path, "raising", code=1)
+    _, text = warm_process.run("tests.backends.client_parallel.parallel_script", tmp_path, "raising", code=1)
     assert "ValueError: in the second process" in text
 
 
