@@ -186,6 +186,7 @@ def test_the_loss():
         assert contrastive_loss(z, g, p, tau).item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_segmentation_models(federated_trainer):
     """The encoder's last map; with a term, and so other than FedAvg."""
     states = []

@@ -99,16 +99,20 @@ def test_a_moving_average_of_the_global_models(visits, either_trainer):
     assert_close(state_of(own), expected[-1])
 
 
+AVERAGED = [
+    {},
+    {"use_buffers": False},
+    {"update_every_n_steps": 2},
+    {"update_starting_at_step": 2},
+    {"update_every_n_steps": 0, "update_starting_at_epoch": 1},
+    {"update_starting_at_epoch": 1},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"use_buffers": False},
-        {"update_every_n_steps": 2},
-        {"update_starting_at_step": 2},
-        {"update_every_n_steps": 0, "update_starting_at_epoch": 1},
-        {"update_starting_at_epoch": 1},
-    ],
+    ("options", "either_trainer"),
+    quick(itertools.product(AVERAGED, DOORS), [(options, DOORS[place % 2]) for place, options in enumerate(AVERAGED)]),
+    indirect=["either_trainer"],
 )
 def test_as_in_a_plain_fit_of_one_step_per_epoch(options, either_trainer, plain_trainer):
     """One client whose visit is one batch: a step, an epoch and a round are the same, and so are the averages.
