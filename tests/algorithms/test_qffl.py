@@ -75,7 +75,7 @@ def test_the_larger_q_the_more_alike_are_the_losses(federated_trainer):
     for q in (0.0, 1.0, 5.0):
         module = models.Quadratic(size=1, lr=0.1)
         module.w.data.fill_(0.3)
-        trainer = federated_trainer(max_rounds=60, method=QFFL(q))
+        trainer = federated_trainer(max_rounds=40, method=QFFL(q))
         trainer.fit(module, datamodule=FederatedDataModule(clients, batch_size=100))
         ends[q] = module.w.item()
     # The optimum of sum p_k F_k^(q+1): 0.9 w^(2q+1) = 0.1 (1 - w)^(2q+1).

@@ -318,7 +318,7 @@ def test_a_backdoor_opens_and_is_measured(federated_trainer):
         module = models.Module(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), models.adam)
         attack = Backdoor(malicious, target=2, size=2)
         data = FederatedDataModule(clients, DataLoader(TensorDataset(*val), 32), batch_size=16)
-        trainer = federated_trainer(max_rounds=12, local_epochs=3, callbacks=[attack], seed=0)
+        trainer = federated_trainer(max_rounds=8, local_epochs=3, callbacks=[attack], seed=0)
         trainer.fit(module, datamodule=data)
         rates[malicious] = trainer.callback_metrics["backdoor/success_rate"].item()
         images, labels = val
