@@ -1,5 +1,7 @@
 """FedDANE: on the numbers of its paper, against a plain loop, and what its gradients leave untouched."""
 
+import itertools
+
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -12,6 +14,7 @@ from lightning_fed.callbacks import FederatedCallback, GradientCorrection
 from lightning_fed.server.schedule import Schedule
 from tests import models
 from tests.algorithms.test_fedavg import aggregated, equal, updates
+from tests.breadth import quick
 from tests.recorders import MemoryLogger, Recorder, SavesOnException, assert_same, bytes_of, state_of
 from tests.references_baselines import feddane_reference, second_draw_reference
 from tests.rounds.test_round_start import Watch
@@ -73,8 +76,7 @@ def test_gradients_are_weighted_by_examples(federated_trainer):
     assert keep.extras[0]["gradient:w"].item() == (1 * 1 + 3 * -2) / 4
 
 
-@pytest.mark.parametrize("mu", [0.0, 0.3])
-@pytest.mark.parametrize("batch_size", [8, 32])
+@pytest.mark.parametrize(("batch_size", "mu"), quick(itertools.product([8, 32], [0.0, 0.3]), [(8, 0.3), (32, 0.0)]))
 def test_a_fit_against_a_plain_loop(mu, batch_size, federated_trainer):
     """Unequal clients with a short last batch, momentum, two samples of three of five."""
     clients, recorder = models.vectors(), Recorder()

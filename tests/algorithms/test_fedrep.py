@@ -17,6 +17,7 @@ from lightning_fed.callbacks import FederatedCallback, HeadThenBody
 from lightning_fed.server.schedule import Schedule
 from lightning_fed.tasks import ClassificationTask, SegmentationTask
 from tests import models
+from tests.breadth import quick
 from tests.recorders import MemoryLogger, Recorder, SavesOnException, assert_same, state_of
 from tests.references_baselines import fedrep_reference
 
@@ -44,8 +45,16 @@ def fit(federated_trainer, module=None, clients=None, rounds=3, callbacks=(), he
 # --- the method -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("head_epochs", "body_epochs"), [(2, 1), (1, 3), (2, 0)])
-@pytest.mark.parametrize("optimizer", [models.momentum, models.adam])
+EPOCHS = [(2, 1), (1, 3), (2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("head_epochs", "body_epochs", "optimizer"),
+    quick(
+        [(*epochs, optimizer) for epochs in EPOCHS for optimizer in (models.momentum, models.adam)],
+        [(*EPOCHS[0], models.momentum), (*EPOCHS[1], models.adam), (*EPOCHS[2], models.momentum)],
+    ),
+)
 def test_a_fit_against_a_plain_loop(head_epochs, body_epochs, optimizer, federated_trainer):
     """Unequal clients, three of five in a round, BatchNorm in the body, momentum and weight decay: bit for bit."""
     clients, recorder = models.vectors(), Recorder()

@@ -1,5 +1,7 @@
 """MOON: its gradient against a loss in the training step, where it is FedAvg, and what it leaves untouched."""
 
+import itertools
+
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -11,6 +13,7 @@ from lightning_fed.algorithms import MOON
 from lightning_fed.algorithms.moon import contrastive_loss
 from lightning_fed.callbacks import ContrastiveTerm, FederatedCallback
 from tests import models
+from tests.breadth import DOORS, quick
 from tests.recorders import MemoryLogger, Recorder, SavesOnException, assert_same, bytes_of, state_of
 from tests.references_correction import Visits, moon_reference
 from tests.test_invariants import held_bytes
@@ -73,17 +76,21 @@ def averaged_tokens(net, inputs):
     return net.token(inputs.unflatten(1, (-1, 2))).mean(1)
 
 
+NETS = {
+    "a base": (Seen, base_features, models.vectors, "auto"),
+    "maps": (SeenMaps, pooled_features, models.images, "auto"),
+    "tokens": (SeenTokens, averaged_tokens, models.vectors, "net.token"),
+}
+
+
 @pytest.mark.parametrize(
-    ("net", "features", "data", "layer"),
-    [
-        (Seen, base_features, models.vectors, "auto"),
-        (SeenMaps, pooled_features, models.images, "auto"),
-        (SeenTokens, averaged_tokens, models.vectors, "net.token"),
-    ],
-    ids=["a base", "maps", "tokens"],
+    ("name", "either_trainer"),
+    quick(itertools.product(NETS, DOORS), [("a base", "callback"), ("maps", "trainer"), ("tokens", "callback")]),
+    indirect=["either_trainer"],
 )
-def test_a_fit_against_a_plain_loop(net, features, data, layer, either_trainer):
+def test_a_fit_against_a_plain_loop(name, either_trainer):
     """Three of five in a round, BatchNorm in the base, momentum; the term matters from a client's second visit on."""
+    net, features, data, layer = NETS[name]
     clients, recorder = data(), Recorder()
     visits = Visits(clients, rounds=4, cohort_size=3, seed=4, batch_size=16, epochs=2)
     history = moon_reference(net(), features, visits, cross_entropy, models.momentum, mu=5.0)
@@ -179,13 +186,14 @@ def test_the_loss():
         assert contrastive_loss(z, g, p, tau).item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_segmentation_models(federated_trainer):
     """The encoder's last map; with a term, and so other than FedAvg."""
     states = []
     for method in ("fedavg", MOON(10.0)):
         module = models.Module(models.unet(), models.sgd)
         trainer = federated_trainer(max_rounds=2, method=method, batch_norm="average")
-        trainer.fit(module, models.as_datasets(models.scenes({"a": 4, "b": 5})))
+        trainer.fit(module, models.as_datasets(models.scenes({"a": 2, "b": 3})))
         states.append(state_of(module))
     first = "net.encoder.conv1.weight"
     assert not torch.equal(states[0][first], states[1][first])

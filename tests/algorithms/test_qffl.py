@@ -12,6 +12,7 @@ from lightning_fed.callbacks import LossReport
 from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import ClientUpdate
 from tests import models
+from tests.breadth import DOORS, quick
 from tests.recorders import Recorder, assert_same, bytes_of, state_of
 from tests.references_correction import Visits, qffl_reference
 
@@ -22,7 +23,17 @@ def cross_entropy(net, batch):
     return F.cross_entropy(net(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize(("q", "lipschitz"), [(1.0, None), (0.5, None), (3.0, 2.0)])
+STRENGTHS = [(1.0, None), (0.5, None), (3.0, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("q", "lipschitz", "either_trainer"),
+    quick(
+        [(*pair, door) for pair in STRENGTHS for door in DOORS],
+        [(*pair, DOORS[place % 2]) for place, pair in enumerate(STRENGTHS)],
+    ),
+    indirect=["either_trainer"],
+)
 def test_a_fit_against_a_plain_loop(q, lipschitz, either_trainer):
     """Unequal clients, three of five in a round, dropout and BatchNorm, momentum."""
     clients, recorder = models.vectors(), Recorder()
@@ -64,7 +75,7 @@ def test_the_larger_q_the_more_alike_are_the_losses(federated_trainer):
     for q in (0.0, 1.0, 5.0):
         module = models.Quadratic(size=1, lr=0.1)
         module.w.data.fill_(0.3)
-        trainer = federated_trainer(max_rounds=60, method=QFFL(q))
+        trainer = federated_trainer(max_rounds=40, method=QFFL(q))
         trainer.fit(module, datamodule=FederatedDataModule(clients, batch_size=100))
         ends[q] = module.w.item()
     # The optimum of sum p_k F_k^(q+1): 0.9 w^(2q+1) = 0.1 (1 - w)^(2q+1).

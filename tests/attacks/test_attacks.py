@@ -1,6 +1,7 @@
 """Attacks in fits: what malicious clients send, what the others do, and what becomes of the model."""
 
 import copy
+import itertools
 import pickle
 
 import numpy as np
@@ -28,6 +29,7 @@ from lightning_fed.process_group import pack, unpack
 from lightning_fed.server.schedule import client_key
 from lightning_fed.server.server import Server
 from tests import models
+from tests.breadth import quick
 from tests.recorders import Recorder, assert_same, loading, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -316,7 +318,7 @@ def test_a_backdoor_opens_and_is_measured(federated_trainer):
         module = models.Module(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), models.adam)
         attack = Backdoor(malicious, target=2, size=2)
         data = FederatedDataModule(clients, DataLoader(TensorDataset(*val), 32), batch_size=16)
-        trainer = federated_trainer(max_rounds=12, local_epochs=3, callbacks=[attack], seed=0)
+        trainer = federated_trainer(max_rounds=8, local_epochs=3, callbacks=[attack], seed=0)
         trainer.fit(module, datamodule=data)
         rates[malicious] = trainer.callback_metrics["backdoor/success_rate"].item()
         images, labels = val
@@ -349,14 +351,18 @@ def test_some_of_a_batch_gets_the_trigger(federated_trainer):
 # --- rules against attacks, and ways to execute visits ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["krum", "median", "centered_clipping"])
-@pytest.mark.parametrize("attack", [SignFlip(MALICIOUS), GaussianNoise(MALICIOUS), ALIE(MALICIOUS)])
+RULES, ATTACKS = ["krum", "median", "centered_clipping"], [SignFlip, GaussianNoise, ALIE]
+
+
+@pytest.mark.parametrize(
+    ("method", "attack"), quick(itertools.product(RULES, ATTACKS), list(zip(RULES, ATTACKS, strict=True)))
+)
 def test_clients_at_once_are_clients_one_after_another(method, attack, federated_trainer, caplog):
     """To the rounding of float32 products of other shapes."""
     states = []
     for size in (1, 5):
         module = models.Module(models.mlp(), models.momentum)
-        trainer = federated_trainer(max_rounds=2, method=method, seed=1, vectorize=size, callbacks=[attack])
+        trainer = federated_trainer(max_rounds=2, method=method, seed=1, vectorize=size, callbacks=[attack(MALICIOUS)])
         trainer.fit(module, models.as_datasets(models.vectors()))
         states.append(state_of(module))
     assert "one after another all the same" not in caplog.text

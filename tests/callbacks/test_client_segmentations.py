@@ -138,10 +138,10 @@ def test_every_few_rounds_and_after_a_resume(federated_trainer, tmp_path):
         trainer.fit(module(), datamodule=data(), ckpt_path=ckpt_path)
         return callback.rows
 
-    whole = run("one", 5)
-    assert sorted({row[0] for row in whole}) == [0, 2, 4]
-    run("two", 3)
-    assert run("two", 5, tmp_path / "two" / "last.ckpt") == whole
+    whole = run("one", 3)
+    assert sorted({row[0] for row in whole}) == [0, 2]
+    run("two", 1)
+    assert run("two", 3, tmp_path / "two" / "last.ckpt") == whole
     assert rows_of(tmp_path / "two" / "out" / "scores.csv") == whole
 
 

@@ -220,18 +220,18 @@ def test_features_of_an_smp_model_in_a_federation(tmp_path, caplog):
     for callbacks in ([], [SegmentationImages(every_n_epochs=1, num_images=2, maps=MAPS)]):
         logger = TensorBoardLogger(tmp_path, name=str(len(callbacks)))
         trainer = FederatedTrainer(
-            **{**QUIET, "logger": logger, "max_rounds": 2, "callbacks": callbacks, "method": FedMargin()}
+            **{**QUIET, "logger": logger, "max_rounds": 1, "callbacks": callbacks, "method": FedMargin()}
         )
-        data = models.as_datasets(models.scenes({"a": 4, "b": 6}))
+        data = models.as_datasets(models.scenes({"a": 2, "b": 2}))
         module = models.Module(models.unet())
         with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
             trainer.fit(module, {name: DataLoader(part, 2) for name, part in data.items()}, DataLoader(data["a"], 2))
         ends.append(module.state_dict())
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    assert [step for step, _ in logged(logger, TAG)] == [0, 1]
+    assert [step for step, _ in logged(logger, TAG)] == [0]
     lines = [record.message for record in caplog.records if "SegmentationImages" in record.message]
     assert lines == ["SegmentationImages: the features are the output of 'net.encoder'."]
-    picture = logged(logger, TAG)[1][1]
+    ((_, picture),) = logged(logger, TAG)
     with torch.no_grad():
         features = module.eval().net.encoder(data["a"][0][0][None])[-1].double()
     assert features.shape[2:] == (4, 4)

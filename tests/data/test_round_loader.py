@@ -1,5 +1,6 @@
 """The round's loader: whose batch this is, how many are left, and what Lightning sees where there is nothing."""
 
+import itertools
 import random
 
 import lightning as L
@@ -14,6 +15,7 @@ from lightning_fed.data.population import LazyClients, VisitBatch
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import describe
 from lightning_fed.server.schedule import Cohort, Visit
+from tests.breadth import quick
 
 SIZES = {"ann": 9, "bob": 3, "cid": 6}
 BATCHES = {"ann": 2, "bob": 1, "cid": 2}
@@ -224,9 +226,13 @@ def test_a_round_without_visits_serves_one_none(members):
 # --- visits that fail while they are served ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("position", [0, 1, 2])
-@pytest.mark.parametrize("breaks_at", [0, 5, 11])
+@pytest.mark.parametrize(
+    ("breaks_at", "position", "workers"),
+    quick(
+        itertools.product([0, 5, 11], [0, 1, 2], [0, 2]),
+        [*itertools.product([0, 5, 11], [0, 1, 2], [0]), (0, 0, 2), (5, 1, 2), (11, 2, 2)],
+    ),
+)
 def test_a_visit_that_fails_is_padded(breaks_at, position, workers):
     clients = {"ann": Numbers(9), "bob": Numbers(3)}
     names = list(clients)

@@ -20,6 +20,7 @@ from lightning_fed.datasets.femnist import FEMNIST
 from lightning_fed.datasets.file_readers import decode_images, read_idx, read_npz, resize_masks
 from lightning_fed.datasets.mnist import MNIST, FashionMNIST
 from lightning_fed.datasets.omniglot import Omniglot
+from tests.breadth import slow
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
@@ -449,7 +450,7 @@ MNIST_COUNTS = {
     ("build", "counts"),
     [
         pytest.param(MNIST, MNIST_COUNTS, marks=real("MNIST")),
-        pytest.param(FashionMNIST, {"train": [6000] * 10, "test": [1000] * 10}, marks=real("FashionMNIST")),
+        slow(pytest.param(FashionMNIST, {"train": [6000] * 10, "test": [1000] * 10}, marks=real("FashionMNIST"))),
     ],
 )
 def test_real_mnist(build, counts):
@@ -509,6 +510,7 @@ def test_cifar_augments_only_the_training(tmp_path):
     assert CIFAR10(tmp_path, val_size=10).train_dataset.augment is None
 
 
+@pytest.mark.slow
 @real("cifar10")
 def test_real_cifar():
     data = CIFAR10(DATA, train_size=600, val_size=400)
@@ -668,6 +670,7 @@ def test_a_missing_array_is_named(tmp_path):
         read_npz(tmp_path / "file.npz", ("images", "label"))
 
 
+@pytest.mark.slow
 @real("camvid")
 def test_real_camvid():
     data = CamVid(DATA, image_size=None)

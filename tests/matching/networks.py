@@ -212,18 +212,19 @@ QUICK = {
     "mixed": (lambda: (Mixed(), images(12)), 5, 19, 3, "head.bias"),
     "padded shortcut": (lambda: (PaddedShortcut(), images(32)), 3, 64, 2, "fc.bias"),
     "ViT": (lambda: (small_vit(), images(32)), 19, 576, 2, "heads.head.bias"),
-    "ResNet-18": (lambda: (resnet18(), images()), 12, 2880, 12, "fc.bias"),
-    "ResNet-18, GroupNorm": (lambda: (resnet18(norm_layer=group_norm(32)), images()), 12, 2880, 0, "fc.bias"),
-    "ResNet-18, timm": (lambda: (timm.create_model("resnet18", num_classes=10), images()), 12, 2880, 12, "fc.bias"),
-    "ResNeXt, small": (lambda: (small_resnext(), images()), 25, 4504, 9, "fc.bias"),
+    "ResNet-18": (lambda: (resnet18(), images(32)), 12, 2880, 12, "fc.bias"),
+    "ResNet-18, GroupNorm": (lambda: (resnet18(norm_layer=group_norm(32)), images(32)), 12, 2880, 0, "fc.bias"),
+    "ResNet-18, timm": (lambda: (timm.create_model("resnet18", num_classes=10), images(32)), 12, 2880, 12, "fc.bias"),
+    "ResNeXt, small": (lambda: (small_resnext(), images(32)), 25, 4504, 9, "fc.bias"),
     "MobileNetV2": (
-        lambda: (torchvision.models.mobilenet_v2(num_classes=10), images()), 25, 8000, 25, "classifier.1.bias",
+        lambda: (torchvision.models.mobilenet_v2(num_classes=10), images(32)), 25, 8000, 25, "classifier.1.bias",
     ),
     "Unet": (
-        lambda: (segmenter("Unet", decoder_attention_type="scse"), images()), 30, 3994, 30, "segmentation_head.0.bias",
+        lambda: (segmenter("Unet", decoder_attention_type="scse"), images(32)),
+        30, 3994, 30, "segmentation_head.0.bias",
     ),
-    "FPN": (lambda: (segmenter("FPN"), images()), 17, 3648, 13, "segmentation_head.0.bias"),
-    "DeepLabV3Plus": (lambda: (segmenter("DeepLabV3Plus"), images()), 21, 4976, 21, "segmentation_head.0.bias"),
+    "FPN": (lambda: (segmenter("FPN"), images(32)), 17, 3648, 13, "segmentation_head.0.bias"),
+    "DeepLabV3Plus": (lambda: (segmenter("DeepLabV3Plus"), images(32)), 21, 4976, 21, "segmentation_head.0.bias"),
 }  # fmt: skip
 
 SLOW = {

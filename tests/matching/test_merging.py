@@ -12,6 +12,7 @@ from lightning_fed.matching import MatchedAverage, PermutationGroups, load_match
 from lightning_fed.tasks import CharLSTM
 from lightning_fed.tasks.networks import lenet
 from tests import models
+from tests.breadth import quick
 from tests.matching.load_script import CASES, Depthwise, Normed, images
 from tests.matching.networks import randomised
 
@@ -212,7 +213,7 @@ def small_lenet():
     return lenet(10, 1, 16, channels=(8, 16), hidden=64)
 
 
-@pytest.mark.parametrize(("make", "epochs"), [(small_lenet, 4), (resnet, 2)])
+@pytest.mark.parametrize(("make", "epochs"), quick([(small_lenet, 4), (resnet, 2)], [(small_lenet, 4)]))
 def test_clients_of_one_start_whose_neurons_are_in_other_places(make, epochs):
     """Eight clients, each trained on data of its own: the plain average guesses, the matched one is as good as they."""
     images, labels = digits()

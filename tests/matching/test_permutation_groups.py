@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from lightning_fed.matching import PermutationGroup, PermutationGroups, resize_module
 from tests import models
+from tests.breadth import quick
 from tests.matching.networks import Characters, HardLeNet, LeNet, Tied, build, images, outputs, tokens, vgg9
 
 
@@ -250,7 +251,7 @@ def test_layers_of_training_are_followed():
 # --- what it is for ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["norm_mlp", "unet"])
+@pytest.mark.parametrize("which", quick(["norm_mlp", "unet"], ["norm_mlp"]))
 def test_training_does_not_see_the_order(which):
     """Steps of SGD and then an order, or first the order: with batch statistics, in float64."""
     torch.manual_seed(0)

@@ -1,11 +1,19 @@
 """Stages: cut where no neurons are shared, every entry in one of them, given ones checked."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_fed.matching import PermutationGroups, find_stages
 from tests.matching import networks
+
+
+@functools.cache
+def resnet18_groups():
+    net = networks.resnet18()
+    return net, PermutationGroups.of(net, networks.images(32))
 
 
 def stages_of(net, example, choice="auto"):
@@ -43,8 +51,8 @@ def test_a_chain_has_a_stage_for_each_layer():
 
 def test_a_residual_network_has_a_stage_for_each_width():
     """The stem's channels are those of the first blocks; what is inside a block goes with it."""
-    net = networks.resnet18()
-    groups, stages = stages_of(net, networks.images(64))
+    net, groups = resnet18_groups()
+    stages = find_stages(groups, list(net.state_dict()), "auto")
     check(net, groups, stages)
     inside = [f"layer{number}.0.conv{conv}" for number in (2, 3, 4) for conv in (1, 2)]
     assert first_layers(stages) == ["conv1", *inside, "fc"]
@@ -57,7 +65,7 @@ def test_a_segmentation_network():
     """With 21 groups 13 stages, or as few as asked for: neighbours become one, the output layer last."""
     net = networks.segmenter("DeepLabV3Plus")
     head = {"segmentation_head.0.weight", "segmentation_head.0.bias"}
-    groups = PermutationGroups.of(net, networks.images(64))
+    groups = PermutationGroups.of(net, networks.images(32))
     for count, choice in ((13, "auto"), (13, 20), (7, 7), (2, 2), (1, 1)):
         stages = find_stages(groups, list(net.state_dict()), choice)
         check(net, groups, stages)
@@ -109,10 +117,9 @@ def test_one_stage_and_no_groups():
 
 
 def test_given_stages():
-    net = networks.resnet18()
-    groups, stages = stages_of(
-        net, networks.images(64), [["conv1.*", "bn1.*", "layer1.*", "layer2.*"], ["layer*"], ["*"]]
-    )
+    net, groups = resnet18_groups()
+    choice = [["conv1.*", "bn1.*", "layer1.*", "layer2.*"], ["layer*"], ["*"]]
+    stages = find_stages(groups, list(net.state_dict()), choice)
     check(net, groups, stages)
     assert [len(stage.groups) for stage in stages] == [6, 6, 0]
 
@@ -129,5 +136,6 @@ def test_given_stages():
     ],
 )
 def test_stages_that_do_not_fit(choice, message):
+    net, groups = resnet18_groups()
     with pytest.raises(ValueError, match=message):
-        stages_of(networks.resnet18(), networks.images(64), choice)
+        find_stages(groups, list(net.state_dict()), choice)

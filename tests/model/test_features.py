@@ -15,6 +15,7 @@ from lightning_fed.modules import FeatureLayer, count_classes, find_classifier, 
 from lightning_fed.tasks import ClassificationTask, SegmentationTask
 from lightning_fed.tasks.networks import build_network
 from tests import models
+from tests.breadth import quick
 
 CLASSES = 5
 
@@ -93,7 +94,7 @@ SEGMENTATION = ["Unet", "UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "PA
 SEGMENTATION += ["UPerNet", "Segformer", "DPT"]
 
 
-@pytest.mark.parametrize("architecture", SEGMENTATION)
+@pytest.mark.parametrize("architecture", quick(SEGMENTATION, ["Unet", "DeepLabV3Plus", "Segformer", "DPT"]))
 def test_segmentation_models(architecture):
     """The deepest map of the encoder."""
     options = {"encoder_weights": None, "classes": CLASSES}

@@ -7,6 +7,7 @@ import torch
 from scipy.stats import binom
 
 from lightning_fed.privacy import Budget, PrivateMean, audit_mean, empirical_epsilon
+from tests.breadth import quick, slow
 
 
 @pytest.mark.parametrize(("guesses", "correct"), [(100, 100), (100, 80), (40, 31)])
@@ -37,7 +38,7 @@ def accountant():
     ("budget", "rounds", "least"),
     [
         (Budget(0.5, 1e-5, 600, 600), 1, 0.5),
-        (Budget(1.5, 1e-5, 600, 600), 8, 0.5),
+        slow((Budget(1.5, 1e-5, 600, 600), 8, 0.5)),
         (Budget(0.5, 1e-5, 600, 60), 10, 0.0),
         (Budget(0.5, 1e-5, 600, 60, "fixed"), 10, 0.0),
     ],
@@ -51,7 +52,7 @@ def test_the_bound_is_below_what_is_claimed(budget, rounds, least):
 
 
 @needs_accountant
-@pytest.mark.parametrize("share", [0.0, 0.2])
+@pytest.mark.parametrize("share", quick([0.0, 0.2], [0.2]))
 def test_without_its_noise_a_mechanism_is_found_out(share, monkeypatch):
     """Noise that is left out, or is a fifth of what it is to be, as where it is divided by the number of clients."""
     made = PrivateMean.noise

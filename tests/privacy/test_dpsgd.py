@@ -21,6 +21,7 @@ from lightning_fed.modules import to_group_norm
 from lightning_fed.privacy import DPSGD, Budget, CentralDP, calibrate, empirical_epsilon
 from lightning_fed.tasks import SegmentationTask
 from tests import models
+from tests.breadth import quick
 from tests.privacy.test_accounting import VECTORS
 from tests.recorders import Recorder, assert_same, loading, state_of
 from tests.references_privacy import dpsgd_gradient_reference, poisson_reference
@@ -93,9 +94,16 @@ def step_reference(module, optimizer, tensors, clip, z, client, round, number, p
 # --- against a plain implementation -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", ["datasets", "loaders"])
-@pytest.mark.parametrize(("clip", "z"), [(0.5, 0.8), (math.inf, 0.0)])
-@pytest.mark.parametrize("mu", [0.0, 0.3])
+PRIVATE, PLAIN = (0.5, 0.8), (math.inf, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("clip", "z", "data", "mu"),
+    quick(
+        [(*noise, data, mu) for noise in (PRIVATE, PLAIN) for data in ("datasets", "loaders") for mu in (0.0, 0.3)],
+        [(*PRIVATE, "datasets", 0.3), (*PRIVATE, "loaders", 0.0), (*PLAIN, "datasets", 0.0), (*PLAIN, "loaders", 0.3)],
+    ),
+)
 def test_visits_against_a_plain_implementation(clip, z, data, mu, federated_trainer):
     """Without noise and clip it is plain training on Poisson batches; FedProx pulls behind the noise."""
     method = f"fedprox:mu={mu}" if mu else "fedavg"
@@ -288,7 +296,11 @@ def test_a_delta_that_says_little(plain_trainer, caplog):
 
 
 @pytest.mark.parametrize(
-    ("options", "steps"), [({"local_epochs": 2}, {"a": 8, "b": 12, "c": 2}), ({"local_steps": 5}, 5)]
+    ("options", "steps"),
+    quick(
+        [({"local_epochs": 2}, {"a": 8, "b": 12, "c": 2}), ({"local_steps": 5}, 5)],
+        [({"local_epochs": 2}, {"a": 8, "b": 12, "c": 2})],
+    ),
 )
 def test_the_noise_of_an_epsilon_is_that_of_the_client_who_needs_most(options, steps, federated_trainer):
     callback = DPSGD(0.5, None, 1e-3, epsilon=6.0, key_for_tests=KEY)
@@ -304,13 +316,13 @@ def test_the_noise_of_an_epsilon_is_that_of_the_client_who_needs_most(options, s
     assert 0.99 * 6 < callback.epsilon() <= 6
 
 
-@pytest.mark.parametrize(("options", "steps"), [({}, 20), ({"max_steps": 7}, 7)])
+@pytest.mark.parametrize(("options", "steps"), [({}, 10), ({"max_steps": 7}, 7)])
 def test_the_noise_of_an_epsilon_of_a_plain_fit(options, steps, plain_trainer):
     callback = DPSGD(0.5, None, 1e-3, epsilon=3.0, key_for_tests=KEY)
-    module, trainer = plain(plain_trainer, callback, 4, **options)
+    module, trainer = plain(plain_trainer, callback, 2, **options)
     assert trainer.global_step == steps
     assert callback.noise_multiplier == calibrate(3.0, 1e-3, 30, BATCH, steps).noise_multiplier
-    same, _ = plain(plain_trainer, dpsgd(z=callback.noise_multiplier), 4, **options)
+    same, _ = plain(plain_trainer, dpsgd(z=callback.noise_multiplier), 2, **options)
     assert_same(state_of(same), state_of(module))
     assert 0.99 * 3 < callback.epsilon() <= 3
 
@@ -483,7 +495,11 @@ def segmentation(federated_trainer, ignored, loss="ce", model=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("ignored", "loss", "model"), [(False, "ce", None), (True, "ce", "DeepLabV3Plus"), (True, "ce+dice", None)]
+    ("ignored", "loss", "model"),
+    quick(
+        [(False, "ce", None), (True, "ce", "DeepLabV3Plus"), (True, "ce+dice", None)],
+        [(False, "ce", None), (True, "ce+dice", None)],
+    ),
 )
 def test_an_example_is_an_image(ignored, loss, model, federated_trainer):
     recorder, _, trainer = segmentation(federated_trainer, ignored, loss, model, per_image=ignored)

@@ -80,7 +80,7 @@ def own_layers():
 NETS = {
     "cnn": (cnn, (6, 3, 20, 20), ()),
     "resnet": (group_norm_resnet, (3, 3, 32, 32), ()),
-    "deeplab": (deeplab, (3, 3, 64, 64), (64, 64)),
+    "deeplab": (deeplab, (3, 3, 32, 32), (32, 32)),
     "text": (text, (5, 5), ()),
     "own layers": (own_layers, (5, 6), ()),
 }

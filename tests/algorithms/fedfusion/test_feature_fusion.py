@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import warnings
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from lightning_fed.rounds.batch_norm import recalibrate
 from lightning_fed.tasks import ClassificationTask, SegmentationTask
 from tests import models
 from tests.algorithms.fedfusion.test_fusion import Net
+from tests.breadth import quick
 from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
 from tests.references_fusion import FusedReference, fedfusion_reference
 
@@ -70,8 +72,13 @@ def fit(federated_trainer, callback, module=None, clients=None, val=None, rounds
 # --- the method -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("eval_reference", ["previous", "current"])
+REFERENCES = quick(
+    itertools.product(OPERATORS, ["previous", "current"]),
+    [("conv", "previous"), ("multi", "current"), ("single", "previous")],
+)
+
+
+@pytest.mark.parametrize(("operator", "eval_reference"), REFERENCES)
 def test_a_fit_against_a_plain_loop(operator, eval_reference, federated_trainer):
     """Unequal clients, three of five in a round, BatchNorm, dropout and momentum, in double precision: the global
     models, the frozen extractors, and what evaluation sees.
@@ -263,8 +270,10 @@ def data(batch_size=8):
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("eval_reference", ["previous", "current"])
+@pytest.mark.parametrize(
+    ("operator", "eval_reference"),
+    quick(itertools.product(OPERATORS, ["previous", "current"]), [("conv", "previous"), ("multi", "current")]),
+)
 def test_a_checkpoint_is_evaluated_as_its_model_was(
     operator, eval_reference, federated_trainer, plain_trainer, tmp_path
 ):
@@ -308,8 +317,16 @@ class Stop(L.Callback):
                 raise KeyError("broken off")
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize(("hook", "batch"), [("on_train_batch_end", 3), ("on_validation_start", 0)])
+BREAKS = [("on_train_batch_end", 3), ("on_validation_start", 0)]
+
+
+@pytest.mark.parametrize(
+    ("operator", "hook", "batch"),
+    quick(
+        [(operator, *place) for operator in OPERATORS for place in BREAKS],
+        [("conv", *BREAKS[0]), ("multi", *BREAKS[1]), ("single", *BREAKS[0])],
+    ),
+)
 def test_a_fit_that_is_resumed_is_the_same(operator, hook, batch, federated_trainer, tmp_path):
     """Broken off inside a visit, after it has been saved there, or after the aggregation; bit for bit."""
 
@@ -473,11 +490,20 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("options", TOGETHER.values(), ids=TOGETHER)
-@pytest.mark.parametrize("operator", ["conv", "multi"])
+OTHERS = {"fedprox", "fedatt", "low precision"}  # rows that have another of their kind
+
+
+@pytest.mark.parametrize(
+    ("name", "operator"),
+    quick(
+        itertools.product(TOGETHER, ["conv", "multi"]),
+        [(name, ("conv", "multi")[place % 2]) for place, name in enumerate(TOGETHER) if name not in OTHERS],
+    ),
+)
 @pytest.mark.filterwarnings("ignore:Adding .* is deprecated")
-def test_together_with_everything_else(options, operator, federated_trainer):
+def test_together_with_everything_else(name, operator, federated_trainer):
     """The loss falls, the operator moves where it may, the frozen extractor is the client's start."""
+    options = TOGETHER[name]
 
     class Start(FederatedCallback):
         def on_client_start(self, trainer, module, client, broadcast):
@@ -513,7 +539,7 @@ def test_together_with_few_classes_of_many(federated_trainer):
         timm.create_model("resnet10t", num_classes=40), num_classes=40, norm="group", head="sampled_softmax", lr=0.05
     )
     clients = {
-        client: (images.repeat(1, 3, 4, 4), 7 * labels) for client, (images, labels) in models.images(FEW).items()
+        client: (images.repeat(1, 3, 2, 2), 7 * labels) for client, (images, labels) in models.images(FEW).items()
     }
     references = References()
     callbacks = [SampledSoftmax(5), references]
@@ -708,7 +734,7 @@ def test_gradients_beforehand_are_those_of_a_visit(federated_trainer):
 def test_no_operator_and_few_classes_of_many(federated_trainer):
     """Neither copies the head, of which clients hold some rows: without an operator, and where channels are said."""
     clients = {
-        client: (images.repeat(1, 3, 4, 4), 7 * labels) for client, (images, labels) in models.images(FEW).items()
+        client: (images.repeat(1, 3, 2, 2), 7 * labels) for client, (images, labels) in models.images(FEW).items()
     }
     for options in ({"operator": "none"}, {"operator": "single", "channels": 512}):
         task = ClassificationTask(
@@ -738,7 +764,7 @@ def test_deeplab_with_its_encoder_fused(federated_trainer, tmp_path):
         "DeepLabV3Plus", num_classes=3, encoder_name="mobilenet_v2", encoder_weights=None, lr=0.05,
         model_kwargs={"decoder_channels": 16},
     )  # fmt: skip
-    clients, logger = models.scenes({"ann": 8, "bob": 6}), MemoryLogger()
+    clients, logger = models.scenes({"ann": 4, "bob": 4}), MemoryLogger()
     trainer = federated_trainer(
         max_rounds=2, callbacks=[make("multi", ema=0)], logger=logger, local_epochs=2, batch_norm="recalibrate"
     )
@@ -756,6 +782,7 @@ def test_deeplab_with_its_encoder_fused(federated_trainer, tmp_path):
     assert torch.equal(unwrap(task).eval()(images), expected(images))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"no data at {DATA}")
 def test_deeplab_on_camvid(federated_trainer):
     data = CamVid(DATA, image_size=(32, 32), train_size=16, val_size=4, batch_size=4)
@@ -775,7 +802,7 @@ def test_deeplab_on_camvid(federated_trainer):
     assert torch.isfinite(trainer.callback_metrics["val_loss"])
 
 
-@pytest.mark.parametrize("name", ["resnet10t", "mobilenetv3_small_050"])
+@pytest.mark.parametrize("name", quick(["resnet10t", "mobilenetv3_small_050"], ["mobilenetv3_small_050"]))
 def test_classifiers_of_timm(name, federated_trainer):
     clients = {client: (images.repeat(1, 3, 4, 4), labels) for client, (images, labels) in models.images(FEW).items()}
     task = ClassificationTask(timm.create_model(name, num_classes=3, drop_rate=0.1), num_classes=3, lr=0.05)

@@ -1,5 +1,7 @@
 """FedMA in a fit: breaks, checkpoints, other widths in later fits, errors."""
 
+import itertools
+
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,6 +15,7 @@ from lightning_fed.callbacks import FederatedCallback, LayerwiseTraining
 from lightning_fed.matching import PermutationGroup
 from tests import models
 from tests.algorithms.fedma.fits import Stop, data_of, examples, fit, mlp, momentum, norm_net, parts
+from tests.breadth import quick
 from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -21,8 +24,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 # --- breaks, checkpoints ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("store", ["memory", "folder"])
-@pytest.mark.parametrize("round", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("round", "store"),
+    quick(itertools.product([1, 3, 4], ["memory", "folder"]), [(1, "memory"), (3, "folder"), (4, "memory")]),
+)
 def test_resumed_in_a_pass_it_ends_with_the_same_model(federated_trainer, tmp_path, round, store):
     """Between stages, and in a pass after the model has grown: in a new module of the original widths."""
 

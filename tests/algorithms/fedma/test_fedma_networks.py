@@ -9,6 +9,7 @@ from lightning_fed.algorithms import FedMA
 from lightning_fed.callbacks import FederatedCallback, LayerwiseTraining
 from tests import models
 from tests.algorithms.fedma.fits import Reader, Residual, data_of, fit, mlp, momentum, norm_net, parts, pictures, texts
+from tests.breadth import quick
 from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -97,7 +98,7 @@ def test_a_stage_that_comes_to_nothing_is_not_measured(federated_trainer, caplog
 # --- other networks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gamma", [7.0, 1e-3])
+@pytest.mark.parametrize("gamma", quick([7.0, 1e-3], [7.0]))
 def test_a_recurrent_network_grows(federated_trainer, gamma):
     """The hidden units' rows in all gates and their columns go along: an LSTM with more units that runs, and learns.
 
@@ -106,7 +107,7 @@ def test_a_recurrent_network_grows(federated_trainer, gamma):
     clients_data = {f"c{c}": texts(c) for c in range(3)}
     module = models.Module(Reader(), lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5))
     rule = FedMA("grow", score="published", gamma=gamma)
-    trainer = federated_trainer(max_rounds=18, method=rule, local_epochs=8)
+    trainer = federated_trainer(max_rounds=12, method=rule, local_epochs=8)
     fit(trainer, module, data_of(clients_data, 8))
     units = module.net.rnn.hidden_size
     assert units > 7 if gamma == 7 else units == 6
@@ -116,7 +117,7 @@ def test_a_recurrent_network_grows(federated_trainer, gamma):
     assert float((module.eval()(tokens).argmax(1) == targets).float().mean()) > 0.8
 
 
-@pytest.mark.parametrize(("mode", "stages"), [("grow", "auto"), ("permute", 2)])
+@pytest.mark.parametrize(("mode", "stages"), quick([("grow", "auto"), ("permute", 2)], [("grow", "auto")]))
 def test_a_residual_network_with_batch_norm(federated_trainer, mode, stages):
     """From models that each client drew for itself, whose plain average is at chance.
 

@@ -108,10 +108,10 @@ def test_labels(monkeypatch, tmp_path):
     federate([AttentionMap(1)], TensorBoardLogger(tmp_path), 1)
     assert [args for args in given if len(args) == 2] == [([0, 1, 2], ["a", "b", "c"])]
     given.clear()
-    many = {number: examples([0, 1], number) for number in range(120)}
+    many = {number: examples([0, 1], number) for number in range(60)}
     federate([AttentionMap(1)], TensorBoardLogger(tmp_path), 1, many)
     (((positions, labels),)) = [args for args in given if len(args) == 2]
-    assert positions == list(range(0, 120, 3))
+    assert positions == list(range(0, 60, 2))
     assert labels == [str(position) for position in positions]
 
 

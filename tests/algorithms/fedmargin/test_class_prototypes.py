@@ -118,14 +118,14 @@ NETS = {
 }
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", quick(NETS, ["mlp", "batch norm and dropout", "cnn", "unet"]))
 def test_exact_prototypes(name, federated_trainer):
     """Those of the downloaded weights and of the trained ones, over all of the client's data, void pixels left out."""
     build, data, features = NETS[name]
     clients, mail = data(), Mail()
     rounds = 1 if features is encoder else 2
     trainer = federated_trainer(
-        max_rounds=rounds, local_epochs=2, callbacks=[ClassPrototypes(), mail], seed=SEED, batch_norm="average"
+        max_rounds=rounds, local_epochs=rounds, callbacks=[ClassPrototypes(), mail], seed=SEED, batch_norm="average"
     )
     trainer.fit(models.Module(build(), models.momentum, loss=ignoring), models.as_datasets(clients))
     assert len(mail.visits) == rounds * len(clients)
@@ -150,7 +150,7 @@ def test_exact_prototypes(name, federated_trainer):
 
 def test_what_travels(federated_trainer):
     """The classes there are, with a mean and a number for each, and one margin."""
-    clients = voids(FEW)
+    clients = voids({"ann": 4, "bob": 3})
     mail, without = Mail(), Recorder()
     module = models.Module(models.unet(), loss=ignoring)
     for callbacks in ([ClassPrototypes(), mail], [without]):
@@ -264,7 +264,7 @@ ALL_DOORS = [(source, "callback") for source in SOURCES] + [("data sets", "train
     ("source", "door", "passes"),
     quick(
         [(*case, passes) for case in ALL_DOORS for passes in ("exact", "online")],
-        [(*case, ("exact", "online")[place % 2]) for place, case in enumerate(ALL_DOORS)],
+        [(*case, ("exact", "online")[place % 2]) for place, case in enumerate(ALL_DOORS[:-1])],
     ),
 )
 def test_the_training_is_the_same(source, passes, door, federated_trainer, plain_trainer):
@@ -275,7 +275,7 @@ def test_the_training_is_the_same(source, passes, door, federated_trainer, plain
     runs = []
     for callbacks in ([], [ClassPrototypes(passes=passes)]):
         recorder, module, data = Recorder(), Scored(), SOURCES[source]()
-        options = {"local_epochs": 2, "seed": SEED, "batch_norm": "average"}
+        options = {"local_epochs": 1 if "worker" in source else 2, "seed": SEED, "batch_norm": "average"}
         if isinstance(data, Pooled):
             options["partition"] = ByGroup(GROUPS)
         if door == "trainer":
@@ -377,7 +377,7 @@ def test_online_takes_the_first_forward_pass_of_a_batch(federated_trainer):
 # --- a plain Trainer --------------------------------------------------------------------------------------------------
 
 
-def plain_fit(make, prototypes, loader, epochs=3, val=True, **options):
+def plain_fit(make, prototypes, loader, epochs=2, val=True, **options):
     module = Scored()
     trainer = make(max_epochs=epochs, callbacks=prototypes, **options)
     validation = DataLoader(TensorDataset(*models.vectors()["bob"]), 16) if val else None
@@ -404,7 +404,7 @@ def test_a_plain_trainer_trains_the_same(passes, has_generator, workers, plain_t
     assert_same(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1]
     for name in ("prototypes/lpm", "prototypes/amm"):
-        assert len(logger.curve(name)) == 3
+        assert len(logger.curve(name)) == 2
         assert all(value > 0 for _, value in logger.curve(name))
         assert name in trainer.callback_metrics
 
@@ -674,7 +674,7 @@ def test_masks_of_floats_with_a_channel(passes, federated_trainer):
             "resnet18", encoder_depth=3, encoder_weights=None, classes=1, decoder_channels=(16, 8, 8)
         )  # fmt: skip
 
-    clients = {name: (x, (y > 0).float()[:, None]) for name, (x, y) in models.scenes(FEW).items()}
+    clients = {name: (x, (y > 0).float()[:, None]) for name, (x, y) in models.scenes({"ann": 4, "bob": 3}).items()}
     data = models.as_datasets(clients)
     visits = sent(federated_trainer, ClassPrototypes(passes=passes), models.Module(net(), loss=dice), data)
     for client, visit in visits.items():
@@ -874,6 +874,7 @@ def test_persistent_workers_of_a_clients_loader(federated_trainer, caplog):
         caplog.text
     )
     assert "persistent" in caplog.text
+    clients["dan"]._iterator = None  # noqa: SLF001 - a worker that garbage collection ends is waited for, five seconds
 
 
 def test_what_fails_in_the_module_ends_the_fit(federated_trainer):

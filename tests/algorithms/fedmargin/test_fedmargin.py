@@ -715,8 +715,8 @@ def test_fits_are_the_reference(cohort, door, federated_trainer, plain_trainer):
 
 def test_a_segmentation_model(federated_trainer):
     """The aggregate is the mean of the updates by the attention that is logged."""
-    clients = models.scenes({"ann": 6, "bob": 5, "cid": 3})
-    recorder, module = Recorder(), models.Module(models.deeplab(), models.momentum)
+    clients = models.scenes({"ann": 5, "bob": 4, "cid": 3})
+    recorder, module = Recorder(), models.Module(models.unet(), models.momentum)
     trainer = federated_trainer(
         max_rounds=2, method="fedmargin", callbacks=[recorder], seed=SEED, batch_norm="recalibrate"
     )

@@ -22,6 +22,7 @@ from lightning_fed.algorithms.fedmargin.prototypes import (
 from lightning_fed.numerics.weighted_mean import WeightedMean
 from tests import references_margin as references
 from tests.algorithms.fedmargin.test_prototypes import prototypes, random_clients
+from tests.breadth import quick
 
 MARGINS = ["semantic", "hypothesis", "relative", "gain"]
 REDUCTIONS = ["mean", "sum", "count", "max"]
@@ -280,10 +281,22 @@ def test_the_relative_margin_has_no_scale():
         assert plain.abs().max() <= 1
 
 
-@pytest.mark.parametrize("combine", COMBINATIONS)
-@pytest.mark.parametrize(("kind", "options"), ATTENTIONS)
-@pytest.mark.parametrize("margin", MARGINS)
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 49])
+COUNTS = [1, 2, 3, 10, 49]
+
+
+@pytest.mark.parametrize(
+    ("count", "margin", "kind", "options", "combine"),
+    quick(
+        [
+            (count, margin, *attention, combine)
+            for count, margin, attention, combine in itertools.product(COUNTS, MARGINS, ATTENTIONS, COMBINATIONS)
+        ],
+        [  # all triples
+            (COUNTS[i], MARGINS[j], *ATTENTIONS[k], COMBINATIONS[(i + j + k) % 4])
+            for i, j, k in itertools.product(range(5), range(4), range(4))
+        ],
+    ),
+)
 def test_equal_clients_count_the_same_exactly(count, margin, kind, options, combine):
     """FairAvg, to the last bit; also where the margin is missing or not positive."""
     after, before, previous = random_round(1)

@@ -14,6 +14,7 @@ from lightning_fed.algorithms import FedAvg, FeSEM
 from lightning_fed.callbacks import CenterEvaluation
 from lightning_fed.messages import ClientUpdate
 from tests import models
+from tests.breadth import quick
 from tests.recorders import MemoryLogger, Recorder, SavesOnException, assert_same, bytes_of, state_of
 from tests.references import average_reference
 from tests.references_baselines import FeSEMReference, fesem_reference
@@ -408,8 +409,7 @@ class Stopping(EarlyStopping):
         self.seen.append(trainer.callback_metrics["fesem/val_loss"].item())
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("every", "first"), quick(itertools.product([1, 2], [True, False]), [(1, True), (2, False)]))
 def test_callbacks_that_monitor_the_centres_see_this_validation(
     first, every, plain_trainer, federated_trainer, tmp_path
 ):
@@ -432,8 +432,10 @@ def test_callbacks_that_monitor_the_centres_see_this_validation(
     assert saved == {str(tmp_path / f"epoch={step}.ckpt"): value for step, value in curve}
 
 
-@pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize(
+    ("stage", "fresh"),
+    quick(itertools.product(["validate", "test"], [True, False]), [("validate", True), ("test", False)]),
+)
 def test_centres_of_a_checkpoint_are_evaluated(stage, fresh, federated_trainer, tmp_path):
     """On data of any kind, also with a Trainer that has not trained; the module keeps the global model."""
     rule, val = FeSEM(2), TensorDataset(torch.randn(30, 6), torch.arange(30) % 3)

@@ -1,5 +1,6 @@
 """MAP@R and the neighbours behind it."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from lightning_fed.metrics.functional.retrieval import mean_average_precision_at_r, relevant_neighbors
 from lightning_fed.numerics.distances import squared_distances
 from tests import references_retrieval as references
+from tests.breadth import quick
 
 ROOT = Path(__file__).parents[3]
 
@@ -59,9 +61,20 @@ def test_the_examples_of_the_spec(relevant, r, expected):
         assert hits.tolist() == [[bool(one) for one in (*relevant, *[0] * 10)[:r]]]
 
 
-@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
-@pytest.mark.parametrize("r", [1, 3, 10, 60, "relevant"])
-@pytest.mark.parametrize("is_apart", [False, True])
+METRICS, DEPTHS = ("cosine", "euclidean"), (1, 3, 10, 60, "relevant")
+
+
+@pytest.mark.parametrize(
+    ("is_apart", "r", "metric"),
+    quick(
+        itertools.product([False, True], DEPTHS, METRICS),
+        [
+            (bool((place + index) % 2), r, metric)
+            for place, r in enumerate(DEPTHS)
+            for index, metric in enumerate(METRICS)
+        ],
+    ),
+)
 def test_against_the_reference(is_apart, r, metric):
     embeddings, labels = images(37)
     gallery, gallery_labels = images(23, seed=1) if is_apart else (None, None)
@@ -228,6 +241,7 @@ def test_distances():
                 torch.testing.assert_close(distances, torch.tensor(expected).double(), atol=1e-7, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_memory_is_bounded():
     """Of 6,000 images all distances would take 274 MiB."""
