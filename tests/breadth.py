@@ -2,9 +2,6 @@
 
 import pytest
 
-DOORS = ("trainer", "callback")
-"""The cases of the fixture `either_trainer`, for tables that are parametrised over it indirectly."""
-
 
 def quick(cases, chosen):
     """The cases of a parametrised test; those that are not chosen are marked slow.

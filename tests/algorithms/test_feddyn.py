@@ -1,7 +1,5 @@
 """FedDyn: a plain loop, messages, and the optimum that it finds."""
 
-import itertools
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -12,7 +10,6 @@ from lightning_fed.algorithms import FedDyn
 from lightning_fed.callbacks import DynamicRegularizer, FederatedCallback
 from lightning_fed.messages import ClientUpdate
 from tests import models
-from tests.breadth import DOORS, quick
 from tests.recorders import Recorder, bytes_of
 from tests.references_correction import Visits, feddyn_reference
 from tests.test_invariants import held_bytes
@@ -24,17 +21,7 @@ def cross_entropy(net, batch):
     return F.cross_entropy(net(batch[0]), batch[1])
 
 
-OPTIMIZERS = [models.sgd, models.momentum, models.adam]
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "either_trainer"),
-    quick(
-        itertools.product(OPTIMIZERS, DOORS),
-        [(optimizer, DOORS[place % 2]) for place, optimizer in enumerate(OPTIMIZERS)],
-    ),
-    indirect=["either_trainer"],
-)
+@pytest.mark.parametrize("optimizer", [models.sgd, models.momentum, models.adam])
 def test_a_fit_against_a_plain_loop(optimizer, either_trainer):
     """Unequal clients, three of five in a round."""
     clients, recorder = models.vectors(), Recorder()

@@ -1,7 +1,5 @@
 """MOON: its gradient against a loss in the training step, where it is FedAvg, and what it leaves untouched."""
 
-import itertools
-
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,7 +11,6 @@ from lightning_fed.algorithms import MOON
 from lightning_fed.algorithms.moon import contrastive_loss
 from lightning_fed.callbacks import ContrastiveTerm, FederatedCallback
 from tests import models
-from tests.breadth import DOORS, quick
 from tests.recorders import MemoryLogger, Recorder, SavesOnException, assert_same, bytes_of, state_of
 from tests.references_correction import Visits, moon_reference
 from tests.test_invariants import held_bytes
@@ -76,21 +73,17 @@ def averaged_tokens(net, inputs):
     return net.token(inputs.unflatten(1, (-1, 2))).mean(1)
 
 
-NETS = {
-    "a base": (Seen, base_features, models.vectors, "auto"),
-    "maps": (SeenMaps, pooled_features, models.images, "auto"),
-    "tokens": (SeenTokens, averaged_tokens, models.vectors, "net.token"),
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "either_trainer"),
-    quick(itertools.product(NETS, DOORS), [("a base", "callback"), ("maps", "trainer"), ("tokens", "callback")]),
-    indirect=["either_trainer"],
+    ("net", "features", "data", "layer"),
+    [
+        (Seen, base_features, models.vectors, "auto"),
+        (SeenMaps, pooled_features, models.images, "auto"),
+        (SeenTokens, averaged_tokens, models.vectors, "net.token"),
+    ],
+    ids=["a base", "maps", "tokens"],
 )
-def test_a_fit_against_a_plain_loop(name, either_trainer):
+def test_a_fit_against_a_plain_loop(net, features, data, layer, either_trainer):
     """Three of five in a round, BatchNorm in the base, momentum; the term matters from a client's second visit on."""
-    net, features, data, layer = NETS[name]
     clients, recorder = data(), Recorder()
     visits = Visits(clients, rounds=4, cohort_size=3, seed=4, batch_size=16, epochs=2)
     history = moon_reference(net(), features, visits, cross_entropy, models.momentum, mu=5.0)

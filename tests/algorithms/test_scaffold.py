@@ -1,7 +1,5 @@
 """SCAFFOLD: on numbers, against plain loops, and what is left untouched."""
 
-import itertools
-
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
@@ -14,7 +12,6 @@ from lightning_fed.callbacks import ControlVariates, FederatedCallback
 from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import ClientUpdate
 from tests import models
-from tests.breadth import DOORS, quick
 from tests.recorders import Recorder, assert_same, bytes_of, state_of
 from tests.references_correction import Visits, scaffold_reference
 from tests.test_invariants import held_bytes
@@ -32,20 +29,10 @@ def close(expected, state, rtol=1e-4, atol=1e-5):
         assert torch.allclose(state[f"net.{name}"], value, rtol=rtol, atol=atol), name
 
 
-OPTIMIZERS = [(models.sgd, 0.1), (models.sgd, None), (models.momentum, None), (models.adam, None)]
-
-
+@pytest.mark.parametrize("weighting", ["uniform", "examples"])
 @pytest.mark.parametrize(
-    ("optimizer", "rate", "weighting", "either_trainer"),
-    quick(
-        [(*pair, *rest) for pair in OPTIMIZERS for rest in itertools.product(["uniform", "examples"], DOORS)],
-        [
-            (*OPTIMIZERS[0], "uniform", "trainer"), (*OPTIMIZERS[1], "examples", "callback"),
-            (*OPTIMIZERS[2], "examples", "trainer"), (*OPTIMIZERS[3], "uniform", "callback"),
-        ],
-    ),
-    indirect=["either_trainer"],
-)  # fmt: skip
+    ("optimizer", "rate"), [(models.sgd, 0.1), (models.sgd, None), (models.momentum, None), (models.adam, None)]
+)
 def test_a_fit_against_a_plain_loop(optimizer, rate, weighting, either_trainer):
     """Unequal clients, three of five in a round; with plain SGD the mean gradient is the paper's option II."""
     clients, recorder = models.vectors(), Recorder()

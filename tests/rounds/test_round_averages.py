@@ -1,6 +1,5 @@
 """Lightning's averages of weights, of global models: against sums written by hand, and against Lightning's own."""
 
-import itertools
 import logging
 
 import lightning as L
@@ -14,7 +13,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import FedFusion
 from lightning_fed.rounds.client_models import ClientModels
 from tests import models
-from tests.breadth import DOORS, quick
+from tests.breadth import quick
 from tests.recorders import MemoryLogger, assert_same, state_of
 
 callbacks = L.pytorch.callbacks
@@ -78,11 +77,7 @@ class GlobalModels(FederatedCallback):
             self.validated.append(state_of(pl_module))
 
 
-@pytest.mark.parametrize(
-    ("visits", "either_trainer"),
-    quick(itertools.product(["lightning", "fused"], DOORS), [("lightning", "callback"), ("fused", "trainer")]),
-    indirect=["either_trainer"],
-)
+@pytest.mark.parametrize("visits", ["lightning", "fused"])
 def test_a_moving_average_of_the_global_models(visits, either_trainer):
     """It is validated in the round in which it was made, saved, and left in the module; clients train on without it."""
     seen, average, plain = GlobalModels(), ema(), GlobalModels()
@@ -99,20 +94,16 @@ def test_a_moving_average_of_the_global_models(visits, either_trainer):
     assert_close(state_of(own), expected[-1])
 
 
-AVERAGED = [
-    {},
-    {"use_buffers": False},
-    {"update_every_n_steps": 2},
-    {"update_starting_at_step": 2},
-    {"update_every_n_steps": 0, "update_starting_at_epoch": 1},
-    {"update_starting_at_epoch": 1},
-]
-
-
 @pytest.mark.parametrize(
-    ("options", "either_trainer"),
-    quick(itertools.product(AVERAGED, DOORS), [(options, DOORS[place % 2]) for place, options in enumerate(AVERAGED)]),
-    indirect=["either_trainer"],
+    "options",
+    [
+        {},
+        {"use_buffers": False},
+        {"update_every_n_steps": 2},
+        {"update_starting_at_step": 2},
+        {"update_every_n_steps": 0, "update_starting_at_epoch": 1},
+        {"update_starting_at_epoch": 1},
+    ],
 )
 def test_as_in_a_plain_fit_of_one_step_per_epoch(options, either_trainer, plain_trainer):
     """One client whose visit is one batch: a step, an epoch and a round are the same, and so are the averages.
