@@ -42,12 +42,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
-def pytest_collection_finish(session):
-    """What lives as long as the session is not looked at again by every collection of garbage."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU that torch can use")

@@ -72,7 +72,8 @@ def test_a_fit_does_not_depend_on_what_was_drawn_before_it(job, monkeypatch):
         assert_same(first, other, sorted(first))
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_a_fit_does_not_depend_on_the_number_of_processes(size, tmp_path):
     """Nor on what each has drawn, nor on the seed that Lightning's strategy sets: to rounding of the sums."""
     warm_process.run("tests.draws_script", tmp_path, size, OMP_NUM_THREADS="1")

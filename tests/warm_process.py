@@ -44,7 +44,8 @@ def started(script, *arguments, cwd=ROOT, **environment):
     with tempfile.TemporaryDirectory() as folder:
         for descriptor in (1, 2):
             (Path(folder) / f"{descriptor}").touch()
-        everything = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        everything = {**os.environ, "PYTHONPATH": path, **environment}
         texts = [str(argument) for argument in arguments]
         process = PROCESSES.Process(target=_run, args=(str(script), texts, str(cwd), everything, folder))
         process.start()

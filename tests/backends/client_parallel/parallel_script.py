@@ -1,22 +1,19 @@
 """Federated runs in two processes: shared by the tests of `test_parallel.py`, and run as processes there.
 
-As a process, `python -m tests.backends.client_parallel.parallel_script FOLDER`, it reads names of jobs, one per
-line, and runs each in two children of its own (forked, so that the libraries are imported once) which find each
-other as under `torchrun`. What a
-job returns is in `<folder>/<job>-<rank>.pt` afterwards, what it says in `<folder>/<job>-<rank>.log`, and a line of JSON
-on the standard output says how the children ended.
+A process that serves runs each job in two children of its own (forked, so that the libraries are imported once) which
+find each other as under `torchrun`. What a job returns is in `<folder>/<job>-<rank>.pt` afterwards, what it says in
+`<folder>/<job>-<rank>.log`.
 
 `python -m tests.backends.client_parallel.parallel_script FOLDER JOB` runs one job with Lightning's own launcher.
 """
 
-import json
 import os
 import signal
 import socket
 import sys
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -736,14 +733,12 @@ def run(folder, job):
     return ended
 
 
-def main():
-    if len(sys.argv) == 3:
-        work(sys.argv[1], sys.argv[2])
-        return
-    for line in sys.stdin:
-        sys.stdout.write(json.dumps(run(sys.argv[1], line.strip())) + "\n")
-        sys.stdout.flush()
+def serve(folder, connection):
+    """Runs the jobs that come over a connection, until it is closed, and answers how their children ended."""
+    with suppress(EOFError):
+        while True:
+            connection.send(run(folder, connection.recv()))
 
 
 if __name__ == "__main__":
-    main()
+    work(sys.argv[1], sys.argv[2])

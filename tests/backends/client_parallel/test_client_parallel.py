@@ -2,12 +2,8 @@
 
 import contextlib
 import itertools
-import json
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +11,10 @@ import torch
 from lightning_fed import ClientParallelStrategy, FederatedDataModule
 from lightning_fed.data.dataset_clients import count_batches
 from tests import warm_process
-from tests.backends.client_parallel.parallel_script import JOBS, SIZES, Net, clients, train
+from tests.backends.client_parallel.parallel_script import JOBS, SIZES, Net, clients, serve, train
 from tests.breadth import quick
 from tests.recorders import assert_same
+from tests.warm_process import PROCESSES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -46,14 +43,15 @@ AFTER = {f"after-{job}": job for job in ("killed", "raising", "hanging")}  # wha
 class Pair:
     """Runs jobs in two processes, each job once and only when it is asked for, and knows what came of it.
 
-    The script that forks the two is one process for all jobs, so that the libraries are imported once.
+    The process that forks the two is one for all jobs, so that what a job imports is imported once.
     """
 
     def __init__(self, folder):
         self.folder = folder
-        command = [sys.executable, "-m", "tests.backends.client_parallel.parallel_script", str(folder)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.script = subprocess.Popen(command, cwd=Path(__file__).parents[3], **pipes)
+        self.connection, theirs = PROCESSES.Pipe()
+        self.script = PROCESSES.Process(target=serve, args=(folder, theirs))
+        self.script.start()
+        theirs.close()
         self.ends = {}
 
     def ended(self, job):
@@ -61,8 +59,8 @@ class Pair:
         if job not in self.ends:
             if job in AFTER:
                 self.ended(AFTER[job])
-            print(job, file=self.script.stdin, flush=True)
-            self.ends[job] = {int(rank): value for rank, value in json.loads(self.script.stdout.readline()).items()}
+            self.connection.send(job)
+            self.ends[job] = self.connection.recv()
         return self.ends[job]
 
     def found(self, job):
@@ -75,9 +73,8 @@ class Pair:
         return (self.folder / f"{job}-{rank}.log").read_text()
 
     def close(self):
-        self.script.stdin.close()
-        self.script.wait()
-        self.script.stdout.close()
+        self.connection.close()
+        self.script.join()
 
 
 @pytest.fixture(scope="module")

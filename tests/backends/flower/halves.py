@@ -1,5 +1,6 @@
 """The same federation in one process, and as two halves with Flower's apps and a fake grid between them."""
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from lightning_fed.attacks import IPM, SignFlip
 from lightning_fed.backends.flower import packets
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.server import run_server
-from lightning_fed.backends.flower.transport import FlowerTransport
+from lightning_fed.backends.flower.transport import FlowerTransport, from_records
 from lightning_fed.callbacks import ClassPrototypes, LayerwiseTraining, find_federation
 from lightning_fed.messages import tensor_bytes
 from lightning_fed.privacy import CentralDP, SecureSum
@@ -30,6 +31,12 @@ SIZES = {"ann": 33, "bob": 20, "cid": 48}
 
 
 ROUND, LOST = 1, "bob"
+
+
+def is_lost(message, content):
+    """Returns whether this is the answer that is lost."""
+    sent = json.loads(from_records(message.content).text)["header"]
+    return (sent.get("visit") or {}).get("client") == LOST and sent["visit"]["round"] == ROUND
 
 
 class Loses(FederatedCallback):

@@ -30,9 +30,19 @@ from lightning_fed.cli.main import main
 from lightning_fed.messages import tensor_bytes
 from tests import models
 from tests.backends.flower.grids import FakeGrid
-from tests.backends.flower.halves import CASES, OPTIONS, SIZES, Loses, Padded, clients_of, in_process, on_flower
+from tests.backends.flower.halves import (
+    CASES,
+    OPTIONS,
+    SIZES,
+    Loses,
+    Padded,
+    clients_of,
+    in_process,
+    is_lost,
+    on_flower,
+)
 from tests.backends.flower.test_flower_app import light_app
-from tests.backends.flower.test_flower_faults import changed, is_lost, make_module
+from tests.backends.flower.test_flower_faults import changed, make_module
 from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")

@@ -18,8 +18,8 @@ from lightning_fed.backends.flower.transport import FlowerTransport, from_record
 from lightning_fed.server.schedule import Visit
 from tests import models
 from tests.backends.flower.grids import FakeGrid
-from tests.backends.flower.halves import OPTIONS, SIZES, in_process, on_flower, warm_up
-from tests.backends.flower.test_flower_faults import is_lost, make_module, table
+from tests.backends.flower.halves import OPTIONS, SIZES, in_process, is_lost, on_flower, warm_up
+from tests.backends.flower.test_flower_faults import make_module, table
 from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
