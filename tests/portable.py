@@ -81,7 +81,8 @@ def processor():
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, torch {torch.__version__}"
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def run(setting, workers, arguments):
