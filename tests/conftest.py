@@ -36,10 +36,18 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """Of a table of cases each goes through one door, in turn, and through the other one in `make test-slow`."""
+    tables = {}
     for item in items:
-        places = item.callspec.indices if hasattr(item, "callspec") else {}
-        if "either_trainer" in places and len(places) > 1 and sum(places.values()) % 2:
-            item.add_marker(pytest.mark.slow)
+        params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+        door = params.pop("either_trainer", None)
+        if door is not None and not item.get_closest_marker("slow"):
+            case = tuple(map(id, params.values()))  # the same objects at both doors
+            tables.setdefault((item.path, item.originalname), {}).setdefault(case, {})[door] = item
+    for cases in tables.values():
+        both = [doors for doors in cases.values() if len(doors) == 2]
+        both.sort(key=lambda doors: doors["trainer"].name)  # in whatever order they are collected
+        for place, doors in enumerate(both if len(both) > 1 else []):
+            doors[("trainer", "callback")[place % 2]].add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item):

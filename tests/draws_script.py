@@ -1,7 +1,7 @@
 """Fits by every method, for `test_draws.py`; run as processes there.
 
-As a process, `python -m tests.draws_script FOLDER SIZE`, it does all jobs in SIZE children of its own, which find each
-other as under `torchrun`. What a job returns is in `FOLDER/<job>-<rank>.pt` afterwards.
+As a process, `python -m tests.draws_script FOLDER SIZE JOB...`, it does jobs in SIZE children of its own, which find
+each other as under `torchrun`. What a job returns is in `FOLDER/<job>-<rank>.pt` afterwards.
 """
 
 import os
@@ -148,20 +148,20 @@ JOBS = {
 }
 
 
-def work(folder, size):
-    """Does all jobs in this process, one of several."""
+def work(folder, size, names):
+    """Does jobs in this process, one of several."""
     rank = os.environ["LOCAL_RANK"]
     os.environ["PL_GLOBAL_SEED"] = "11"  # Lightning's strategy seeds the generators anew before `setup`
-    for place, (name, job) in enumerate(JOBS.items()):
+    for place, name in enumerate(names):
         torch.manual_seed(100 * place + int(rank))  # something else in every process
         random.seed(rank)
         np.random.seed(int(rank))  # noqa: NPY002
-        torch.save(job({"strategy": "client_parallel", "devices": size}), Path(folder) / f"{name}-{rank}.pt")
+        torch.save(JOBS[name]({"strategy": "client_parallel", "devices": size}), Path(folder) / f"{name}-{rank}.pt")
 
 
 def main():
     torch.set_num_threads(1)
-    folder, size = sys.argv[1], int(sys.argv[2])
+    folder, size, names = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -173,7 +173,7 @@ def main():
             os.environ.update(found, RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", LOCAL_WORLD_SIZE=str(size))
             code = 1
             try:
-                work(folder, size)
+                work(folder, size, names)
                 code = 0
             except BaseException:
                 traceback.print_exc()

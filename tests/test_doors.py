@@ -252,6 +252,11 @@ BAD_ARGUMENTS = [
 ]
 
 
+def test_rounds_are_said_once():
+    with pytest.raises(ValueError, match="Expected one of `max_rounds` and `max_epochs`"):
+        FederatedTrainer(max_rounds=1, max_epochs=1)
+
+
 @pytest.mark.parametrize("kind", [Federation, FederatedTrainer])
 @pytest.mark.parametrize(("arguments", "error", "message"), BAD_ARGUMENTS, ids=lambda value: str(value)[:40])
 def test_bad_arguments(kind, arguments, error, message):

@@ -257,7 +257,7 @@ for _name in Saves.HOOKS:
     setattr(Saves, _name, _saving(_name))
 
 
-INSIDE_A_ROUND = ("schedulers", "personal-in-folder", "sampled-classes")
+INSIDE_A_ROUND = ("personal-in-folder", "own-models", "sampled-classes")
 
 
 def copied(module):

@@ -6,15 +6,18 @@ Each is forked from a process that has done nothing but import, so that it share
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["lightning_fed"])
+CAN_FORK = "forkserver" in multiprocessing.get_all_start_methods()
+PROCESSES = multiprocessing.get_context("forkserver" if CAN_FORK else "spawn")
+if CAN_FORK:
+    PROCESSES.set_forkserver_preload(["lightning_fed"])
 
 
 @dataclass
@@ -40,20 +43,18 @@ class Script:
 
 @contextmanager
 def started(script, *arguments, cwd=ROOT, **environment):
-    """Starts a module, or a file, with arguments and further variables; it is killed at the end, if it still runs."""
+    """Starts a module, or a file, with arguments and further variables; at the end it is killed with its children."""
     with tempfile.TemporaryDirectory() as folder:
         for descriptor in (1, 2):
             (Path(folder) / f"{descriptor}").touch()
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         everything = {**os.environ, "PYTHONPATH": path, **environment}
         texts = [str(argument) for argument in arguments]
-        process = PROCESSES.Process(target=_run, args=(str(script), texts, str(cwd), everything, folder))
-        process.start()
+        process = start(_run, str(script), texts, str(cwd), folder, environment=everything)
         try:
             yield Script(process, Path(folder))
         finally:
-            process.kill()
-            process.join()
+            end(process)
 
 
 def run(script, *arguments, seconds=280, code=0, **options):
@@ -65,17 +66,41 @@ def run(script, *arguments, seconds=280, code=0, **options):
     return output, errors
 
 
-def _run(script, arguments, cwd, environment, folder):
+def start(function, *arguments, environment=None):
+    """Starts a process that calls a function of a module, as the leader of a group of processes."""
+    process = PROCESSES.Process(target=_call, args=(function, arguments, dict(environment or os.environ)))
+    process.start()
+    return process
+
+
+def end(process):
+    """Kills a process and its children, unless it has ended."""
+    if process.is_alive() and hasattr(os, "killpg"):
+        with suppress(ProcessLookupError):  # it is not a leader yet
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+def _call(function, arguments, environment):
+    if hasattr(os, "setsid"):
+        os.setsid()
+    assert not CAN_FORK or "lightning.pytorch" in sys.modules  # else a fresh interpreter were as good
+    multiprocessing.set_start_method(None, force=True)  # what a user's script has
+    os.environ.clear()
+    os.environ.update(environment)
+    function(*arguments)
+
+
+def _run(script, arguments, cwd, folder):
     for descriptor in (1, 2):
         with open(Path(folder) / f"{descriptor}", "ab") as file:
             os.dup2(file.fileno(), descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
     os.chdir(cwd)
     sys.argv = [script, *arguments]
-    sys.path.insert(0, cwd)
     if script.endswith(".py"):
-        sys.path.insert(0, str(Path(script).parent))
+        sys.path[:] = [str(Path(script).parent), *(path for path in sys.path if path != str(ROOT))]
         runpy.run_path(script, run_name="__main__")
     else:
+        sys.path.insert(0, cwd)
         runpy.run_module(script, run_name="__main__", alter_sys=True)

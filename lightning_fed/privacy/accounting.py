@@ -79,10 +79,11 @@ class Budget:
         r"""The bound :math:`\epsilon` after a number of rounds; 0 after none.
 
         Raises:
+            ValueError: If ``rounds`` is negative or no whole number.
             ModuleNotFoundError: If ``dp-accounting`` is not installed.
 
         """
-        if rounds == 0:
+        if check_count("rounds", rounds, 0) == 0:
             return 0.0
         return _epsilon(self, rounds)
 
@@ -194,7 +195,7 @@ def _divergences(budget: Budget) -> tuple[Any, Any]:
     """Orders and the Rényi divergences of one round; those of many are their sums, and take no more time."""
     accountant = _dp_accounting().rdp.RdpAccountant(neighboring_relation=_relation(budget))
     accountant.compose(_round(budget))
-    return accountant._orders, accountant._rdp  # noqa: SLF001  # which the library itself only multiplies
+    return accountant.orders, accountant.rdp
 
 
 def _relation(budget: Budget) -> Any:

@@ -190,16 +190,11 @@ BUILT = [
     ),
     ("synthetic", ClassificationTask, Synthetic, None, 30, 10),
 ]
-OF_EACH_KIND = (  # every task, data set, partition and method of a recipe once
-    "camvid_deeplab_sequence", "camvid_partial_labels", "compare_cifar10_iid", "compare_fashion_mnist",
-    "compare_fedma_mnist", "compare_permuted_mnist", "fashion_mnist_attacked", "femnist_writers", "omniglot",
-    "shakespeare", "shapes_looks", "synthetic",
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("recipe", "task", "data", "partition", "rounds", "clients_per_round"),
-    [case if case[0] in OF_EACH_KIND else slow(case) for case in BUILT],
+    BUILT,
 )
 def test_a_recipe_builds_what_it_says(recipe, task, data, partition, rounds, clients_per_round):
     path = ROOT / "recipes" / f"{recipe}.yaml"

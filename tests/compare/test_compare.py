@@ -6,6 +6,7 @@ The recipes are those of `compare_script.py`.
 
 import csv
 import json
+import math
 import re
 import shutil
 import sys
@@ -17,6 +18,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 
 from lightning_fed.algorithms import METHODS as ALL_METHODS
@@ -382,6 +384,7 @@ def test_killed_and_started_again(whole, tmp_path):
         while not (tmp_path / "reached").exists() and script.process.is_alive() and time.monotonic() < end:
             time.sleep(0.05)
         assert (tmp_path / "reached").exists(), script.errors
+        assert script.process.is_alive()
     assert len(list(tmp_path.glob("out/runs/*/result.json"))) == place[0] - 1
     compare(*ALL, "out")
     assert [len(fit["logged"]) for fit in Notes.fits] == [left]
@@ -743,6 +746,25 @@ def made_up(mode="max", seeds=3):
                     | {"rounds": rounds, "test": {}, "has_own_models": False}
                 )
     return results
+
+
+@pytest.mark.usefixtures("pictures")
+def test_pictures_of_what_not_every_comparison_has(monkeypatch, tmp_path):
+    """No centralised run; more methods than there are colours; rounds without the value."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: figures.append(figure))
+    federated = [run for run in made_up() if run["method"] != "central"]
+    report.draw(federated, tmp_path / "a.png", 0.8, 3)
+    many = [{**run, "method": f"{run['method']} {copy}"} for run in made_up() for copy in range(6)]
+    report.draw(many, tmp_path / "b.png", 0.8, 3)
+    for run in federated:
+        del run["rounds"][2]["acc"]
+    report.draw(federated, tmp_path / "c.png", 0.8, 3)
+    without, with_many, with_gaps = ([line for line in figure.axes[0].lines] for figure in figures)
+    assert [line.get_label() for line in without] == ["fedavg", "fedmargin"]
+    styles = [line.get_linestyle() for line in with_many if line.get_label().startswith("fed")]
+    assert styles == ["-"] * 10 + ["--"] * 2
+    assert [int(math.isnan(value)) for value in with_gaps[0].get_ydata()] == [0, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])

@@ -65,6 +65,9 @@ def test_the_noise_of_an_epsilon(cohort, rounds, accountant, z):
 @needs_accountant
 def test_no_round_costs_nothing():
     assert Budget(1.0, 1e-3, 100, 10).epsilon(0) == 0
+    for rounds in (-1, 2.5):
+        with pytest.raises(ValueError, match="`rounds` to be"):
+            Budget(1.0, 1e-3, 100, 10).epsilon(rounds)
     with pytest.raises(ValueError, match=r"an epsilon that noise can reach, but 1e-09 is too small"):
         calibrate(1e-9, 1e-6, 10, 10, 1000)
 

@@ -1,4 +1,4 @@
-"""Federated runs in two processes: shared by the tests of `test_parallel.py`, and run as processes there.
+"""Federated runs in two processes: shared by the tests of `test_client_parallel.py`, and run as processes there.
 
 A process that serves runs each job in two children of its own (forked, so that the libraries are imported once) which
 find each other as under `torchrun`. What a job returns is in `<folder>/<job>-<rank>.pt` afterwards, what it says in
@@ -396,7 +396,7 @@ def spread_out(folder, processes):
 
 
 def matched(folder, processes):
-    """FedMA: two passes of two rounds; the module gets wider, clients keep their models at home and forget them."""
+    """FedMA: two passes of two rounds, in which clients keep their models at home."""
     data = FederatedDataModule(clients(), batch_size=4)
     options = {"clients_per_round": 3, "local_epochs": 2, "method": "fedma", "store": f"{folder}/of-clients"}
     found = train(folder, processes, Net, data, 4, **options)
@@ -554,7 +554,7 @@ def after(name):
 
 def stuck(folder, processes):
     data = FederatedDataModule(clients(), batch_size=4)
-    return train(folder, processes, Stuck, data, visit_timeout=4)
+    return train(folder, processes, Stuck, data, visit_timeout=8)
 
 
 class Forgetful(FederatedCallback):
@@ -656,7 +656,7 @@ JOBS = {
         )
     },
     "raising": broken_off("raising", lambda folder: Raise()),
-    "hanging": broken_off("hanging", lambda folder: Hang(), timeout=8),
+    "hanging": broken_off("hanging", lambda folder: Hang(), timeout=3),
     "slow": broken_off("slow", lambda folder: Slow(), timeout=60),
     "killed": broken_off("killed", Reach),
     **{f"after-{name}": after(name) for name in ("raising", "hanging", "killed")},

@@ -11,10 +11,9 @@ import torch
 from lightning_fed import ClientParallelStrategy, FederatedDataModule
 from lightning_fed.data.dataset_clients import count_batches
 from tests import warm_process
-from tests.backends.client_parallel.parallel_script import JOBS, SIZES, Net, clients, serve, train
+from tests.backends.client_parallel.parallel_script import JOBS, SECONDS, SIZES, Net, clients, serve, train
 from tests.breadth import quick
 from tests.recorders import assert_same
-from tests.warm_process import PROCESSES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -25,13 +24,13 @@ pytestmark = [
 ALIKE = [
     "schedulers", "personal-in-folder", "two-optimizers", "margins-in-memory", "centers", "sampled-classes",
     "one-client", "by-batches", "nobody", "faults", "limits", "matched", "own-rule", "second-door",
-    "private-examples",
+    "private-examples", "fused-features", "control-variates", "own-models",
 ]  # fmt: skip
 SLOW = [
     "batch-norm-average", "personal-batch-norm-in-folder", "margins-in-folder", "server-momentum", "partition",
     "federated-trainer", "saved-after-validation", "fixed-batch-norm", "personal-in-memory", "corrected-gradients",
     "server-moments", "talkative", "three-clients", "switched", "counted", "spread-out", "evaluated-locally", "noisy",
-    "four-rounds", "local-batch-norm-in-folder", "fused-features",
+    "four-rounds", "local-batch-norm-in-folder", "regularizers",
 ]  # fmt: skip
 OF_PROCESSES = {"clients", "batches", "models"}  # what each has of its own, or sees
 OF_ONE = (r"_step", "so_far")  # what is logged of single batches, and of what a process has seen so far
@@ -48,9 +47,8 @@ class Pair:
 
     def __init__(self, folder):
         self.folder = folder
-        self.connection, theirs = PROCESSES.Pipe()
-        self.script = PROCESSES.Process(target=serve, args=(folder, theirs))
-        self.script.start()
+        self.connection, theirs = warm_process.PROCESSES.Pipe()
+        self.script = warm_process.start(serve, folder, theirs)
         theirs.close()
         self.ends = {}
 
@@ -60,6 +58,7 @@ class Pair:
             if job in AFTER:
                 self.ended(AFTER[job])
             self.connection.send(job)
+            assert self.connection.poll(SECONDS + 20), f"no answer to {job}"
             self.ends[job] = self.connection.recv()
         return self.ends[job]
 
@@ -74,7 +73,8 @@ class Pair:
 
     def close(self):
         self.connection.close()
-        self.script.join()
+        self.script.join(5)
+        warm_process.end(self.script)
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,6 @@ def test_a_process_that_is_killed_ends_the_other(two):
     assert "Another process of this fit may have died" in two.log(0, "killed")
 
 
-@pytest.mark.slow
 def test_a_process_that_hangs_is_waited_for_as_long_as_was_said(two):
     ended = two.ended("hanging")
     assert [(rank, code) for rank, (code, _) in ended.items()] == [(0, 1)]
@@ -236,7 +235,7 @@ def test_a_visit_that_hangs_leaves_its_client_out_in_all(two):
         assert one["rounds"] == 3
         assert one["report"]["failed"] == {}  # of the last round
     assert [found[0]["lines"][round]["fed/failed"] for round in range(3)] == [0, 1, 0]
-    said = f"Round 1: client {client!r} is left out: its visit took longer than visit_timeout=4 seconds"
+    said = f"Round 1: client {client!r} is left out: its visit took longer than visit_timeout=8 seconds"
     assert said in two.log(1, "stuck")
 
 

@@ -125,7 +125,7 @@ def test_as_many_as_the_threshold_allows(stage, federated_trainer, tmp_path):
     assert_same(state_of(masked), state_of(plain))
 
 
-@pytest.mark.parametrize("stage", quick(["keys", "shares", "train", "unmask"], ["train", "unmask"]))
+@pytest.mark.parametrize("stage", quick(["keys", "shares", "train", "unmask"], ["shares", "unmask"]))
 def test_one_more_and_the_round_comes_to_nothing(stage, federated_trainer, tmp_path, caplog):
     """The model stays as it was, also in one process, and the next round is as ever."""
     lost = ["ann", "dan"]
@@ -135,7 +135,8 @@ def test_one_more_and_the_round_comes_to_nothing(stage, federated_trainer, tmp_p
     assert len(asked) == (5 if stage == "unmask" else 0)
     assert_same(state_of(masked), state_of(plain))
     assert [row["fed/failed"] for row in here.logged] == [row["fed/failed"] for row in there.logged] == [0, 5, 0]
-    words = "3 clients have answered, and 4 must have" if stage == "unmask" else "is read of 4 clients or more, and"
+    words = {"unmask": "3 clients have answered, and 4 must have", "train": "is read of 4 clients or more, and"}
+    words = words.get(stage, "have come to it")  # before anybody has trained
     lost_on_flower = "does not help" if stage == "unmask" else "its answer cannot be read"
     assert words in caplog.text[caplog.text.index(lost_on_flower) :]  # those of the simulation come before
 
