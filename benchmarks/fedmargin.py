@@ -18,7 +18,7 @@ import torch
 from common import load_json, machine, parser, prepare, save_json, spread, table, write_section
 
 from lightning_fed.compare import CENTRAL, MethodChoice, Plan, draw, load_results, markdown, run_comparison, summarize
-from lightning_fed.compare.run import CHECKPOINT, Run
+from lightning_fed.compare.run import CHECKPOINT, Run, quiet
 from lightning_fed.metrics import AggregateMeanMargin
 from lightning_fed.metrics.functional import maximum_mean_discrepancy, median_distance, softmax_entropy
 from lightning_fed.modules import extract_features
@@ -225,21 +225,16 @@ def compare_pairs(found: Sequence[Any], against: Sequence[str], monitor: str, la
         scores.setdefault(run["method"], {})[run["seed"], run["stragglers"]] = statistics.fmean(values[-last:])
         entropy = [values[ENTROPY] for values in run["rounds"] if ENTROPY in values]
         entropies.setdefault(run["method"], []).extend([statistics.fmean(entropy)] if entropy else [])
-    header = [
-        "method",
-        *(f"`{monitor}`, difference to `{other}`" for other in against),
-        "pairs",
-        "entropy of attention",
-    ]
+    names = [f"`{monitor}`, difference to `{other}`" for other in against]
     rows = [
         [f"`{method}`", *differences(scores, method, against), f"{len(own)}", spread(entropies[method])]
         for method, own in scores.items()
     ]
     note = (
-        "Differences are paired by seed and fraction of stragglers, mean ± standard deviation over the pairs. The entropy"
-        " of the attention, a mean over the rounds, is 1 where all clients of a round count alike."
+        "Differences are paired by seed and fraction of stragglers, mean ± standard deviation over the pairs. The"
+        " entropy of the attention, a mean over the rounds, is 1 where all clients of a round count alike."
     )
-    return f"{table(header, rows)}\n\n{note}"
+    return f"{table(['method', *names, 'runs', 'entropy of attention'], rows)}\n\n{note}"
 
 
 def differences(scores: Mapping[str, Mapping[Any, float]], method: str, against: Sequence[str]) -> list[str]:
@@ -350,7 +345,8 @@ def measure_runs(plan: Plan) -> list[tuple[Run, dict[str, float]]]:
 
 def outputs(plan: Plan, seed: int, folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Features, logits and labels of a run's final model on the validation data."""
-    cli = plan.build(seed)
+    with quiet():
+        cli = plan.build(seed)
     cli.model.load_state_dict(torch.load(folder / CHECKPOINT, weights_only=True)["state_dict"])
     cli.datamodule.setup("fit")
     batches = list(cli.datamodule.val_dataloader())
