@@ -58,6 +58,7 @@ class Study:
         monitors: What is compared: a table for each.
         stragglers: Fractions of the cohort that straggle.
         variants: Name to further arguments of the recipe; a folder, and a panel of the report, for each.
+        last: Rounds at the end whose mean is the score.
         against: Methods to which all are compared, paired by seed and stragglers; the first in the analysis too.
 
     """
@@ -70,6 +71,7 @@ class Study:
     monitors: Sequence[str]
     stragglers: Sequence[float] = (0.0, 0.5, 0.8)
     variants: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"": ()})
+    last: int = 5
     against: Sequence[str] = ()
 
 
@@ -116,6 +118,7 @@ STUDIES = {
         ),
         (),
         ("val_acc",),
+        last=50,  # single rounds differ by up to 0.4
         against=("fedavg", "fairavg"),
     ),
     "steps": Study(
@@ -190,7 +193,7 @@ def make_plans(name: str, arguments: argparse.Namespace) -> dict[str, list[Plan]
 
 def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.Namespace) -> str:
     """The tables of a study, of all runs that are there."""
-    study = STUDIES[name]
+    study, last = STUDIES[name], arguments.last or STUDIES[name].last
     command = f"python benchmarks/fedmargin.py --data DATA --studies {name} --out docs/results/fedmargin.md"
     parts = [f"`{command}`. {study.words}; `recipes/{study.recipe}`. {machine(arguments.threads)}."]
     options = [MethodChoice.parse(text).label for text in study.options]
@@ -198,18 +201,18 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
     if len(results) > 1:
         parts += [
             f"`{study.monitors[0]}`, mean ± standard deviation over seeds and stragglers:",
-            overview(main, arguments.last),
+            overview(main, last),
         ]
     for variant, found in results.items():
         for monitor in study.monitors if main[variant] else ():
             parts += [f"**{variant}**"] if variant else []
-            parts.append(markdown([{**run, "monitor": monitor} for run in main[variant]], last=arguments.last))
+            parts.append(markdown([{**run, "monitor": monitor} for run in main[variant]], last=last))
             if study.against:
-                parts.append(compare_pairs(main[variant], study.against, monitor, arguments.last))
+                parts.append(compare_pairs(main[variant], study.against, monitor, last))
         if any(run["method"] in options for run in found):
             parts += [
                 f"Options of FedMargin, {OPTION_STRAGGLERS:.0%} stragglers; difference to the default by seed:",
-                compare_options(found, options, study.monitors[0], arguments.last),
+                compare_options(found, options, study.monitors[0], last),
             ]
     return "\n\n".join(parts)
 
@@ -234,17 +237,13 @@ def compare_pairs(found: Sequence[Any], against: Sequence[str], monitor: str, la
         "Differences are paired by seed and fraction of stragglers, mean ± standard deviation over the pairs. The"
         " entropy of the attention, a mean over the rounds, is 1 where all clients of a round count alike."
     )
-    return f"{table(['method', *names, 'runs', 'entropy of attention'], rows)}\n\n{note}"
+    return "\n\n".join([table(["method", *names, "runs", "entropy of attention"], rows), note])
 
 
 def differences(scores: Mapping[str, Mapping[Any, float]], method: str, against: Sequence[str]) -> list[str]:
     """Differences of a method to others in words, over the pairs that both have; nothing to itself."""
-    return [
-        ""
-        if other == method
-        else spread([score - scores[other][key] for key, score in scores[method].items() if key in scores[other]])
-        for other in against
-    ]
+    others = [{} if other == method else scores.get(other, {}) for other in against]
+    return [spread([score - other[key] for key, score in scores[method].items() if key in other]) for other in others]
 
 
 def compare_options(found: Sequence[Any], options: Sequence[str], monitor: str, last: int) -> str:
@@ -376,7 +375,7 @@ def main() -> None:
     made.add_argument("--methods", nargs="+", default=[], metavar="METHOD", help="of those of the study; else all")
     made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds")
     made.add_argument("--stragglers", type=float, nargs="+", default=[], help="fractions; else those of the study")
-    made.add_argument("--last", type=int, default=5, help="rounds at the end whose mean is the score")
+    made.add_argument("--last", type=int, default=None, help="rounds whose mean is the score; else those of the study")
     made.add_argument("--test", action="store_true", help="evaluate finished runs on the test data (do this once)")
     made.add_argument("--report", action="store_true", help="only make the tables of what is there")
     made.add_argument("--analysis", action="store_true", help="measure the final models of these studies")
@@ -405,7 +404,11 @@ def main() -> None:
                 arguments.figures.mkdir(parents=True, exist_ok=True)
                 options = [MethodChoice.parse(text).label for text in STUDIES[name].options]
                 curves = [run for run in found if run["method"] not in options]
-                draw(curves, arguments.figures / f"fedmargin_{plans[0].out.name}.png", last=arguments.last)
+                draw(
+                    curves,
+                    arguments.figures / f"fedmargin_{plans[0].out.name}.png",
+                    last=arguments.last or STUDIES[name].last,
+                )
             write_section(arguments.out, f"fedmargin-{name}", report(name, results, arguments))
     if arguments.analysis:
         names = [name for name in arguments.studies if STUDIES[name].against]
