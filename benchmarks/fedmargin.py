@@ -238,7 +238,7 @@ def compare_pairs(found: Sequence[Any], against: Sequence[str], monitor: str, la
         for method, own in scores.items()
     ]
     note = (
-        "Differences are paired by seed and fraction of stragglers, mean ± standard deviation over the pairs."
+        "Differences are paired by seed and fraction of stragglers, mean ± standard deviation over the seeds."
         " Attention, means over the rounds: its entropy is 1 and its largest weight 0.1 where the ten clients of a"
         " round count alike."
     )
@@ -261,7 +261,16 @@ def measure_attention(rounds: Sequence[Mapping[str, float]]) -> list[tuple[float
 def differences(scores: Mapping[str, Mapping[Any, float]], method: str, against: Sequence[str]) -> list[str]:
     """Differences of a method to others in words, over the pairs that both have; nothing to itself."""
     others = [{} if other == method else scores.get(other, {}) for other in against]
-    return [spread([score - other[key] for key, score in scores[method].items() if key in other]) for other in others]
+    return [
+        spread(by_seed({key: score - other[key] for key, score in scores[method].items() if key in other}))
+        for other in others
+    ]
+
+
+def by_seed(values: Mapping[Any, float]) -> list[float]:
+    """Means over the fractions of stragglers, one for each seed: the runs of a seed are much alike."""
+    seeds = dict.fromkeys(seed for seed, _ in values)
+    return [statistics.fmean(value for key, value in values.items() if key[0] == seed) for seed in seeds]
 
 
 def compare_options(found: Sequence[Any], options: Sequence[str], monitor: str, last: int) -> str:
@@ -311,7 +320,7 @@ def analyse(names: Sequence[str], arguments: argparse.Namespace) -> str:
         " distance between the means of two classes' features, and the same over the mean length of these means."
         " Discrepancy: maximum mean discrepancy between the features and those of the central model of the same seed"
         " (Gaussian kernel, median bandwidth). Entropy: of the class probabilities, in nats. Differences are paired by"
-        " seed and fraction of stragglers, mean ± standard deviation over the pairs."
+        " seed and fraction of stragglers; mean ± standard deviation over the seeds."
     ]
     for name in names:
         against = STUDIES[name].against[:1]
@@ -331,7 +340,7 @@ def analyse(names: Sequence[str], arguments: argparse.Namespace) -> str:
             for measure in MEASURES:
                 scores = measured[measure]
                 has_pairs = method != CENTRAL and all(other in scores for other in against)
-                row.append(spread(list(scores[method].values())))
+                row.append(spread(by_seed(scores[method])))
                 row += differences(scores, method, against) if has_pairs else [""] * len(against)
             rows.append([*row, f"{len(own)}"])
         parts += [f"**{STUDIES[name].words}**", table([*header, "runs"], rows)]
