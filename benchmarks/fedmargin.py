@@ -8,15 +8,21 @@ With FEMNIST 0.1 was a little better for FedAvg than the 0.05 that is used, and 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common import machine, parser, prepare, spread, table, write_section
+import torch
+from common import load_json, machine, parser, prepare, save_json, spread, table, write_section
 
 from lightning_fed.compare import CENTRAL, MethodChoice, Plan, draw, load_results, markdown, run_comparison, summarize
+from lightning_fed.compare.run import CHECKPOINT, Run, quiet
+from lightning_fed.metrics import AggregateMeanMargin
+from lightning_fed.metrics.functional import maximum_mean_discrepancy, median_distance, softmax_entropy
+from lightning_fed.modules import extract_features
 
 ROOT = Path(__file__).parents[1]
 BASELINES = ("central", "fedavg", "fairavg", "fedprox:mu=0.1", "fedatt", "feddane", "fesem", "fedper", "fedrep")
@@ -33,6 +39,8 @@ OPTIONS = (  # of FedMargin: with OPTION_STRAGGLERS alone
     "fedmargin:server_lr=0.5",
     "fedmargin:server_lr=1.5",
 )
+LONGER_STEP = "fedavgm:lr=1.2:momentum=0:aggregator=fairavg"  # FairAvg with FedAtt's step
+ATTENTIVE_STEP = "fedmargin:attention=softmax:server_lr=1.2"  # FedAtt's form with margins for its distances
 LAYER = "fedmargin:layer=model.classifier.0"  # LeNet's convolutions, before the hidden units
 OPTION_STRAGGLERS = 0.5
 
@@ -50,6 +58,8 @@ class Study:
         monitors: What is compared: a table for each.
         stragglers: Fractions of the cohort that straggle.
         variants: Name to further arguments of the recipe; a folder, and a panel of the report, for each.
+        last: Rounds at the end whose mean is the score.
+        against: Methods to which all are compared, paired by seed and stragglers; the first in the analysis too.
 
     """
 
@@ -61,6 +71,8 @@ class Study:
     monitors: Sequence[str]
     stragglers: Sequence[float] = (0.0, 0.5, 0.8)
     variants: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"": ()})
+    last: int = 5
+    against: Sequence[str] = ()
 
 
 STUDIES = {
@@ -87,6 +99,49 @@ STUDIES = {
         (*BASELINES, "fedmargin"),
         (*OPTIONS, LAYER),
         ("fed/val_acc/mean", "val_acc"),
+    ),
+    "mnist-users": Study(
+        "compare_mnist_users.yaml",
+        "MNIST with an MLP (784-64-10): 1,000 users of two consecutive digits, sizes by a power law (10 to 1,870"
+        " images with seed 0, 55 in the mean), 10 in a round, 20 local epochs, batches of 10",
+        "--data.data_dir",
+        (
+            "fedavg",
+            "fairavg",
+            "fedmargin",
+            "fedatt",
+            "fedprox:mu=1",
+            "fedmargin:margin=hypothesis",
+            ATTENTIVE_STEP,
+            LONGER_STEP,
+            "central",
+        ),
+        (),
+        ("val_acc",),
+        last=50,  # single rounds differ by up to 0.4
+        against=("fedavg", "fairavg"),
+    ),
+    "steps": Study(
+        "synthetic.yaml",
+        "Synthetic(1,1) as in the section before, with the server's steps and the margins that it lacks",
+        "",
+        (
+            "central",
+            "fedavg",
+            "fairavg",
+            LONGER_STEP,
+            "fedprox:mu=0.1",
+            "fedatt",
+            "fedatt:step_size=1.0",
+            "fedmargin",
+            ATTENTIVE_STEP,
+            "fedmargin:margin=gain",
+            "fedmargin:margin=hypothesis",
+            "fedmargin:margin=relative",
+        ),
+        (),
+        ("val_acc", "fed/val_acc/mean"),
+        against=("fedavg", "fairavg", "fedatt"),
     ),
     "camvid": Study(
         "compare_camvid.yaml",
@@ -138,7 +193,7 @@ def make_plans(name: str, arguments: argparse.Namespace) -> dict[str, list[Plan]
 
 def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.Namespace) -> str:
     """The tables of a study, of all runs that are there."""
-    study = STUDIES[name]
+    study, last = STUDIES[name], arguments.last or STUDIES[name].last
     command = f"python benchmarks/fedmargin.py --data DATA --studies {name} --out docs/results/fedmargin.md"
     parts = [f"`{command}`. {study.words}; `recipes/{study.recipe}`. {machine(arguments.threads)}."]
     options = [MethodChoice.parse(text).label for text in study.options]
@@ -146,18 +201,76 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
     if len(results) > 1:
         parts += [
             f"`{study.monitors[0]}`, mean ± standard deviation over seeds and stragglers:",
-            overview(main, arguments.last),
+            overview(main, last),
         ]
     for variant, found in results.items():
         for monitor in study.monitors if main[variant] else ():
             parts += [f"**{variant}**"] if variant else []
-            parts.append(markdown([{**run, "monitor": monitor} for run in main[variant]], last=arguments.last))
+            parts.append(markdown([{**run, "monitor": monitor} for run in main[variant]], last=last))
+            if study.against:
+                parts.append(compare_pairs(main[variant], study.against, monitor, last))
         if any(run["method"] in options for run in found):
             parts += [
                 f"Options of FedMargin, {OPTION_STRAGGLERS:.0%} stragglers; difference to the default by seed:",
-                compare_options(found, options, study.monitors[0], arguments.last),
+                compare_options(found, options, study.monitors[0], last),
             ]
     return "\n\n".join(parts)
+
+
+def compare_pairs(found: Sequence[Any], against: Sequence[str], monitor: str, last: int) -> str:
+    """Differences of every method to others, and how far FedMargin's attention is from equal weights."""
+    scores: dict[str, dict[Any, float]] = {}
+    attention: dict[str, list[tuple[float, float]]] = {}
+    for run in found:
+        if run["method"] == CENTRAL:
+            continue
+        values = [values[monitor] for values in run["rounds"] if monitor in values]
+        scores.setdefault(run["method"], {})[run["seed"], run["stragglers"]] = statistics.fmean(values[-last:])
+        attention.setdefault(run["method"], []).extend(measure_attention(run["rounds"]))
+    names = [f"`{monitor}`, difference to `{other}`" for other in against]
+    rows = [
+        [
+            f"`{method}`",
+            *differences(scores, method, against),
+            f"{len(own)}",
+            *(spread([pair[which] for pair in attention[method]]) for which in (0, 1)),
+        ]
+        for method, own in scores.items()
+    ]
+    note = (
+        "Differences are paired by seed and fraction of stragglers, mean ± standard deviation over the seeds."
+        " Attention, means over the rounds: its entropy is 1 and its largest weight 0.1 where the ten clients of a"
+        " round count alike."
+    )
+    return "\n\n".join([table(["method", *names, "runs", "entropy of attention", "largest weight"], rows), note])
+
+
+def measure_attention(rounds: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
+    """Entropy and largest weight of the attention, means over the rounds; nothing of a method without."""
+    entropies, largest = [], []
+    for before, after in itertools.pairwise([{}, *rounds]):
+        # The values of clients of earlier rounds stay in Lightning's `callback_metrics`: those that changed are new.
+        new = {name: value for name, value in after.items() if before.get(name) != value}
+        weights = [value for name, value in new.items() if name.startswith("fedmargin/attention/")]
+        if weights:
+            entropies.append(after["fedmargin/attention_entropy"])
+            largest.append(max(weights))
+    return [(statistics.fmean(entropies), statistics.fmean(largest))] if largest else []
+
+
+def differences(scores: Mapping[str, Mapping[Any, float]], method: str, against: Sequence[str]) -> list[str]:
+    """Differences of a method to others in words, over the pairs that both have; nothing to itself."""
+    others = [{} if other == method else scores.get(other, {}) for other in against]
+    return [
+        spread(by_seed({key: score - other[key] for key, score in scores[method].items() if key in other}))
+        for other in others
+    ]
+
+
+def by_seed(values: Mapping[Any, float]) -> list[float]:
+    """Means over the fractions of stragglers, one for each seed: the runs of a seed are much alike."""
+    seeds = dict.fromkeys(seed for seed, _ in values)
+    return [statistics.fmean(value for key, value in values.items() if key[0] == seed) for seed in seeds]
 
 
 def compare_options(found: Sequence[Any], options: Sequence[str], monitor: str, last: int) -> str:
@@ -191,6 +304,97 @@ def overview(results: Mapping[str, Sequence[Any]], last: int) -> str:
     return table(["method", *cells], rows)
 
 
+MEASURES = {
+    "amm": "aggregate margin",
+    "normalised": "aggregate margin over length",
+    "mmd": "discrepancy",
+    "entropy": "entropy",
+}
+
+
+def analyse(names: Sequence[str], arguments: argparse.Namespace) -> str:
+    """Margins, discrepancies and entropies of the final models, of all runs whose central one is there too."""
+    parts = [
+        "`python benchmarks/fedmargin.py --data DATA --studies steps mnist-users --analysis --out"
+        " docs/results/fedmargin.md`, from the final global models, on validation data. Aggregate margin: half the mean"
+        " distance between the means of two classes' features, and the same over the mean length of these means."
+        " Discrepancy: maximum mean discrepancy between the features and those of the central model of the same seed"
+        " (Gaussian kernel, median bandwidth). Entropy: of the class probabilities, in nats. Differences are paired by"
+        " seed and fraction of stragglers; mean ± standard deviation over the seeds."
+    ]
+    for name in names:
+        against = STUDIES[name].against[:1]
+        measured: dict[str, dict[str, dict[Any, float]]] = {}
+        for plans in make_plans(name, arguments).values():
+            for run, values in (pair for plan in plans for pair in measure_runs(plan)):
+                for measure, value in values.items():
+                    measured.setdefault(measure, {}).setdefault(run.method.label, {})[run.seed, run.stragglers] = value
+        if not measured:
+            continue
+        header = ["method"]
+        for words in MEASURES.values():
+            header += [words, *(f"difference to `{other}`" for other in against)]
+        rows = []
+        for method, own in measured["amm"].items():
+            row = [f"`{method}`"]
+            for measure in MEASURES:
+                scores = measured[measure]
+                has_pairs = method != CENTRAL and all(other in scores for other in against)
+                row.append(spread(by_seed(scores[method])))
+                row += differences(scores, method, against) if has_pairs else [""] * len(against)
+            rows.append([*row, f"{len(own)}"])
+        parts += [f"**{STUDIES[name].words}**", table([*header, "runs"], rows)]
+    return "\n\n".join(parts)
+
+
+def measure_runs(plan: Plan) -> list[tuple[Run, dict[str, float]]]:
+    """Measures of every finished run whose central run is finished; kept beside the run's result."""
+    measured = []
+    for seed in plan.seeds:
+        central = plan.out / "runs" / Run(MethodChoice.parse(CENTRAL), seed, None).name
+        reference: tuple[torch.Tensor, float] | None = None
+        runs = [Run(method, seed, part) for part in plan.stragglers or () for method in plan.methods]
+        for run in dict.fromkeys(replace(run, stragglers=None) if run.method.name == CENTRAL else run for run in runs):
+            folder = plan.out / "runs" / run.name
+            if not (folder / "result.json").exists() or not (central / "result.json").exists():
+                continue
+            values = load_json(folder / "analysis.json")
+            if values is None:
+                if reference is None:
+                    features = outputs(plan, seed, central)[0]
+                    reference = features, median_distance(features)
+                values = measure(*outputs(plan, seed, folder), *reference)
+                save_json(folder / "analysis.json", values)
+            measured.append((run, values))
+    return measured
+
+
+def outputs(plan: Plan, seed: int, folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Features, logits and labels of a run's final model on the validation data."""
+    with quiet():
+        cli = plan.build(seed)
+    cli.model.load_state_dict(torch.load(folder / CHECKPOINT, weights_only=True)["state_dict"])
+    cli.datamodule.setup("fit")
+    batches = list(cli.datamodule.val_dataloader())
+    features = extract_features(cli.model, batches, max_samples=None)
+    with torch.no_grad():
+        logits = torch.cat([cli.model.eval()(inputs) for inputs, _ in batches])
+    return features, logits, torch.cat([labels for _, labels in batches])
+
+
+def measure(
+    features: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, reference: torch.Tensor, bandwidth: float
+) -> dict[str, float]:
+    """The numbers of :data:`MEASURES`."""
+    margins = {}
+    for name, normalize in (("amm", False), ("normalised", True)):
+        margin = AggregateMeanMargin(logits.shape[1], features.shape[1], normalize=normalize)
+        margin.update(features, labels)
+        margins[name] = float(margin.compute())
+    discrepancy = maximum_mean_discrepancy(features, reference, bandwidth=bandwidth)
+    return margins | {"mmd": float(discrepancy), "entropy": float(softmax_entropy(logits).mean())}
+
+
 def main() -> None:
     made = parser(__doc__.splitlines()[0], data=False)
     made.add_argument("--data", type=Path, default=None, help="folder that holds the data sets; synthetic needs none")
@@ -198,9 +402,10 @@ def main() -> None:
     made.add_argument("--methods", nargs="+", default=[], metavar="METHOD", help="of those of the study; else all")
     made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds")
     made.add_argument("--stragglers", type=float, nargs="+", default=[], help="fractions; else those of the study")
-    made.add_argument("--last", type=int, default=5, help="rounds at the end whose mean is the score")
+    made.add_argument("--last", type=int, default=None, help="rounds whose mean is the score; else those of the study")
     made.add_argument("--test", action="store_true", help="evaluate finished runs on the test data (do this once)")
     made.add_argument("--report", action="store_true", help="only make the tables of what is there")
+    made.add_argument("--analysis", action="store_true", help="measure the final models of these studies")
     made.add_argument("--figures", type=Path, default=None, help="folder for the PNG files of the curves")
     arguments = made.parse_args()
     prepare(arguments)
@@ -226,8 +431,15 @@ def main() -> None:
                 arguments.figures.mkdir(parents=True, exist_ok=True)
                 options = [MethodChoice.parse(text).label for text in STUDIES[name].options]
                 curves = [run for run in found if run["method"] not in options]
-                draw(curves, arguments.figures / f"fedmargin_{plans[0].out.name}.png", last=arguments.last)
+                draw(
+                    curves,
+                    arguments.figures / f"fedmargin_{plans[0].out.name}.png",
+                    last=arguments.last or STUDIES[name].last,
+                )
             write_section(arguments.out, f"fedmargin-{name}", report(name, results, arguments))
+    if arguments.analysis:
+        names = [name for name in arguments.studies if STUDIES[name].against]
+        write_section(arguments.out, "fedmargin-analysis", analyse(names, arguments))
 
 
 if __name__ == "__main__":

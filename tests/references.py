@@ -77,6 +77,23 @@ def label_owners_reference(num_clients, num_classes, num_labels, rng):
     return owners
 
 
+def two_digit_users_reference(class_sizes, num_users, rng):
+    """FedProx's MNIST users: two consecutive labels each, 5 samples of both and of the rest by a power law.
+
+    Counts of the samples, [user][label]. The program rounds every share down; what is left over goes to nobody.
+    """
+    num_classes = len(class_sizes)
+    counts = [[0] * num_classes for _ in range(num_users)]
+    shares = rng.lognormal(0, 2.0, (num_classes, num_users // num_classes, 2))
+    for label in range(num_classes):
+        shares[label] *= (class_sizes[label] - 2 * 5 * num_users // num_classes) / shares[label].sum()
+    for user in range(num_users):
+        for position in range(2):
+            label = (user + position) % num_classes
+            counts[user][label] += 5 + int(shares[label, user // num_classes, position])
+    return counts
+
+
 def quantity_skew_reference(num_samples, num_clients, beta, rng, min_size):
     """NIID-Bench's "iid-diff-quantity": sizes of the clients."""
     while True:

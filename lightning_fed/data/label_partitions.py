@@ -254,10 +254,14 @@ class Shards(LabelPartition):
 
 @final
 class LabelsPerClient(LabelPartition):
-    """Equally many labels for every client; the clients with a label share its samples equally.
+    r"""Equally many labels for every client; the clients with a label share its samples, equally or by a power law.
 
-    Shares differ by at most one sample; where a label has more owners than samples, the last owners get none. A label
-    without an owner is not assigned.
+    Equal shares differ by at most one sample; where a label has more owners than samples, the last owners get none.
+    With ``sigma`` an owner of a label gets ``min_per_label`` samples, and of the rest a share
+
+    .. math:: p_k \propto s_k,\ \log s_k \sim \mathcal N(0, \sigma^2)
+
+    drawn for each of its labels. A label without an owner is not assigned.
 
     Args:
         num_clients: Number of clients, at least 1.
@@ -265,11 +269,14 @@ class LabelsPerClient(LabelPartition):
         assignment: Choice of each client's labels. ``"random"``, as in NIID-Bench: client k has label k mod C and
             others at random; with fewer clients than labels, some labels may have no owner. ``"even"`` draws them so
             that all labels have equally many owners, to within one: a single owner each if there are ``num_clients *
-            labels_per_client`` labels. Labels have no owner only where there are more than that.
+            labels_per_client`` labels. Labels have no owner only where there are more than that. ``"consecutive"``, as
+            in FedProx's program: client k has the labels k, k + 1, ... mod C.
         label_fn: Function of a sample that gives its label, in place of the data set's targets.
         ignore_index: Value of void pixels in masks; ``None`` for none.
         background: Class of masks that is not foreground; ``None`` where every class counts.
         seed: Seed of the split; ``None`` for the federation's.
+        sigma: Standard deviation of the logarithm of the owners' shares; 0 for equal shares.
+        min_per_label: Smallest number of samples that a client has of each of its labels.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -285,7 +292,9 @@ class LabelsPerClient(LabelPartition):
     References:
         Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022, section IV
         (quantity-based label imbalance, "#C = k"). Evenly assigned, with many labels, as in "Efficient image
-        representation learning with federated sampled softmax" (FedSS): 20 of 11,318 to each of 596 clients.
+        representation learning with federated sampled softmax" (FedSS): 20 of 11,318 to each of 596 clients. Li et al.,
+        "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020: MNIST over 1,000 clients with two
+        consecutive digits each, ``sigma=2`` and ``min_per_label=5``.
 
     """
 
@@ -293,16 +302,22 @@ class LabelsPerClient(LabelPartition):
         self,
         num_clients: int,
         labels_per_client: int,
-        assignment: Literal["random", "even"] = "random",
+        assignment: Literal["random", "even", "consecutive"] = "random",
         label_fn: LabelFn | None = None,
         ignore_index: int | None = 255,
         background: int | None = 0,
         seed: int | None = None,
+        sigma: float = 0.0,
+        min_per_label: int = 0,
     ) -> None:
         super().__init__(num_clients, label_fn, ignore_index, background, seed)
         self.labels_per_client = check_count("labels_per_client", labels_per_client)
-        check_option("assignment", assignment, ("random", "even"))
-        self.assignment: Literal["random", "even"] = assignment
+        check_option("assignment", assignment, ("random", "even", "consecutive"))
+        if not 0 <= sigma < float("inf"):
+            raise ValueError(f"Expected `sigma` to be at least 0 and finite, but got {sigma}.")
+        self.assignment: Literal["random", "even", "consecutive"] = assignment
+        self.sigma = sigma
+        self.min_per_label = check_count("min_per_label", min_per_label, 0)
 
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
         """The samples of every client, by the label of each sample."""
@@ -315,15 +330,37 @@ class LabelsPerClient(LabelPartition):
         rng = generator_for("labels_per_client", seed)
         if self.assignment == "even":
             owned = _evenly_owned(rng, self.num_clients, class_sizes.size, self.labels_per_client)
+        elif self.assignment == "consecutive":
+            distance = (np.arange(class_sizes.size) - np.arange(self.num_clients)[:, None]) % class_sizes.size
+            owned = (distance < self.labels_per_client).astype(np.int64)
         else:
             clients = np.arange(self.num_clients)
             scores = rng.random((self.num_clients, class_sizes.size))
             scores[clients, clients % class_sizes.size] = -1.0  # the lowest: every client's first label
             owned = np.zeros(scores.shape, dtype=np.int64)
             np.put_along_axis(owned, np.argsort(scores, axis=1)[:, : self.labels_per_client], 1, axis=1)
-        num_owners = np.maximum(owned.sum(axis=0), 1)
+        num_owners = owned.sum(axis=0)
+        if (short := self.min_per_label * num_owners > class_sizes).any():
+            raise PartitionError(
+                f"Expected every label to have `min_per_label` ({self.min_per_label}) samples for each of its owners,"
+                f" but one has {class_sizes[short][0]} samples for {num_owners[short][0]} owners."
+            )
+        if self.sigma > 0:
+            return assign_by_class(rng, classes, self._skewed(rng, owned, class_sizes))
+        num_owners = np.maximum(num_owners, 1)
         is_among_the_first = np.cumsum(owned, axis=0) <= class_sizes % num_owners
         return assign_by_class(rng, classes, owned * (class_sizes // num_owners + is_among_the_first))
+
+    def _skewed(self, rng: np.random.Generator, owned: IndexArray, class_sizes: IndexArray) -> IndexArray:
+        """Number of samples of every label for every client, shape (clients, labels), by a power law."""
+        logarithms = rng.normal(0.0, self.sigma, owned.shape)
+        counts = self.min_per_label * owned
+        for label in np.flatnonzero(owned.sum(axis=0)):
+            owners = np.flatnonzero(owned[:, label])
+            shares = np.exp(logarithms[owners, label] - logarithms[owners, label].max())
+            rest = class_sizes[label] - self.min_per_label * owners.size
+            counts[owners, label] += cut_shares(shares[None] / shares.sum(), np.array([rest]))[0]
+        return counts
 
 
 def _counts_per_class(

@@ -133,6 +133,7 @@ def test_there_is_a_recipe_for_every_job():
         "compare_fedma_resnet",
         "compare_fedma_shakespeare",
         "compare_femnist",
+        "compare_mnist_users",
         "compare_niid_cifar10",
         "compare_niid_fashion_mnist",
         "compare_permuted_mnist",
@@ -153,7 +154,9 @@ def where_data_are(recipe, folder):
     name = recipe.stem
     if name in ("shakespeare", "shapes_deeplab", "shapes_looks", "synthetic"):
         return []
-    is_nested = name.startswith("compare_") and not name.startswith(("compare_camvid", "compare_fedma", "compare_niid"))
+    is_nested = name.startswith("compare_") and not name.startswith(
+        ("compare_camvid", "compare_fedma", "compare_mnist", "compare_niid")
+    )
     return ["--data.source.data_dir" if is_nested else "--data.data_dir", str(folder)]
 
 
@@ -170,6 +173,14 @@ BUILT = [
     ("compare_fedma_resnet", ClassificationTask, CIFAR10, Dirichlet(8, 0.5), 15, 1.0),
     ("compare_fedma_shakespeare", CharLanguageTask, Shakespeare, None, 12, 1.0),
     ("compare_femnist", ClassificationTask, FEMNIST, ByGroup(), 20, 10),
+    (
+        "compare_mnist_users",
+        ClassificationTask,
+        MNIST,
+        LabelsPerClient(1000, 2, "consecutive", sigma=2.0, min_per_label=5),
+        200,
+        10,
+    ),
     ("compare_niid_cifar10", ClassificationTask, CIFAR10, Dirichlet(10, 0.5, balance=True), 50, 1.0),
     ("compare_niid_fashion_mnist", ClassificationTask, FashionMNIST, Dirichlet(10, 0.5, balance=True), 50, 1.0),
     ("compare_permuted_mnist", ClassificationTask, MNIST, PermutedPixels(IID(3)), 30, 1.0),
@@ -223,7 +234,7 @@ def test_a_recipe_builds_what_it_says(recipe, task, data, partition, rounds, cli
 def small_data(tmp_path_factory):
     """Every data set in the format of the real files, as large as the recipes' splits need it."""
     root = tmp_path_factory.mktemp("data")
-    write_mnist(root, num_train=6500)
+    write_mnist(root, num_train=18000)
     write_mnist(root, "FashionMNIST", num_train=60000)
     write_cifar_npz(root / "cifar10", 7000)
     write_femnist(root / "femnist", [20] * 12)

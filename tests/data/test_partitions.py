@@ -42,6 +42,7 @@ CASES = {
     "Shards": (Shards(K, 3), N % (3 * K)),
     "LabelsPerClient": (LabelsPerClient(K, 2), 0),
     "LabelsPerClient even": (LabelsPerClient(K, 2, "even"), 0),
+    "LabelsPerClient sigma": (LabelsPerClient(K, 2, "consecutive", sigma=1.0, min_per_label=5), 0),
     "QuantitySkew": (QuantitySkew(K, 0.7), 0),
     "QuantitySkew lognormal": (QuantitySkew(K, distribution="lognormal", sigma=0.4, min_size=20), 0),
 }
@@ -311,7 +312,12 @@ def test_permutation_in_worker_processes():
         (lambda: IID(2.5), "Expected `num_clients` to be a whole number, but got 2.5."),
         (lambda: Shards(2, 0), "Expected `shards_per_client` to be at least 1, but got 0."),
         (lambda: LabelsPerClient(2, 0), "Expected `labels_per_client` to be at least 1, but got 0."),
-        (lambda: LabelsPerClient(2, 1, "all"), "Expected `assignment` to be one of ['random', 'even'], but got 'all'."),
+        (
+            lambda: LabelsPerClient(2, 1, "all"),
+            "Expected `assignment` to be one of ['random', 'even', 'consecutive'], but got 'all'.",
+        ),
+        (lambda: LabelsPerClient(2, 1, sigma=-1), "Expected `sigma` to be at least 0 and finite, but got -1."),
+        (lambda: LabelsPerClient(2, 1, min_per_label=-1), "Expected `min_per_label` to be at least 0, but got -1."),
         (lambda: QuantitySkew(2, 0), "Expected `beta` to be greater than 0, but got 0."),
         (lambda: QuantitySkew(2, sigma=-1), "Expected `sigma` to be at least 0 and finite, but got -1."),
         (

@@ -75,6 +75,7 @@ SPLITS = {
     "shards": (lambda seed: shards(LABELS, K, 3, seed), N % (3 * K)),
     "labels_per_client": (lambda seed: labels_per_client(LABELS, K, 2, seed), 0),
     "labels_per_client even": (lambda seed: labels_per_client(LABELS, K, 2, seed, assignment="even"), 0),
+    "labels_per_client sigma": (lambda seed: labels_per_client(LABELS, K, 2, seed, sigma=2.0, min_per_label=3), 0),
     "quantity dirichlet": (lambda seed: quantity_skew(N, K, seed, beta=2.0), 0),
     "quantity lognormal": (lambda seed: quantity_skew(N, K, seed, distribution="lognormal", sigma=0.5), 0),
 }
@@ -355,6 +356,37 @@ def test_labels_per_client_leaves_out_a_label_only_without_owner():
     assert owned.sum() < 1000
 
 
+def test_labels_per_client_of_consecutive_labels():
+    parts = labels_per_client(BALANCED, 25, 3, seed=0, assignment="consecutive")
+    for client, part in enumerate(parts):
+        assert set(BALANCED[part]) == {client % 10, (client + 1) % 10, (client + 2) % 10}
+
+
+def test_labels_per_client_with_sizes_as_in_the_published_program():
+    """Counts of single users and the largest and median sizes, over 300 splits; 5 of each label at least."""
+    class_sizes, rng = range(1200, 2200, 100), np.random.default_rng(0)
+    labels = np.repeat(np.arange(10), class_sizes)
+    options = {"assignment": "consecutive", "sigma": 2.0, "min_per_label": 5}
+    splits = [labels_per_client(labels, 40, 2, seed, **options) for seed in range(300)]
+    counts = np.array([[histogram(labels, part) for part in parts] for parts in splits])
+    reference = np.array([references.two_digit_users_reference(class_sizes, 40, rng) for _ in range(300)])
+    assert np.array_equal(counts > 0, reference > 0)
+    assert (counts.sum(axis=1) == np.array(class_sizes)).all()
+    assert counts[counts > 0].min() == 5
+    for user, label in ((0, 0), (17, 8), (39, 0)):
+        assert ks_2samp(counts[:, user, label], reference[:, user, label]).pvalue > 1e-3, (user, label)
+    for statistic in (lambda sizes: sizes.max(axis=1), lambda sizes: np.median(sizes, axis=1)):
+        assert ks_2samp(statistic(counts.sum(axis=2)), statistic(reference.sum(axis=2))).pvalue > 1e-3
+
+
+def test_labels_per_client_has_too_few_of_a_label():
+    with pytest.raises(ValueError, match=r"`min_per_label` \(6\) samples .* one has 20 samples for 4 owners"):
+        labels_per_client(np.repeat([0, 1], [20, 50]), 4, 2, 0, min_per_label=6)
+    assert [part.size for part in labels_per_client(np.repeat([0, 1], [20, 50]), 4, 2, 0, min_per_label=5)] == [
+        18, 18, 17, 17,
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("num_clients", "per_client", "owners"),
     [
@@ -506,7 +538,7 @@ def test_one_client_gets_everything():
         ),
         (
             lambda: labels_per_client(LABELS, 2, 1, 0, assignment="x"),
-            "`assignment` to be one of ['random', 'even'], but got 'x'",
+            "`assignment` to be one of ['random', 'even', 'consecutive'], but got 'x'",
         ),
         (lambda: quantity_skew(10, 2, 0, beta=0), "Expected `beta` to be greater than 0, but got 0."),
         (lambda: quantity_skew(10, 2, 0, sigma=-1), "Expected `sigma` to be at least 0 and finite, but got -1."),

@@ -21,6 +21,7 @@ PROTOTYPE_KEYS = ("prototypes:classes", "prototypes:means", "prototypes:counts")
 """Keys of the prototypes in a message's extras."""
 
 _OUTLYING = 100.0
+_SIGNED_MARGINS = tuple(f"prototypes:lpm:{margin}:" for margin in ("hypothesis", "relative", "gain"))
 _MAX_COUNT = 2**48  # feature vectors of a client: the sum over thousands of clients fits an integer
 
 
@@ -129,6 +130,8 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
     """Finds clients whose margin or prototypes are far larger than those of most: claims, and no measurements.
 
     Both are what a client says. From three clients on, one with more than 100 times the median is left out.
+    Margins that compare classes ("hypothesis", "relative", "gain") have both signs, and are near 0 for most clients of
+    some rounds: they are compared with the median length of the longest prototypes where that is larger.
 
     Args:
         packed: Extras of every client, in which :func:`find_invalid_prototypes` has found nothing.
@@ -153,10 +156,15 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
         if len(extras.get("prototypes:classes", ()))
     }
     faults: dict[_Client, str] = {}
-    for what, sizes in (("prototype margin is", margins), ("longest prototype has the length", lengths)):
-        median = sorted(sizes.values())[(len(sizes) - 1) // 2] if len(sizes) > 2 else 0.0
+    median_length = _median(lengths)
+    has_signs = any(name.startswith(_SIGNED_MARGINS) for extras in packed.values() for name in extras)
+    for what, sizes, least in (
+        ("prototype margin is", margins, median_length if has_signs else 0.0),
+        ("longest prototype has the length", lengths, 0.0),
+    ):
+        median = _median(sizes)
         for client, size in sizes.items():
-            if median and size > _OUTLYING * median:
+            if median and size > _OUTLYING * max(median, least):
                 faults[client] = f"its {what} {size:.3g}, and that of the median client {median:.3g}"
     return faults
 
@@ -195,3 +203,8 @@ def find_mismatched_prototypes(
         for client, width in widths.items()
         if width != majority
     }
+
+
+def _median(sizes: Mapping[_Client, float]) -> float:
+    """The (lower) median of three numbers or more; 0 of fewer."""
+    return sorted(sizes.values())[(len(sizes) - 1) // 2] if len(sizes) > 2 else 0.0

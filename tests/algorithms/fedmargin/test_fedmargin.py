@@ -16,6 +16,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import FairAvg, FedAvg, FedMargin
 from lightning_fed.algorithms.fedmargin import (
     Prototypes,
+    find_outlying_prototypes,
     limit_attention,
     local_prototype_margin,
     lpm_key,
@@ -832,6 +833,21 @@ def test_a_claim_that_cannot_be_is_left_out(bad, reason):
         aggregates.append(server.finish_round() | rule.state_dict())
     assert_same(*aggregates)
     assert reason in server.report.failed["bad"]
+
+
+@pytest.mark.parametrize("margin", ["hypothesis", "relative", "gain"])
+def test_margins_with_signs_are_compared_with_the_prototypes_lengths(margin):
+    """On Synthetic the median client's margin was 0.03 in some rounds, and clients with 3 were left out as false."""
+    packed = pack_prototypes(prototypes({0: (3.0, 4.0), 1: (0.0, 1.0)}))
+    margins = {"a": 0.001, "b": -0.001, "c": 0.002, "wide": 4.9, "false": 501.0}
+    extras = {client: packed | {lpm_key(margin, "mean"): torch.tensor(value)} for client, value in margins.items()}
+    assert find_outlying_prototypes(extras) == {
+        "false": "its prototype margin is 501, and that of the median client 0.002"
+    }
+    semantic = {
+        client: packed | {lpm_key("semantic", "mean"): torch.tensor(value)} for client, value in margins.items()
+    }
+    assert list(find_outlying_prototypes(semantic)) == ["wide", "false"]
 
 
 def test_margins_of_two_clients_are_not_compared():
