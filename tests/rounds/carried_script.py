@@ -1,4 +1,4 @@
-"""Two processes that share clients whose visits leave something in attributes: run by `test_carried.py`.
+"""Two processes that share clients whose visits leave something in attributes: run by `test_carried_attributes.py`.
 
 `python -m tests.rounds.carried_script FOLDER` trains; `<folder>/<rank>.txt` has what each process has logged.
 """
