@@ -315,6 +315,7 @@ def test_batch_norm_without_data():
         ({"score": "best"}, "`score` to be one of"),
         ({"batch_norm": "frozen"}, "`batch_norm` to be one of"),
         ({"gamma": 0.0}, "`gamma` to be greater than 0"),
+        ({"gamma": -1.0}, "`gamma` to be greater than 0 and finite, but got -1.0"),
         ({"max_growth": 0.9}, "`max_growth` to be at least 1 and finite, 'auto' or None, but got 0.9"),
         ({"max_growth": float("inf")}, "`max_growth` to be at least 1 and finite, 'auto' or None, but got inf"),
         ({"passes": -1}, "`passes` to be at least 0"),
