@@ -29,7 +29,8 @@ def script(tmp_path_factory):
 def complete(script, *words):
     """What bash would offer for the last of the words."""
     program = (
-        f"source {shlex.quote(str(script))}; COMP_WORDS=({' '.join(repr(word) for word in words)}); COMP_CWORD={len(words) - 1};"
+        f"source {shlex.quote(str(script))};"
+        f" COMP_WORDS=({' '.join(repr(word) for word in words)}); COMP_CWORD={len(words) - 1};"
         ' COMP_LINE="${COMP_WORDS[*]}"; COMP_POINT=${#COMP_LINE};'
         " $(complete -p lightning-fed | sed -E 's/.*-F ([^ ]+).*/\\1/'); printf '%s\\n' \"${COMPREPLY[@]}\""
     )
