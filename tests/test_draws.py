@@ -72,8 +72,8 @@ def test_a_fit_does_not_depend_on_what_was_drawn_before_it(job, monkeypatch):
         assert_same(first, other, sorted(first))
 
 
-# Of the server's draws, of clients' own models, of requests and of classes; those that two processes are tried with
-# elsewhere are left out.
+# The server's noise, requests, sums of two kinds, attackers, tables of classes, fused features. The client-parallel
+# tests have other methods in two processes; `make test-slow` has all jobs.
 OF_EACH_KIND = ["private", "feddane", "fednova", "attacks", "fedaws", "fedfusion"]
 
 

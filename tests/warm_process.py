@@ -85,7 +85,7 @@ def end(process):
 def _call(function, arguments, environment):
     if hasattr(os, "setsid"):
         os.setsid()
-    assert not CAN_FORK or "lightning.pytorch" in sys.modules  # else a fresh interpreter were as good
+    assert not CAN_FORK or "lightning.pytorch" in sys.modules, "the import of lightning_fed failed before the fork"
     multiprocessing.set_start_method(None, force=True)  # what a user's script has
     os.environ.clear()
     os.environ.update(environment)

@@ -21,7 +21,8 @@ PROTOTYPE_KEYS = ("prototypes:classes", "prototypes:means", "prototypes:counts")
 """Keys of the prototypes in a message's extras."""
 
 _OUTLYING = 100.0
-_SIGNED_MARGINS = tuple(f"prototypes:lpm:{margin}:" for margin in ("hypothesis", "relative", "gain"))
+_LPM = "prototypes:lpm:"
+_LPM_WITHOUT_SIGN = f"{_LPM}semantic:"  # a distance; the other margins compare distances, and have both signs
 _MAX_COUNT = 2**48  # feature vectors of a client: the sum over thousands of clients fits an integer
 
 
@@ -78,7 +79,7 @@ def lpm_key(margin: str, class_reduction: str) -> str:
         'prototypes:lpm:semantic:mean'
 
     """
-    return f"prototypes:lpm:{margin}:{class_reduction}"
+    return f"{_LPM}{margin}:{class_reduction}"
 
 
 def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | None = None) -> str | None:
@@ -97,10 +98,10 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
         (None, 'its prototypes are of class 1 instead of 0 to 0')
 
     """
-    margins = [value for name, value in packed.items() if name.startswith("prototypes:lpm:")]
+    margins = [value for name, value in packed.items() if name.startswith(_LPM)]
     if any(value.numel() != 1 or not value.is_floating_point() for value in margins):
         return "its prototype margin is not a number"
-    if any(bool(value < 0) for name, value in packed.items() if name.startswith("prototypes:lpm:semantic:")):
+    if any(bool(value < 0) for name, value in packed.items() if name.startswith(_LPM_WITHOUT_SIGN)):
         return "its prototype margin is negative, which no distance is"
     missing = [name for name in PROTOTYPE_KEYS if name not in packed]
     if missing:
@@ -146,9 +147,9 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
 
     """
     margins = {
-        client: max(abs(float(value)) for name, value in extras.items() if name.startswith("prototypes:lpm:"))
+        client: max(abs(float(value)) for name, value in extras.items() if name.startswith(_LPM))
         for client, extras in packed.items()
-        if any(name.startswith("prototypes:lpm:") for name in extras)
+        if any(name.startswith(_LPM) for name in extras)
     }
     lengths = {
         client: float(extras["prototypes:means"].double().norm(dim=1).max())
@@ -157,7 +158,8 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
     }
     faults: dict[_Client, str] = {}
     median_length = _median(lengths)
-    has_signs = any(name.startswith(_SIGNED_MARGINS) for extras in packed.values() for name in extras)
+    names = {name for extras in packed.values() for name in extras if name.startswith(_LPM)}
+    has_signs = not all(name.startswith(_LPM_WITHOUT_SIGN) for name in names)
     for what, sizes, least in (
         ("prototype margin is", margins, median_length if has_signs else 0.0),
         ("longest prototype has the length", lengths, 0.0),
