@@ -131,7 +131,7 @@ def installed_version(name: str) -> str | None:
 def devices() -> list[str]:
     """The devices that Lightning's ``accelerator`` can be, in words."""
     count = os.cpu_count() or 1
-    found = [f"cpu: {count} cores, {torch.get_num_threads()} threads for PyTorch"]
+    found = [f"cpu: {count} cores, threads for PyTorch: {torch.get_num_threads()}"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found.append(f"cuda:{index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")

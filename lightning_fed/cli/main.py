@@ -13,7 +13,7 @@ from typing import NoReturn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed import __version__
-from lightning_fed.cli.recipes import run_recipes
+from lightning_fed.cli.recipes import refuse_absent, run_recipes
 from lightning_fed.data.sample_assignment import PartitionError
 from lightning_fed.errors import OptionError
 from lightning_fed.recipe import COMMANDS, FederatedCLI
@@ -77,6 +77,7 @@ def main(args: Sequence[str] | None = None) -> None:
         "doctor": _doctor,
         "completion": _completion,
     }
+    refuse_absent(given)
     if command in ("-h", "--help"):
         sys.stdout.write(_HELP)
     elif command == "--version":

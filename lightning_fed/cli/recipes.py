@@ -37,6 +37,28 @@ def recipes_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def refuse_absent(args: Sequence[str]) -> None:
+    """Says how to get a ready recipe that a command line names as a file, where there is no such file.
+
+    The guides name recipes by their files in the repository, which an installed package has elsewhere.
+
+    Args:
+        args: The command line after the program's name.
+
+    Raises:
+        SystemExit: With status 2, if there is such a recipe.
+
+    """
+    for argument in args:
+        path = Path(argument.partition("=")[2] if argument.startswith("--") else argument)
+        if path.suffix == ".yaml" and not path.exists() and (recipe_folder() / path.name).is_file():
+            sys.stderr.write(
+                f"error: Expected a recipe, a YAML file, but there is no '{path}'. The package has one of this name:\n"
+                f"    lightning-fed recipes {path.stem} > {path.name}\n"
+            )
+            raise SystemExit(2)
+
+
 def recipe_folder() -> Path:
     """Folder of the ready recipes: inside an installed package, beside it in a clone of the repository."""
     package = Path(__file__).parents[1]

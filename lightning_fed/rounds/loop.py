@@ -244,6 +244,8 @@ class RoundLoop:
     def _start_round(self, loader: RoundLoader, cohort: Cohort) -> None:
         """Opens the round if the loader is the one that Lightning trains on; anybody may ask a loader for batches."""
         if self.fit.trainer.train_dataloader is loader:
+            if self._loader is None:  # Lightning has said it; rounds of other lengths would repeat it
+                self.fit.ignore_warning("The number of training batches")
             self._loader, self.fit.cohort = loader, cohort
             self._open_round()
 

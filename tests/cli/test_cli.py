@@ -18,6 +18,7 @@ from lightning_fed import FederatedTrainer
 from lightning_fed.algorithms import METHODS, FairAvg, FedAdam, FedAvg, FedAvgM, FedProx, MultiKrum, RobustAggregator
 from lightning_fed.callbacks import HeadThenBody
 from lightning_fed.cli.main import main
+from lightning_fed.cli.recipes import refuse_absent
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.compare import MethodChoice
 from lightning_fed.data import (
@@ -289,6 +290,37 @@ def test_a_recipe_trains_on_real_data(recipe):
     if not DATA.is_dir():
         pytest.skip(f"no data at {DATA}")
     trains(recipe, DATA)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("fit", "-c", "recipes/synthetic.yaml"),
+        ("fit", "--config=recipes/synthetic.yaml"),
+        ("compare", "recipes/synthetic.yaml", "--methods", "fedavg"),
+        ("flower", "new", "app", "-c", "recipes/synthetic.yaml"),
+    ],
+)
+def test_a_ready_recipe_that_is_not_in_the_folder(args, tmp_path, monkeypatch, capsys):
+    """The error's command writes the file; one of the user's own with this name is read."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(args)
+    assert stopped.value.code == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    error, command = written.err.splitlines()
+    assert error.startswith("error: Expected a recipe, a YAML file, but there is no 'recipes/synthetic.yaml'.")
+    assert command == "    lightning-fed recipes synthetic > synthetic.yaml"
+    Path("recipes").mkdir()
+    main(["recipes", "synthetic"])
+    Path("recipes", "synthetic.yaml").write_text(capsys.readouterr().out)
+    refuse_absent(args)
+
+
+def test_other_absent_files_are_none_of_the_recipes_business(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refuse_absent(["fit", "-c", "my.yaml", "--data.data_dir=synthetic", "synthetic.ckpt"])
 
 
 # Lightning says it of every checkpoint that is used in another folder than its run's.

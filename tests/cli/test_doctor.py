@@ -58,4 +58,4 @@ def test_a_version_out_of_bounds_is_an_error(monkeypatch, capsys):
 
 def test_devices_are_those_that_torch_sees(monkeypatch):
     assert len(doctor.devices()) == 1 + max(1, torch.cuda.device_count() + torch.backends.mps.is_available())
-    assert doctor.devices()[0].endswith(f"{torch.get_num_threads()} threads for PyTorch")
+    assert doctor.devices()[0].endswith(f"threads for PyTorch: {torch.get_num_threads()}")

@@ -1,8 +1,10 @@
 """A fit says in a line what it is going to do, and in a table what it has done."""
 
 import logging
+import warnings
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.privacy import CentralDP
@@ -71,3 +73,16 @@ def test_a_draw_of_any_number_is_about_so_many(federated_trainer, caplog):
     privacy = CentralDP(clip=1.0, noise_multiplier=1.0, delta=1e-3)
     first = fit(federated_trainer, caplog, models.Module(models.mlp()), clients_per_round=2, privacy=privacy)[0]
     assert "about 2 of 3 clients in each" in first
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_lightnings_advice_on_the_logging_interval_comes_once(federated_trainer, caplog, tmp_path):
+    """Every round asks for a loader, and rounds differ in their number of batches."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        fit(federated_trainer, caplog, models.Module(models.mlp()), 4, clients_per_round=1, logger=CSVLogger(tmp_path))
+        warnings.warn("The number of training batches of another fit", stacklevel=1)
+    advice = [str(warning.message) for warning in shown if "number of training batches" in str(warning.message)]
+    assert len(advice) == 2, advice
+    assert "logging interval" in advice[0]
+    assert advice[1].endswith("of another fit")
