@@ -251,7 +251,7 @@ class DPSGD(FederatedCallback):
             steps = trainer.estimated_stepping_batches
             visit = _Account(account.num_samples, account.batch_size)
             self._plan_noise(int(steps) if steps < math.inf else None, lambda: [visit])
-        self._stop_in_time(trainer)
+        self._stop_in_time(trainer, trainer.current_epoch)
         if _federation(trainer) is None:
             (account,) = self._accounts.values()
             self._begin(_Visit(None, 0, account), trainer, pl_module)
@@ -339,7 +339,7 @@ class DPSGD(FederatedCallback):
         federation.round_log.put(
             trainer, federation.server.report.round, {"dp/epsilon": self.epsilon(), "dp/delta": self.delta}
         )
-        self._stop_in_time(trainer)
+        self._stop_in_time(trainer, trainer.current_epoch + 1)
 
     # A batch
 
@@ -428,7 +428,7 @@ class DPSGD(FederatedCallback):
                 "`training_step` gave no loss for a batch: which batches it leaves out would tell of their examples."
             )
         if visit.client is None:
-            self._stop_in_time(trainer)
+            self._stop_in_time(trainer, trainer.current_epoch + trainer.is_last_batch)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Without a federation logs epsilon, and makes sure that nothing else of the model has changed.
@@ -631,7 +631,7 @@ class DPSGD(FederatedCallback):
             largest[account.steps] = max(known, account, key=lambda one: one.share)
         return max(map(self._epsilon, largest.values()), default=0.0)
 
-    def _stop_in_time(self, trainer: L.Trainer) -> None:
+    def _stop_in_time(self, trainer: L.Trainer, epochs: int) -> None:
         if self.max_epsilon is None or trainer.should_stop:
             return
         following = [account.after(account.again()) for account in self._accounts.values()]
@@ -641,14 +641,15 @@ class DPSGD(FederatedCallback):
         if epsilon <= self.max_epsilon:
             self._note_safe_steps(following)
             return
-        _log.warning(
-            "The fit ends after %d epochs and %d steps: with one more visit or step epsilon could be %.4g, more than"
-            " max_epsilon=%g.",
-            trainer.current_epoch,
-            trainer.global_step,
-            epsilon,
-            self.max_epsilon,
-        )
+        if epochs != trainer.max_epochs:
+            _log.warning(
+                "The fit ends after %d epochs and %d steps: with one more visit or step epsilon could be %.4g, more than"
+                " max_epsilon=%g.",
+                epochs,
+                trainer.global_step,
+                epsilon,
+                self.max_epsilon,
+            )
         trainer.should_stop = True
 
     def _note_safe_steps(self, accounts: Iterable[_Account]) -> None:

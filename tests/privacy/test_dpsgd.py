@@ -264,7 +264,19 @@ def test_the_fit_ends_within_the_budget(federated_trainer, caplog):
     assert callback.state_dict()["accounts"]["c"][2] == 3
     assert trainer.callback_metrics["dp/epsilon"] <= most
     assert trainer.current_epoch == 3
-    assert "The fit ends after" in caplog.text
+    assert "The fit ends after 3 epochs" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["federated", "plain"])
+def test_a_fit_that_uses_its_budget_up_in_the_last_epoch_is_no_warning(kind, federated_trainer, plain_trainer, caplog):
+    """The noise is computed for these epochs; Lightning says that they are over."""
+    caplog.set_level(logging.WARNING, "lightning_fed")
+    callback = dpsgd(z=None, epsilon=3.0)
+    fit = (federated, federated_trainer) if kind == "federated" else (plain, plain_trainer)
+    trainer = fit[0](fit[1], callback, 2)[-1]
+    assert trainer.current_epoch == 2
+    assert callback.epsilon() == pytest.approx(3.0, rel=0.01)
+    assert "The fit ends" not in caplog.text
 
 
 def test_a_client_whose_first_visit_would_exceed_the_budget_is_left_out(federated_trainer, caplog):
