@@ -86,3 +86,4 @@ def test_lightnings_advice_on_the_logging_interval_comes_once(federated_trainer,
     assert len(advice) == 2, advice
     assert "logging interval" in advice[0]
     assert advice[1].endswith("of another fit")
+    assert not any("LeafSpec" in str(warning.message) for warning in shown)
