@@ -643,8 +643,8 @@ class DPSGD(FederatedCallback):
             return
         if epochs != trainer.max_epochs:
             _log.warning(
-                "The fit ends after %d epochs and %d steps: with one more visit or step epsilon could be %.4g, more than"
-                " max_epsilon=%g.",
+                "The fit ends after %d epochs and %d steps: with one more visit or step epsilon could be %.4g, more"
+                " than max_epsilon=%g.",
                 epochs,
                 trainer.global_step,
                 epsilon,
