@@ -27,7 +27,7 @@ from common import QUIET, load_json, machine, parser, prepare, save_json, table,
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.data import LazyClients
@@ -45,8 +45,9 @@ WORDS = {
     "lightning": '(e) `FederatedTrainer(visits="lightning")`',
     "vectorized": "(f) `FederatedTrainer(vectorize=...)`, all at once",
     "vmap by hand": "(g) `torch.func.vmap` loop by hand, all at once",
+    "loader": "(h) plain `L.Trainer`, the same batches from a `DataLoader`",
 }
-FIVE = ("by hand", "trainer", "ours", "trainers", "lightning")
+SIX = ("by hand", "trainer", "loader", "ours", "trainers", "lightning")
 TOGETHER = ("by hand", "trainer", "ours", "vectorized", "vmap by hand")
 
 
@@ -106,9 +107,13 @@ class Experiment:
     def visits(self, number: int) -> Sequence[Visit]:
         return self.schedule.cohort(number, range(POPULATION)).visits
 
-    def batches(self, visit: Visit) -> Iterator[tuple[Tensor, Tensor]]:
+    def orders(self, visit: Visit) -> Sequence[Tensor]:
+        """The examples of each batch of a visit."""
         order = np.random.default_rng([visit.seed, 0]).permutation(SAMPLES) + SAMPLES * int(visit.client)
-        for batch in torch.from_numpy(order).split(BATCH_SIZE):
+        return torch.from_numpy(order).split(BATCH_SIZE)
+
+    def batches(self, visit: Visit) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in self.orders(visit):
             yield self.inputs[batch], self.targets[batch]
 
     def by_hand(self) -> tuple[float, float]:
@@ -128,11 +133,10 @@ class Experiment:
         return elapsed(begin, now())
 
     def trainer(self) -> tuple[float, float]:
-        watch = Stopwatch()
-        visits = [visit for number in range(self.rounds + 1) for visit in self.visits(number)]
-        data = Data(Epoch(self, visits, self.cohort))
-        L.Trainer(max_epochs=self.rounds + 1, callbacks=[watch], **QUIET).fit(Net(self.network), datamodule=data)
-        return elapsed(watch.begin, watch.end)
+        return self._one_fit(self._epochs())
+
+    def loader(self) -> tuple[float, float]:
+        return self._one_fit(DataLoader(TensorDataset(self.inputs, self.targets), batch_sampler=Orders(self._epochs())))
 
     def vectorized(self) -> tuple[float, float]:
         return self.ours(vectorize=self.cohort)
@@ -185,6 +189,16 @@ class Experiment:
         self.network.load_state_dict(self.start)
         gc.collect()
 
+    def _epochs(self) -> Epoch:
+        visits = [visit for number in range(self.rounds + 1) for visit in self.visits(number)]
+        return Epoch(self, visits, self.cohort)
+
+    def _one_fit(self, loader: Any) -> tuple[float, float]:
+        watch = Stopwatch()
+        trainer = L.Trainer(max_epochs=self.rounds + 1, callbacks=[watch], **QUIET)
+        trainer.fit(Net(self.network), datamodule=Data(loader))
+        return elapsed(watch.begin, watch.end)
+
     def _train_by_hand(self, visit: Visit) -> None:
         optimizer = torch.optim.SGD(self.network.parameters(), lr=RATE)
         for inputs, targets in self.batches(visit):
@@ -217,20 +231,38 @@ class Epoch:
         return self.per_epoch * (SAMPLES // BATCH_SIZE)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        first = self.epoch % (len(self.visits) // self.per_epoch) * self.per_epoch
-        for visit in self.visits[first : first + self.per_epoch]:
+        for visit in self.next_visits():
             yield from self.experiment.batches(visit)
+
+    def next_visits(self) -> Sequence[Visit]:
+        """Those of the next epoch."""
+        first = self.epoch % (len(self.visits) // self.per_epoch) * self.per_epoch
         self.epoch += 1
+        return self.visits[first : first + self.per_epoch]
+
+
+class Orders:
+    """The examples of the same batches, for a ``DataLoader``."""
+
+    def __init__(self, epochs: Epoch) -> None:
+        self.epochs = epochs
+
+    def __len__(self) -> int:
+        return len(self.epochs)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for visit in self.epochs.next_visits():
+            yield from (order.tolist() for order in self.epochs.experiment.orders(visit))
 
 
 class Data(L.LightningDataModule):
     """Hands over a loader."""
 
-    def __init__(self, loader: Epoch) -> None:
+    def __init__(self, loader: Any) -> None:
         super().__init__()
         self.loader = loader
 
-    def train_dataloader(self) -> Epoch:
+    def train_dataloader(self) -> Any:
         return self.loader
 
 
@@ -247,7 +279,7 @@ def measure(
     rounds: int,
     repetitions: int,
     warm_up: bool = True,
-    names: Sequence[str] = FIVE,
+    names: Sequence[str] = SIX,
     cohort: int = COHORT,
 ) -> dict[str, Any]:
     """Wall and process seconds per round of each, for every repetition; how far weights are from those by hand."""
@@ -338,16 +370,17 @@ def report(results: dict[str, Any], arguments: argparse.Namespace) -> str:
         f"`python benchmarks/speed.py --out docs/performance.md`. {machine(arguments.threads)}. Batches of"
         f" {BATCH_SIZE}, {SAMPLES} examples per client, {COHORT} clients in a round, SGD. Ratios are medians over"
         " repetitions of the ratio within a repetition, with the quartiles in brackets; *process* counts this"
-        " process' own seconds, which other work on a shared machine disturbs less than the wall clock."
+        " process' own seconds, which other work on a shared machine disturbs less than the wall clock; ratios are of"
+        " these."
     ]
-    header = ["", "s / round, process", "s / round, wall", "/ (b), process", "/ (b), wall"]
-    header += ["/ (a), process", "/ (a), wall"]
+    bases = {"(a)": "by hand", "(b)": "trainer", "(h)": "loader"}
+    header = ["", "s / round, process", "s / round, wall", *(f"/ {letter}" for letter in bases)]
     for network, result in ((name, results[name]) for name in PARTS[:2] if name in results):
         seconds, rows = result["seconds"], []
-        for name in FIVE:
+        for name in SIX:
             words = WORDS[name]
             wall, own = np.median(np.array(seconds[name]), axis=0)
-            cells = [spread(ratios(seconds, name, base, clock)) for base in ("trainer", "by hand") for clock in (1, 0)]
+            cells = [spread(ratios(seconds, name, base, 1)) for base in bases.values()]
             rows.append([words, f"{own:.4f}", f"{wall:.4f}", *cells])
         equal = ", ".join(f"{WORDS[name][:3]} {'yes' if same else 'NO'}" for name, same in result["equal"].items())
         parts += [f"**`{network}`, {len(seconds['ours'])} repetitions of {result['rounds']} rounds**"]
