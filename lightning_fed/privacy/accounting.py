@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -179,7 +180,18 @@ def plan_budget(
     return calibrate(epsilon, delta, population, cohort, rounds, sampling, accountant)
 
 
+@contextmanager
+def _own_logging() -> Iterator[None]:
+    """Leaves logging as it was: absl, which the library logs with, sets it up for the whole program."""
+    before = [*logging.root.handlers]
+    yield
+    for handler in [*logging.root.handlers]:
+        if handler not in before:
+            logging.root.removeHandler(handler)
+
+
 @lru_cache(maxsize=1024)
+@_own_logging()
 def _epsilon(budget: Budget, rounds: int) -> float:
     if budget.accountant == "rdp":
         orders, divergences = _divergences(budget)
@@ -191,6 +203,7 @@ def _epsilon(budget: Budget, rounds: int) -> float:
 
 
 @lru_cache(maxsize=1024)
+@_own_logging()
 def _divergences(budget: Budget) -> tuple[Any, Any]:
     """Orders and the Rényi divergences of one round; those of many are their sums, and take no more time."""
     accountant = _dp_accounting().rdp.RdpAccountant(neighboring_relation=_relation(budget))

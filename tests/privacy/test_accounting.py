@@ -1,5 +1,6 @@
 """Budgets: the numbers of specs/privacy.md, calibration, and what cannot be."""
 
+import logging
 import sys
 from importlib.util import find_spec
 
@@ -99,3 +100,11 @@ def test_without_the_package_of_examples_gradients(monkeypatch):
     monkeypatch.setitem(sys.modules, "opacus", None)
     with pytest.raises(ModuleNotFoundError, match=r"`DPSGD` needs .* pip install 'lightning-fed\[privacy\]'"):
         find_unsupported(nn.Linear(1, 1))
+
+
+@needs_accountant
+def test_logging_is_set_up_by_the_program_alone(monkeypatch):
+    """Here orders do not converge, of which the library warns by way of absl."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    Budget(1.0, 1.1e-5, population=1000, cohort=100).epsilon(10)
+    assert logging.root.handlers == []
