@@ -71,7 +71,7 @@ def main() -> None:
         for rule in RULES
     ]
     text = (
-        f"`python benchmarks/rule_memory.py --out docs/performance.md`. {machine(arguments.threads)}. A model of"
+        f"`python benchmarks/rule_memory.py --out docs/method_costs.md`. {machine(arguments.threads)}. A model of"
         f" {4 * parameters / 1e6:.0f} MB in {ENTRIES} entries.\n\n"
     )
     header = ["rule", f"{CLIENTS} clients", f"{2 * CLIENTS} clients"]
