@@ -28,7 +28,10 @@ TARGETS = {  # file, and the tests that are about it, the quickest first
     "weighted_mean": ("numerics/weighted_mean.py", ["tests/numerics", "tests/algorithms/test_fedavg.py"]),
     "entries": ("model/entries.py", ["tests/model/test_entries.py", "tests/test_faults.py", "tests/rounds"]),
     "local_model": ("client/local_model.py", ["tests/client", "tests/test_invariants.py", "tests/test_faults.py"]),
-    "round": ("rounds/round.py", ["tests/test_invariants.py", "tests/test_faults.py", "tests/test_hooks.py"]),
+    "round": (
+        "rounds/round.py",
+        ["tests/test_invariants.py", "tests/test_faults.py", "tests/test_hooks.py", "tests/backends/vectorized"],
+    ),
     "margins": ("algorithms/fedmargin/margins.py", ["tests/algorithms/fedmargin/test_margins.py"]),
     "matching": ("matching/neuron_matching.py", ["tests/matching/test_neuron_matching.py", "tests/algorithms/fedma"]),
     "merging": ("matching/merging.py", ["tests/matching/test_merging.py", "tests/matching/test_one_shot.py"]),
