@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LOGGER = logging.getLogger("lightning_fed")
 
@@ -16,6 +18,18 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
         if not logging.getLogger().handlers:
             self.setStream(sys.stderr)  # which may have been replaced
             super().emit(record)
+
+
+@contextmanager
+def root_logger_as_it_was() -> Iterator[None]:
+    """Removes what handlers a library gives the root logger meanwhile: they are for the program to set up."""
+    before = [*logging.root.handlers]
+    try:
+        yield
+    finally:
+        for handler in [*logging.root.handlers]:
+            if handler not in before:
+                logging.root.removeHandler(handler)
 
 
 def show_log() -> None:

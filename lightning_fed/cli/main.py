@@ -13,7 +13,7 @@ from typing import NoReturn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed import __version__
-from lightning_fed.cli.recipes import refuse_absent, run_recipes
+from lightning_fed.cli.recipes import absent_recipe, run_recipes
 from lightning_fed.data.sample_assignment import PartitionError
 from lightning_fed.errors import OptionError
 from lightning_fed.recipe import COMMANDS, FederatedCLI
@@ -64,6 +64,16 @@ def main(args: Sequence[str] | None = None) -> None:
 
     """
     given = sys.argv[1:] if args is None else list(args)
+    try:
+        _dispatch(given, args is None)
+    except SystemExit as stopped:
+        hint = absent_recipe(given) if stopped.code else None
+        if hint is not None:
+            sys.stderr.write(hint)
+        raise
+
+
+def _dispatch(given: Sequence[str], is_process: bool) -> None:
     command = given[0] if given else "--help"
     programs = {
         "demo": _demo,
@@ -77,7 +87,6 @@ def main(args: Sequence[str] | None = None) -> None:
         "doctor": _doctor,
         "completion": _completion,
     }
-    refuse_absent(given)
     if command in ("-h", "--help"):
         sys.stdout.write(_HELP)
     elif command == "--version":
@@ -85,7 +94,7 @@ def main(args: Sequence[str] | None = None) -> None:
     elif command in programs:
         programs[command](given[1:])
     elif command in COMMANDS:
-        _run(None if args is None else given)
+        _run(None if is_process else list(given))
     else:
         known = [*programs, *COMMANDS]
         sys.stderr.write(f"{_HELP}\nerror: Expected a command of {known}, but got {command!r}.\n")

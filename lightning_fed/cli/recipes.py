@@ -37,26 +37,23 @@ def recipes_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def refuse_absent(args: Sequence[str]) -> None:
-    """Says how to get a ready recipe that a command line names as a file, where there is no such file.
+def absent_recipe(args: Sequence[str]) -> str | None:
+    """A hint for a command line that names a ready recipe by a file that is not there; ``None`` for others.
 
-    The guides name recipes by their files in the repository, which an installed package has elsewhere.
+    The guides name the ready recipes by their files in the repository, which an installed package has elsewhere.
 
     Args:
         args: The command line after the program's name.
 
-    Raises:
-        SystemExit: With status 2, if there is such a recipe.
-
     """
     for argument in args:
-        path = Path(argument.partition("=")[2] if argument.startswith("--") else argument)
+        path = Path(argument.rpartition("=")[2])
         if path.suffix == ".yaml" and not path.exists() and (recipe_folder() / path.name).is_file():
-            sys.stderr.write(
-                f"error: Expected a recipe, a YAML file, but there is no '{path}'. The package has one of this name:\n"
-                f"    lightning-fed recipes {path.stem} > {path.name}\n"
+            return (
+                f"The package has a recipe of this name. To write it: lightning-fed recipes {path.stem} > {path.name}\n"
+                f"Then name {path.name} in the place of {path}.\n"
             )
-            raise SystemExit(2)
+    return None
 
 
 def recipe_folder() -> Path:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from scipy.optimize import brentq
 
 from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.console import root_logger_as_it_was
 from lightning_fed.errors import OptionError
 
 _LEAST_NOISE = 0.05  # below it the bounds are in the thousands, and their numbers not to be trusted
@@ -181,17 +182,21 @@ def plan_budget(
 
 
 @contextmanager
-def _own_logging() -> Iterator[None]:
-    """Leaves logging as it was: absl, which the library logs with, sets it up for the whole program."""
-    before = [*logging.root.handlers]
-    yield
-    for handler in [*logging.root.handlers]:
-        if handler not in before:
-            logging.root.removeHandler(handler)
+def _without_advice() -> Iterator[None]:
+    """Orders that do not converge are left out, and the bound still holds: absl need not warn of them."""
+    _dp_accounting()
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with root_logger_as_it_was():
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 @lru_cache(maxsize=1024)
-@_own_logging()
+@_without_advice()
 def _epsilon(budget: Budget, rounds: int) -> float:
     if budget.accountant == "rdp":
         orders, divergences = _divergences(budget)
@@ -203,7 +208,7 @@ def _epsilon(budget: Budget, rounds: int) -> float:
 
 
 @lru_cache(maxsize=1024)
-@_own_logging()
+@_without_advice()
 def _divergences(budget: Budget) -> tuple[Any, Any]:
     """Orders and the Rényi divergences of one round; those of many are their sums, and take no more time."""
     accountant = _dp_accounting().rdp.RdpAccountant(neighboring_relation=_relation(budget))
@@ -227,13 +232,11 @@ def _round(budget: Budget) -> Any:
 
 def _dp_accounting() -> Any:
     try:
-        module = import_module("dp_accounting")
+        return import_module("dp_accounting")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "Privacy budgets need the package `dp-accounting`: pip install 'lightning-fed[privacy]'", name=error.name
         ) from error
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orders that do not converge are left out: the bound still holds
-    return module
 
 
 def budget_of(state: Mapping[str, Any]) -> Budget:

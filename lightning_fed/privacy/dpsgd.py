@@ -641,7 +641,7 @@ class DPSGD(FederatedCallback):
         if epsilon <= self.max_epsilon:
             self._note_safe_steps(following)
             return
-        if epochs != trainer.max_epochs:
+        if epochs != trainer.max_epochs and trainer.global_step != trainer.max_steps:
             _log.warning(
                 "The fit ends after %d epochs and %d steps: with one more visit or step epsilon could be %.4g, more"
                 " than max_epsilon=%g.",

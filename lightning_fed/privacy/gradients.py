@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_fed.console import root_logger_as_it_was
 from lightning_fed.data.interleave import batch_tensors, rebuild_batch
 from lightning_fed.data.population import batch_length, seeded_generators
 from lightning_fed.model.entries import BatchNorm
@@ -268,7 +269,8 @@ def find_unsupported(module: nn.Module) -> list[str]:
 
 def _opacus(name: str) -> Any:
     try:
-        return import_module(name)
+        with root_logger_as_it_was():
+            return import_module(name)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "`DPSGD` needs the package `opacus`: pip install 'lightning-fed[privacy]'", name=error.name

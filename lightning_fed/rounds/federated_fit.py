@@ -179,9 +179,9 @@ class FederatedFit:
         absent = [visit.client for visit in cohort.visits if visit.client not in plan.present]
         return Cohort(visits, (*cohort.dropped, *absent))
 
-    def ignore_warning(self, message: str) -> None:
+    def ignore_warning(self, message: str, module: str = "") -> None:
         """Keeps a warning of Lightning's from being seen while the fit lasts: what it warns of is on purpose."""
-        self._ignored.append(IgnoredWarning(message))
+        self._ignored.append(IgnoredWarning(message, module))
 
     def close(self) -> None:
         """Releases what was held for the fit: other models, warnings, metrics, worker processes."""

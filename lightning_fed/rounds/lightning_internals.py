@@ -70,11 +70,13 @@ class IgnoredWarning:
 
     Args:
         message: Regular expression of how the warning begins.
+        module: Regular expression of the module that the warning is about; any by default.
 
     """
 
-    def __init__(self, message: str) -> None:
-        warnings.filterwarnings("ignore", message)
+    def __init__(self, message: str, module: str = "") -> None:
+        # With a comment, since a filter that is equal to another one, of the user or of an outer fit, would replace it.
+        warnings.filterwarnings("ignore", f"(?#{id(self)}){message}", module=module)
         self._filter = warnings.filters[0]
 
     def restore(self) -> None:

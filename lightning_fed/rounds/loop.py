@@ -63,6 +63,7 @@ class RoundLoop:
         self._partition: Partition | None = None
         self._loader: RoundLoader | None = None
         self._finished_loader: RoundLoader | None = None
+        self._has_advised = False
         self._overridden: list[OverriddenMethod] = []
         self._reload_interval: int | None = None
         self._frozen: list[nn.Parameter] = []
@@ -100,7 +101,7 @@ class RoundLoop:
         # A visit that fails is padded with `None` batches: on purpose, and the log says why.
         fit.ignore_warning("train_dataloader yielded None")
         # Lightning 2.6 with torch 2.13, about itself, and again whenever a library has changed the filters.
-        fit.ignore_warning(r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+        fit.ignore_warning(r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"lightning\.pytorch\.")
         self._reload_interval = exchange_reload_interval(trainer, 1)
         self._train_dataloader = OverriddenMethod(loader_owner, "train_dataloader", self._plan_round)
         self._save_checkpoint = OverriddenMethod(module, "on_save_checkpoint", self._on_save_checkpoint)
@@ -246,7 +247,9 @@ class RoundLoop:
     def _start_round(self, loader: RoundLoader, cohort: Cohort) -> None:
         """Opens the round if the loader is the one that Lightning trains on; anybody may ask a loader for batches."""
         if self.fit.trainer.train_dataloader is loader:
-            if self._loader is None:  # Lightning has said it; rounds of other lengths would repeat it
+            interval: int = self.fit.trainer.log_every_n_steps  # type: ignore[attr-defined]
+            if not self._has_advised and self.fit.trainer.num_training_batches < interval:
+                self._has_advised = True  # Lightning has said it; rounds of other lengths would repeat it
                 self.fit.ignore_warning("The number of training batches")
             self._loader, self.fit.cohort = loader, cohort
             self._open_round()

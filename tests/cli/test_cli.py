@@ -18,7 +18,7 @@ from lightning_fed import FederatedTrainer
 from lightning_fed.algorithms import METHODS, FairAvg, FedAdam, FedAvg, FedAvgM, FedProx, MultiKrum, RobustAggregator
 from lightning_fed.callbacks import HeadThenBody
 from lightning_fed.cli.main import main
-from lightning_fed.cli.recipes import refuse_absent
+from lightning_fed.cli.recipes import absent_recipe
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.compare import MethodChoice
 from lightning_fed.data import (
@@ -302,25 +302,26 @@ def test_a_recipe_trains_on_real_data(recipe):
     ],
 )
 def test_a_ready_recipe_that_is_not_in_the_folder(args, tmp_path, monkeypatch, capsys):
-    """The error's command writes the file; one of the user's own with this name is read."""
+    """Nothing reads it; the error says how to write it, and the recipe that is written is found."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
         main(args)
-    assert stopped.value.code == 2
-    written = capsys.readouterr()
-    assert written.out == ""
-    error, command = written.err.splitlines()
-    assert error.startswith("error: Expected a recipe, a YAML file, but there is no 'recipes/synthetic.yaml'.")
-    assert command == "    lightning-fed recipes synthetic > synthetic.yaml"
-    Path("recipes").mkdir()
+    assert stopped.value.code
+    command, instead = capsys.readouterr().err.splitlines()[-2:]
+    assert command.endswith("To write it: lightning-fed recipes synthetic > synthetic.yaml")
+    assert instead == "Then name synthetic.yaml in the place of recipes/synthetic.yaml."
     main(["recipes", "synthetic"])
-    Path("recipes", "synthetic.yaml").write_text(capsys.readouterr().out)
-    refuse_absent(args)
+    Path("synthetic.yaml").write_text(capsys.readouterr().out)
+    assert absent_recipe([argument.replace("recipes/", "") for argument in args]) is None
 
 
-def test_other_absent_files_are_none_of_the_recipes_business(tmp_path, monkeypatch):
+def test_a_command_line_that_is_right_gets_no_hint(tmp_path, monkeypatch, capsys):
+    """An output that has the name of a ready recipe; other errors are none of the recipes' business."""
     monkeypatch.chdir(tmp_path)
-    refuse_absent(["fit", "-c", "my.yaml", "--data.data_dir=synthetic", "synthetic.ckpt"])
+    with pytest.raises(SystemExit):
+        main(["compare", "--help", "mine.yaml", "--out", "runs/synthetic.yaml"])
+    assert not capsys.readouterr().err
+    assert absent_recipe(["fit", "-c", "my.yaml", "--data.data_dir=synthetic", "synthetic.ckpt"]) is None
 
 
 # Lightning says it of every checkpoint that is used in another folder than its run's.

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import sys
 
 import lightning as L
 import numpy as np
@@ -19,6 +20,7 @@ from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.data import IID
 from lightning_fed.modules import to_group_norm
 from lightning_fed.privacy import DPSGD, Budget, CentralDP, calibrate, empirical_epsilon
+from lightning_fed.privacy.gradients import _opacus
 from lightning_fed.tasks import SegmentationTask
 from tests import models
 from tests.breadth import quick
@@ -267,14 +269,17 @@ def test_the_fit_ends_within_the_budget(federated_trainer, caplog):
     assert "The fit ends after 3 epochs" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["federated", "plain"])
-def test_a_fit_that_uses_its_budget_up_in_the_last_epoch_is_no_warning(kind, federated_trainer, plain_trainer, caplog):
-    """The noise is computed for these epochs; Lightning says that they are over."""
+@pytest.mark.parametrize(
+    ("kind", "epochs", "options"),
+    [("federated", 2, {}), ("plain", 2, {}), ("plain", 2, {"max_steps": 7}), ("plain", -1, {"max_steps": 7})],
+)
+def test_a_fit_that_ends_as_planned_is_no_warning(kind, epochs, options, federated_trainer, plain_trainer, caplog):
+    """The noise is computed for these epochs, or steps; Lightning says that they are over."""
     caplog.set_level(logging.WARNING, "lightning_fed")
     callback = dpsgd(z=None, epsilon=3.0)
     fit = (federated, federated_trainer) if kind == "federated" else (plain, plain_trainer)
-    trainer = fit[0](fit[1], callback, 2)[-1]
-    assert trainer.current_epoch == 2
+    trainer = fit[0](fit[1], callback, epochs, **options)[-1]
+    assert trainer.global_step == options.get("max_steps", trainer.global_step)
     assert callback.epsilon() == pytest.approx(3.0, rel=0.01)
     assert "The fit ends" not in caplog.text
 
@@ -289,11 +294,14 @@ def test_a_client_whose_first_visit_would_exceed_the_budget_is_left_out(federate
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
-def test_a_plain_fit_ends_at_the_step(plain_trainer, accountant):
+@pytest.mark.parametrize("epochs", [9, 3])
+def test_a_plain_fit_ends_at_the_step(plain_trainer, accountant, epochs, caplog):
+    caplog.set_level(logging.WARNING, "lightning_fed")
     budget = Budget(1.5, 1e-3, 30, BATCH, accountant=accountant)
     callback = dpsgd(0.5, 1.5, max_epsilon=budget.epsilon(13) * 1.0001, accountant=accountant)
-    module, trainer = plain(plain_trainer, callback, 9)
+    module, trainer = plain(plain_trainer, callback, epochs)
     assert trainer.global_step == 13
+    assert "The fit ends after 2 epochs and 13 steps" in caplog.text
     assert callback.epsilon() == pytest.approx(budget.epsilon(13))
     before = state_of(module)
     trainer.fit_loop.max_epochs = 12
@@ -786,3 +794,11 @@ def test_a_group_norm_network_trains(federated_trainer):
     data = FederatedDataModule(models.as_datasets(models.images({"a": 12, "b": 16})), batch_size=BATCH)
     _, _, trainer = federated(federated_trainer, dpsgd(), 1, data=data, module=module)
     assert trainer.callback_metrics["dp/epsilon"] > 0
+
+
+def test_opacus_does_not_set_up_logging(monkeypatch):
+    """It does so at its import, in a module that is imported anew here."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.delitem(sys.modules, "opacus.utils.module_utils", raising=False)
+    _opacus("opacus.utils.module_utils")
+    assert logging.root.handlers == []

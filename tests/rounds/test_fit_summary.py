@@ -76,14 +76,20 @@ def test_a_draw_of_any_number_is_about_so_many(federated_trainer, caplog):
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-def test_lightnings_advice_on_the_logging_interval_comes_once(federated_trainer, caplog, tmp_path):
-    """Every round asks for a loader, and rounds differ in their number of batches."""
+@pytest.mark.parametrize("interval", [50, 3])
+def test_lightnings_advice_on_the_logging_interval_comes_once(interval, federated_trainer, caplog, tmp_path):
+    """Every round asks for a loader, and some are short; with the smaller interval not the first one."""
+    federation = Federation(clients_per_round=1, seed=14)
+    batches = [-(-CLIENTS[federation.schedule.cohort(n, list(CLIENTS)).visits[0].client] // 16) for n in range(4)]
+    assert (batches[0] < interval) == (interval == 50)
+    assert sum(number < interval for number in batches) > 1
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        fit(federated_trainer, caplog, models.Module(models.mlp()), 4, clients_per_round=1, logger=CSVLogger(tmp_path))
+        logger = CSVLogger(tmp_path)
+        module = models.Module(models.mlp())
+        fit(federated_trainer, caplog, module, 4, federation=federation, log_every_n_steps=interval, logger=logger)
         warnings.warn("The number of training batches of another fit", stacklevel=1)
     advice = [str(warning.message) for warning in shown if "number of training batches" in str(warning.message)]
     assert len(advice) == 2, advice
     assert "logging interval" in advice[0]
     assert advice[1].endswith("of another fit")
-    assert not any("LeafSpec" in str(warning.message) for warning in shown)

@@ -76,6 +76,29 @@ def test_a_warning_is_ignored_until_it_is_restored():
         assert shown, "`warnings.filters` is not the list of filters any more"
 
 
+def test_a_filter_of_the_user_stays():
+    """An equal one, and that of a fit around this one."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "on purpose")
+        outer = internals.IgnoredWarning("of the outer fit")
+        for text in ("on purpose", "of the outer fit"):
+            internals.IgnoredWarning(text).restore()
+            warnings.warn(text, stacklevel=1)
+        assert not shown
+        outer.restore()
+
+
+def test_a_warning_about_another_module_is_shown():
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        ignored = internals.IgnoredWarning("old", r"lightning\.pytorch\.")
+        for module in ("lightning.pytorch.utilities", "project"):
+            warnings.warn_explicit("old", FutureWarning, "file.py", 1, module)
+        ignored.restore()
+    assert len(shown) == 1
+
+
 def test_callbacks_are_a_list_that_the_trainer_calls_from(fit):
     class Added(L.Callback):
         was_called = False
