@@ -1,10 +1,11 @@
 """Seconds per round: a PyTorch loop by hand, a plain Trainer, FederatedTrainer, and a new Trainer per client.
 
-FederatedTrainer is there twice, with fused visits and with Lightning's own loop. All train on the same batches of the
-same random data, in one process, alternating: every repetition runs a short fit of each, and ratios are taken within a
-repetition. Validation, loggers, progress bars and checkpoints are off. The second part measures the peak memory of
-rounds of 10, 50 and 200 clients, the third a round over 1,000 and over 1,000,000 clients, and the last rounds whose
-clients train at once.
+FederatedTrainer is there twice, with fused visits and with Lightning's own loop, and so is the plain Trainer: with a
+bare generator, and with a ``DataLoader``, as clients have one. All train on the same batches of the same random data,
+in one process, alternating: every repetition runs a short fit of each, and ratios are taken within a repetition.
+Validation, loggers, progress bars and checkpoints are off. The second part measures the peak memory of rounds of 10,
+50 and 200 clients, the third a round over 1,000 and over 1,000,000 clients, and the last rounds whose clients train
+at once.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ WORDS = {
     "vmap by hand": "(g) `torch.func.vmap` loop by hand, all at once",
     "loader": "(h) plain `L.Trainer`, the same batches from a `DataLoader`",
 }
-SIX = ("by hand", "trainer", "loader", "ours", "trainers", "lightning")
+SIX = ("by hand", "trainer", "ours", "trainers", "lightning", "loader")
 TOGETHER = ("by hand", "trainer", "ours", "vectorized", "vmap by hand")
 
 
@@ -297,6 +298,8 @@ def measure(
                 seconds[name].append([wall / rounds, own / rounds])
         shown = {name: round(values[-1][1], 4) for name, values in seconds.items() if values}
         print(f"{network} {repetition}/{repetitions} {shown}", flush=True)
+    if "loader" in names and not torch.equal(weights["trainer"], weights["loader"]):
+        raise RuntimeError("The plain Trainers do not train on the same batches.")
     hand = weights["by hand"]
     equal = {name: torch.equal(weights[name], hand) for name in ("ours", "trainers", "lightning") if name in names}
     apart = {name: float((value - hand).norm() / hand.norm()) for name, value in weights.items()}
@@ -377,10 +380,10 @@ def report(results: dict[str, Any], arguments: argparse.Namespace) -> str:
     header = ["", "s / round, process", "s / round, wall", *(f"/ {letter}" for letter in bases)]
     for network, result in ((name, results[name]) for name in PARTS[:2] if name in results):
         seconds, rows = result["seconds"], []
-        for name in SIX:
+        for name in seconds:
             words = WORDS[name]
             wall, own = np.median(np.array(seconds[name]), axis=0)
-            cells = [spread(ratios(seconds, name, base, 1)) for base in bases.values()]
+            cells = [spread(ratios(seconds, name, base, 1)) if base in seconds else "" for base in bases.values()]
             rows.append([words, f"{own:.4f}", f"{wall:.4f}", *cells])
         equal = ", ".join(f"{WORDS[name][:3]} {'yes' if same else 'NO'}" for name, same in result["equal"].items())
         parts += [f"**`{network}`, {len(seconds['ours'])} repetitions of {result['rounds']} rounds**"]
