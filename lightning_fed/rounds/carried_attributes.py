@@ -106,20 +106,24 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _attribute_fingerprint(value: Any, memory: set[int]) -> Any:
-    """Fingerprint of an attribute; ``None`` of one that cannot be read (a tensor without values, say)."""
+    """Fingerprint of an attribute; ``None`` of one that cannot be read: without values, or that holds itself."""
     try:
         return _fingerprint(value, memory, is_attribute=True)
     except Exception:  # a fit does not end for a warning's sake
         return None
 
 
-def _fingerprint(value: Any, memory: set[int], is_attribute: bool = False) -> Any:
+def _fingerprint(value: Any, memory: set[int], is_attribute: bool = False, around: tuple[int, ...] = ()) -> Any:
     """Fingerprint of a value: the same as long as the value is.
 
     Args:
         value: The value.
         memory: Addresses of parameters and buffers.
         is_attribute: Whether the value is an attribute of a layer; an object that is one is looked into.
+        around: Identities of the containers that the value is in.
+
+    Raises:
+        ValueError: If the value is one of these.
 
     """
     if isinstance(value, _VALUES):
@@ -128,10 +132,13 @@ def _fingerprint(value: Any, memory: set[int], is_attribute: bool = False) -> An
         return _tensor_fingerprint(value.detach()) if _is_free(value, memory) else None
     if isinstance(value, np.ndarray):
         return value.shape, value.dtype.str, zlib.crc32(np.ascontiguousarray(value).tobytes())
+    if id(value) in around:  # not left to Python's limit of recursion, which 3.13.0 does not keep here
+        raise ValueError("The value holds itself.")
+    around = (*around, id(value))
     if type(value) in _MAPPINGS:
-        return {key: _fingerprint(inside, memory) for key, inside in value.items()}
+        return {key: _fingerprint(inside, memory, around=around) for key, inside in value.items()}
     if type(value) in _SEQUENCES:
-        return [_fingerprint(inside, memory) for inside in value]
+        return [_fingerprint(inside, memory, around=around) for inside in value]
     if type(value) is set:
         return frozenset(value)
     if isinstance(value, torch.Generator):
@@ -145,7 +152,7 @@ def _fingerprint(value: Any, memory: set[int], is_attribute: bool = False) -> An
         return [_fingerprint(entry, memory) for entry in entries]
     is_users = not type(value).__module__.startswith(("lightning.", "torch.")) and not isinstance(value, type)
     if is_attribute and is_users and not callable(value) and hasattr(value, "__dict__"):
-        return {name: _fingerprint(inside, memory) for name, inside in vars(value).items()}
+        return {name: _fingerprint(inside, memory, around=around) for name, inside in vars(value).items()}
     return None
 
 
