@@ -41,13 +41,13 @@ def test_workflows_run_what_there_is(workflow):
         assert named and named <= targets if program == "make" else (ROOT / program).is_file(), command
 
 
-def test_the_oldest_python_is_the_one_that_workflows_test():
+def test_workflows_test_every_python_that_is_claimed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest = project["requires-python"].removeprefix(">=")
     listed = [name.rpartition(" ")[2] for name in project["classifiers"] if re.search(r":: 3\.\d+$", name)]
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     assert jobs["oldest"]["steps"][1]["with"]["python-version"] == oldest == listed[0]
-    assert jobs["newest"]["strategy"]["matrix"]["python"] == [listed[0], listed[-1]]
+    assert jobs["newest"]["strategy"]["matrix"]["python"] == listed
 
 
 @pytest.fixture(scope="module")
