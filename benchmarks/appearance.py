@@ -186,13 +186,16 @@ def mean_client(score: Mapping[str, Any]) -> float:
 
 
 def rows_of(found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
-    """A row for every way: IoU on all, mean over clients and its distance to central training, the worst client."""
+    """A row for every way: IoU on all and mean over clients, each with its distance to central training; the worst."""
     rows = []
     central = {result["seed"]: mean_client(result["scores"][""]) for result in found.get("central", [])}
+    central_all = {result["seed"]: result["scores"][""]["all"] for result in found.get("central", [])}
     for name, runs in found.items():
         for way in runs[0]["scores"]:
             scores = [result["scores"][way] for result in runs]
-            whole = spread([score["all"] for score in scores if "all" in score])
+            together = {result["seed"]: result["scores"][way].get("all") for result in runs}
+            together = {seed: score for seed, score in together.items() if score is not None}
+            lost = [100 * (score - central_all[seed]) for seed, score in together.items() if seed in central_all]
             by_client = [list(score["clients"].values()) for score in scores]
             pairs = [(mean_client(result["scores"][way]), central.get(result["seed"])) for result in runs]
             apart = [100 * (score - base) for score, base in pairs if base is not None]
@@ -200,7 +203,8 @@ def rows_of(found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
             rows.append(
                 [
                     f"{name}, {way}" if way else name,
-                    whole or "-",
+                    spread(list(together.values())) or "-",
+                    "" if name == "central" else spread(lost, 1) or "-",
                     spread([score for score, _ in pairs]),
                     "" if name == "central" else spread(apart, 1),
                     spread([min(values) for values in by_client]),
@@ -276,13 +280,14 @@ def main() -> None:
         f"`python benchmarks/appearance.py{flags}{settings}`. {rounds} rounds of"
         f" {EPOCHS} local epochs (central and alone: as many epochs), AdamW, batches of {BATCH}; {CLIENTS} clients of"
         f" {arguments.scenes} scenes of {arguments.side} x {arguments.side} pixels together, or CamVid's three drives."
-        " Mean IoU on a quarter of every client's images, held out, in its own look: on all of them together, mean"
-        " over clients and its difference to central training, paired by seed, and of the worst client; mean ± standard"
-        " deviation over seeds. Shift: share of the variance of BatchNorm's inputs between clients, in the layer where"
-        " it is largest, in the last round."
+        " Mean IoU on a quarter of every client's images, held out, in its own look: on all of them together, and as a"
+        " mean over clients, each with its difference to central training, paired by seed; of the worst client; mean ±"
+        " standard deviation over seeds. Shift: share of the variance of BatchNorm's inputs between clients, in the"
+        " layer where it is largest, in the last round."
         f" {'; '.join(dict.fromkeys(result['machine'] for result in runs))}."
     ]
-    header = ["", "all", "mean client", "to central, points", "worst client", "shift", "seeds"]
+    apart = "to central, points"
+    header = ["", "all", apart, "mean client", apart, "worst client", "shift", "seeds"]
     for (setting, start), found in results.items():
         parts.append(f"**{setting}, {start}**\n\n{table(header, rows_of(found))}")
     if arguments.figures is not None:
