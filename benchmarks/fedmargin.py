@@ -153,6 +153,18 @@ STUDIES = {
         (0.0,),  # 36 runs of two minutes as it is
         {f"Dirichlet {alpha}": ("--trainer.partition.alpha", alpha) for alpha in ("0.01", "0.1", "1", "10")},
     ),
+    "shapes": Study(
+        "compare_shapes.yaml",
+        "Generated scenes of 48x48 pixels with a small U-Net: 10 clients of 24 scenes, 5 in a round, 2 local epochs; six"
+        " classes, of which a client has two or three with Dirichlet 0.01 and all with 100",
+        "",
+        ("central", "fedavg", "fedprox:mu=0.1", "fedatt", "fedmargin", ATTENTIVE_STEP),
+        (),
+        ("val_miou",),
+        (0.0,),
+        {f"Dirichlet {alpha}": ("--trainer.partition.alpha", alpha) for alpha in ("0.01", "0.1", "1", "100")},
+        against=("fedavg",),
+    ),
 }
 
 
