@@ -23,6 +23,7 @@ ELSEWHERE = {
     "docs/design/backends.md": ("5.2", "2.6", "1.7"),
     "docs/guides/baselines.md": ("1.2", "0.1"),
     "docs/guides/batch_norm.md": (),
+    "docs/guides/deploy.md": ("0.1",),
     "docs/guides/fedfusion.md": (),
     "docs/guides/fedma.md": (),
     "docs/guides/fedmargin.md": (),
@@ -31,6 +32,7 @@ ELSEWHERE = {
     "docs/guides/privacy.md": ("0.01", "0.001", "1.8", "3.7", "4.0"),
     "docs/guides/robust.md": (),
     "docs/guides/vectorize.md": (),
+    "docs/guides/your_project.md": ("2.6", "2.7", "4.46"),
     "docs/testing.md": ("2.11", "3.14", "3.15", "4.39", "9.2", "4.48"),
 }
 PAIR = re.compile(r"(\d+\.\d+) ± (\d+\.\d+)")
