@@ -153,9 +153,10 @@ def _merge(
 
 def _report(merged: MergedModel, out: Path, is_resized: bool) -> str:
     width = max((len(group.name) for group in merged.groups), default=0)
-    lines = [f"{'neurons of':{width}}  before  after  matched  seconds"] if merged.groups else []
+    lines = [f"{'neurons of':{width}}  before  after  matched  agreement  seconds"] if merged.groups else []
     lines += [
-        f"{group.name:{width}}  {group.before:6}  {group.width:5}  {group.matched:7.0%}  {group.seconds:7.2f}"
+        f"{group.name:{width}}  {group.before:6}  {group.width:5}  {group.matched:7.0%}"
+        f"  {group.agreement:9.0%}  {group.seconds:7.2f}"
         for group in merged.groups
     ]
     lines.append(f"Merged checkpoint: {out}")

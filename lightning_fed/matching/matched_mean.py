@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_fed.matching.permutation import PermutationGroup, grow_neurons
+from lightning_fed.matching.permutation import PermutationGroup, grow_neurons, neuron_features, resize_groups
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.weighted_mean import WeightedMean
 
@@ -80,6 +80,62 @@ def matched_mean(
     owned = {name: weight.where(weight > 0, 1) for name, weight in owned.items()}
     means = ungrouped.mean() | {name: cast_back(sums[name] / owned[name], states[0][name]) for name in names}
     return {name: means[name] for name in states[0]}
+
+
+@torch.no_grad()
+def agreement(
+    mean: Mapping[str, Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    groups: Sequence[PermutationGroup],
+    assignments: Sequence[Sequence[Tensor]],
+    sizes: Sequence[int],
+    weights: Sequence[float],
+) -> list[float]:
+    r"""Share of the squared length of the clients' neurons that their mean keeps, for every group.
+
+    With :math:`w_{k,j}` the incoming weights and biases of neuron *j* of client *k*, and :math:`\bar w` the mean of
+    those that it is matched with,
+
+    .. math:: \frac{\sum_k a_k \sum_j \lVert \bar w_{S_k(j)} \rVert^2}{\sum_k a_k \sum_j \lVert w_{k,j} \rVert^2}
+
+    It is 1 where the neurons that were matched are the same, and about 1/n where they are n unrelated ones, whose mean
+    is short: the layer's outputs then vanish.
+
+    Args:
+        mean: What :func:`matched_mean` made of the rest.
+        states: One state per client, with the same names.
+        groups: All groups of the network; the same for all clients.
+        assignments: For each client and group the index of each neuron in the mean, int64, shape ``(neurons,)``.
+        sizes: Number of neurons that each group has in the mean.
+        weights: Weight of each client.
+
+    Returns:
+        The shares, from 0 to 1; NaN for a group whose neurons have no weights of their own.
+
+    Example:
+        >>> states = [{"bias": torch.tensor([2.0, 7.0])}, {"bias": torch.tensor([7.0, 2.0])}]
+        >>> group = PermutationGroup.over(states[0], {("bias", 0): "vec"}, 2)
+        >>> places = [[torch.tensor([0, 1])], [torch.tensor([0, 1])]]
+        >>> round(agreement({"bias": torch.tensor([4.5, 4.5])}, states, [group], places, [2], [1, 1])[0], 3)
+        0.764
+
+    """
+    shares = []
+    for number, (group, resized) in enumerate(zip(groups, resize_groups(groups, sizes), strict=True)):
+        kept, before, after = _squared_lengths(mean, resized), 0.0, 0.0
+        for state, assignment, weight in zip(states, assignments, weights, strict=True):
+            before += weight * float(_squared_lengths(state, group).sum())
+            after += weight * float(kept[assignment[number].cpu()].sum())
+        shares.append(after / before if before else float("nan"))
+    return shares
+
+
+def _squared_lengths(state: Mapping[str, Tensor], group: PermutationGroup) -> Tensor:
+    """The squared length of each neuron's incoming weights and biases, float64, on the CPU."""
+    lengths = torch.zeros(group.size, dtype=torch.float64)
+    for value in neuron_features(state, group, ("out", "vec")).values():
+        lengths += to_float64(value).square().sum(1).cpu()
+    return lengths
 
 
 def _out_axes(group: PermutationGroup) -> PermutationGroup:

@@ -38,6 +38,7 @@ class MergedGroup(NamedTuple):
         before: Number of neurons in each network.
         width: Number of neurons in the merged network.
         matched: Share of the networks' neurons that are in another network too.
+        agreement: Share of their squared length that averaging keeps.
         seconds: Time that the matching took, without sweeps.
 
     """
@@ -46,6 +47,7 @@ class MergedGroup(NamedTuple):
     before: int
     width: int
     matched: float
+    agreement: float
     seconds: float
 
 
@@ -212,7 +214,7 @@ class MatchedAverage:
         merged = {name: value.detach().clone() for name, value in named_tensors(module).items()}
         widths, matched = match.groups.sizes, match.matched
         merged_groups = [
-            MergedGroup(name, before, widths[name], matched[name], match.seconds[name])
+            MergedGroup(name, before, widths[name], matched[name], match.agreement[name], match.seconds[name])
             for name, before in groups.sizes.items()
         ]
         return MergedModel(module, merged, merged_groups, match.assignments)

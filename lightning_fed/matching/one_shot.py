@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_fed.argument_checks import check_option
 from lightning_fed.matching.alignment import align_networks, align_neurons
-from lightning_fed.matching.matched_mean import matched_mean
+from lightning_fed.matching.matched_mean import agreement, matched_mean
 from lightning_fed.matching.neuron_matching import MatchScore, match_neurons
 from lightning_fed.matching.permutation import (
     Axis,
@@ -48,6 +48,8 @@ class StateMatch(NamedTuple):
         groups: The merged network's groups; :func:`~lightning_fed.matching.resize_module` gives a module its widths.
         assignments: For every network and group the index of each of its neurons in the merged network, int64, shape
             ``(neurons,)``.
+        agreement: For every group the share of the networks' neurons that their means keep, see
+            :func:`~lightning_fed.matching.matched_mean.agreement`.
         seconds: Time that each group took to match, without sweeps.
 
     """
@@ -55,6 +57,7 @@ class StateMatch(NamedTuple):
     state: dict[str, Tensor]
     groups: PermutationGroups
     assignments: list[dict[str, Tensor]]
+    agreement: dict[str, float]
     seconds: dict[str, float]
 
     @property
@@ -186,7 +189,9 @@ def match_states(
         inverse = [[torch.argsort(indices) for indices in assignment] for assignment in assignments]
         inverse = align_networks(states, groups.groups, inverse, generator, sweeps)
         assignments = [[torch.argsort(indices) for indices in network] for network in inverse]
-    state = matched_mean(states, groups.groups, assignments, sizes, [1.0] * len(states) if weights is None else weights)
+    weights = [1.0] * len(states) if weights is None else weights
+    state = matched_mean(states, groups.groups, assignments, sizes, weights)
+    shares = agreement(state, states, groups.groups, assignments, sizes, weights)
     resized = groups.resized(dict(zip(groups.names, sizes, strict=True)))
     named = [dict(zip(groups.names, assignment, strict=True)) for assignment in assignments]
     if aligned is not None:
@@ -195,7 +200,7 @@ def match_states(
             for assignment, first in zip(named, aligned.assignments, strict=True)
         ]
         seconds = {name: seconds[name] + first for name, first in aligned.seconds.items()}
-    return StateMatch(groups.tie(state), resized, named, seconds)
+    return StateMatch(groups.tie(state), resized, named, dict(zip(groups.names, shares, strict=True)), seconds)
 
 
 def check_width_limit(name: str, value: WidthLimit) -> WidthLimit:

@@ -86,10 +86,10 @@ def test_fit_merge_and_test(capsys):
     capsys.readouterr()
     main(["merge", "run/a.ckpt", "b.ckpt", "-o", "out/c.ckpt", "--mode", "permute"])
     said = capsys.readouterr().out.splitlines()
-    assert said[0].split() == ["neurons", "of", "before", "after", "matched", "seconds"]
-    assert [line.split()[:4] for line in said[1:4]] == [
-        ["model.features.0", "4", "4", "100%"], ["model.features.3", "6", "6", "100%"],
-        ["model.classifier.1", "8", "8", "100%"],
+    assert said[0].split() == ["neurons", "of", "before", "after", "matched", "agreement", "seconds"]
+    assert [line.split()[:5] for line in said[1:4]] == [
+        ["model.features.0", "4", "4", "100%", "100%"], ["model.features.3", "6", "6", "100%", "100%"],
+        ["model.classifier.1", "8", "8", "100%", "100%"],
     ]  # fmt: skip
     assert said[4:] == ["Merged checkpoint: out/c.ckpt"]
     merged = torch.load("out/c.ckpt", weights_only=True)

@@ -41,6 +41,7 @@ def test_permuted_copies_are_one_network(name, order):
     for state, assignment in zip(states, merged.assignments, strict=True):
         back = merged.groups.permute(merged.state, assignment)  # neuron i is at assignment[i]
         assert all(torch.equal(back[name], value) for name, value in state.items())
+    assert merged.agreement == pytest.approx(dict.fromkeys(groups.names, 1.0))
     before = outputs(module, example)
     module.load_state_dict(merged.state)
     torch.testing.assert_close(outputs(module, example), before, rtol=1e-9, atol=1e-12)
@@ -242,3 +243,33 @@ def test_who_has_a_neuron_is_counted(mode):
         # Two ways to a mean in float64, which float32 may round to neighbours.
         torch.testing.assert_close(merged.state, {name: plain[name].float() for name in merged.state})
         assert [assignment["0"].tolist() for assignment in merged.assignments] == [list(range(6))] * 3
+
+
+@pytest.mark.parametrize("mode", ["grow", "permute", "none"])
+def test_what_a_mean_keeps_of_its_neurons(mode):
+    """Squared lengths by hand, over networks of unlike weight whose neurons are matched in part."""
+    torch.manual_seed(4)
+    module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    groups, weights = PermutationGroups.of(module, torch.zeros(2, 4).double()), [3.0, 1.0, 2.0]
+    states = [*permuted(module, groups, 2), {n: torch.randn_like(v) for n, v in module.state_dict().items()}]
+    merged = match_states(
+        states, groups, np.random.default_rng(0), mode=mode, weights=weights, score="published", max_growth=None
+    )
+    for name in groups.names:
+        kept = before = 0.0
+        for state, assignment, weight in zip(states, merged.assignments, weights, strict=True):
+            for neuron, place in enumerate(assignment[name].tolist()):
+                for entry in (f"{name}.weight", f"{name}.bias"):
+                    before += weight * float((state[entry][neuron] ** 2).sum())
+                    kept += weight * float((merged.state[entry][place] ** 2).sum())
+        assert merged.agreement[name] == pytest.approx(kept / before, rel=1e-9)
+        assert merged.agreement[name] < 0.99
+
+
+def test_the_mean_of_unrelated_neurons_keeps_one_part_of_their_number():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 2))
+    groups = PermutationGroups.of(module, torch.zeros(2, 200))
+    states = [{name: torch.randn_like(value) for name, value in module.state_dict().items()} for _ in range(8)]
+    merged = match_states(states, groups, np.random.default_rng(0), mode="none")
+    assert merged.agreement["0"] == pytest.approx(1 / 8, rel=0.05)

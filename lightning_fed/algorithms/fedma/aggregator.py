@@ -110,9 +110,10 @@ class FedMA(Aggregator):
 
     Note:
         Logged are ``fedma/stage`` (the stage that the round has matched, from 0 on) and, of each of its groups,
-        ``fedma/<group>/width``, ``fedma/<group>/matched`` (the share of the clients' neurons that others have too) and
-        ``fedma/<group>/seconds``; at the end of a pass also ``fedma/growth``, the global model's numbers over a
-        client's.
+        ``fedma/<group>/width``, ``fedma/<group>/matched`` (the share of the clients' neurons that others have too),
+        ``fedma/<group>/agreement`` (the share of their squared length that averaging keeps: 1 where matched neurons are
+        the same, 1/n where they are n unrelated ones) and ``fedma/<group>/seconds``; at the end of a pass also
+        ``fedma/growth``, the global model's numbers over a client's.
 
     Example:
         >>> rule = FedMA("permute", retrain_epochs=5)
@@ -352,7 +353,8 @@ class FedMA(Aggregator):
         if dropped:
             _log.warning("Round %d: left out for the rest of the pass: %s.", self._round, ", ".join(dropped))
         current = current.with_stage(self._round, clients, match)
-        for kind, values in (("width", match.groups.sizes), ("matched", match.matched), ("seconds", match.seconds)):
+        measured = {"width": match.groups.sizes, "matched": match.matched, "agreement": match.agreement}
+        for kind, values in {**measured, "seconds": match.seconds}.items():
             self._metrics |= {f"fedma/{name}/{kind}": value for name, value in values.items()}
         self._metrics["fedma/stage"] = current.stage - 1
         if current.stage < len(self._stages):
@@ -369,7 +371,7 @@ class FedMA(Aggregator):
             self._open_pass = replace(self._open_pass, matched_state={**self._open_pass.matched_state, **statistics})
 
     def metrics(self) -> dict[str, float]:
-        """The stage, and for each of its groups its width, the share of neurons that others have too, and the time.
+        """The stage, and for each of its groups its width, what of its neurons others have and agree on, and the time.
 
         At the end of a pass also ``fedma/growth``, the global model's numbers over a client's.
         """

@@ -54,6 +54,7 @@ def test_a_pass_is_that_of_the_reference(either_trainer, mode, last):
     sizes = [sum(part.numel() for layer in layers for part in layer) for layers in (layers_after, layers_of(mlp()))]
     assert float(trainer.callback_metrics["fedma/growth"]) == sizes[0] / sizes[1]
     assert float(trainer.callback_metrics["fedma/net.0/width"]) == len(layers_after[0][1])
+    assert 0.5 < float(trainer.callback_metrics["fedma/net.0/agreement"]) < 1.0
     for (weight, bias), (weight_, bias_) in zip(layers_after, expected, strict=True):
         torch.testing.assert_close(weight, weight_, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(bias, bias_, rtol=1e-4, atol=1e-6)
