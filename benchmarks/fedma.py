@@ -113,6 +113,7 @@ STUDIES["cifar10_long"] = Study(
 
 WHOLE_PASSES = {"mnist": (12, 5), "cifar10": (9, 2), "shakespeare": (6, 4)}
 """Epochs of a client in a pass of FedMA, and passes."""
+LONG_ROUNDS = ", {} epochs a round"
 for of, (epochs, passes) in WHOLE_PASSES.items():
     STUDIES[f"{of}_whole_passes"] = Study(
         STUDIES[of].recipe,
@@ -146,14 +147,35 @@ def make_plan(name: str, arguments: argparse.Namespace, rate: float | None) -> P
     )
 
 
+def is_long(method: str) -> bool:
+    """Whether a name is one of :func:`with_whole_passes`."""
+    return method.endswith(LONG_ROUNDS.partition("{}")[2])
+
+
 def megabytes(values: Mapping[str, float]) -> float:
     return (values.get("comm/total_up_bytes", 0.0) + values.get("comm/total_down_bytes", 0.0)) / 1e6
 
 
+def with_whole_passes(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> list[Any]:
+    """The runs of a study and those with the epochs of a whole pass in a round, by a name that says so."""
+    if name not in WHOLE_PASSES:
+        return list(runs)
+    longer = f"{name}_whole_passes"
+    found = load_results(make_plan(longer, arguments, tuning.best_rate(folder(longer, arguments))))
+    epochs, _ = WHOLE_PASSES[name]
+    return [*runs, *({**run, "method": f"{run['method']}{LONG_ROUNDS.format(epochs)}"} for run in found)]
+
+
+def tried_rates(name: str, arguments: argparse.Namespace) -> str:
+    """The learning rates that were tried for a study, in words."""
+    rates = load_json(folder(name, arguments) / "rates.json") or {}
+    return ", ".join(f"{rate} {found:.3f}" for rate, found in rates.items())
+
+
 def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> str:
-    """A row for each method: the score at the end, and with as many bytes as the thriftiest method sends."""
+    """A row for each method: the score at the end, and with as many bytes as the thriftiest with as many rounds sends."""
     study = STUDIES[name]
-    federated = [run for run in runs if run["method"] != CENTRAL]
+    federated = [run for run in runs if run["method"] != CENTRAL and not is_long(run["method"])]
     budget = min((megabytes(run["rounds"][-1]) for run in federated), default=0.0)
     rows = []
     for method in dict.fromkeys(run["method"] for run in runs):
@@ -168,7 +190,7 @@ def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Nam
         ]
         rows.append(
             [
-                f"`{method}`",
+                "`{}`{}{}".format(*method.partition(",")),
                 spread([run["rounds"][-1][study.monitor] for run in own]),
                 "" if is_central else spread([scores[-1] for scores in within if scores]),
                 "" if is_central else f"{statistics.fmean(megabytes(run['rounds'][-1]) for run in own):.1f}",
@@ -177,18 +199,23 @@ def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Nam
                 f"{len(own)}",
             ]
         )
-    tried = ", ".join(
-        f"{rate} {found:.3f}" for rate, found in (load_json(folder(name, arguments) / "rates.json") or {}).items()
-    )
+    tried = tried_rates(name, arguments)
     rate = (
         f"Learning rates tried with `fedavg` (`--tune`, seed {tuning.SEED}): {tried}; the best is taken. "
         if tried
         else ""
     )
+    rounds = f"All methods have {len(runs[0]['rounds'])} rounds"
+    if any(is_long(run["method"]) for run in runs):
+        epochs, passes = WHOLE_PASSES[name]
+        rounds += (
+            f", but for the rows with {epochs} epochs a round, as many as a client trains in a pass of FedMA: these"
+            f" have {passes}, and a rate of their own ({tried_rates(f'{name}_whole_passes', arguments)})"
+        )
     header = ["method", f"`{study.monitor}`", f"with {budget:.1f} MB", "MB", "size", "CPU s", "seeds"]
     return (
         f"`python benchmarks/fedma.py --data DATA --studies {name} --out docs/results/fedma.md`. {study.words};"
-        f" `recipes/{study.recipe}`. {rate}All methods have {len(runs[0]['rounds'])} rounds; megabytes are those of all"
+        f" `recipes/{study.recipe}`. {rate}{rounds}; megabytes are those of all"
         f" clients, up and down; size is the largest global model over a client's. {machine(arguments.threads)}.\n\n"
         f"{table(header, rows)}"
     )
@@ -198,7 +225,7 @@ def draw(name: str, runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     """The score by rounds, and by megabytes; means over seeds."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(11, 6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     monitor = STUDIES[name].monitor
     for number, method in enumerate(dict.fromkeys(run["method"] for run in runs)):
@@ -213,7 +240,7 @@ def draw(name: str, runs: Sequence[Mapping[str, Any]], path: Path) -> None:
             panels[1].plot(sent, scores, color=f"C{number}")
     panels[0].set(xlabel="round", ylabel=monitor)
     panels[1].set(xlabel="megabytes, all clients, up and down", xscale="log")
-    panels[0].legend(fontsize="small")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     for axes in panels:
         axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,8 +272,8 @@ def main() -> None:
         if not arguments.report:
             print(name, flush=True)
             run_comparison(plan)
-        runs = load_results(plan)
-        if runs:
+        runs = with_whole_passes(name, load_results(plan), arguments)
+        if runs and not name.endswith("_whole_passes"):
             link = picture(arguments, f"fedma_{name}", f"`{STUDIES[name].monitor}` by round and by megabytes, means.")
             write_section(arguments.out, f"fedma-{name}", f"{report(name, runs, arguments)}\n\n{link}".strip())
             if arguments.figures is not None:
