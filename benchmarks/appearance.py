@@ -48,6 +48,7 @@ TREATMENTS: dict[str, dict[str, Any]] = {
     "group": {},
 }
 NAMES = ("central", "alone", *TREATMENTS)
+AGAINST = ("central", "average")
 
 
 def data_of(setting: str, seed: int, arguments: argparse.Namespace) -> tuple[PartitionedData, int]:
@@ -179,39 +180,38 @@ def _only(data: PartitionedData, client: Any) -> Any:
     return argparse.Namespace(test={client: data.test[client]})
 
 
-def mean_client(score: Mapping[str, Any]) -> float:
+def on_all(score: Mapping[str, Any]) -> Any:
+    """IoU on all test images together, where there is one."""
+    return score.get("all")
+
+
+def mean_client(score: Mapping[str, Any]) -> Any:
     """Mean over the clients."""
     values = list(score["clients"].values())
     return sum(values) / len(values)
 
 
 def rows_of(found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
-    """A row for every way: IoU on all and mean over clients, each with its distance to central training; the worst."""
+    """A row for every way: IoU on all and mean over clients, each with its distances to others; the worst client."""
+    bases = {name: {result["seed"]: result["scores"][""] for result in found.get(name, [])} for name in AGAINST}
     rows = []
-    central = {result["seed"]: mean_client(result["scores"][""]) for result in found.get("central", [])}
-    central_all = {result["seed"]: result["scores"][""]["all"] for result in found.get("central", [])}
     for name, runs in found.items():
         for way in runs[0]["scores"]:
-            scores = [result["scores"][way] for result in runs]
-            together = {result["seed"]: result["scores"][way].get("all") for result in runs}
-            together = {seed: score for seed, score in together.items() if score is not None}
-            lost = [100 * (score - central_all[seed]) for seed, score in together.items() if seed in central_all]
-            by_client = [list(score["clients"].values()) for score in scores]
-            pairs = [(mean_client(result["scores"][way]), central.get(result["seed"])) for result in runs]
-            apart = [100 * (score - base) for score, base in pairs if base is not None]
+            scores = {result["seed"]: result["scores"][way] for result in runs}
+            row = [f"{name}, {way}" if way else name]
+            for measure in (on_all, mean_client):
+                own = {seed: measure(score) for seed, score in scores.items()}
+                row.append(spread([value for value in own.values() if value is not None]) or "-")
+                for other, base in bases.items():
+                    apart = [
+                        100 * (value - measure(base[seed]))
+                        for seed, value in own.items()
+                        if value is not None and seed in base and other != name
+                    ]
+                    row.append(spread(apart, 1) or ("" if other == name or not base else "-"))
+            worst = [min(score["clients"].values()) for score in scores.values()]
             shift = [result["shift"][-1] for result in runs if result.get("shift") and result["shift"][-1] is not None]
-            rows.append(
-                [
-                    f"{name}, {way}" if way else name,
-                    spread(list(together.values())) or "-",
-                    "" if name == "central" else spread(lost, 1) or "-",
-                    spread([score for score, _ in pairs]),
-                    "" if name == "central" else spread(apart, 1),
-                    spread([min(values) for values in by_client]),
-                    spread(shift, 2) or "-",
-                    str(len(runs)),
-                ]
-            )
+            rows.append([*row, spread(worst), spread(shift, 2) or "-", str(len(runs))])
     return rows
 
 
@@ -281,13 +281,13 @@ def main() -> None:
         f" {EPOCHS} local epochs (central and alone: as many epochs), AdamW, batches of {BATCH}; {CLIENTS} clients of"
         f" {arguments.scenes} scenes of {arguments.side} x {arguments.side} pixels together, or CamVid's three drives."
         " Mean IoU on a quarter of every client's images, held out, in its own look: on all of them together, and as a"
-        " mean over clients, each with its difference to central training, paired by seed; of the worst client; mean ±"
-        " standard deviation over seeds. Shift: share of the variance of BatchNorm's inputs between clients, in the"
-        " layer where it is largest, in the last round."
+        " mean over clients, each with its differences to central training and to averaged statistics (`average`) in"
+        " points, paired by seed; of the worst client; mean ± standard deviation over seeds. Shift: share of the"
+        " variance of BatchNorm's inputs between clients, in the layer where it is largest, in the last round."
         f" {'; '.join(dict.fromkeys(result['machine'] for result in runs))}."
     ]
-    apart = "to central, points"
-    header = ["", "all", apart, "mean client", apart, "worst client", "shift", "seeds"]
+    apart = [f"to {name}" for name in AGAINST]
+    header = ["", "all", *apart, "mean client", *apart, "worst client", "shift", "seeds"]
     for (setting, start), found in results.items():
         parts.append(f"**{setting}, {start}**\n\n{table(header, rows_of(found))}")
     if arguments.figures is not None:

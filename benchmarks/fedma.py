@@ -173,7 +173,7 @@ def tried_rates(name: str, arguments: argparse.Namespace) -> str:
 
 
 def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> str:
-    """A row for each method: the score at the end, and with as many bytes as the thriftiest with as many rounds sends."""
+    """A row for each method: the score at the end, and with the bytes that the thriftiest with as many rounds sends."""
     study = STUDIES[name]
     federated = [run for run in runs if run["method"] != CENTRAL and not is_long(run["method"])]
     budget = min((megabytes(run["rounds"][-1]) for run in federated), default=0.0)
