@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
+from lightning_fed.model.layer_widths import layer_numbers
 from lightning_fed.rounds.lightning_internals import lightning_attributes
 
 _log = logging.getLogger(__name__)
@@ -76,7 +77,8 @@ def warn_of_carried(module: L.LightningModule, before: dict[str, Any], round: in
 
     """
     named = _named.setdefault(module, set())
-    names = [name for name in changed_attributes(before, note_attributes(module)) if name not in named]
+    changed = [name for name in changed_attributes(before, note_attributes(module)) if name not in named]
+    names = [name for name in changed if not _is_width(module, name)]
     if not names:
         return
     named.update(names)
@@ -91,6 +93,13 @@ def warn_of_carried(module: L.LightningModule, before: dict[str, Any], round: in
         type(module).__name__,
         ", ".join(f"`{name}`" for name in names),
     )
+
+
+def _is_width(module: nn.Module, name: str) -> bool:
+    """Whether an attribute states the shape of its layer's tensors: a rule that changes widths sets it with them."""
+    path, _, attribute = name.rpartition(".")
+    layer = dict(_layers(module)).get(path)
+    return layer is not None and attribute in layer_numbers(layer)
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from lightning_fed import FederatedDataModule, Federation
-from lightning_fed.algorithms import FedFusion
+from lightning_fed.algorithms import FedFusion, FedMA
 from lightning_fed.data.dataset_clients import count_batches
 from lightning_fed.rounds.carried_attributes import changed_attributes, note_attributes
 from tests import models, warm_process
@@ -169,6 +169,16 @@ def test_layers_of_the_package_are_not_named(federated_trainer, caplog):
         Federation(FedFusion("conv"), batch_norm="average"),
     )
     federated_trainer(federation=federation, max_rounds=1).fit(module, models.as_datasets(models.images()))
+    assert not carried(caplog)
+
+
+@pytest.mark.parametrize("net", [models.cnn, models.norm_mlp], ids=["convolutions", "BatchNorm"])
+def test_widths_that_the_rule_changes_are_not_named(net, federated_trainer, caplog):
+    """They follow the tensors, which the messages hold."""
+    module, rule = models.Module(net(), models.momentum), FedMA(score="published", gamma=7.0, start="independent")
+    data = models.images() if net is models.cnn else models.vectors()
+    federated_trainer(max_rounds=3, method=rule).fit(module, models.as_datasets(data))
+    assert len(next(module.parameters())) > len(next(net().parameters()))
     assert not carried(caplog)
 
 
