@@ -139,6 +139,7 @@ def test_there_is_a_recipe_for_every_job():
         "compare_niid_fashion_mnist",
         "compare_permuted_mnist",
         "compare_pfl_fashion_mnist",
+        "compare_shapes",
         "fashion_mnist_attacked",
         "fashion_mnist_dirichlet",
         "femnist_writers",
@@ -153,7 +154,7 @@ def test_there_is_a_recipe_for_every_job():
 def where_data_are(recipe, folder):
     """The option that says where a recipe's data are, if it reads any."""
     name = recipe.stem
-    if name in ("shakespeare", "shapes_deeplab", "shapes_looks", "synthetic"):
+    if name in ("compare_shapes", "shakespeare", "shapes_deeplab", "shapes_looks", "synthetic"):
         return []
     is_nested = name.startswith("compare_") and not name.startswith(
         ("compare_camvid", "compare_fedma", "compare_mnist", "compare_niid")
@@ -186,6 +187,7 @@ BUILT = [
     ("compare_niid_fashion_mnist", ClassificationTask, FashionMNIST, Dirichlet(10, 0.5, balance=True), 50, 1.0),
     ("compare_permuted_mnist", ClassificationTask, MNIST, PermutedPixels(IID(3)), 30, 1.0),
     ("compare_pfl_fashion_mnist", ClassificationTask, FashionMNIST, Dirichlet(20, 0.1), 2000, 1.0),
+    ("compare_shapes", SegmentationTask, Shapes, Dirichlet(10, 0.01, "per_client"), 60, 5),
     ("fashion_mnist_attacked", ClassificationTask, FashionMNIST, Dirichlet(10, 0.5), 40, 1.0),
     ("fashion_mnist_dirichlet", ClassificationTask, FashionMNIST, Dirichlet(100, 0.1), 200, 10),
     ("femnist_writers", ClassificationTask, FEMNIST, ByGroup(), 300, 10),
