@@ -21,7 +21,7 @@ from typing import Any
 
 import newcomers
 import tuning
-from common import load_json, machine, parser, picture, prepare, table, write_section
+from common import load_json, machine, parser, picture, prepare, spread, table, write_section
 
 from lightning_fed.compare import MethodChoice, Plan, draw, load_results, run_comparison, summarize
 from lightning_fed.compare.run import Run
@@ -124,6 +124,7 @@ STUDIES = {
         "CIFAR-10, IID (d in the paper): 5 clients of 800 images, one local epoch; the paper's CNN with 16, 16, 96 and"
         " 48 units",
         rates=(0.005, 0.01, 0.02),
+        methods=(*METHODS, "fedfusion:operator=multi:ema=0.0"),
     ),
     "camvid": Study(
         "compare_camvid.yaml",
@@ -189,9 +190,9 @@ def milestone_table(results: Sequence[Mapping[str, Any]], milestones: Sequence[f
             some = f" ({len(reached)} of {len(own)})" if len(reached) < len(own) else ""
             pairs = [(count, rounds.get((base, seed, milestone))) for seed, count in own.items()]
             shares = [1 - count / other for count, other in pairs if count is not None and other is not None]
-            spread = f" ± {statistics.stdev(shares):.0%}" if len(shares) > 1 else ""
+            std = f" ± {statistics.stdev(shares):.0%}" if len(shares) > 1 else ""
             row.append(f"{statistics.fmean(reached):.1f}{some}" if reached else "never")
-            row.append(f"{round(100 * statistics.fmean(shares))}%{spread}" if shares and method != base else "")
+            row.append(f"{round(100 * statistics.fmean(shares))}%{std}" if shares and method != base else "")
         rows.append(row)
     return table(["method", *(cell for one in milestones for cell in (f"{one:.0%}", "reduction"))], rows)
 
@@ -199,14 +200,20 @@ def milestone_table(results: Sequence[Mapping[str, Any]], milestones: Sequence[f
 def score_table(results: Sequence[Mapping[str, Any]], monitors: Sequence[str], last: int) -> str:
     """Scores at the end, and what they cost."""
     cells = {name: summarize([{**run, "monitor": name} for run in results], last=last) for name in monitors}
+    scores = {
+        (run["method"], run["seed"]): statistics.fmean(values[monitors[0]] for values in run["rounds"][-last:])
+        for run in results
+    }
     rows = []
     for key, cell in cells[monitors[0]].items():
         row = [f"`{key[0]}`", str(len(cell.score))]
-        for numbers in (cells[name][key].score for name in monitors):
-            spread = f" ± {statistics.stdev(numbers):.3f}" if len(numbers) > 1 else ""
-            row.append(f"{statistics.fmean(numbers):.3f}{spread}")
+        row += [spread(cells[name][key].score) for name in monitors]
+        base = "fedavg" + (KEPT if KEPT in key[0] else "")
+        pairs = [(score, scores.get((base, seed))) for (method, seed), score in scores.items() if method == key[0]]
+        apart = [100 * (score - other) for score, other in pairs if other is not None]
+        row.insert(3, "" if key[0] == base else spread(apart, 1))
         rows.append([*row, f"{statistics.fmean(cell.megabytes):.1f}", f"{statistics.fmean(cell.cpu_seconds):.0f}"])
-    return table(["method", "seeds", *monitors, "MB", "CPU s"], rows)
+    return table(["method", "seeds", monitors[0], "to `fedavg`, points", *monitors[1:], "MB", "CPU s"], rows)
 
 
 def operator_table(results: Sequence[Mapping[str, Any]]) -> str:
@@ -251,7 +258,8 @@ def report(
             milestone_table(shown, marks),
         ]
     parts += [
-        f"Over the last {last} rounds, mean ± standard deviation over seeds; bytes and CPU seconds of a run:",
+        f"Over the last {last} rounds, mean ± standard deviation over seeds, the difference paired by seed; bytes and"
+        " CPU seconds of a run:",
         score_table(main, study.monitors, last),
         operator_table(main),
         picture(arguments, f"fedfusion_{name}", f"`{study.monitors[0]}` by round, mean over seeds with their range."),
