@@ -104,7 +104,7 @@ STUDIES["cifar10_long"] = Study(
     STUDIES["cifar10"].recipe,
     "CIFAR-10 (12,000 images) with a quarter of VGG-9's channels: 4 clients, Dirichlet 0.5 per class, 10 epochs in"
     " batches of 32 with the published rate (0.01, not tuned); a pass through nine layers",
-    methods=("fedavg", "fedma:start=independent:score=published:weighting=uniform", "fedma:mode=none", *METHODS[6:7]),
+    methods=("fedavg", METHODS[-1], "fedma:mode=none"),
     overrides=(
         *("--data.train_size", "12000", "--data.batch_size", "32", "--trainer.partition.num_clients", "4"),
         *("--trainer.local_epochs", "10", "--trainer.max_rounds", "9", "--model.lr", "0.01"),
