@@ -166,6 +166,13 @@ def with_whole_passes(name: str, runs: Sequence[Mapping[str, Any]], arguments: a
     return [*runs, *({**run, "method": f"{run['method']}{LONG_ROUNDS.format(epochs)}"} for run in found)]
 
 
+def agreement(run: Mapping[str, Any]) -> list[float]:
+    """What is logged of how far matched neurons agree at the end of the first pass, mean over its layers."""
+    ends = [values for values in run["rounds"] if "fedma/growth" in values]
+    shares = [value for name, value in ends[0].items() if name.endswith("/agreement")] if ends else []
+    return [statistics.fmean(shares)] if shares else []
+
+
 def tried_rates(name: str, arguments: argparse.Namespace) -> str:
     """The learning rates that were tried for a study, in words."""
     rates = load_json(folder(name, arguments) / "rates.json") or {}
@@ -195,6 +202,7 @@ def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Nam
                 "" if is_central else spread([scores[-1] for scores in within if scores]),
                 "" if is_central else f"{statistics.fmean(megabytes(run['rounds'][-1]) for run in own):.1f}",
                 "" if is_central else f"{statistics.fmean(growth):.2f}",
+                spread([value for run in own for value in agreement(run)], 2),
                 f"{statistics.fmean(sum(v['cpu_seconds'] for v in run['rounds']) for run in own):.0f}",
                 f"{len(own)}",
             ]
@@ -212,11 +220,13 @@ def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Nam
             f", but for the rows with {epochs} epochs a round, as many as a client trains in a pass of FedMA: these"
             f" have {passes}, and a rate of their own ({tried_rates(f'{name}_whole_passes', arguments)})"
         )
-    header = ["method", f"`{study.monitor}`", f"with {budget:.1f} MB", "MB", "size", "CPU s", "seeds"]
+    header = ["method", f"`{study.monitor}`", f"with {budget:.1f} MB", "MB", "size", "agreement", "CPU s", "seeds"]
     return (
         f"`python benchmarks/fedma.py --data DATA --studies {name} --out docs/results/fedma.md`. {study.words};"
         f" `recipes/{study.recipe}`. {rate}{rounds}; megabytes are those of all"
-        f" clients, up and down; size is the largest global model over a client's. {machine(arguments.threads)}.\n\n"
+        f" clients, up and down; size is the largest global model over a client's; agreement the share of the"
+        f" squared length of matched neurons that their means keep, mean over the layers of the first"
+        f" pass, where it is logged. {machine(arguments.threads)}.\n\n"
         f"{table(header, rows)}"
     )
 
