@@ -22,7 +22,6 @@ from lightning_fed.tasks.classification import ClassificationTask
 IMAGES, VALIDATION, CLIENTS, GROUP, ROUNDS, BATCH, LR = 4800, 2000, 16, 4, 9, 20, 0.02
 RULES = {
     "FedMA": lambda: FedMA(),
-    "FedMA, independent starts": lambda: FedMA(start="independent"),
     "freezing and training without matching": lambda: FedMA("none"),
     "FedAvg": lambda: FedAvg(),
 }

@@ -166,6 +166,14 @@ def with_whole_passes(name: str, runs: Sequence[Mapping[str, Any]], arguments: a
     return [*runs, *({**run, "method": f"{run['method']}{LONG_ROUNDS.format(epochs)}"} for run in found)]
 
 
+def is_in_another_table(name: str, arguments: argparse.Namespace) -> bool:
+    """Whether the runs are rows of the table of a study with shorter rounds, because that has run too."""
+    shorter = name.removesuffix("_whole_passes")
+    return shorter != name and bool(
+        load_results(make_plan(shorter, arguments, tuning.best_rate(folder(shorter, arguments))))
+    )
+
+
 def agreement(run: Mapping[str, Any]) -> list[float]:
     """What is logged of how far matched neurons agree at the end of the first pass, mean over its layers."""
     ends = [values for values in run["rounds"] if "fedma/growth" in values]
@@ -283,7 +291,7 @@ def main() -> None:
             print(name, flush=True)
             run_comparison(plan)
         runs = with_whole_passes(name, load_results(plan), arguments)
-        if runs and not name.endswith("_whole_passes"):
+        if runs and not is_in_another_table(name, arguments):
             link = picture(arguments, f"fedma_{name}", f"`{STUDIES[name].monitor}` by round and by megabytes, means.")
             write_section(arguments.out, f"fedma-{name}", f"{report(name, runs, arguments)}\n\n{link}".strip())
             if arguments.figures is not None:

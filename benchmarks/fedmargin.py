@@ -60,6 +60,7 @@ class Study:
         variants: Name to further arguments of the recipe; a folder, and a panel of the report, for each.
         last: Rounds at the end whose mean is the score.
         against: Methods to which all are compared, paired by seed and stragglers; the first in the analysis too.
+        cohort: Clients in a round.
 
     """
 
@@ -73,6 +74,7 @@ class Study:
     variants: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"": ()})
     last: int = 5
     against: Sequence[str] = ()
+    cohort: int = 10
 
 
 STUDIES = {
@@ -162,8 +164,9 @@ STUDIES = {
         (),
         ("val_miou",),
         (0.0,),
-        {f"Dirichlet {alpha}": ("--trainer.partition.alpha", alpha) for alpha in ("0.01", "0.1", "1", "100")},
+        {f"Dirichlet {alpha}": ("--trainer.partition.alpha", alpha) for alpha in ("0.01", "1", "100")},
         against=("fedavg",),
+        cohort=5,
     ),
 }
 
@@ -220,7 +223,7 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
             parts += [f"**{variant}**"] if variant else []
             parts.append(markdown([{**run, "monitor": monitor} for run in main[variant]], last=last))
             if study.against:
-                parts.append(compare_pairs(main[variant], study.against, monitor, last))
+                parts.append(compare_pairs(main[variant], study, monitor, last))
         if any(run["method"] in options for run in found):
             parts += [
                 f"Options of FedMargin, {OPTION_STRAGGLERS:.0%} stragglers; difference to the default by seed:",
@@ -229,8 +232,9 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
     return "\n\n".join(parts)
 
 
-def compare_pairs(found: Sequence[Any], against: Sequence[str], monitor: str, last: int) -> str:
+def compare_pairs(found: Sequence[Any], study: Study, monitor: str, last: int) -> str:
     """Differences of every method to others, and how far FedMargin's attention is from equal weights."""
+    against = study.against
     scores: dict[str, dict[Any, float]] = {}
     attention: dict[str, list[tuple[float, float]]] = {}
     for run in found:
@@ -251,8 +255,8 @@ def compare_pairs(found: Sequence[Any], against: Sequence[str], monitor: str, la
     ]
     note = (
         "Differences are paired by seed and fraction of stragglers, mean ± standard deviation over the seeds."
-        " Attention, means over the rounds: its entropy is 1 and its largest weight 0.1 where the ten clients of a"
-        " round count alike."
+        f" Attention, means over the rounds: its entropy is 1 and its largest weight {1 / study.cohort:.1f} where the"
+        f" {study.cohort} clients of a round count alike."
     )
     return "\n\n".join([table(["method", *names, "runs", "entropy of attention", "largest weight"], rows), note])
 
