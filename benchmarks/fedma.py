@@ -197,7 +197,7 @@ def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Nam
         own = [run for run in runs if run["method"] == method]
         is_central = method == CENTRAL
         within = [
-            [values[study.monitor] for values in run["rounds"] if megabytes(values) <= budget * 1.001] for run in own
+            [values[study.monitor] for values in run["rounds"] if megabytes(values) <= budget * 1.05] for run in own
         ]
         growth = [
             max((values["fedma/growth"] for values in run["rounds"] if "fedma/growth" in values), default=1.0)

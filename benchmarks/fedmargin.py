@@ -158,7 +158,7 @@ STUDIES = {
     "shapes": Study(
         "compare_shapes.yaml",
         "Generated scenes of 48x48 pixels with a small U-Net: 10 clients of 24 scenes, 5 in a round, 2 local epochs;"
-        " six classes, of which a client has two or three with Dirichlet 0.01 and all with 100",
+        " six classes, of which most clients have two or three with Dirichlet 0.01",
         "",
         ("central", "fedavg", "fedprox:mu=0.1", "fedatt", "fedmargin", ATTENTIVE_STEP),
         (),
