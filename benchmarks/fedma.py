@@ -169,8 +169,10 @@ def with_whole_passes(name: str, runs: Sequence[Mapping[str, Any]], arguments: a
 def is_in_another_table(name: str, arguments: argparse.Namespace) -> bool:
     """Whether the runs are rows of the table of a study with shorter rounds, because that has run too."""
     shorter = name.removesuffix("_whole_passes")
-    return shorter != name and bool(
-        load_results(make_plan(shorter, arguments, tuning.best_rate(folder(shorter, arguments))))
+    return (
+        shorter != name
+        and not arguments.methods
+        and bool(load_results(make_plan(shorter, arguments, tuning.best_rate(folder(shorter, arguments)))))
     )
 
 
@@ -221,6 +223,7 @@ def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Nam
         if tried
         else ""
     )
+    more = f" {name}_whole_passes" if any(is_long(run["method"]) for run in runs) else ""
     rounds = f"All methods have {len(runs[0]['rounds'])} rounds"
     if any(is_long(run["method"]) for run in runs):
         epochs, passes = WHOLE_PASSES[name]
@@ -230,11 +233,11 @@ def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Nam
         )
     header = ["method", f"`{study.monitor}`", f"with {budget:.1f} MB", "MB", "size", "agreement", "CPU s", "seeds"]
     return (
-        f"`python benchmarks/fedma.py --data DATA --studies {name} --out docs/results/fedma.md`. {study.words};"
-        f" `recipes/{study.recipe}`. {rate}{rounds}; megabytes are those of all"
-        f" clients, up and down; size is the largest global model over a client's; agreement the share of the"
-        f" squared length of matched neurons that their means keep, mean over the layers of the first"
-        f" pass, where it is logged. {machine(arguments.threads)}.\n\n"
+        f"`python benchmarks/fedma.py --data DATA --studies {name}{more} --out docs/results/fedma.md`. {study.words};"
+        f" `recipes/{study.recipe}`. {rate}{rounds}; the score with fewer megabytes is the last one"
+        f" before 5 % more; megabytes are those of all clients, up and down; size is the largest global model over a"
+        f" client's; agreement the share of the squared length of the neurons' incoming weights that their means keep,"
+        f" mean over the layers of the first pass, where it is logged. {machine(arguments.threads)}.\n\n"
         f"{table(header, rows)}"
     )
 
@@ -282,15 +285,18 @@ def main() -> None:
     prepare(arguments)
     if arguments.quick:
         arguments.seeds = [0]
-    for name in arguments.studies:
-        if arguments.tune:
+    if arguments.tune:
+        for name in arguments.studies:
             tuning.tune(name, STUDIES[name].rates, folder(name, arguments), partial(make_plan, name, arguments), last=1)
-            continue
-        plan = make_plan(name, arguments, tuning.best_rate(folder(name, arguments)))
-        if not arguments.report:
-            print(name, flush=True)
-            run_comparison(plan)
-        runs = with_whole_passes(name, load_results(plan), arguments)
+        return
+    plans = {name: make_plan(name, arguments, tuning.best_rate(folder(name, arguments))) for name in arguments.studies}
+    for name, plan in plans.items() if not arguments.report else ():
+        print(name, flush=True)
+        run_comparison(plan)
+    for name, plan in plans.items():  # when all are there: a table has the rows of two studies
+        runs = load_results(plan)
+        if runs and not arguments.methods:
+            runs = with_whole_passes(name, runs, arguments)
         if runs and not is_in_another_table(name, arguments):
             link = picture(arguments, f"fedma_{name}", f"`{STUDIES[name].monitor}` by round and by megabytes, means.")
             write_section(arguments.out, f"fedma-{name}", f"{report(name, runs, arguments)}\n\n{link}".strip())

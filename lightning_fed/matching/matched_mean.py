@@ -93,13 +93,16 @@ def agreement(
 ) -> list[float]:
     r"""Share of the squared length of the clients' neurons that their mean keeps, for every group.
 
-    With :math:`w_{k,j}` the incoming weights and biases of neuron *j* of client *k*, and :math:`\bar w` the mean of
-    those that it is matched with,
+    With :math:`w_{k,j}` the incoming weights of neuron *j* of client *k*, and :math:`\bar w` the mean of those that it
+    is matched with,
 
     .. math:: \frac{\sum_k a_k \sum_j \lVert \bar w_{S_k(j)} \rVert^2}{\sum_k a_k \sum_j \lVert w_{k,j} \rVert^2}
 
-    It is 1 where the neurons that were matched are the same, and about 1/n where they are n unrelated ones, whose mean
-    is short: the layer's outputs then vanish.
+    It is 1 where the neurons that were matched are the same, or are in no other client, and about 1/n where they are n
+    unrelated ones. Their means are short then, and without a normalisation behind the layer its outputs are small.
+
+    Left out are biases and normalisation (but for a group that has nothing else), running statistics, complex entries,
+    and weights from a group to itself, as in recurrent layers.
 
     Args:
         mean: What :func:`matched_mean` made of the rest.
@@ -110,7 +113,7 @@ def agreement(
         weights: Weight of each client.
 
     Returns:
-        The shares, from 0 to 1; NaN for a group whose neurons have no weights of their own.
+        The shares, from 0 to 1; NaN where there is nothing to compare.
 
     Example:
         >>> states = [{"bias": torch.tensor([2.0, 7.0])}, {"bias": torch.tensor([7.0, 2.0])}]
@@ -126,14 +129,14 @@ def agreement(
         for state, assignment, weight in zip(states, assignments, weights, strict=True):
             before += weight * float(_squared_lengths(state, group).sum())
             after += weight * float(kept[assignment[number].cpu()].sum())
-        shares.append(after / before if before else float("nan"))
+        shares.append(min(1.0, after / before) if before else float("nan"))
     return shares
 
 
 def _squared_lengths(state: Mapping[str, Tensor], group: PermutationGroup) -> Tensor:
-    """The squared length of each neuron's incoming weights and biases, float64, on the CPU."""
+    """The squared length of each neuron's incoming weights, or of its numbers if it has none, float64, on the CPU."""
     lengths = torch.zeros(group.size, dtype=torch.float64)
-    for value in neuron_features(state, group, ("out", "vec")).values():
+    for value in (neuron_features(state, group, ("out",)) or neuron_features(state, group, ("vec",))).values():
         lengths += to_float64(value).square().sum(1).cpu()
     return lengths
 

@@ -147,6 +147,7 @@ class Plain(models.Module):
         self.limits = {"low": 0.0, "high": float("nan")}
         self.worst = float("nan")
         prune.l1_unstructured(self.net[0], "weight", amount=0.2)
+        prune.l1_unstructured(self.recurrent, "weight_hh_l0", amount=0.2)
 
     def training_step(self, batch, batch_idx):
         outputs = self(batch[0])

@@ -7,6 +7,7 @@ Algorithm 1.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -111,9 +112,9 @@ class FedMA(Aggregator):
     Note:
         Logged are ``fedma/stage`` (the stage that the round has matched, from 0 on) and, of each of its groups,
         ``fedma/<group>/width``, ``fedma/<group>/matched`` (the share of the clients' neurons that others have too),
-        ``fedma/<group>/agreement`` (the share of their squared length that averaging keeps: 1 where matched neurons are
-        the same, 1/n where they are n unrelated ones) and ``fedma/<group>/seconds``; at the end of a pass also
-        ``fedma/growth``, the global model's numbers over a client's.
+        ``fedma/<group>/agreement`` (the share of the squared length of their incoming weights that averaging keeps: 1
+        where matched neurons are the same, about 1/n where they are n unrelated ones) and ``fedma/<group>/seconds``; at
+        the end of a pass also ``fedma/growth``, the global model's numbers over a client's.
 
     Example:
         >>> rule = FedMA("permute", retrain_epochs=5)
@@ -353,8 +354,9 @@ class FedMA(Aggregator):
         if dropped:
             _log.warning("Round %d: left out for the rest of the pass: %s.", self._round, ", ".join(dropped))
         current = current.with_stage(self._round, clients, match)
-        measured = {"width": match.groups.sizes, "matched": match.matched, "agreement": match.agreement}
-        for kind, values in {**measured, "seconds": match.seconds}.items():
+        agreement = {name: share for name, share in match.agreement.items() if math.isfinite(share)}
+        measured: dict[str, Mapping[str, float]] = {"width": match.groups.sizes, "matched": match.matched}
+        for kind, values in {**measured, "agreement": agreement, "seconds": match.seconds}.items():
             self._metrics |= {f"fedma/{name}/{kind}": value for name, value in values.items()}
         self._metrics["fedma/stage"] = current.stage - 1
         if current.stage < len(self._stages):
