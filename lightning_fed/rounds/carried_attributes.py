@@ -96,7 +96,7 @@ def warn_of_carried(module: L.LightningModule, before: dict[str, Any], round: in
 
 
 def _is_width(module: nn.Module, name: str) -> bool:
-    """Whether an attribute states the shape of its layer's tensors: a rule that changes widths sets it with them."""
+    """Returns whether an attribute states the shape of its layer's tensors, which the messages hold."""
     path, _, attribute = name.rpartition(".")
     layer = dict(_layers(module)).get(path)
     try:
