@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.algorithms import FedFusion, FedMA
 from lightning_fed.data.dataset_clients import count_batches
-from lightning_fed.rounds.carried_attributes import changed_attributes, note_attributes
+from lightning_fed.rounds.carried_attributes import changed_attributes, note_attributes, warn_of_carried
 from tests import models, warm_process
 from tests.backends.flower.halves import on_flower
 
@@ -238,6 +238,17 @@ def test_generators_of_all_kinds_are_noted():
         assert not changed_attributes(before, note_attributes(module))
         generator.random() if not isinstance(generator, torch.Generator) else torch.rand(1, generator=generator)
         assert changed_attributes(before, note_attributes(module)) == ["generators"]
+
+
+def test_a_pruned_recurrent_layer_ends_no_fit(caplog):
+    """Its weights are no parameters any more, from which its widths could be told."""
+    module = L.LightningModule()
+    module.recurrent = nn.LSTM(2, 3)
+    prune.l1_unstructured(module.recurrent, "weight_hh_l0", amount=0.2)
+    before = note_attributes(module)
+    module.recurrent.seen = 1
+    warn_of_carried(module, before, 0)
+    assert "`recurrent.seen`" in carried(caplog)[0]
 
 
 def test_what_cannot_be_read_is_passed_over():
