@@ -124,6 +124,18 @@ for of, (epochs, passes) in WHOLE_PASSES.items():
         overrides=("--trainer.local_epochs", f"{epochs}", "--trainer.max_rounds", f"{passes}"),
     )
 
+EPOCHS = {1: (0.01, 0.02, 0.05, 0.1), 3: (0.01, 0.02, 0.05), 10: (0.01, 0.02, 0.05), 30: (0.005, 0.01, 0.02)}
+"""Local epochs before an exchange, and the learning rates to choose from."""
+for epochs, rates in EPOCHS.items():
+    STUDIES[f"mnist_{epochs}_epochs"] = Study(
+        STUDIES["mnist"].recipe,
+        "MNIST (4,000 images) with a narrow LeNet (10, 20 channels, 100 units): 8 clients, Dirichlet 0.5 per class; two"
+        " passes through four layers",
+        rates,
+        ("fedavg", "pfnm:start=independent", METHODS[-1], "fedma:mode=none"),
+        overrides=("--trainer.local_epochs", f"{epochs}", "--trainer.max_rounds", "8"),
+    )
+
 
 def folder(name: str, arguments: argparse.Namespace) -> Path:
     return Path(arguments.runs) / "fedma" / name
@@ -242,6 +254,91 @@ def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Nam
     )
 
 
+def with_bytes(run: Mapping[str, Any], budget: float, monitor: str) -> float | None:
+    """The score when a run had sent no more than this many megabytes, or 5 % more."""
+    scores: list[float] = [values[monitor] for values in run["rounds"] if megabytes(values) <= budget * 1.05]
+    return scores[-1] if scores else None
+
+
+def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: argparse.Namespace) -> str:
+    """A row for each number of local epochs and method, with what it has more than federated averaging."""
+    names = [f"mnist_{epochs}_epochs" for epochs in EPOCHS]
+    rows = []
+    for epochs, runs in found.items():
+        budget = min(megabytes(run["rounds"][-1]) for run in runs)
+        baselines = {run["seed"]: run for run in runs if run["method"] == "fedavg"}
+        for method in dict.fromkeys(run["method"] for run in runs):
+            own = [run for run in runs if run["method"] == method]
+            scores = {  # at the end, and with as many bytes: its own, and federated averaging's of the same seed
+                "end": [(run["rounds"][-1]["val_acc"], baselines[run["seed"]]["rounds"][-1]["val_acc"]) for run in own],
+                "bytes": [
+                    (with_bytes(run, budget, "val_acc"), with_bytes(baselines[run["seed"]], budget, "val_acc"))
+                    for run in own
+                ],
+            }
+            differences = {
+                when: "" if method == "fedavg" else spread([mine - other for mine, other in pairs])
+                for when, pairs in scores.items()
+            }
+            growth = [max(values.get("fedma/growth", 1.0) for values in run["rounds"]) for run in own]
+            rows.append(
+                [
+                    f"{epochs}",
+                    f"`{method}`",
+                    spread([mine for mine, _ in scores["end"]]),
+                    differences["end"],
+                    spread([mine for mine, _ in scores["bytes"]]),
+                    differences["bytes"],
+                    f"{statistics.fmean(megabytes(run['rounds'][-1]) for run in own):.1f}",
+                    f"{statistics.fmean(growth):.2f}",
+                    spread([value for run in own for value in agreement(run)], 2),
+                    f"{len(own)}",
+                ]
+            )
+    tried = "; ".join(
+        f"{epochs} epochs: {tried_rates(name, arguments)}" for epochs, name in zip(EPOCHS, names, strict=True)
+    )
+    header = ["local epochs", "method", "`val_acc`", "difference to `fedavg`", "with few MB", "difference to `fedavg`"]
+    return (
+        f"`python benchmarks/fedma.py --data DATA --studies {' '.join(names)} --out docs/results/fedma.md`."
+        f" {STUDIES[names[0]].words}; `recipes/{STUDIES[names[0]].recipe}`. Learning rates tried with `fedavg` for each"
+        f" number of local epochs (`--tune`, seed {tuning.SEED}): {tried}; the best is taken for all methods. All have 8"
+        " rounds; the score with few megabytes is the last one before 5 % more than the thriftiest method with as many"
+        " local epochs sends in all; size is the largest global model over a client's; agreement as in the tables above."
+        f" Differences are paired by seed. {machine(arguments.threads)}.\n\n"
+        f"{table([*header, 'MB', 'size', 'agreement', 'seeds'], rows)}"
+    )
+
+
+def draw_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """The score by local epochs: after as many rounds, and with as few megabytes as the thriftiest; means over seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    budgets = {epochs: min(megabytes(run["rounds"][-1]) for run in runs) for epochs, runs in found.items()}
+    for method in dict.fromkeys(run["method"] for runs in found.values() for run in runs):
+        own = {epochs: [run for run in runs if run["method"] == method] for epochs, runs in found.items()}
+        own = {epochs: runs for epochs, runs in own.items() if runs}
+        ends = [statistics.fmean(run["rounds"][-1]["val_acc"] for run in runs) for runs in own.values()]
+        early = [
+            statistics.fmean(with_bytes(run, budgets[epochs], "val_acc") or 0.0 for run in runs)
+            for epochs, runs in own.items()
+        ]
+        panels[0].plot(list(own), ends, marker="o", label=method)
+        panels[1].plot(list(own), early, marker="o")
+    panels[0].set(title="after 8 rounds", ylabel="val_acc")
+    panels[1].set(title="with the megabytes of the thriftiest")
+    for axes in panels:
+        axes.set(xlabel="local epochs before an exchange", xscale="log")
+        axes.set_xticks(list(found), [f"{epochs}" for epochs in found])
+        axes.set_xticks([], minor=True)
+        axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
 def draw(name: str, runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     """The score by rounds, and by megabytes; means over seeds."""
     from matplotlib.figure import Figure
@@ -293,8 +390,17 @@ def main() -> None:
     for name, plan in plans.items() if not arguments.report else ():
         print(name, flush=True)
         run_comparison(plan)
-    for name, plan in plans.items():  # when all are there: a table has the rows of two studies
-        runs = load_results(plan)
+    of_epochs = {epochs: f"mnist_{epochs}_epochs" for epochs in EPOCHS}
+    found = {epochs: load_results(plans[name]) for epochs, name in of_epochs.items() if name in plans}
+    found = {epochs: runs for epochs, runs in found.items() if runs}
+    if found:
+        link = picture(arguments, "fedma_epochs", "`val_acc` by local epochs, after 8 rounds and with few megabytes.")
+        write_section(arguments.out, "fedma-epochs", f"{report_epochs(found, arguments)}\n\n{link}".strip())
+        if arguments.figures is not None:
+            draw_epochs(found, arguments.figures / "fedma_epochs.png")
+    for name in [name for name in plans if name not in of_epochs.values()]:
+        # when all are there: a table has the rows of two studies
+        runs = load_results(plans[name])
         if runs and not arguments.methods:
             runs = with_whole_passes(name, runs, arguments)
         if runs and not is_in_another_table(name, arguments):

@@ -1,25 +1,42 @@
-"""FedSS on Omniglot: 964 classes of which each client has 20, against its ablations, FedAwS and the full softmax.
+"""FedSS on Omniglot: 964 classes of which each client has a few, against its ablations, FedAwS and the full softmax.
 
-Runs one (method, classes held, seed) after another, writes each to a JSON file, skips those that are done, and makes
-tables and pictures from what is there. Learning rates were tuned on validation drawers with seed 0 (``--tune``, from
-0.01, 0.03, 0.1): 0.03 was best for FullSoftmax, PosOnly and NegOnly with 60 classes, and level with 0.01 for FedSS with
-60; centralised, 0.05 of 0.02, 0.05. The strength of FedAwS's step was tuned likewise, in 200 rounds (``--spread-out``,
-from 0.003, 0.01, 0.03, 0.1, 0.3, 1: 17.7, 17.7, 17.1, 14.2, 9.9, 6.2 % on validation drawers). The test drawers and
-the alphabets that nobody trains on are looked at when a run has ended, and nothing is chosen by them.
+In the study "sop" a client has 20 classes, as in the paper's Stanford Online Products; in "landmarks" it has 43, and as
+few others are drawn as in the paper's Landmarks-User-160k: the same shares of the label space (90 and 5 to 80 of 2,028).
+Runs one (study, method, classes held, seed) after another, writes each to a JSON file, skips those that are done, and
+makes tables and pictures from what is there. Learning rates were tuned on validation drawers with seed 0 (``--tune``,
+from 0.01, 0.03, 0.1): 0.03 was best for FullSoftmax, PosOnly and NegOnly with 60 classes, and level with 0.01 for FedSS
+with 60; centralised, 0.05 of 0.02, 0.05; "landmarks" has these rates too. The strength of FedAwS's step was tuned
+likewise, in 200 rounds (``--spread-out``, from 0.003, 0.01, 0.03, 0.1, 0.3, 1: 17.7, 17.7, 17.1, 14.2, 9.9, 6.2 % on
+validation drawers). The test drawers and the alphabets that nobody trains on are looked at when a run has ended, and
+nothing is chosen by them.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from common import QUIET, Curve, load_json, machine, parser, prepare, save_json, spread, table, version, write_section
+from common import (
+    QUIET,
+    Curve,
+    load_json,
+    machine,
+    parser,
+    picture,
+    prepare,
+    save_json,
+    spread,
+    table,
+    version,
+    write_section,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
@@ -33,8 +50,8 @@ from lightning_fed.datasets.omniglot import Omniglot
 from lightning_fed.metrics.retrieval import MeanAveragePrecisionAtR
 from lightning_fed.modules import SampledSoftmaxHead
 
-WIDTH, CLIENTS, OWN, COHORT, ROUNDS, BATCH = 64, 128, 20, 16, 400, 32
-HELD = (25, 30, 40, 60, 100)
+WIDTH, CLIENTS, COHORT, ROUNDS, BATCH = 64, 128, 16, 400, 32
+CLASSES = 964
 EXTRACTOR = 32
 
 
@@ -45,25 +62,68 @@ class Method:
     Args:
         words: What it is.
         objective: The client's loss; ``None`` for centralised training.
-        held: Classes that a client holds, for each run.
         spread_out: Strength of FedAwS's step on the server; 0 for none.
 
     """
 
     words: str
     objective: str | None
-    held: Sequence[int]
     spread_out: float = 0.0
 
 
 METHODS = {
-    "fedss": Method("FedSS", "fedss", HELD),
-    "negonly": Method("NegOnly", "negonly", (25, 60, 100)),
-    "posonly": Method("PosOnly", "posonly", (OWN,)),
-    "fedaws": Method("FedAwS", "posonly", (OWN,), spread_out=0.01),
-    "full": Method("FullSoftmax (FedAvgM)", "full", (964,)),
-    "central": Method("centralised", None, (964,)),
+    "fedss": Method("FedSS", "fedss"),
+    "negonly": Method("NegOnly", "negonly"),
+    "posonly": Method("PosOnly", "posonly"),
+    "fedaws": Method("FedAwS", "posonly", spread_out=0.01),
+    "full": Method("FullSoftmax (FedAvgM)", "full"),
+    "central": Method("centralised", None),
 }
+
+
+@dataclass(frozen=True)
+class Study:
+    """A number of classes of a client, and how many are drawn.
+
+    Args:
+        own: Classes of which a client has images.
+        held: Name of a method to the classes that a client holds, its own among them, for each run.
+        prefix: Of the names of the files with the results.
+
+    """
+
+    own: int
+    held: Mapping[str, Sequence[int]]
+    prefix: str = ""
+
+
+STUDIES = {
+    "sop": Study(
+        20,
+        {
+            "fedss": (25, 30, 40, 60, 100),
+            "negonly": (25, 60, 100),
+            "posonly": (20,),
+            "fedaws": (20,),
+            "full": (CLASSES,),
+            "central": (CLASSES,),
+        },
+    ),
+    "landmarks": Study(
+        43,
+        {
+            "fedss": (45, 48, 53, 62, 81),
+            "negonly": (45, 48, 53, 62, 81),
+            "posonly": (43,),
+            "full": (CLASSES,),
+            "central": (CLASSES,),
+        },
+        prefix="landmarks_",
+    ),
+}
+
+
+Found = dict[tuple[str, int], list[dict[str, Any]]]
 
 
 class Embedder(L.LightningModule):
@@ -101,11 +161,11 @@ class Embedder(L.LightningModule):
 
 
 class Clients(FederatedDataModule):
-    """Every client has images of 20 classes of its own; validation drawers are for the global model."""
+    """Every client has images of some classes of its own; validation drawers are for the global model."""
 
-    def __init__(self, omniglot: Omniglot, seed: int) -> None:
+    def __init__(self, omniglot: Omniglot, own: int, seed: int) -> None:
         frames = omniglot.train_dataset
-        parts = LabelsPerClient(CLIENTS, OWN, assignment="even").split(frames, seed)
+        parts = LabelsPerClient(CLIENTS, own, assignment="even").split(frames, seed)
         super().__init__({client: Subset(frames, indices) for client, indices in parts.items()}, batch_size=BATCH)
         self.own = {client: frames.targets[indices].unique().tolist() for client, indices in parts.items()}
         self.validation = omniglot.val_dataset
@@ -133,12 +193,12 @@ def evaluate(model: Embedder, omniglot: Omniglot) -> dict[str, float]:
 
 
 def run(
-    name: str, held: int, seed: int, lr: float, omniglot: Omniglot, arguments: argparse.Namespace
+    study: Study, name: str, held: int, seed: int, lr: float, omniglot: Omniglot, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Trains once; the curve, the final model's numbers, and what travelled."""
     method, rounds = METHODS[name], 2 if arguments.quick else arguments.rounds
     L.seed_everything(seed, verbose=False)
-    data = Clients(omniglot, seed)
+    data = Clients(omniglot, study.own, seed)
     model = Embedder(omniglot.num_classes, lr, 0.9 if method.objective is None else 0.0)
     every = max(1, rounds // 10)
     curve = Curve(f"{name} {held} {seed} {lr}:")
@@ -149,7 +209,7 @@ def run(
         trainer = L.Trainer(max_epochs=epochs, **options)
     else:
         options["callbacks"].append(
-            SampledSoftmax(held - OWN, method.objective, classes=data.own)  # type: ignore[arg-type]
+            SampledSoftmax(held - study.own, method.objective, classes=data.own)  # type: ignore[arg-type]
         )
         if method.spread_out:
             options["callbacks"].append(SpreadOut(strength=arguments.spread_out or method.spread_out))
@@ -171,20 +231,21 @@ def run(
     }
 
 
-def result_path(arguments: argparse.Namespace, name: str, held: int, seed: int, lr: float) -> Path:
+def result_path(arguments: argparse.Namespace, study: Study, name: str, held: int, seed: int, lr: float) -> Path:
     spread_out = f"_{arguments.spread_out:g}" if arguments.spread_out and METHODS[name].spread_out else ""
-    return Path(arguments.runs) / "fedss" / f"{name}{spread_out}_{held}_{lr:g}_{seed}.json"
+    length = f"_{arguments.rounds}" if arguments.rounds != ROUNDS else ""
+    return Path(arguments.runs) / "fedss" / f"{study.prefix}{name}{spread_out}_{held}_{lr:g}{length}_{seed}.json"
 
 
 def train(arguments: argparse.Namespace, omniglot: Omniglot) -> None:
     """One seed after another, so that what is there is comparable at any time."""
-    for seed in arguments.seeds:
+    for seed, study in itertools.product(arguments.seeds, [STUDIES[name] for name in arguments.studies]):
         for name in arguments.methods:
-            for held in arguments.held or METHODS[name].held:
+            for held in arguments.held or study.held.get(name, ()):
                 for lr in arguments.tune or [rate_of(name, arguments)]:
-                    path = result_path(arguments, name, held, seed, lr)
+                    path = result_path(arguments, study, name, held, seed, lr)
                     if not path.exists():
-                        save_json(path, run(name, held, seed, lr, omniglot, arguments))
+                        save_json(path, run(study, name, held, seed, lr, omniglot, arguments))
 
 
 def rate_of(name: str, arguments: argparse.Namespace) -> float:
@@ -192,23 +253,25 @@ def rate_of(name: str, arguments: argparse.Namespace) -> float:
     return float(arguments.central_lr if METHODS[name].objective is None else arguments.lr)
 
 
-def collect(arguments: argparse.Namespace) -> dict[tuple[str, int], list[dict[str, Any]]]:
+def collect(study: Study, arguments: argparse.Namespace) -> Found:
     """Results with the chosen learning rates, by method and classes held."""
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for name, method in METHODS.items():
-        for held in method.held:
+    found: Found = {}
+    for name, sizes in study.held.items():
+        for held in sizes:
             lr = rate_of(name, arguments)
-            paths = [result_path(arguments, name, held, seed, lr) for seed in arguments.seeds]
+            paths = [result_path(arguments, study, name, held, seed, lr) for seed in arguments.seeds]
             results = [load_json(path) for path in paths if path.exists()]
             if results:
                 found[name, held] = results
     return found
 
 
-def report(found: dict[tuple[str, int], list[dict[str, Any]]], arguments: argparse.Namespace) -> str:
-    """A row for every method and number of classes."""
+def report(study_name: str, found: Found, arguments: argparse.Namespace) -> str:
+    """A row for every method and number of classes, and how its top-1 differs from PosOnly's, paired by seed."""
+    own = STUDIES[study_name].own
     first = next(iter(found.values()))[0]
     body, rows = first["parameters"], []
+    others = (("posonly", own), ("full", CLASSES))
     for (name, held), results in found.items():
         layer = WIDTH * held
         scores = [
@@ -220,27 +283,38 @@ def report(found: dict[tuple[str, int], list[dict[str, Any]]], arguments: argpar
                 METHODS[name].words,
                 f"{held}",
                 "" if is_central else f"{layer:,}",
-                "" if is_central else f"{100 * (body + layer) / (body + WIDTH * 964):.1f} %",
+                "" if is_central else f"{100 * (body + layer) / (body + WIDTH * CLASSES):.1f} %",
                 *scores,
+                *(paired(results, found.get(other, [])) for other in others),
                 f"{len(results)}",
             ]
         )
-    header = ["", "classes held", "of the layer", "of the model", "top-1", "MAP@10", "training top-1", "seeds"]
+    header = ["", "classes held", "of the layer", "of the model", "top-1", "MAP@10", "training top-1"]
+    header += ["top-1, difference to PosOnly", "to FullSoftmax", "seeds"]
     words = (
-        "`python benchmarks/fedss.py --data DATA --out docs/results/fedss.md --figure docs/assets/fedss.png`."
-        f" Omniglot's 964 background classes: {CLIENTS} clients with {OWN} classes each and {14 * 964 // CLIENTS}"
-        f" images on average (14 drawers), {COHORT} in a round, {ROUNDS} rounds of one epoch, batches of {BATCH},"
+        f"`python benchmarks/fedss.py --data DATA --studies {study_name} --out docs/results/fedss.md"
+        f" --figures docs/assets`. Omniglot's {CLASSES} background classes: {CLIENTS} clients with {own} classes each"
+        f" and {14 * CLASSES // CLIENTS} images on average (14 drawers), {COHORT} in a round, {arguments.rounds} rounds of"
+        f" one epoch, batches of {BATCH},"
         f" server momentum 0.9, client learning rate {arguments.lr:g} (centralised: {arguments.central_lr:g} with"
         f" momentum 0.9, as many examples), four convolutions of {EXTRACTOR} channels with GroupNorm ({body:,}"
         f" parameters), embedding of {WIDTH}, scale 20. Parameters that travel per client and direction: of the layer,"
         " and of the whole model as a share of the full softmax's. Top-1 over all 964 classes on 4 other drawers"
         " (3,856 images), MAP@10 among the 13,180 images of 659 characters that nobody trains on; %, mean ± standard"
-        f" deviation over seeds. {machine(arguments.threads)}."
+        f" deviation over seeds; differences are paired by seed. {machine(arguments.threads)}."
     )
     return f"{words}\n\n{table(header, rows)}"
 
 
-def draw(found: dict[tuple[str, int], list[dict[str, Any]]], path: Path) -> None:
+def paired(results: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> str:
+    """Differences of the top-1 on test drawers to another method's; empty for that method itself."""
+    scores = {other["seed"]: other["test_top1"] for other in others}
+    if results is others:
+        return ""
+    return spread([100 * (run["test_top1"] - scores[run["seed"]]) for run in results if run["seed"] in scores], 1)
+
+
+def draw(found: Found, path: Path) -> None:
     """Scores by what travels, and top-1 on the validation drawers by round."""
     from matplotlib.figure import Figure
 
@@ -274,7 +348,9 @@ def draw(found: dict[tuple[str, int], list[dict[str, Any]]], path: Path) -> None
             )
     for axes, title in zip(panels, ("top-1 on other drawers, %", "MAP@10 of unseen characters, %"), strict=False):
         axes.set(xlabel="parameters of the layer that travel per client", ylabel=title, xscale="log")
-        axes.set_xticks([1280, 2560, 6400, 61696], ["1,280", "2,560", "6,400", "61,696"])
+        ticks = sorted({WIDTH * held for name, held in found if name != "central"})
+        ticks = [ticks[0], *(tick for tick in ticks[1:] if tick > 1.9 * ticks[0])]
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.set_xticks([], minor=True)
     panels[2].set(xlabel="round", ylabel="top-1 on validation drawers, %")
     for axes in panels:
@@ -297,7 +373,8 @@ def tuned(arguments: argparse.Namespace) -> str:
 
 def main() -> None:
     made = parser(__doc__.splitlines()[0])
-    made.add_argument("--figure", type=Path, default=None, help="PNG file of the pictures")
+    made.add_argument("--figures", type=Path, default=None, help="folder for the PNG files of the pictures")
+    made.add_argument("--studies", nargs="+", default=list(STUDIES), choices=list(STUDIES), help="classes of a client")
     made.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), help="methods")
     made.add_argument("--held", type=int, nargs="+", default=[], help="classes held, instead of the method's")
     made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds")
@@ -310,7 +387,7 @@ def main() -> None:
     arguments = made.parse_args()
     prepare(arguments)
     if arguments.quick:
-        arguments.seeds, arguments.methods, arguments.held = [0], ["fedss"], [25]
+        arguments.seeds, arguments.studies, arguments.methods, arguments.held = [0], ["sop"], ["fedss"], [25]
     omniglot = Omniglot(arguments.data)
     omniglot.setup("fit")
     omniglot.setup("test")
@@ -320,10 +397,15 @@ def main() -> None:
         return
     if not arguments.report:
         train(arguments, omniglot)
-    found = collect(arguments)
-    write_section(arguments.out, "fedss", report(found, arguments))
-    if arguments.figure is not None:
-        draw(found, arguments.figure)
+    for name in arguments.studies:
+        found = collect(STUDIES[name], arguments)
+        if found:
+            length = f"-{arguments.rounds}" if arguments.rounds != ROUNDS else ""
+            section = f"fedss-{name}{length}"
+            link = picture(arguments, section.replace("-", "_"), "Top-1 and MAP@10 by what travels, and the curves.")
+            write_section(arguments.out, section, f"{report(name, found, arguments)}\n\n{link}".strip())
+            if arguments.figures is not None:
+                draw(found, arguments.figures / f"{section.replace('-', '_')}.png")
 
 
 if __name__ == "__main__":
