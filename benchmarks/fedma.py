@@ -301,17 +301,17 @@ def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: a
     header = ["local epochs", "method", "`val_acc`", "difference to `fedavg`", "with few MB", "difference to `fedavg`"]
     return (
         f"`python benchmarks/fedma.py --data DATA --studies {' '.join(names)} --out docs/results/fedma.md`."
-        f" {STUDIES[names[0]].words}; `recipes/{STUDIES[names[0]].recipe}`. Learning rates tried with `fedavg` for each"
-        f" number of local epochs (`--tune`, seed {tuning.SEED}): {tried}; the best is taken for all methods. All have 8"
-        " rounds; the score with few megabytes is the last one before 5 % more than the thriftiest method with as many"
-        " local epochs sends in all; size is the largest global model over a client's; agreement as in the tables above."
-        f" Differences are paired by seed. {machine(arguments.threads)}.\n\n"
+        f" {STUDIES[names[0]].words}; `recipes/{STUDIES[names[0]].recipe}`. Learning rates tried with `fedavg` for"
+        f" each number of local epochs (`--tune`, seed {tuning.SEED}): {tried}; the best is taken for all methods. All"
+        " have 8 rounds; the score with few megabytes is the last one before 5 % more than the thriftiest method with"
+        " as many local epochs sends in all; size is the largest global model over a client's; agreement as in the"
+        f" tables above. Differences are paired by seed. {machine(arguments.threads)}.\n\n"
         f"{table([*header, 'MB', 'size', 'agreement', 'seeds'], rows)}"
     )
 
 
 def draw_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """The score by local epochs: after as many rounds, and with as few megabytes as the thriftiest; means over seeds."""
+    """The score by local epochs: after all rounds, and with the megabytes of the thriftiest method; means."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")

@@ -1,7 +1,7 @@
 """FedSS on Omniglot: 964 classes of which each client has a few, against its ablations, FedAwS and the full softmax.
 
 In the study "sop" a client has 20 classes, as in the paper's Stanford Online Products; in "landmarks" it has 43, and as
-few others are drawn as in the paper's Landmarks-User-160k: the same shares of the label space (90 and 5 to 80 of 2,028).
+few others are drawn as in its Landmarks-User-160k: the same shares of the label space (90 and 5 to 80 of 2,028 there).
 Runs one (study, method, classes held, seed) after another, writes each to a JSON file, skips those that are done, and
 makes tables and pictures from what is there. Learning rates were tuned on validation drawers with seed 0 (``--tune``,
 from 0.01, 0.03, 0.1): 0.03 was best for FullSoftmax, PosOnly and NegOnly with 60 classes, and level with 0.01 for FedSS
@@ -294,8 +294,8 @@ def report(study_name: str, found: Found, arguments: argparse.Namespace) -> str:
     words = (
         f"`python benchmarks/fedss.py --data DATA --studies {study_name} --out docs/results/fedss.md"
         f" --figures docs/assets`. Omniglot's {CLASSES} background classes: {CLIENTS} clients with {own} classes each"
-        f" and {14 * CLASSES // CLIENTS} images on average (14 drawers), {COHORT} in a round, {arguments.rounds} rounds of"
-        f" one epoch, batches of {BATCH},"
+        f" and {14 * CLASSES // CLIENTS} images on average (14 drawers), {COHORT} in a round, {arguments.rounds} rounds"
+        f" of one epoch, batches of {BATCH},"
         f" server momentum 0.9, client learning rate {arguments.lr:g} (centralised: {arguments.central_lr:g} with"
         f" momentum 0.9, as many examples), four convolutions of {EXTRACTOR} channels with GroupNorm ({body:,}"
         f" parameters), embedding of {WIDTH}, scale 20. Parameters that travel per client and direction: of the layer,"
