@@ -111,7 +111,7 @@ STUDIES["cifar10_long"] = Study(
     ),
 )
 
-WHOLE_PASSES = {"mnist": (12, 5), "cifar10": (9, 2), "shakespeare": (6, 4)}
+WHOLE_PASSES = {"mnist": (12, 5), "cifar10": (9, 2), "shakespeare": (6, 4), "cifar10_long": (90, 1)}
 """Epochs of a client in a pass of FedMA, and passes."""
 LONG_ROUNDS = ", {} epochs a round"
 for of, (epochs, passes) in WHOLE_PASSES.items():
@@ -119,9 +119,9 @@ for of, (epochs, passes) in WHOLE_PASSES.items():
         STUDIES[of].recipe,
         f"The same data and network; a round has the {epochs} local epochs that a client trains in a pass of FedMA"
         f" before a layer is averaged again; as many rounds as passes ({passes})",
-        (STUDIES[of].rates[0] / 4, STUDIES[of].rates[0] / 2, *STUDIES[of].rates),
-        METHODS[1:3],
-        overrides=("--trainer.local_epochs", f"{epochs}", "--trainer.max_rounds", f"{passes}"),
+        (STUDIES[of].rates[0] / 4, STUDIES[of].rates[0] / 2, *STUDIES[of].rates) if STUDIES[of].rates else (),
+        METHODS[1:3] if STUDIES[of].rates else METHODS[1:2],
+        overrides=(*STUDIES[of].overrides, "--trainer.local_epochs", f"{epochs}", "--trainer.max_rounds", f"{passes}"),
     )
 
 EPOCHS = {1: (0.01, 0.02, 0.05, 0.1), 3: (0.01, 0.02, 0.05), 10: (0.01, 0.02, 0.05), 30: (0.005, 0.01, 0.02)}
@@ -241,8 +241,10 @@ def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Nam
         epochs, passes = WHOLE_PASSES[name]
         rounds += (
             f", but for the rows with {epochs} epochs a round, as many as a client trains in a pass of FedMA: these"
-            f" have {passes}, and a rate of their own ({tried_rates(f'{name}_whole_passes', arguments)})"
+            f" have {passes}"
         )
+        rates = tried_rates(f"{name}_whole_passes", arguments)
+        rounds += f", and a rate of their own ({rates})" if rates else ""
     header = ["method", f"`{study.monitor}`", f"with {budget:.1f} MB", "MB", "size", "agreement", "CPU s", "seeds"]
     return (
         f"`python benchmarks/fedma.py --data DATA --studies {name}{more} --out docs/results/fedma.md`. {study.words};"
