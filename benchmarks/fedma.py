@@ -111,7 +111,14 @@ STUDIES["cifar10_long"] = Study(
     ),
 )
 
-WHOLE_PASSES = {"mnist": (12, 5), "cifar10": (9, 2), "shakespeare": (6, 4), "cifar10_long": (90, 1)}
+WHOLE_PASSES = {
+    "mnist": (12, 5),
+    "cifar10": (9, 2),
+    "shakespeare": (6, 4),
+    "cifar10_long": (90, 1),
+    "resnet": (5, 3),
+    "camvid": (10, 2),
+}
 """Epochs of a client in a pass of FedMA, and passes."""
 LONG_ROUNDS = ", {} epochs a round"
 for of, (epochs, passes) in WHOLE_PASSES.items():
@@ -121,10 +128,11 @@ for of, (epochs, passes) in WHOLE_PASSES.items():
         f" before a layer is averaged again; as many rounds as passes ({passes})",
         (STUDIES[of].rates[0] / 4, STUDIES[of].rates[0] / 2, *STUDIES[of].rates) if STUDIES[of].rates else (),
         METHODS[1:3] if STUDIES[of].rates else METHODS[1:2],
+        STUDIES[of].monitor,
         overrides=(*STUDIES[of].overrides, "--trainer.local_epochs", f"{epochs}", "--trainer.max_rounds", f"{passes}"),
     )
 
-EPOCHS = {1: (0.01, 0.02, 0.05, 0.1), 3: (0.01, 0.02, 0.05), 10: (0.01, 0.02, 0.05), 30: (0.005, 0.01, 0.02)}
+EPOCHS = {1: (0.01, 0.02, 0.05, 0.1), 3: (0.01, 0.02, 0.05), 10: (0.01, 0.02, 0.05), 30: (0.005, 0.01, 0.02, 0.05)}
 """Local epochs before an exchange, and the learning rates to choose from."""
 for epochs, rates in EPOCHS.items():
     STUDIES[f"mnist_{epochs}_epochs"] = Study(
