@@ -2,7 +2,7 @@
 
 Trains what is not trained yet, through `lightning_fed.compare`, and makes the tables and pictures of what is there.
 The learning rate is chosen once, with federated averaging, by its score on validation data under a seed of its own
-(`--tune`); all methods have it.
+(`--tune`); all methods have it. By local epochs FedMA has a rate of its own too, chosen in the same way.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Study:
         methods: The methods.
         monitor: What is compared.
         overrides: Options of the recipe.
+        tuned_with: The method with which the rate is chosen.
 
     """
 
@@ -57,6 +58,7 @@ class Study:
     methods: Sequence[str] = METHODS
     monitor: str = "val_acc"
     overrides: Sequence[str] = ()
+    tuned_with: str = "fedavg"
 
 
 STUDIES = {
@@ -134,6 +136,7 @@ for of, (epochs, passes) in WHOLE_PASSES.items():
 
 EPOCHS = {1: (0.01, 0.02, 0.05, 0.1), 3: (0.01, 0.02, 0.05), 10: (0.01, 0.02, 0.05), 30: (0.005, 0.01, 0.02, 0.05)}
 """Local epochs before an exchange, and the learning rates to choose from."""
+SHARED_RATE = ", the rate of `fedavg`"
 for epochs, rates in EPOCHS.items():
     STUDIES[f"mnist_{epochs}_epochs"] = Study(
         STUDIES["mnist"].recipe,
@@ -142,6 +145,12 @@ for epochs, rates in EPOCHS.items():
         rates,
         ("fedavg", "pfnm:start=independent", METHODS[-1], "fedma:mode=none"),
         overrides=("--trainer.local_epochs", f"{epochs}", "--trainer.max_rounds", "8"),
+    )
+    STUDIES[f"mnist_{epochs}_epochs_fedma"] = replace(
+        STUDIES[f"mnist_{epochs}_epochs"],
+        rates=(0.005, 0.01, 0.02) if epochs < 30 else (0.005, 0.01),
+        methods=METHODS[-1:],
+        tuned_with=METHODS[-1],
     )
 
 
@@ -270,9 +279,24 @@ def with_bytes(run: Mapping[str, Any], budget: float, monitor: str) -> float | N
     return scores[-1] if scores else None
 
 
+def of_epochs(epochs: int, plans: Mapping[str, Plan]) -> list[Any]:
+    """The runs with a number of local epochs: FedMA with its own rate, and with federated averaging's."""
+    shared, own = (
+        load_results(plans[name]) if name in plans else []
+        for name in (f"mnist_{epochs}_epochs", f"mnist_{epochs}_epochs_fedma")
+    )
+    return [
+        *(
+            {**run, "method": f"{run['method']}{SHARED_RATE}"} if run["method"] in METHODS[-1:] else run
+            for run in shared
+        ),
+        *own,
+    ]
+
+
 def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: argparse.Namespace) -> str:
     """A row for each number of local epochs and method, with what it has more than federated averaging."""
-    names = [f"mnist_{epochs}_epochs" for epochs in EPOCHS]
+    names = [f"mnist_{epochs}_epochs{own}" for own in ("", "_fedma") for epochs in EPOCHS]
     rows = []
     for epochs, runs in found.items():
         budget = min(megabytes(run["rounds"][-1]) for run in runs)
@@ -294,7 +318,7 @@ def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: a
             rows.append(
                 [
                     f"{epochs}",
-                    f"`{method}`",
+                    "`{}`{}{}".format(*method.partition(",")),
                     spread([mine for mine, _ in scores["end"]]),
                     differences["end"],
                     spread([mine for mine, _ in scores["bytes"]]),
@@ -305,15 +329,16 @@ def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: a
                     f"{len(own)}",
                 ]
             )
-    tried = "; ".join(
-        f"{epochs} epochs: {tried_rates(name, arguments)}" for epochs, name in zip(EPOCHS, names, strict=True)
+    tried, tried_fedma = (
+        "; ".join(f"{epochs} epochs: {tried_rates(f'mnist_{epochs}_epochs{own}', arguments)}" for epochs in EPOCHS)
+        for own in ("", "_fedma")
     )
     header = ["local epochs", "method", "`val_acc`", "difference to `fedavg`", "with few MB", "difference to `fedavg`"]
     return (
         f"`python benchmarks/fedma.py --data DATA --studies {' '.join(names)} --out docs/results/fedma.md`."
         f" {STUDIES[names[0]].words}; `recipes/{STUDIES[names[0]].recipe}`. Learning rates tried with `fedavg` for"
-        f" each number of local epochs (`--tune`, seed {tuning.SEED}): {tried}; the best is taken for all methods. All"
-        " have 8 rounds; the score with few megabytes is the last one before 5 % more than the thriftiest method with"
+        f" each number of local epochs (`--tune`, seed {tuning.SEED}): {tried}; and with FedMA: {tried_fedma}. The best is"
+        " taken: for FedMA its own, for all others that of `fedavg`. All have 8 rounds; the score with few megabytes is the last one before 5 % more than the thriftiest method with"
         " as many local epochs sends in all; size is the largest global model over a client's; agreement as in the"
         f" tables above. Differences are paired by seed. {machine(arguments.threads)}.\n\n"
         f"{table([*header, 'MB', 'size', 'agreement', 'seeds'], rows)}"
@@ -394,21 +419,22 @@ def main() -> None:
         arguments.seeds = [0]
     if arguments.tune:
         for name in arguments.studies:
-            tuning.tune(name, STUDIES[name].rates, folder(name, arguments), partial(make_plan, name, arguments), last=1)
+            plan_with = partial(make_plan, name, arguments)
+            tuned_with = STUDIES[name].tuned_with
+            tuning.tune(name, STUDIES[name].rates, folder(name, arguments), plan_with, last=1, method=tuned_with)
         return
     plans = {name: make_plan(name, arguments, tuning.best_rate(folder(name, arguments))) for name in arguments.studies}
     for name, plan in plans.items() if not arguments.report else ():
         print(name, flush=True)
         run_comparison(plan)
-    of_epochs = {epochs: f"mnist_{epochs}_epochs" for epochs in EPOCHS}
-    found = {epochs: load_results(plans[name]) for epochs, name in of_epochs.items() if name in plans}
+    found = {epochs: of_epochs(epochs, plans) for epochs in EPOCHS}
     found = {epochs: runs for epochs, runs in found.items() if runs}
     if found:
         link = picture(arguments, "fedma_epochs", "`val_acc` by local epochs, after 8 rounds and with few megabytes.")
         write_section(arguments.out, "fedma-epochs", f"{report_epochs(found, arguments)}\n\n{link}".strip())
         if arguments.figures is not None:
             draw_epochs(found, arguments.figures / "fedma_epochs.png")
-    for name in [name for name in plans if name not in of_epochs.values()]:
+    for name in [name for name in plans if "_epochs" not in name]:
         # when all are there: a table has the rows of two studies
         runs = load_results(plans[name])
         if runs and not arguments.methods:

@@ -1,4 +1,4 @@
-"""A learning rate for all methods of a study: chosen once, with federated averaging, under a seed of its own."""
+"""A learning rate for the methods of a study: chosen once, with one of them, under a seed of its own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,15 @@ SEED = 1_000
 """Other seeds train what is reported."""
 
 
-def tune(name: str, rates: Iterable[float], folder: Path, make_plan: Callable[[float], Plan], last: int) -> None:
-    """Trains federated averaging with every rate, and keeps the scores.
+def tune(
+    name: str,
+    rates: Iterable[float],
+    folder: Path,
+    make_plan: Callable[[float], Plan],
+    last: int,
+    method: str = "fedavg",
+) -> None:
+    """Trains a method with every rate, and keeps the scores.
 
     Args:
         name: What is printed.
@@ -25,13 +32,14 @@ def tune(name: str, rates: Iterable[float], folder: Path, make_plan: Callable[[f
         folder: Where the runs and ``rates.json`` go.
         make_plan: The study's plan with a rate; its methods, seeds and folder do not count.
         last: Rounds at the end whose mean is the score.
+        method: The method.
 
     """
     scores = {}
     for rate in rates:
         print(f"{name}, learning rate {rate:g}", flush=True)
         plan = replace(
-            make_plan(rate), methods=[MethodChoice.parse("fedavg")], seeds=[SEED], out=folder / f"rate_{rate:g}"
+            make_plan(rate), methods=[MethodChoice.parse(method)], seeds=[SEED], out=folder / f"rate_{rate:g}"
         )
         scores[f"{rate:g}"] = score(run_comparison(plan), last)
     if scores:
