@@ -337,10 +337,11 @@ def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: a
     return (
         f"`python benchmarks/fedma.py --data DATA --studies {' '.join(names)} --out docs/results/fedma.md`."
         f" {STUDIES[names[0]].words}; `recipes/{STUDIES[names[0]].recipe}`. Learning rates tried with `fedavg` for"
-        f" each number of local epochs (`--tune`, seed {tuning.SEED}): {tried}; and with FedMA: {tried_fedma}. The best is"
-        " taken: for FedMA its own, for all others that of `fedavg`. All have 8 rounds; the score with few megabytes is the last one before 5 % more than the thriftiest method with"
-        " as many local epochs sends in all; size is the largest global model over a client's; agreement as in the"
-        f" tables above. Differences are paired by seed. {machine(arguments.threads)}.\n\n"
+        f" each number of local epochs (`--tune`, seed {tuning.SEED}): {tried}; and with FedMA: {tried_fedma}. The"
+        " best is taken: for FedMA its own, for all others that of `fedavg`. All have 8 rounds; the score with few"
+        " megabytes is the last one before 5 % more than the thriftiest method with as many local epochs sends in all;"
+        " size is the largest global model over a client's; agreement as in the tables above. Differences are paired by"
+        f" seed. {machine(arguments.threads)}.\n\n"
         f"{table([*header, 'MB', 'size', 'agreement', 'seeds'], rows)}"
     )
 
