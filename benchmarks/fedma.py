@@ -273,10 +273,10 @@ def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Nam
     )
 
 
-def with_bytes(run: Mapping[str, Any], budget: float, monitor: str) -> float | None:
-    """The score when a run had sent no more than this many megabytes, or 5 % more."""
+def with_bytes(run: Mapping[str, Any], budget: float, monitor: str) -> float:
+    """The score when a run had sent no more than this many megabytes, or 5 % more; that of its first round at least."""
     scores: list[float] = [values[monitor] for values in run["rounds"] if megabytes(values) <= budget * 1.05]
-    return scores[-1] if scores else None
+    return scores[-1] if scores else float(run["rounds"][0][monitor])
 
 
 def of_epochs(epochs: int, plans: Mapping[str, Plan]) -> list[Any]:
@@ -300,29 +300,29 @@ def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: a
     rows = []
     for epochs, runs in found.items():
         budget = min(megabytes(run["rounds"][-1]) for run in runs)
-        baselines = {run["seed"]: run for run in runs if run["method"] == "fedavg"}
+        baselines = {
+            run["seed"]: (run["rounds"][-1]["val_acc"], with_bytes(run, budget, "val_acc"))
+            for run in runs
+            if run["method"] == "fedavg"
+        }
         for method in dict.fromkeys(run["method"] for run in runs):
             own = [run for run in runs if run["method"] == method]
-            scores = {  # at the end, and with as many bytes: its own, and federated averaging's of the same seed
-                "end": [(run["rounds"][-1]["val_acc"], baselines[run["seed"]]["rounds"][-1]["val_acc"]) for run in own],
-                "bytes": [
-                    (with_bytes(run, budget, "val_acc"), with_bytes(baselines[run["seed"]], budget, "val_acc"))
-                    for run in own
-                ],
+            scores = {  # at the end, and with as few megabytes
+                run["seed"]: (run["rounds"][-1]["val_acc"], with_bytes(run, budget, "val_acc")) for run in own
             }
-            differences = {
-                when: "" if method == "fedavg" else spread([mine - other for mine, other in pairs])
-                for when, pairs in scores.items()
-            }
+            pairs = [(scores[seed], other) for seed, other in baselines.items() if seed in scores]
+            differences = ["", ""]
+            if method != "fedavg":
+                differences = [spread([mine[when] - other[when] for mine, other in pairs]) for when in (0, 1)]
             growth = [max(values.get("fedma/growth", 1.0) for values in run["rounds"]) for run in own]
             rows.append(
                 [
                     f"{epochs}",
                     "`{}`{}{}".format(*method.partition(",")),
-                    spread([mine for mine, _ in scores["end"]]),
-                    differences["end"],
-                    spread([mine for mine, _ in scores["bytes"]]),
-                    differences["bytes"],
+                    spread([end for end, _ in scores.values()]),
+                    differences[0],
+                    spread([early for _, early in scores.values()]),
+                    differences[1],
                     f"{statistics.fmean(megabytes(run['rounds'][-1]) for run in own):.1f}",
                     f"{statistics.fmean(growth):.2f}",
                     spread([value for run in own for value in agreement(run)], 2),
@@ -353,17 +353,18 @@ def draw_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], path: Path) ->
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     budgets = {epochs: min(megabytes(run["rounds"][-1]) for run in runs) for epochs, runs in found.items()}
-    for method in dict.fromkeys(run["method"] for runs in found.values() for run in runs):
+    methods = dict.fromkeys(run["method"] for runs in found.values() for run in runs)
+    for method in [method for method in methods if not method.endswith(SHARED_RATE)]:
         own = {epochs: [run for run in runs if run["method"] == method] for epochs, runs in found.items()}
         own = {epochs: runs for epochs, runs in own.items() if runs}
         ends = [statistics.fmean(run["rounds"][-1]["val_acc"] for run in runs) for runs in own.values()]
         early = [
-            statistics.fmean(with_bytes(run, budgets[epochs], "val_acc") or 0.0 for run in runs)
+            statistics.fmean(with_bytes(run, budgets[epochs], "val_acc") for run in runs)
             for epochs, runs in own.items()
         ]
         panels[0].plot(list(own), ends, marker="o", label=method)
         panels[1].plot(list(own), early, marker="o")
-    panels[0].set(title="after 8 rounds", ylabel="val_acc")
+    panels[0].set(title="after 8 rounds", ylabel="val_acc", ylim=(0.45, 1.0))
     panels[1].set(title="with the megabytes of the thriftiest")
     for axes in panels:
         axes.set(xlabel="local epochs before an exchange", xscale="log")
