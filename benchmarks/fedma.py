@@ -8,6 +8,7 @@ The learning rate is chosen once, with federated averaging, by its score on vali
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -315,6 +316,8 @@ def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: a
             if method != "fedavg":
                 differences = [spread([mine[when] - other[when] for mine, other in pairs]) for when in (0, 1)]
             growth = [max(values.get("fedma/growth", 1.0) for values in run["rounds"]) for run in own]
+            losses = [values["train_loss"] for run in own for values in run["rounds"]]
+            losses = [loss for loss in losses if math.isfinite(loss)]
             rows.append(
                 [
                     f"{epochs}",
@@ -326,6 +329,7 @@ def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: a
                     f"{statistics.fmean(megabytes(run['rounds'][-1]) for run in own):.1f}",
                     f"{statistics.fmean(growth):.2f}",
                     spread([value for run in own for value in agreement(run)], 2),
+                    f"{max(losses):.1f}" if max(losses) < 100 else f"{max(losses):.0e}",
                     f"{len(own)}",
                 ]
             )
@@ -340,9 +344,10 @@ def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: a
         f" each number of local epochs (`--tune`, seed {tuning.SEED}): {tried}; and with FedMA: {tried_fedma}. The"
         " best is taken: for FedMA its own, for all others that of `fedavg`. All have 8 rounds; the score with few"
         " megabytes is the last one before 5 % more than the thriftiest method with as many local epochs sends in all;"
-        " size is the largest global model over a client's; agreement as in the tables above. Differences are paired by"
+        " size is the largest global model over a client's; agreement as in the tables above; `train_loss` the largest"
+        " that is finite, over rounds and seeds. Differences are paired by"
         f" seed. {machine(arguments.threads)}.\n\n"
-        f"{table([*header, 'MB', 'size', 'agreement', 'seeds'], rows)}"
+        f"{table([*header, 'MB', 'size', 'agreement', 'largest `train_loss`', 'seeds'], rows)}"
     )
 
 
