@@ -27,7 +27,7 @@ LUMA = torch.tensor([0.299, 0.587, 0.114])
 
 FEDERATED = {
     "FedMA, two clients": lambda: FedMA(),
-    "FedMA, independent starts": lambda: FedMA(start="independent"),
+    "FedMA, independent starts": lambda: FedMA(initial="independent"),
     "freezing and training without matching": lambda: FedMA("none"),
     "FedAvg, two clients": lambda: FedAvg(),
 }

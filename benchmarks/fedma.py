@@ -27,13 +27,13 @@ METHODS = (
     "fedavg",
     "fedprox:mu=0.01",
     "pfnm",
-    "pfnm:start=independent",
+    "pfnm:initial=independent",
     "fedma",
-    "fedma:start=independent",
+    "fedma:initial=independent",
     "fedma:mode=permute",
     "fedma:mode=none",
     "fedma:score=published",
-    "fedma:start=independent:score=published:weighting=uniform",
+    "fedma:initial=independent:score=published:weighting=uniform",
 )
 PUBLISHED_LSTM = f"{METHODS[-1]}:gamma=0.001:last_layer=size"  # as the authors' program for this network has it
 
@@ -81,7 +81,7 @@ STUDIES = {
         "Shakespeare's plays with a small LSTM (embedding 8, 64 neurons) that tells the next character at every step:"
         " 16 roles, 2 local epochs; four passes through three layers",
         (1.0, 2.0, 4.0),
-        (*METHODS[:4], "fedma", "fedma:start=independent", "fedma:mode=none", PUBLISHED_LSTM),
+        (*METHODS[:4], "fedma", "fedma:initial=independent", "fedma:mode=none", PUBLISHED_LSTM),
     ),
     "resnet": Study(
         "compare_fedma_resnet.yaml",
@@ -144,7 +144,7 @@ for epochs, rates in EPOCHS.items():
         "MNIST (4,000 images) with a narrow LeNet (10, 20 channels, 100 units): 8 clients, Dirichlet 0.5 per class; two"
         " passes through four layers",
         rates,
-        ("fedavg", "pfnm:start=independent", METHODS[-1], "fedma:mode=none"),
+        ("fedavg", "pfnm:initial=independent", METHODS[-1], "fedma:mode=none"),
         overrides=("--trainer.local_epochs", f"{epochs}", "--trainer.max_rounds", "8"),
     )
     STUDIES[f"mnist_{epochs}_epochs_fedma"] = replace(

@@ -16,6 +16,7 @@ from common import machine, parser, peak_bytes, prepare, table, write_section
 
 from lightning_fed.algorithms import build_method
 from lightning_fed.messages import ClientUpdate
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
 
 RULES = (
@@ -31,7 +32,7 @@ def round_of(rule: str, parameters: int, clients: int) -> float:
     state = {f"{entry}.weight": torch.randn(parameters // ENTRIES, generator=generator) for entry in range(ENTRIES)}
     server = Server(build_method(rule).aggregator)
     before = peak_bytes()
-    server.start_round(0, state)
+    server.start_round(RoundInfo(0), state)
     for number in range(clients):
         client = f"client-{number}"
         server.sent(client, server.prepare(client))

@@ -30,7 +30,9 @@ from lightning_fed.client.local_model import LocalModel
 from lightning_fed.data import LazyClients
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.model.entries import entry_policies
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
+from lightning_fed.steps.chain import Chain
 
 POPULATIONS = (10**3, 10**5, 10**6)
 COHORTS = (100, 1_000)
@@ -99,8 +101,8 @@ def per_parameter(size: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         store = FolderStore(folder)
         local = LocalModel(net, entry_policies(net), store)
-        server = Server(FedAvg())
-        server.start_round(0, local.global_state())
+        server = Server(Chain(FedAvg()))
+        server.start_round(RoundInfo(0), local.global_state())
         broadcast = server.prepare("a")
         server.fail("a", "")
         found = {"load": best(lambda: local.load_client("a", broadcast.state))}
@@ -116,10 +118,10 @@ def per_parameter(size: int) -> dict[str, float]:
         accept()
         found["check and add"] = best(accept)
         other = FedAvg()
-        other.start_round(0, broadcast.state)
+        other.start(RoundInfo(0), broadcast.state)
         other.receive(ClientUpdate("b", 1, dict(update.state)))
-        found["merge"] = best(lambda: server.aggregator.merge(other))
-        found["mean"] = best(server.aggregator.aggregate, 2)
+        found["merge"] = best(lambda: server.rule.merge(other))
+        found["mean"] = best(server.rule.aggregate, 2)
         if size <= 10**7:
             state = local.client_entries()
             found["store"] = best(lambda: store.put("a", 0, state))

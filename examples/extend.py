@@ -64,10 +64,10 @@ class CoordinateMedian(Aggregator):
     def __init__(self):
         self.round, self.state, self.states = -1, {}, []
 
-    def start_round(self, round, state):
+    def start(self, info, state):
         self.round, self.state, self.states = round, state, []
 
-    def broadcast(self, client):
+    def broadcast(self, request):
         return Broadcast(self.round, dict(self.state))
 
     def receive(self, update):

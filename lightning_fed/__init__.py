@@ -16,7 +16,7 @@ from lightning_fed.messages import Broadcast as Broadcast
 from lightning_fed.messages import ClientUpdate as ClientUpdate
 from lightning_fed.method import Method as Method
 from lightning_fed.rounds.federated_callback import FederatedCallback as FederatedCallback
-from lightning_fed.server.aggregator import Aggregator as Aggregator
+from lightning_fed.rule import Aggregator as Aggregator
 from lightning_fed.trainer import FederatedTrainer as FederatedTrainer
 
 __version__ = "0.1.0"

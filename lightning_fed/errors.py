@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from typing import TypeVar
 
 _Error = TypeVar("_Error", bound=BaseException)
@@ -24,6 +25,20 @@ class BadUpdate(ValueError):
         lightning_fed.errors.BadUpdate: it sends no prototypes
 
     """
+
+
+class BadUpdates(ValueError):
+    """Updates that turn out not to fit when all of a round are there.
+
+    Args:
+        reasons: The reason for every client that is left out; a key that is no client's (a sum of several) stands for
+            all of them.
+
+    """
+
+    def __init__(self, reasons: Mapping[str | int, str]) -> None:
+        super().__init__("; ".join(f"{client!r}: {reason}" for client, reason in reasons.items()))
+        self.reasons = dict(reasons)
 
 
 class ClientFault(Exception):

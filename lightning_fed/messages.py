@@ -89,7 +89,7 @@ class Request:
         rows: For an entry of the model the rows that the client wants: int64, shape (rows,), strictly increasing, so
             that their order says nothing about the client. Rows that are the same for several entries, as a head's
             weight and bias, are one list on the wire.
-        extras: Further tensors of the method, for :meth:`Aggregator.respond <lightning_fed.Aggregator.respond>`.
+        extras: Further tensors of the method, for :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
 
     """
 
@@ -150,6 +150,7 @@ class ClientUpdate:
         unsent: Names of entries of ``state`` that do not train and that the visit has left as the client was sent them,
             so that they do not travel. Their tensors are those of the broadcast: put new ones in their place, do not
             write into them.
+        members: On the server: the clients whose updates an update step has joined in this one.
 
     """
 
@@ -160,6 +161,12 @@ class ClientUpdate:
     metrics: dict[str, float] = field(default_factory=dict)
     rows: State = field(default_factory=dict)
     unsent: frozenset[str] = frozenset()
+    members: tuple[Client, ...] = ()
+
+    @property
+    def clients(self) -> tuple[Client, ...]:
+        """The clients that it comes from."""
+        return self.members or (self.client,)
 
     @property
     def sent(self) -> State:

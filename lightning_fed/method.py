@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import copy
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator
+from lightning_fed.steps.update_step import UpdateStep
 
 
 class Method:
-    """A server's rule, the callbacks that belong to it, and the arguments of a federation that the method sets.
+    """A server's rule, the update steps and callbacks that belong to it, and the arguments of a federation that it sets.
 
-    An :class:`~lightning_fed.Aggregator` by itself is a method too: it has the callbacks that it requires, and sets
-    nothing. All others are objects of this class, or of a subclass whose ``__init__`` takes the method's options.
+    An :class:`~lightning_fed.Aggregator` by itself is a method too: it has the callbacks that it was registered with,
+    and sets nothing. All others are objects of this class, or of a subclass whose ``__init__`` takes the method's
+    options.
 
     Args:
-        aggregator: The server's rule, by name or as an object.
-        callbacks: Callbacks for a Trainer that has none of their kind. Those that the rule requires come after them.
+        aggregator: The server's rule, or a method to begin from, by name or as an object.
+        callbacks: Callbacks for a Trainer that has none of their kind. Those of the rule come after them.
+        steps: Update steps, the innermost first; those of the federation are outside of them.
         settings: Arguments of :class:`~lightning_fed.Federation` that the method sets: of ``local_epochs``,
             ``local_steps``, ``partial_work``, ``personal``, ``frozen``, ``batch_norm``, ``unseen_statistics``,
             ``fixed_after`` and ``optimizer_state``.
@@ -46,11 +49,22 @@ class Method:
     """
 
     def __init__(
-        self, aggregator: str | Aggregator = "fedavg", callbacks: Sequence[Callback] = (), **settings: Any
+        self,
+        aggregator: str | Method | Aggregator = "fedavg",
+        callbacks: Sequence[Callback] = (),
+        steps: Sequence[UpdateStep] = (),
+        **settings: Any,
     ) -> None:
-        self.aggregator = build_aggregator(aggregator)
-        self.callbacks: tuple[Callback, ...] = (*callbacks, *self.aggregator.required_callbacks())
-        self.settings = settings
+        base = aggregator if isinstance(aggregator, Aggregator) else build_method(aggregator)
+        if isinstance(base, Method):
+            self.aggregator = base.aggregator
+            callbacks, steps = (*callbacks, *base.callbacks), (*base.steps, *steps)
+            settings = {**base.settings, **settings}
+        else:
+            self.aggregator = base
+            own = next((COMPANIONS[kind] for kind in type(base).__mro__ if kind in COMPANIONS), None)
+            callbacks = (*callbacks, *(own(base) if own is not None else ()))
+        self.callbacks, self.steps, self.settings = tuple(callbacks), tuple(steps), settings
 
     @property
     def name(self) -> str:
@@ -58,31 +72,22 @@ class Method:
         return type(self.aggregator if type(self) is Method else self).__name__
 
 
-class Protection(ABC):
-    """Interface of what protects the clients of a federation, whatever its method: ``privacy=`` of a federation."""
-
-    @abstractmethod
-    def protect(self, method: Method) -> Method:
-        """The method with what protects its clients.
-
-        Raises:
-            ValueError: If it cannot be protected, with the reason.
-
-        """
-
-
 METHODS: dict[str, type[Method] | type[Aggregator]] = {}
 """All methods, by their names in lower case; underscores in a name that is looked up do not matter."""
+
+COMPANIONS: dict[type[Aggregator], Callable[[Any], Sequence[Callback]]] = {}
+"""For a rule that needs callbacks on the client's side, what makes them."""
 
 _MethodType = TypeVar("_MethodType", bound=type[Method] | type[Aggregator])
 
 
-def register(method: _MethodType) -> _MethodType:
-    """Enters a method under its class's name in lower case; a decorator.
+def register(method: _MethodType | None = None, *, callbacks: Callable[[Any], Sequence[Callback]] | None = None) -> Any:
+    """Enters a method under its class's name in lower case; a decorator, with or without arguments.
 
     Args:
         method: A subclass of :class:`Method`, or of :class:`~lightning_fed.Aggregator`. Its options are the arguments
             of its ``__init__``, and the first line of its docstring says what it is.
+        callbacks: Of a rule: makes the callbacks without which it does not work.
 
     Returns:
         The class itself.
@@ -91,6 +96,11 @@ def register(method: _MethodType) -> _MethodType:
         ValueError: If there is another method of the name.
 
     """
+    if method is None:
+        return partial(register, callbacks=callbacks)
+    if callbacks is not None:
+        assert issubclass(method, Aggregator)
+        COMPANIONS[method] = callbacks
     name = method_key(method.__name__)
     known = METHODS.setdefault(name, method)
     if (known.__module__, known.__qualname__) != (method.__module__, method.__qualname__):  # not a module read again
@@ -188,28 +198,6 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
     if isinstance(method, Method):
         return method
     raise TypeError(f"Expected `method` to be a name, a Method or an Aggregator object, but got {method!r}.")
-
-
-def build_aggregator(aggregator: str | Aggregator) -> Aggregator:
-    """A rule by its name (in any case, with or without underscores), or the object itself.
-
-    Raises:
-        ValueError: If there is no rule of the name; not every method is one.
-        TypeError: If it is neither a name nor a rule.
-
-    Example:
-        >>> type(build_aggregator("FedAvg")).__name__
-        'FedAvg'
-
-    """
-    if isinstance(aggregator, Aggregator):
-        return aggregator
-    if not isinstance(aggregator, str):
-        raise TypeError(f"Expected `aggregator` to be a name or an Aggregator object, but got {aggregator!r}.")
-    rules = {name: rule for name, rule in METHODS.items() if issubclass(rule, Aggregator)}
-    if method_key(aggregator) not in rules:
-        raise ValueError(f"Expected `aggregator` to be one of {sorted(rules)}, but got {aggregator!r}.")
-    return rules[method_key(aggregator)]()
 
 
 def list_options(method: type | Callback) -> dict[str, Any]:

@@ -20,9 +20,10 @@ from lightning_fed.callbacks.progress_bar import FederatedProgressBar
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.data.federated import FederatedDataModule, LoaderDataModule
 from lightning_fed.data.partitions import Partition
-from lightning_fed.method import Method, Protection
+from lightning_fed.method import Method
 from lightning_fed.model.entries import Selector
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator
+from lightning_fed.steps.update_step import UpdateStep
 
 
 class FederatedTrainer(L.Trainer):
@@ -55,11 +56,7 @@ class FederatedTrainer(L.Trainer):
         evaluate_clients_every: Rounds between evaluations client by client.
         vectorize: At most how many clients train at once.
         visits: Whose loop trains on the visits' batches.
-        privacy: Protection of the clients.
-        secure_sum: A sum of the clients' steps of which the server sees no single one.
-        max_update_norm: Longest step of a client: a number, or a multiple of the round's median (``"3 * median"``).
-        max_samples: Largest number of examples that counts.
-        weighting: What a client counts by: its samples, or nothing.
+        steps: What happens to an update between training and the new global model.
         visit_timeout: Seconds after which a visit is broken off.
         seed: Seed of the partition and the schedule.
         trainer_kwargs: Arguments of ``L.Trainer``. Without a ``strategy``, ``devices`` is 1.
@@ -104,11 +101,7 @@ class FederatedTrainer(L.Trainer):
         evaluate_clients_every: int = 1,
         vectorize: int = 1,
         visits: Literal["auto", "lightning", "fused"] = "auto",
-        privacy: Protection | None = None,
-        secure_sum: Protection | None = None,
-        max_update_norm: float | str | None = None,
-        max_samples: int | None = None,
-        weighting: Literal["samples", "uniform"] = "samples",
+        steps: Sequence[UpdateStep] = (),
         visit_timeout: float | None = None,
         seed: int | None = None,
         **trainer_kwargs: Any,
@@ -134,11 +127,7 @@ class FederatedTrainer(L.Trainer):
             "evaluate_clients_every": evaluate_clients_every,
             "vectorize": vectorize,
             "visits": visits,
-            "privacy": privacy,
-            "secure_sum": secure_sum,
-            "max_update_norm": max_update_norm,
-            "max_samples": max_samples,
-            "weighting": weighting,
+            "steps": steps,
             "visit_timeout": visit_timeout,
             "seed": seed,
         }

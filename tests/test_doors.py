@@ -757,7 +757,7 @@ def test_every_option_reaches_the_federation():
         "frozen": ["b"], "batch_norm": "frozen", "optimizer_state": "keep", "evaluate_clients_every": 5, "seed": 11,
     }  # fmt: skip
     federation = FederatedTrainer(**options, **QUIET).federation
-    assert federation.server.aggregator is aggregator
+    assert federation.server.rule is aggregator
     assert federation.partition is partition
     assert federation.server.min_clients == 2
     for name in ("clients_per_round", "local_epochs", "stragglers", "dropout", "seed"):

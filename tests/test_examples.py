@@ -12,6 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_fed import ClientUpdate
 from lightning_fed.algorithms import FedAvg
+from lightning_fed.messages import Request
+from lightning_fed.rule import RoundInfo
 from tests.breadth import quick
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -98,7 +100,7 @@ def test_coordinate_median_is_numpy_s(count, extend):
     aggregator, other = extend["CoordinateMedian"](), extend["CoordinateMedian"]()
     values = torch.randn(count, 3, 2)
     for half in (aggregator, other):
-        half.start_round(0, {"w": torch.zeros(3, 2)})
+        half.start(RoundInfo(0), {"w": torch.zeros(3, 2)})
     for client, value in enumerate(values):
         (aggregator if client % 2 else other).receive(ClientUpdate(client, 1, {"w": value}))
     aggregator.merge(other)
@@ -107,7 +109,7 @@ def test_coordinate_median_is_numpy_s(count, extend):
 
 def test_coordinate_median_of_identical_clients_is_that_client(extend):
     aggregator = extend["CoordinateMedian"]()
-    aggregator.start_round(0, update("", w=0.0, steps=0).state)
+    aggregator.start(RoundInfo(0), update("", w=0.0, steps=0).state)
     for client in "abcd":
         aggregator.receive(update(client, w=0.1, steps=7))
     state = aggregator.aggregate()
@@ -130,9 +132,9 @@ class Pair(torch.nn.Module):
 @pytest.mark.parametrize(("clip", "factor"), [(1.3, 0.1), (13.0, 1.0), (100.0, 1.0)])
 def test_clipping_keeps_the_direction_and_bounds_the_length(clip, factor, extend):
     module, fedavg = Pair(), FedAvg()
-    fedavg.start_round(0, {"a": torch.tensor([1.0]), "b": torch.tensor([2.0, 0.0]), "count": torch.tensor([0.0])})
+    fedavg.start(RoundInfo(0), {"a": torch.tensor([1.0]), "b": torch.tensor([2.0, 0.0]), "count": torch.tensor([0.0])})
     callback = extend["ClipAndNoise"](clip)
-    callback.on_client_start(None, module, "x", fedavg.broadcast("x"))
+    callback.on_client_start(None, module, "x", fedavg.broadcast(Request("x")))
     answer = update("x", a=[4.0], b=[6.0, 12.0], count=[50.0])  # a step of (3, 4, 12): 13 long
     callback.on_client_end(None, module, "x", answer)
     torch.testing.assert_close(answer.state["a"], torch.tensor([1 + factor * 3.0]))
@@ -146,9 +148,9 @@ def test_noise_has_the_deviation_asked_for(extend):
     module.log = lambda *args, **options: None
     start = {"weight": module.weight.detach().clone()}
     fedavg = FedAvg()
-    fedavg.start_round(0, start)
+    fedavg.start(RoundInfo(0), start)
     callback = extend["ClipAndNoise"](clip=4.0, noise=0.5)
-    callback.on_client_start(None, module, "x", fedavg.broadcast("x"))
+    callback.on_client_start(None, module, "x", fedavg.broadcast(Request("x")))
     answer = ClientUpdate("x", 1, {"weight": start["weight"].clone()})  # a client that did not move
     callback.on_client_end(None, module, "x", answer)
     noise = answer.state["weight"] - start["weight"]

@@ -31,8 +31,10 @@ from lightning_fed.data import LazyClients
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.errors import VisitTimeout
 from lightning_fed.rounds.failed_rounds import FailedRounds
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.interface import RoundReport
 from lightning_fed.server.server import Server
+from lightning_fed.steps.chain import Chain
 from tests.breadth import quick
 
 ROUNDS = 3
@@ -1158,8 +1160,8 @@ def test_no_single_example_where_we_cut_the_batches(drop_last):
 def test_the_server_by_itself(caplog):
     """Every row of the table of messages, and what one process cannot do: updates that never come, or twice."""
     state = {name: value for name, value in Net().state_dict().items()}
-    server = Server(FedAvg())
-    server.start_round(4, state)
+    server = Server(Chain(FedAvg()))
+    server.start_round(RoundInfo(4), state)
     names = ["good", *MESSAGES, "silent", "better"]
     for client in names:
         assert server.prepare(client).round == 4

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fed import ClientUpdate, FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.algorithms import Ditto, FairAvg, FedAtt, FedAvg, FedAvgM, FedDANE, FedMargin, FedProx, FeSEM
 from lightning_fed.data import ByGroup, LazyClients
+from lightning_fed.rule import RoundInfo
 from tests import models
 from tests.breadth import quick
 from tests.recorders import Recorder, assert_same, bytes_of, fit_fixed, state_of
@@ -383,7 +384,7 @@ def test_copies_average_to_themselves(rule, dtype):
     state = {"w": values.to(dtype), "steps": torch.tensor(5)}
     for sizes in ([1], [3, 3, 3], [1, 10, 100, 17, 23, 91], list(range(1, 60))):
         aggregator = rule()
-        aggregator.start_round(0, state)
+        aggregator.start(RoundInfo(0), state)
         for client, size in enumerate(sizes):
             aggregator.receive(ClientUpdate(client, size, {name: value.clone() for name, value in state.items()}))
         assert_same(state, aggregator.aggregate())
@@ -453,7 +454,7 @@ def test_parts_received_apart_and_merged_are_the_whole(rule):
     ]
     whole, parts = rule(), [rule(), rule(), rule()]
     for aggregator in (whole, *parts):
-        aggregator.start_round(0, updates[0].state)
+        aggregator.start(RoundInfo(0), updates[0].state)
     for place, update in enumerate(updates):
         whole.receive(copy.deepcopy(update))
         parts[place % 2].receive(copy.deepcopy(update))
@@ -532,7 +533,7 @@ def test_an_average_holds_one_state_however_many_clients(rule):
     held = {}
     for count in (1, 2, 50):
         aggregator = rule()
-        aggregator.start_round(0, state)
+        aggregator.start(RoundInfo(0), state)
         for client in range(count):
             aggregator.receive(
                 ClientUpdate(client, 1 + client, {"w": torch.randn(1000), "steps": torch.tensor(client)})

@@ -63,7 +63,7 @@ def test_a_name_builds_its_class(name):
     method = build_method(name.upper(), **options)
     assert method.name == METHODS[name].__name__
     assert type(method if issubclass(METHODS[name], Method) else method.aggregator) is METHODS[name]
-    assert Federation(method).server.aggregator is method.aggregator
+    assert Federation(method).server.rule is method.aggregator
 
 
 def test_a_rule_comes_with_its_callbacks():
@@ -148,7 +148,7 @@ def test_what_means_the_same_trains_the_same(either_trainer):
 
 def test_the_first_argument_of_both_doors():
     for federation in (FederatedTrainer("fairavg", logger=False).federation, Federation("fairavg")):
-        assert type(federation.server.aggregator) is FairAvg
+        assert type(federation.server.rule) is FairAvg
     trainer = FederatedTrainer(FedSS(num_negatives=4), logger=False)
     assert type(trainer.federation.method) is FedSS
     with pytest.raises(ValueError, match=r"`federation` or its arguments, but got `federation` and \['method'\]"):
@@ -277,9 +277,9 @@ def test_what_a_method_says_of_its_costs_is_what_is_measured(name, federated_tra
     kept = [bytes_of(federation.store.get(client) or {}) / model for client in clients]
     partly = 0.35 if name == "fedala" else 0.0  # the weights of the last layer, a third of this model
     assert kept == pytest.approx([number_in("models? per client", costs["Keeps"]) + partly] * 3, abs=0.06)
-    on_server = sum(bytes_of({"": value}) for value in tensors_in(federation.server.aggregator.state_dict())) / model
+    on_server = sum(bytes_of({"": value}) for value in tensors_in(federation.server.rule.state_dict())) / model
     expected = number_in("models? on the server", costs["Keeps"])
-    expected = federation.server.aggregator.num_centers if name == "fesem" else expected
+    expected = federation.server.rule.num_centers if name == "fesem" else expected
     assert on_server == pytest.approx(expected, abs=0.05)
     # Each client has one batch; FedALA's passes are of a share of it.
     assert module.counts.batches["beside"] == 3 * number_in("pass(?:es)? over", costs["Costs"])

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_fed.server.rule import Aggregator
 
 from lightning_fed.algorithms import METHODS, FeSEM, FLTrust, Krum, ServerOptimizer
 from lightning_fed.client.client_store import ClientStore, FolderStore, MemoryStore
@@ -16,7 +17,7 @@ from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.data.visit_costs import VisitCosts, balance_loads
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.process_group import ProcessGroup, pack, unpack
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.schedule import Schedule, Visit
 from lightning_fed.server.server import RoundReport
 from tests import models
@@ -102,17 +103,17 @@ def test_parts_that_are_sent_and_merged_are_one(rule, shares):
     state, states = STATE, [STATE] * len(shares)
     for round in range(3):
         round_updates = list(updates(round))
-        one.start_round(round, state)
+        one.start(RoundInfo(round), state)
         for update in round_updates:
             one.receive(pickle.loads(pickle.dumps(update)))
         for part, share, state in zip(many, shares, states, strict=True):
-            part.start_round(round, state)
+            part.start(RoundInfo(round), state)
             for position in share:
                 part.receive(round_updates[position])
         known = [[*state.values()] for state in states]
         sent = [pack(part, known_tensors) for part, known_tensors in zip(many, known, strict=True)]
         for part, state, known_tensors in zip(many, states, known, strict=True):
-            part.start_round(round, state)
+            part.start(RoundInfo(round), state)
             for rest, tensors in sent:
                 part.merge(unpack(rest, [tensor.clone() for tensor in tensors], known_tensors))
         state, states = one.aggregate(), [part.aggregate() for part in many]

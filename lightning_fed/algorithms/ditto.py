@@ -25,7 +25,7 @@ from lightning_fed.model.entries import copy_state, find_non_finite, live_entrie
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import gradient_scale
 from lightning_fed.rounds.round import VisitModel
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator
 
 
 class PersonalModel(FederatedCallback):

@@ -26,7 +26,7 @@ from lightning_fed.method import Method, register
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.isolated_pass import isolated_pass
 from lightning_fed.rounds.lightning_internals import loss_scale
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator
 
 _PREFIX = "ala:"
 _WINDOW, _SPREAD = 10, 0.1  # epochs whose last losses are looked at, and the largest deviation of converged ones

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
 from lightning_fed.method import register
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.schedule import derive_seed
 
 
@@ -51,8 +51,9 @@ class FedAtt(Aggregator):
         ValueError: If ``step_size`` is not positive, or ``noise`` or ``seed`` is negative.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> fedatt = FedAtt(step_size=1.0)
-        >>> fedatt.start_round(0, {"w": torch.tensor(1.0)})
+        >>> fedatt.start(RoundInfo(0), {"w": torch.tensor(1.0)})
         >>> fedatt.receive(ClientUpdate("a", 1, {"w": torch.tensor(0.0)}))
         >>> fedatt.receive(ClientUpdate("b", 3, {"w": torch.tensor(3.0)}))
         >>> fedatt.aggregate()
@@ -73,17 +74,17 @@ class FedAtt(Aggregator):
         self.step_size = step_size
         self.noise = noise
         self.seed = seed
-        self.start_round(-1, {})
+        self.start(RoundInfo(-1), {})
 
-    def start_round(self, round: int, state: State) -> None:
+    def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from ``state``."""
-        self._round, self._state = round, state
+        self._info, self._state = info, state
         self.layers = SoftmaxMean()
         self.averaged_entries = WeightedMean()
 
-    def broadcast(self, client: Client) -> Broadcast:
+    def broadcast(self, request: Request) -> Broadcast:
         """The global state, the same for every client."""
-        return Broadcast(self._round, dict(self._state))
+        return Broadcast(self._info.round, dict(self._state))
 
     @torch.no_grad()
     def receive(self, update: ClientUpdate) -> None:
@@ -112,7 +113,7 @@ class FedAtt(Aggregator):
     @torch.no_grad()
     def aggregate(self) -> State:
         """The step from the global state, entry by entry."""
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, self._round))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, self._info.round))
         means, averaged = self.layers.mean(), self.averaged_entries.mean()
         new = {}
         for name, old in self._state.items():

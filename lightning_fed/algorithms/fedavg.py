@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.method import register
+from lightning_fed.rule import RowAggregator
 from lightning_fed.server.averaging import AveragingAggregator
 
 
 @register
-class FedAvg(AveragingAggregator):
+class FedAvg(AveragingAggregator, RowAggregator):
     r"""The average of the clients' models, weighted by their numbers of examples.
 
     .. math:: w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k
@@ -30,9 +31,10 @@ class FedAvg(AveragingAggregator):
         ValueError: If ``row_weighting`` is unknown.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> import torch
         >>> fedavg = FedAvg()
-        >>> fedavg.start_round(0, {"w": torch.tensor(1.0)})
+        >>> fedavg.start(RoundInfo(0), {"w": torch.tensor(1.0)})
         >>> fedavg.receive(ClientUpdate("a", 1, {"w": torch.tensor(0.0)}))
         >>> fedavg.receive(ClientUpdate("b", 3, {"w": torch.tensor(3.0)}))
         >>> fedavg.aggregate()

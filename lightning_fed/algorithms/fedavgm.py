@@ -10,12 +10,12 @@ import torch
 
 from lightning_fed.algorithms.server_optimizer import ServerOptimizer
 from lightning_fed.argument_checks import check_share
-from lightning_fed.method import register
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.method import Method, register
+from lightning_fed.rule import Aggregator
 
 
 @register
-class FedAvgM(ServerOptimizer):
+class FedAvgM(Method):
     r"""The mean change of the clients is added to a velocity, which moves the global model.
 
     .. math:: v_{t+1} = \beta v_t + (w_t - \bar w), \qquad w_{t+1} = w_t - \alpha v_{t+1}, \qquad v_0 = 0
@@ -33,20 +33,24 @@ class FedAvgM(ServerOptimizer):
         lr: Learning rate :math:`\alpha` of the server.
         momentum: :math:`\beta`; the authors tune it in {0, 0.7, 0.9, 0.97, 0.99, 0.997}.
         nesterov: Whether the momentum is Nesterov's.
-        aggregator: The averaging rule that makes :math:`\bar w`, by name or as an object.
+        aggregator: The method that makes :math:`\bar w`, by name or as an object.
         lazy_rows: See :class:`ServerOptimizer`.
 
     Raises:
         ValueError: If an argument is out of its range.
 
     Example:
-        >>> from lightning_fed.messages import ClientUpdate
-        >>> fedavgm = FedAvgM()
-        >>> w = torch.tensor(1.0)
-        >>> for round in range(2):  # the clients' mean is 1.25 further each time
-        ...     fedavgm.start_round(round, {"w": w})
-        ...     fedavgm.receive(ClientUpdate("a", 1, {"w": w + 1.25}))
-        ...     w = fedavgm.aggregate()["w"]
+        The clients' mean is 1.25 further each time:
+
+        >>> from lightning_fed import ClientUpdate
+        >>> from lightning_fed.rule import RoundInfo
+        >>> from lightning_fed.steps import Chain
+        >>> method = FedAvgM()
+        >>> chain, w = Chain(method.aggregator, method.steps), torch.tensor(1.0)
+        >>> for round in range(2):
+        ...     chain.start(RoundInfo(round), {"w": w})
+        ...     chain.receive(ClientUpdate("a", 1, {"w": w + 1.25}), {"w": w})
+        ...     w = chain.aggregate()["w"]
         >>> w
         tensor(4.6250)
 
@@ -60,10 +64,11 @@ class FedAvgM(ServerOptimizer):
         lr: float = 1.0,
         momentum: float = 0.9,
         nesterov: bool = False,
-        aggregator: str | Aggregator = "fedavg",
+        aggregator: str | Method | Aggregator = "fedavg",
         lazy_rows: bool = False,
     ) -> None:
         if not 0 < lr < float("inf"):
             raise ValueError(f"Expected `lr` to be greater than 0 and finite, but got {lr}.")
         check_share("momentum", momentum)
-        super().__init__(torch.optim.SGD, aggregator, lazy_rows, lr=lr, momentum=momentum, nesterov=nesterov)
+        step = ServerOptimizer(torch.optim.SGD, lazy_rows, lr=lr, momentum=momentum, nesterov=nesterov)
+        super().__init__(aggregator, steps=[step])

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2102.07623
 from __future__ import annotations
 
 from lightning_fed.method import Method, register
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator
 
 
 @register

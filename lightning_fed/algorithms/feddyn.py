@@ -6,7 +6,6 @@ Algorithm 1. https://arxiv.org/abs/2111.04263
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -25,6 +24,7 @@ from lightning_fed.numerics.precision import at_least_float32
 from lightning_fed.numerics.trees import move_beside
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import gradient_scale
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
 
 _PREFIX = "feddyn:"
@@ -117,7 +117,7 @@ class DynamicRegularizer(FederatedCallback):
         self._broadcasts.pop(planned.position, None)
 
 
-@register
+@register(callbacks=lambda rule: [DynamicRegularizer(rule.alpha)])
 class FedDyn(AveragingAggregator):
     r"""The average of the clients' models less what their regularisers have in common.
 
@@ -143,15 +143,12 @@ class FedDyn(AveragingAggregator):
         ValueError: If ``alpha`` is not positive and finite.
 
     Note:
-        Where nothing comes of a round (fewer good updates than ``min_clients``) its clients have their new regularisers
-        and the server has not.
-
         State: ``h``, by entry.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> feddyn = FedDyn(alpha=0.1)
-        >>> feddyn.num_clients = 4
-        >>> feddyn.start_round(0, {"w": torch.tensor(1.0)})
+        >>> feddyn.start(RoundInfo(0, clients="abcd"), {"w": torch.tensor(1.0)})
         >>> for client, value in (("a", 0.0), ("b", 4.0)):
         ...     feddyn.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> feddyn.aggregate()  # h = -0.1 / 4 * (-1 + 3) = -0.05
@@ -162,31 +159,25 @@ class FedDyn(AveragingAggregator):
 
     """
 
-    takes_rows: bool = False  # the regulariser is of whole entries
-
     def __init__(self, alpha: float = 0.01) -> None:
         super().__init__()
         self.alpha = _check_alpha(alpha)
         self._h: State = {}
 
-    def required_callbacks(self) -> Sequence[Any]:
-        """The regulariser of the clients."""
-        return [DynamicRegularizer(self.alpha)]
-
     def weight(self, update: ClientUpdate) -> float:
         """1."""
         return 1.0
 
-    def start_round(self, round: int, state: State) -> None:
+    def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from ``state``."""
-        super().start_round(round, state)
+        super().start(info, state)
         # From round 0 on it is a new run, with the same object perhaps.
-        self._h = {} if round == 0 else move_beside(self._h, state)
+        self._h = {} if info.round == 0 else move_beside(self._h, state)
 
     def aggregate(self) -> State:
         """The mean of the models, less :math:`h` over alpha."""
         state, h = super().aggregate(), dict(self._h)
-        share = self.running.count / (self.num_clients or self.running.count)
+        share = self.running.count / (len(self._info.clients) or self.running.count)
         for name, mean in state.items():
             if self._trains(name, mean):
                 change = at_least_float32(mean) - at_least_float32(self._state[name])
@@ -196,8 +187,8 @@ class FedDyn(AveragingAggregator):
         return state
 
     def _trains(self, name: str, value: Tensor) -> bool:
-        if self.trainable is not None:
-            return name in self.trainable
+        if self._info.trainable is not None:
+            return name in self._info.trainable
         return value.is_floating_point() and not is_running_statistic(name)
 
     def state_dict(self) -> dict[str, Any]:

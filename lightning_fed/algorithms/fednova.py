@@ -6,7 +6,6 @@ NeurIPS 2020, equations 8 to 10 and section 4. https://arxiv.org/abs/2007.07481
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -24,7 +23,7 @@ from lightning_fed.method import register
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import callbacks_of, is_step_left_out
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
 
 _PREFIX = "length:"
@@ -130,7 +129,7 @@ class StepLength(FederatedCallback):
                 update.extras[f"{_PREFIX}{name}"] = torch.tensor(length, dtype=torch.float64)
 
 
-@register
+@register(callbacks=lambda rule: [StepLength(), *([ProximalTerm(rule.mu)] if rule.mu else [])])
 class FedNova(AveragingAggregator):
     r"""The average of the clients' changes per unit of their steps, times the mean number of steps.
 
@@ -158,9 +157,10 @@ class FedNova(AveragingAggregator):
         ValueError: If ``mu`` is negative or not finite.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> import torch
         >>> fednova = FedNova()
-        >>> fednova.start_round(0, {"w": torch.tensor(1.0)})
+        >>> fednova.start(RoundInfo(0), {"w": torch.tensor(1.0)})
         >>> for client, value, steps in (("a", 0.0, 1.0), ("b", 3.0, 4.0)):
         ...     extras = {"length:w": torch.tensor(steps)}
         ...     fednova.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}, extras))
@@ -172,8 +172,6 @@ class FedNova(AveragingAggregator):
 
     """
 
-    takes_rows: bool = False
-
     def __init__(self, mu: float = 0.0) -> None:
         super().__init__()
         if not 0 <= check_number("mu", mu) < float("inf"):
@@ -182,17 +180,13 @@ class FedNova(AveragingAggregator):
         self.sums: dict[str, _NormalisedSum] = {}
         self.num_samples = 0
 
-    def required_callbacks(self) -> Sequence[Any]:
-        """The report of the steps' lengths, and the proximal term."""
-        return [StepLength(), *([ProximalTerm(self.mu)] if self.mu else [])]
-
     def weight(self, update: ClientUpdate) -> float:
         """The client's number of examples."""
         return float(update.num_samples)
 
-    def start_round(self, round: int, state: State) -> None:
+    def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from ``state``."""
-        super().start_round(round, state)
+        super().start(info, state)
         self.sums, self.num_samples = {}, 0
 
     def receive(self, update: ClientUpdate) -> None:
@@ -212,7 +206,7 @@ class FedNova(AveragingAggregator):
                 lengths[entry] = float(value)
         if not any(lengths.values()):
             raise BadUpdate("it did not say how far its steps go: no step was made, or its callback is missing")
-        normalised = lengths.keys() if self.trainable is None else self.trainable & update.state.keys()
+        normalised = lengths.keys() if self._info.trainable is None else self._info.trainable & update.state.keys()
         self.running.add(
             {name: value for name, value in update.state.items() if name not in normalised},
             self.weight(update),

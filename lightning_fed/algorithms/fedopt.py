@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_fed.algorithms.server_optimizer import ServerOptimizer
 from lightning_fed.argument_checks import check_option, check_share
-from lightning_fed.method import register
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.method import Method, register
+from lightning_fed.rule import Aggregator
 
 SecondMoment: TypeAlias = Literal["adagrad", "adam", "yogi"]
 
@@ -118,7 +118,7 @@ def _second_moment(moment: Tensor, square: Tensor, kind: SecondMoment, beta2: fl
 
 
 @register
-class FedAdagrad(ServerOptimizer):
+class FedAdagrad(Method):
     """The mean change of the clients, divided by the root of the sum of its squares over all rounds.
 
     :class:`ServerOptimizer` with Adagrad as the paper has it (:class:`AdaptiveOptimizer`).
@@ -140,7 +140,7 @@ class FedAdagrad(ServerOptimizer):
         ValueError: If an argument is out of its range.
 
     Example:
-        >>> FedAdagrad(lr=0.01).optimizer_kwargs["lr"]
+        >>> FedAdagrad(lr=0.01).steps[0].optimizer_kwargs["lr"]
         0.01
 
     References:
@@ -153,15 +153,15 @@ class FedAdagrad(ServerOptimizer):
         lr: float = 0.1,
         beta1: float = 0.0,
         tau: float = 1e-3,
-        aggregator: str | Aggregator = "fedavg",
+        aggregator: str | Method | Aggregator = "fedavg",
         lazy_rows: bool = False,
     ) -> None:
         options = {"lr": lr, "beta1": beta1, "tau": tau, "second_moment": "adagrad"}
-        super().__init__(AdaptiveOptimizer, aggregator, lazy_rows, **options)
+        super().__init__(aggregator, steps=[ServerOptimizer(AdaptiveOptimizer, lazy_rows, **options)])
 
 
 @register
-class FedAdam(ServerOptimizer):
+class FedAdam(Method):
     """The decaying mean of the clients' changes, divided by the root of that of their squares.
 
     :class:`ServerOptimizer` with Adam as the paper has it (:class:`AdaptiveOptimizer`), without correction of the bias
@@ -185,7 +185,7 @@ class FedAdam(ServerOptimizer):
         ValueError: If an argument is out of its range.
 
     Example:
-        >>> fedadam = FedAdam()
+        >>> fedadam = FedAdam().steps[0]
         >>> fedadam.optimizer_kwargs["beta1"], fedadam.optimizer_kwargs["beta2"]
         (0.9, 0.99)
 
@@ -200,15 +200,15 @@ class FedAdam(ServerOptimizer):
         beta1: float = 0.9,
         beta2: float = 0.99,
         tau: float = 1e-3,
-        aggregator: str | Aggregator = "fedavg",
+        aggregator: str | Method | Aggregator = "fedavg",
         lazy_rows: bool = False,
     ) -> None:
         options = {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau, "second_moment": "adam"}
-        super().__init__(AdaptiveOptimizer, aggregator, lazy_rows, **options)
+        super().__init__(aggregator, steps=[ServerOptimizer(AdaptiveOptimizer, lazy_rows, **options)])
 
 
 @register
-class FedYogi(ServerOptimizer):
+class FedYogi(Method):
     """FedAdam whose second moment moves towards the new square by no more than a part of that square.
 
     :class:`ServerOptimizer` with Yogi as the paper has it (:class:`AdaptiveOptimizer`).
@@ -231,8 +231,8 @@ class FedYogi(ServerOptimizer):
         ValueError: If an argument is out of its range.
 
     Example:
-        >>> type(FedYogi(aggregator="fairavg").inner).__name__
-        'FairAvg'
+        >>> [type(step).__name__ for step in FedYogi(aggregator="fairavg").steps]
+        ['UniformWeights', 'ServerOptimizer']
 
     References:
         Reddi et al., ICLR 2021, Algorithm 2.
@@ -245,8 +245,8 @@ class FedYogi(ServerOptimizer):
         beta1: float = 0.9,
         beta2: float = 0.99,
         tau: float = 1e-3,
-        aggregator: str | Aggregator = "fedavg",
+        aggregator: str | Method | Aggregator = "fedavg",
         lazy_rows: bool = False,
     ) -> None:
         options = {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau, "second_moment": "yogi"}
-        super().__init__(AdaptiveOptimizer, aggregator, lazy_rows, **options)
+        super().__init__(aggregator, steps=[ServerOptimizer(AdaptiveOptimizer, lazy_rows, **options)])

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_fed.method import Method, register
 from lightning_fed.model.entries import Selector, live_entries
 from lightning_fed.model.features import find_classifier
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator
 
 
 @register

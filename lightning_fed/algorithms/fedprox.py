@@ -6,18 +6,14 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar & Smith, "Federated Optimization in Heterog
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
+from lightning_fed.algorithms.fedavg import FedAvg
 from lightning_fed.algorithms.proximal_term import ProximalTerm
-from lightning_fed.messages import ClientUpdate
-from lightning_fed.method import register
+from lightning_fed.method import Method, register
 from lightning_fed.numerics.row_sums import RowWeighting
-from lightning_fed.server.averaging import AveragingAggregator
 
 
 @register
-class FedProx(AveragingAggregator):
+class FedProx(Method):
     r"""The average of the clients' models by their numbers of examples; clients train with a proximal term.
 
     .. math:: \min_w F_k(w) + \frac{\mu}{2} \lVert w - w_t \rVert^2, \qquad
@@ -41,13 +37,8 @@ class FedProx(AveragingAggregator):
         ValueError: If ``mu`` is negative or not finite.
 
     Example:
-        >>> import torch
-        >>> fedprox = FedProx(mu=1.0)
-        >>> fedprox.start_round(0, {"w": torch.tensor(1.0)})
-        >>> fedprox.receive(ClientUpdate("a", 1, {"w": torch.tensor(0.0)}))
-        >>> fedprox.receive(ClientUpdate("b", 3, {"w": torch.tensor(3.0)}))
-        >>> fedprox.aggregate(), fedprox.required_callbacks()[0].mu
-        ({'w': tensor(2.2500)}, 1.0)
+        >>> FedProx(mu=1.0).callbacks[0].mu
+        1.0
 
     References:
         Li et al., MLSys 2020, Algorithm 2 and equation 2.
@@ -55,15 +46,4 @@ class FedProx(AveragingAggregator):
     """
 
     def __init__(self, mu: float = 0.01, row_weighting: RowWeighting = "global") -> None:
-        super().__init__(row_weighting)
-        if not 0 <= mu < float("inf"):
-            raise ValueError(f"Expected `mu` to be finite and at least 0, but got {mu}.")
-        self.mu = mu
-
-    def weight(self, update: ClientUpdate) -> float:
-        """The client's number of examples."""
-        return float(update.num_samples)
-
-    def required_callbacks(self) -> Sequence[Any]:
-        """The proximal term."""
-        return [ProximalTerm(self.mu)]
+        super().__init__(FedAvg(row_weighting), callbacks=[ProximalTerm(mu)])

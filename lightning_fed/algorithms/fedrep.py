@@ -20,7 +20,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.method import Method, register
 from lightning_fed.model.entries import Selector
 from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator
 
 
 class HeadThenBody(FederatedCallback):

@@ -25,7 +25,7 @@ from lightning_fed.model.features import FeatureLayer, has_channels_last
 from lightning_fed.numerics.precision import at_least_float32
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import is_compiled, loss_scale
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator
 
 _PREFIX = "previous:"
 

@@ -6,7 +6,7 @@ https://arxiv.org/abs/1905.10497
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -24,7 +24,7 @@ from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.isolated_pass import isolated_pass
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
 
 _LOSS, _LIPSCHITZ = "qffl:loss", "qffl:lipschitz"
@@ -125,7 +125,7 @@ class LossReport(FederatedCallback):
         return 1 / rate if rate else float("inf")
 
 
-@register
+@register(callbacks=lambda rule: [LossReport(rule.lipschitz)])
 class QFFL(AveragingAggregator):
     r"""q-FedAvg: the global model moves further towards clients with a larger loss.
 
@@ -151,8 +151,9 @@ class QFFL(AveragingAggregator):
         ValueError: If ``q`` is negative or not finite, or ``lipschitz`` is not positive and finite.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> qffl = QFFL(q=1.0)
-        >>> qffl.start_round(0, {"w": torch.tensor(1.0)})
+        >>> qffl.start(RoundInfo(0), {"w": torch.tensor(1.0)})
         >>> for client, value, loss in (("a", 0.0, 1.0), ("b", 3.0, 4.0)):
         ...     extras = {"qffl:loss": torch.tensor(loss), "qffl:lipschitz": torch.tensor(1.0)}
         ...     qffl.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}, extras))
@@ -164,8 +165,6 @@ class QFFL(AveragingAggregator):
 
     """
 
-    takes_rows: bool = False  # the norm is of whole entries
-
     def __init__(self, q: float = 1.0, lipschitz: float | None = None) -> None:
         super().__init__()
         if not 0 <= check_number("q", q) < float("inf"):
@@ -174,18 +173,14 @@ class QFFL(AveragingAggregator):
         self.lipschitz = LossReport(lipschitz).lipschitz
         self.scale = 0.0  # sum of p_k h_k / L
 
-    def required_callbacks(self) -> Sequence[Any]:
-        """The report of the losses."""
-        return [LossReport(self.lipschitz)]
-
     def weight(self, update: ClientUpdate) -> float:
         """The client's number of examples times its loss to the ``q``."""
         loss = float(update.extras[_LOSS]) + _SMALLEST
         return float(update.num_samples * loss**self.q)
 
-    def start_round(self, round: int, state: State) -> None:
+    def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from ``state``."""
-        super().start_round(round, state)
+        super().start(info, state)
         self.scale = 0.0
 
     def receive(self, update: ClientUpdate) -> None:
@@ -228,6 +223,6 @@ class QFFL(AveragingAggregator):
         return state
 
     def _trains(self, name: str, value: Any) -> bool:
-        if self.trainable is not None:
-            return name in self.trainable
+        if self._info.trainable is not None:
+            return name in self._info.trainable
         return bool(value.is_floating_point()) and not is_running_statistic(name)

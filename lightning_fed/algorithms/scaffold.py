@@ -6,7 +6,6 @@ ICML 2020, Algorithm 1. https://arxiv.org/abs/1910.06378
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning as L
@@ -19,14 +18,14 @@ from lightning_fed.algorithms.visit_tensors import VisitTensors, row_of
 from lightning_fed.argument_checks import check_option
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import BadUpdate
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.method import register
 from lightning_fed.numerics.precision import at_least_float32, cast_back, to_float64
 from lightning_fed.numerics.trees import move_beside
 from lightning_fed.numerics.weighted_mean import WeightedMean
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import gradient_scale, is_step_left_out
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
 
 _PREFIX = "control:"
@@ -133,7 +132,7 @@ class ControlVariates(FederatedCallback):
             self._shared, self._sums, self._steps = {}, {}, {}
 
 
-@register
+@register(callbacks=lambda rule: [ControlVariates()])
 class SCAFFOLD(AveragingAggregator):
     r"""The average of the clients' models; clients train with gradients that control variates correct.
 
@@ -161,16 +160,13 @@ class SCAFFOLD(AveragingAggregator):
         ValueError: If ``weighting`` is unknown.
 
     Note:
-        Where nothing comes of a round (fewer good updates than ``min_clients``) its clients have their new control
-        variates and the server has not.
-
         State: ``control``, the server's control variate by entry.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> import torch
         >>> scaffold = SCAFFOLD()
-        >>> scaffold.num_clients = 4
-        >>> scaffold.start_round(0, {"w": torch.tensor(1.0)})
+        >>> scaffold.start(RoundInfo(0, clients="abcd"), {"w": torch.tensor(1.0)})
         >>> for client, value in (("a", 0.0), ("b", 3.0)):
         ...     extras = {"control:w": torch.tensor(value)}
         ...     scaffold.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}, extras))
@@ -182,8 +178,6 @@ class SCAFFOLD(AveragingAggregator):
 
     """
 
-    takes_rows: bool = False  # a control variate is of whole entries
-
     def __init__(self, weighting: Literal["uniform", "examples"] = "uniform") -> None:
         super().__init__()
         check_option("weighting", weighting, ("uniform", "examples"))
@@ -191,24 +185,20 @@ class SCAFFOLD(AveragingAggregator):
         self._control: State = {}
         self.changes = WeightedMean()
 
-    def required_callbacks(self) -> Sequence[Any]:
-        """The correction of the gradients."""
-        return [ControlVariates()]
-
     def weight(self, update: ClientUpdate) -> float:
         """1, or the client's number of examples."""
         return 1.0 if self.weighting == "uniform" else float(update.num_samples)
 
-    def start_round(self, round: int, state: State) -> None:
+    def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from ``state``."""
-        super().start_round(round, state)
+        super().start(info, state)
         self.changes = WeightedMean()
         # From round 0 on it is a new run, with the same object perhaps.
-        self._control = {} if round == 0 else move_beside(self._control, state)
+        self._control = {} if info.round == 0 else move_beside(self._control, state)
 
-    def broadcast(self, client: Client) -> Broadcast:
+    def broadcast(self, request: Request) -> Broadcast:
         """The global state, and the server's control variate."""
-        broadcast = super().broadcast(client)
+        broadcast = super().broadcast(request)
         broadcast.extras |= {f"{_PREFIX}{name}": value for name, value in self._control.items()}
         return broadcast
 
@@ -245,7 +235,7 @@ class SCAFFOLD(AveragingAggregator):
     def aggregate(self) -> State:
         """The mean of the models; the server's control variate moves."""
         state = super().aggregate()
-        share = self.changes.count / (self.num_clients or self.changes.count)
+        share = self.changes.count / (len(self._info.clients) or self.changes.count)
         control = dict(self._control)
         for name, change in self.changes.mean().items():
             before = control.get(name, at_least_float32(torch.zeros_like(self._state[name])))

@@ -6,7 +6,6 @@ Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar & McMahan, "Adaptive Fed
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,19 +13,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
-from lightning_fed.method import build_aggregator
-from lightning_fed.model.entries import is_running_statistic
+from lightning_fed.errors import OptionError
+from lightning_fed.messages import State
 from lightning_fed.numerics.chunks import chunk_steps
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.server.aggregator import Aggregator
-from lightning_fed.server.schedule import SecretSampling
+from lightning_fed.rule import Aggregator, ClusteredAggregator, ResizingAggregator
+from lightning_fed.steps.bounds import trained_entries
+from lightning_fed.steps.update_step import UpdateStep
 
 _ELEMENTS = 1 << 18  # that step at a time, in 2 MB for each of the copies that a step needs
 
 
-class ServerOptimizer(Aggregator):
-    r"""Any averaging rule, followed by a step of any optimizer of ``torch.optim``.
+class ServerOptimizer(UpdateStep):
+    r"""Update step: a step of any optimizer of ``torch.optim`` from the global model towards the rule's result.
 
     The optimizer steps from the global model :math:`w_t`, with what the mean :math:`\bar w` of the clients is short of
     it as the gradient:
@@ -34,28 +33,24 @@ class ServerOptimizer(Aggregator):
     .. math:: g_t = w_t - \bar w, \qquad w_{t+1} = \mathrm{step}(w_t, g_t)
 
     SGD with ``lr=1`` is the averaging rule itself, bit for bit. :class:`FedAvgM`, :class:`FedAdagrad`,
-    :class:`FedAdam` and :class:`FedYogi` are ready-made, with their papers' definitions.
+    :class:`FedAdam` and :class:`FedYogi` are methods with one, with their papers' definitions.
 
-    Entries that train take the step, in float64. Frozen layers and buffers are what the averaging rule makes of them: a
-    step beyond the clients would give negative running variances, and weight decay would shrink constants. Without a
-    fit, which knows the parameters (:attr:`~lightning_fed.Aggregator.trainable`), all floating-point
-    entries but running statistics of BatchNorm, which are told by their names, count as trained.
+    Entries that train take the step, in float64. Frozen layers and buffers are what the rule makes of them: a step
+    beyond the clients would give negative running variances, and weight decay would shrink constants. Without a fit,
+    which knows the parameters, all floating-point entries but running statistics of BatchNorm, which are told by their
+    names, count as trained.
 
     Args:
         optimizer: Class of the optimizer, or its name in ``torch.optim``. It must step by gradients alone, which
             ``LBFGS`` does not.
-        aggregator: The averaging rule, by name or as an object.
-        lazy_rows: Of entries of which the clients hold some rows only, whether the rows that nobody held in a round are
-            left alone, and what the optimizer remembers of them too. Otherwise they have a gradient of zero, and
+        lazy_rows: Of entries of which the clients hold some rows only, whether the rows that nobody moved in a round
+            are left alone, and what the optimizer remembers of them too. Otherwise they have a gradient of zero, and
             momentum still moves them.
         **optimizer_kwargs: Arguments of the optimizer. Its default for ``lr`` is one for local training.
 
-    Attributes:
-        inner: The averaging rule.
-
     Raises:
-        ValueError: If the optimizer is not known or refuses its arguments, or the averaging rule keeps several models,
-            changes their shapes or takes several rounds for one.
+        ValueError: If the optimizer is not known or refuses its arguments, or the rule keeps several models, changes
+            their shapes or takes several rounds for one.
 
     Note:
         Its state, which is part of checkpoints, is what the optimizer remembers of every entry: with momentum 8 bytes
@@ -64,10 +59,10 @@ class ServerOptimizer(Aggregator):
         ``Adafactor`` does.
 
     Example:
-        >>> rule = ServerOptimizer("SGD", lr=0.5, momentum=0.9)
-        >>> rule.start_round(0, {"w": torch.tensor(1.0)})
-        >>> rule.receive(ClientUpdate("a", 1, {"w": torch.tensor(3.0)}))
-        >>> rule.aggregate()
+        >>> from lightning_fed.rule import RoundInfo
+        >>> step = ServerOptimizer("SGD", lr=0.5, momentum=0.9)
+        >>> step.start(RoundInfo(0), {"w": torch.tensor(1.0)})
+        >>> step.on_aggregate({"w": torch.tensor(3.0)}, {"w": torch.tensor(1.0)})
         {'w': tensor(2.)}
 
     References:
@@ -75,124 +70,39 @@ class ServerOptimizer(Aggregator):
 
     """
 
-    def __init__(
-        self,
-        optimizer: type[Optimizer] | str,
-        aggregator: str | Aggregator = "fedavg",
-        lazy_rows: bool = False,
-        **optimizer_kwargs: Any,
-    ) -> None:
+    def __init__(self, optimizer: type[Optimizer] | str, lazy_rows: bool = False, **optimizer_kwargs: Any) -> None:
         self.optimizer = _find_optimizer(optimizer)
         self.optimizer_kwargs = optimizer_kwargs
         self.lazy_rows = lazy_rows
-        self.inner = build_aggregator(aggregator)
-        if type(self.inner).model_of is not Aggregator.model_of:
-            raise ValueError(
-                f"Expected `aggregator` to make one global model, but {type(self.inner).__name__} keeps several."
-            )
-        if self.inner.resizes or type(self.inner).plan is not Aggregator.plan:
-            raise ValueError(
-                "Expected `aggregator` to make a model of the same shapes in every round, but"
-                f" {type(self.inner).__name__} takes several rounds for one, or changes its shapes: use it by"
-                " itself."
-            )
-        self.takes_rows = self.inner.takes_rows  # of the class elsewhere, here of the object
-        self.always = self.inner.always
-        self.is_private = self.inner.is_private
         self._memory: dict[str, dict[str, Any]] = {}
         self._try_step()
-        self.start_round(-1, {})
 
-    def sampling(self) -> SecretSampling | None:
-        """The draw of clients that the averaging rule has."""
-        return self.inner.sampling()
+    def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
+        """Refuses rules that do not make one model of the same shapes in every round."""
+        if isinstance(rule, ClusteredAggregator | ResizingAggregator):
+            raise OptionError(
+                "Expected a rule that makes one global model of the same shapes in every round for a server's"
+                f" optimizer, but {type(rule).__name__} does not."
+            )
 
-    def around(self, inner: Aggregator) -> ServerOptimizer:
-        """The same optimizer after another averaging rule."""
-        rule = copy.copy(self)
-        rule.inner, rule.takes_rows = inner, inner.takes_rows
-        rule.always, rule.is_private = inner.always, inner.is_private
-        rule.load_state_dict({})
-        rule.start_round(-1, {})
-        return rule
-
-    def required_callbacks(self) -> Sequence[Any]:
-        """The callbacks of the averaging rule."""
-        return self.inner.required_callbacks()
-
-    def start_round(self, round: int, state: State) -> None:
-        """Starts a round from ``state``."""
-        self._state = state
-        self.held: dict[str, Tensor] = {}  # of entries that came in rows: whether a client held the row
-        self.whole: set[str] = set()  # entries that came as a whole
-        self.inner.trainable, self.inner.untrained = self.trainable, self.untrained
-        self.inner.num_clients = self.num_clients
-        self.inner.start_round(round, state)
-
-    def broadcast(self, client: Client) -> Broadcast:
-        """The broadcast of the averaging rule."""
-        return self.inner.broadcast(client)
-
-    def expected(self, broadcast: Broadcast) -> State:
-        """Form of the answer, as the averaging rule has it."""
-        return self.inner.expected(broadcast)
-
-    def receive(self, update: ClientUpdate) -> None:
-        """Hands the update to the averaging rule."""
-        if self.lazy_rows:
-            self.whole.update(update.state.keys() - update.rows.keys())
-            for name, rows in update.rows.items():
-                held = self.held.setdefault(name, torch.zeros(len(self._state[name]), dtype=torch.bool))
-                held[rows.to(held.device)] = True
-        self.inner.receive(update)
-
-    def merge(self, other: Aggregator) -> None:
-        """Joins what another server optimizer's averaging rule has received.
-
-        Raises:
-            TypeError: If ``other`` is of another kind.
-
-        """
-        if not isinstance(other, ServerOptimizer):
-            raise TypeError(f"Expected `other` to be a ServerOptimizer, but got {type(other).__name__}.")
-        self.whole |= other.whole
-        for name, held in other.held.items():
-            self.held[name] = self.held.get(name, held) | held
-        self.inner.merge(other.inner)
-
-    def leave_out(self) -> dict[Client, str]:
-        """Clients whose updates the averaging rule cannot use, and why."""
-        self.inner.num_refused = self.num_refused
-        return self.inner.leave_out()
-
-    def tolerated(self, count: int) -> int:
-        """Number of malicious clients that the averaging rule stands."""
-        return self.inner.tolerated(count)
-
-    def aggregate(self) -> State:
-        """The averaging rule's result, and the step."""
-        new = dict(self.inner.aggregate())
+    def on_aggregate(self, new: State, start: State) -> State:
+        """The step."""
         memory: dict[str, dict[str, Any]] = {}
-        for name, old in self._state.items():
-            if old.is_floating_point() and self._trains(name):
-                held = None if name in self.whole else self.held.get(name)
-                new[name], memory[name] = self._step(old, new[name], self._memory.get(name, {}), held)
+        for name in trained_entries(self.info, start):
+            old = start[name]
+            held = None
+            if self.lazy_rows and name in self.info.sliced:
+                held = (new[name] != old).flatten(1).any(1) if old.ndim > 1 else new[name] != old
+            new[name], memory[name] = self._step(old, new[name], self._memory.get(name, {}), held)
         self._memory = {name: value for name, value in memory.items() if value}
         return new
 
-    def _trains(self, name: str) -> bool:
-        return not is_running_statistic(name) if self.trainable is None else name in self.trainable
-
-    def metrics(self) -> dict[str, float]:
-        """The metrics of the averaging rule."""
-        return self.inner.metrics()
-
     def state_dict(self) -> dict[str, Any]:
-        """See the class's note; with the name of the optimizer, and the averaging rule's own state."""
-        return {"optimizer": self.optimizer.__name__, "entries": self._memory, "inner": self.inner.state_dict()}
+        """See the class's note; with the name of the optimizer."""
+        return {"optimizer": self.optimizer.__name__, "entries": self._memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores it; an empty state is that of a rule without an optimizer.
+        """Restores it.
 
         Raises:
             ValueError: If it is of another optimizer.
@@ -202,7 +112,6 @@ class ServerOptimizer(Aggregator):
         if theirs != ours:
             raise ValueError(f"Expected a state of the server's optimizer {ours}, but it is of {theirs}.")
         self._memory = dict(state.get("entries", {}))
-        self.inner.load_state_dict(state.get("inner", {}))
 
     def _step(
         self, old: Tensor, mean: Tensor, memory: dict[str, Any], held: Tensor | None = None
@@ -281,17 +190,6 @@ class ServerOptimizer(Aggregator):
             torch.equal(value, results[1][name]) if isinstance(value, Tensor) else value == results[1][name]
             for name, value in results[0].items()
         )
-
-
-def averaging_rule(aggregator: Aggregator) -> Aggregator:
-    """The rule behind a server's optimizer; any other rule itself.
-
-    Example:
-        >>> type(averaging_rule(ServerOptimizer("SGD", "fairavg"))).__name__
-        'FairAvg'
-
-    """
-    return averaging_rule(aggregator.inner) if isinstance(aggregator, ServerOptimizer) else aggregator
 
 
 def _find_optimizer(optimizer: type[Optimizer] | str) -> type[Optimizer]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from lightning_fed.method import Method, register
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator
 
 
 @register

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -13,9 +14,10 @@ from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.rounds.federated_callback import FederatedCallback
+from lightning_fed.steps.update_step import UpdateStep
 
 
-class Attack(FederatedCallback):
+class Attack:
     """Base class of attacks by some of the clients, to try a federation's set-up in simulation.
 
     Args:
@@ -33,36 +35,17 @@ class Attack(FederatedCallback):
             raise ValueError(f"Expected `clients` to be a list of names or a number, but got {clients!r}.")
         self.clients = tuple(clients) if isinstance(clients, Sequence) else check_count("clients", clients, lowest=0)
         self.seed = check_count("seed", seed, lowest=0)
-        if isinstance(self.clients, int):
-            self.needs_local_clients = "it draws the malicious clients among all: name them instead"
-        self._malicious: frozenset[Client] | None = None
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets which clients were drawn."""
-        self._malicious = None
-
-    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Makes sure, where all clients are known, that the malicious ones are among them."""
-        population = find_federation(trainer).population.clients
-        unknown = sorted(repr(client) for client in self.malicious(trainer) if client not in population)
-        if unknown:
-            raise OptionError(f"Expected `clients` to be clients of the federation, but got {', '.join(unknown)}.")
-
-    def malicious(self, trainer: L.Trainer) -> frozenset[Client]:
+    def malicious(self, population: Sequence[Client]) -> frozenset[Client]:
         """The malicious clients.
 
         Args:
-            trainer: The Trainer, in a fit.
+            population: All clients, as far as they are known here.
 
         Raises:
             ValueError: If there are fewer clients than are to be malicious.
 
         """
-        if self._malicious is None:
-            self._malicious = self._draw(find_federation(trainer).population.clients)
-        return self._malicious
-
-    def _draw(self, population: Sequence[Client]) -> frozenset[Client]:
         if not isinstance(self.clients, int):
             return frozenset(self.clients)
         if self.clients > len(population):
@@ -70,6 +53,46 @@ class Attack(FederatedCallback):
         generator = np.random.default_rng(np.random.SeedSequence([self.seed]))
         positions = generator.choice(len(population), self.clients, replace=False)
         return frozenset(population[int(position)] for position in positions)
+
+    def check_clients(self, population: Sequence[Client]) -> None:
+        """Makes sure that the malicious clients are among all.
+
+        Raises:
+            ValueError: If one is not.
+
+        """
+        unknown = sorted(repr(client) for client in self.malicious(population) if client not in population)
+        if unknown:
+            raise OptionError(f"Expected `clients` to be clients of the federation, but got {', '.join(unknown)}.")
+
+
+class AttackStep(Attack, UpdateStep):
+    """Base class of attacks on updates: update steps, the outermost of a federation, as malicious clients are."""
+
+    def callbacks(self) -> Sequence[Any]:
+        """The check of the clients' names."""
+        return [AttackCheck(self)]
+
+
+class AttackCheck(FederatedCallback):
+    """Makes sure, where all clients are known, that the malicious ones are among them.
+
+    Args:
+        attack: The attack.
+
+    """
+
+    supports_vectorize = True
+    keeps_privacy = True
+
+    def __init__(self, attack: Attack) -> None:
+        self.attack = attack
+        if isinstance(attack.clients, int):
+            self.needs_local_clients = "it draws the malicious clients among all: name them instead"
+
+    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Checks the names."""
+        self.attack.check_clients(find_federation(trainer).population.clients)
 
 
 def attacked_entries(state: State) -> list[str]:

@@ -11,12 +11,34 @@ import torch
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count, check_number
-from lightning_fed.attacks.attack import Attack
+from lightning_fed.attacks.attack import Attack, AttackCheck
+from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.messages import Client
 from lightning_fed.rounds.synchronisation import process_group_of
 
 
-class LabelFlip(Attack):
+class DataAttack(Attack, AttackCheck):
+    """Base class of attacks on the data: callbacks.
+
+    Args:
+        clients: The malicious clients, or their number.
+        seed: Seed of the clients that are drawn.
+
+    """
+
+    supports_vectorize = False
+    keeps_privacy = False
+
+    def __init__(self, clients: Sequence[Client] | int, seed: int = 0) -> None:
+        Attack.__init__(self, clients, seed)
+        AttackCheck.__init__(self, self)
+
+    def is_malicious(self, trainer: L.Trainer, client: Client) -> bool:
+        """True for a malicious client."""
+        return client in self.malicious(find_federation(trainer).population.clients)
+
+
+class LabelFlip(DataAttack):
     """Attack by clients that train with wrong labels: class ``c`` becomes ``num_classes - 1 - c``.
 
     A batch is a sequence whose second part are the labels, whole numbers of any shape; those that are no class
@@ -42,13 +64,13 @@ class LabelFlip(Attack):
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
         """Flips the labels of a malicious client's batch."""
-        if client not in self.malicious(trainer):
+        if not self.is_malicious(trainer, client):
             return batch
         images, labels, *rest = _parts(batch)
         return [images, flip_labels(labels, self.num_classes), *rest]
 
 
-class Backdoor(Attack):
+class Backdoor(DataAttack):
     """Attack by clients that train images with a trigger to be of one class; measures how often that works.
 
     The trigger is a square in the lower right corner. The first images of a malicious client's batch get it, and the
@@ -102,7 +124,7 @@ class Backdoor(Attack):
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
         """Puts the trigger on some images of a malicious client's batch, and the target's label."""
-        if client not in self.malicious(trainer):
+        if not self.is_malicious(trainer, client):
             return batch
         images, labels, *rest = _parts(batch)
         count = math.ceil(self.share * len(labels))

@@ -1,27 +1,24 @@
 """Attacks by clients that know the honest clients' steps of the round, and send what they make of them.
 
 No client of a real federation knows so much: these attacks are the worst that a rule may meet. In a simulation the
-server knows: a rule is put before the federation's own, which holds the malicious clients' updates back until all
-others are there.
+server knows: the attack is an update step, the outermost, which holds the updates back until all are there.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import lightning as L
 import torch
 
 from lightning_fed.argument_checks import check_number
-from lightning_fed.attacks.attack import Attack, attacked_entries
-from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.errors import BadUpdate
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
+from lightning_fed.attacks.attack import AttackStep, attacked_entries
+from lightning_fed.errors import OptionError
+from lightning_fed.messages import Client, State
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.server.aggregator import Aggregator
-from lightning_fed.server.schedule import SecretSampling, client_key
+from lightning_fed.rule import Aggregator, ClusteredAggregator, PlanningAggregator, ResizingAggregator
+from lightning_fed.server.schedule import client_key
+from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 class HonestSteps:
@@ -77,10 +74,8 @@ class HonestSteps:
         }
 
 
-class OmniscientAttack(Attack):
+class OmniscientAttack(AttackStep, CollectingStep):
     """Base class of attacks that know the honest clients' steps. It needs one process that sees them: the server's.
-
-    While a fit lasts, :class:`AttackedRule` stands before the federation's rule.
 
     Args:
         clients: The malicious clients, or their number.
@@ -97,167 +92,33 @@ class OmniscientAttack(Attack):
 
         """
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Puts the attack before the rule."""
-        super().setup(trainer, pl_module, stage)
-        self._withdraw(trainer)
-        if stage == "fit":
-            server = find_federation(trainer).server
-            server.aggregator = AttackedRule(server.aggregator, self)
-
-    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Tells the rule who the malicious clients are."""
-        super().on_server_round_start(trainer, module)
-        rule = find_federation(trainer).server.aggregator
-        while isinstance(rule, AttackedRule):
-            if rule.attack is self:
-                rule.malicious = self.malicious(trainer)
-            rule = rule.inner
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Takes the attack away."""
-        self._withdraw(trainer)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Takes the attack away."""
-        self._withdraw(trainer)
-
-    def _withdraw(self, trainer: L.Trainer) -> None:
-        server = find_federation(trainer).server
-        server.aggregator = _without(server.aggregator, self)
-
-
-class AttackedRule(Aggregator):
-    """A rule before which an attack stands: it sees the honest updates, and then what the attack makes of the others.
-
-    Args:
-        inner: The rule.
-        attack: The attack.
-
-    Attributes:
-        malicious: The malicious clients.
-        held: Their updates in the round, by client, until all others are there.
-
-    Raises:
-        ValueError: If the rule keeps several models, changes their shapes or takes several rounds for one.
-
-    """
-
-    def __init__(self, inner: Aggregator, attack: OmniscientAttack) -> None:
-        kind = type(inner)
-        rule = inner
-        while not isinstance(rule, AttackedRule) and isinstance(getattr(rule, "inner", None), Aggregator):
-            rule = rule.inner  # type: ignore[attr-defined] # a server optimizer takes what its rule makes
-        if inner.resizes or not (isinstance(rule, AttackedRule) or _makes_one_model(type(rule))):
-            raise ValueError(
-                f"Expected a rule that makes one model in every round, but {kind.__name__} does not, and"
-                f" {type(attack).__name__} does not know what to send to it."
+    def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
+        """Refuses rules whose clients' steps are not from one global model."""
+        if isinstance(rule, ClusteredAggregator | ResizingAggregator):
+            raise OptionError(
+                f"Expected a rule that makes one model of the same shapes for {type(self).__name__}, but got"
+                f" {type(rule).__name__}."
             )
-        self.inner, self.attack = inner, attack
-        self.always, self.is_private = inner.always, inner.is_private
-        self.malicious: frozenset[Client] = frozenset()
-        self.held: dict[Client, ClientUpdate] = {}
-        self._forget({})
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the attack, which every process has."""
-        return {name: value for name, value in vars(self).items() if name != "attack"}
-
-    def required_callbacks(self) -> Sequence[Any]:
-        """The callbacks of the rule."""
-        return self.inner.required_callbacks()
-
-    def start_round(self, round: int, state: State) -> None:
-        """Starts a round of the rule."""
-        self._forget(state)
-        self.inner.trainable, self.inner.untrained = self.trainable, self.untrained
-        self.inner.num_clients = self.num_clients
-        self.inner.start_round(round, state)
-
-    def tolerated(self, count: int) -> int:
-        """Number of malicious clients that the rule stands."""
-        return self.inner.tolerated(count)
-
-    def sampling(self) -> SecretSampling | None:
-        """The draw of clients that the rule has."""
-        return self.inner.sampling()
-
-    def broadcast(self, client: Client) -> Broadcast:
-        """The broadcast of the rule."""
-        return self.inner.broadcast(client)
-
-    def respond(self, request: Request) -> Broadcast:
-        """The rule's answer to a request."""
-        return self.inner.respond(request)
-
-    def expected(self, broadcast: Broadcast) -> State:
-        """The form that the rule expects."""
-        return self.inner.expected(broadcast)
+        self._trusted = frozenset(rule.plan(0).always) if isinstance(rule, PlanningAggregator) else frozenset[Client]()
 
     @torch.no_grad()
-    def receive(self, update: ClientUpdate) -> None:
-        """Holds a malicious client's update back, and hands an honest one on."""
-        if update.client in self.malicious:
-            self.held[update.client] = update
-            return
-        step = {
-            name: to_float64(update.state[name], copy=True).sub_(to_float64(self._state[name]))
-            for name in attacked_entries(update.state)
-        }
-        self.inner.receive(update)
-        if update.client not in self.always:
-            self.honest.add(update.client, step)
-
-    def merge(self, other: Aggregator) -> None:
-        """Joins what another attacked rule has received.
-
-        Raises:
-            TypeError: If ``other`` is of another kind.
-
-        """
-        if not isinstance(other, AttackedRule):
-            raise TypeError(f"Expected `other` to be an AttackedRule, but got {type(other).__name__}.")
-        self.held |= other.held
-        self.honest.merge(other.honest)
-        self.inner.merge(other.inner)
-
-    @torch.no_grad()
-    def leave_out(self) -> dict[Client, str]:
-        """Has the malicious clients send; returns those whom the rule cannot use."""
-        faults: dict[Client, str] = {}
-        fake = self.attack.fake(self.honest) if self.honest.count and self.held else {}
-        for client, update in self.held.items():
-            for name, step in fake.items():
-                old = self._state[name]
-                update.state[name] = cast_back(to_float64(old) + step.to(old.device), old)
-            try:
-                self.inner.receive(update)
-            except BadUpdate as error:
-                faults[client] = str(error)
-        self.held = {}
-        self.inner.num_refused = self.num_refused + len(faults)
-        return faults | self.inner.leave_out()
-
-    def aggregate(self) -> State:
-        """The result of the rule."""
-        return self.inner.aggregate()
-
-    def metrics(self) -> dict[str, float]:
-        """The numbers of the rule."""
-        return self.inner.metrics()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the rule, as if there were no attack."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state of the rule."""
-        self.inner.load_state_dict(state)
-
-    def _forget(self, state: State) -> None:
-        self._state = state
-        self.honest = HonestSteps()
-        self.held = {}
+    def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
+        """Has the malicious clients send what they make of the others' steps."""
+        malicious, honest = self.malicious(self.info.clients), HonestSteps()
+        for update, _ in updates:
+            if update.client not in malicious | self._trusted:
+                step = {
+                    name: to_float64(update.state[name], copy=True).sub_(to_float64(self.state[name]))
+                    for name in attacked_entries(update.state)
+                }
+                honest.add(update.client, step)
+        fake = self.fake(honest) if honest.count else {}
+        for update, _ in updates:
+            if update.client in malicious:
+                for name, step in fake.items():
+                    old = self.state[name]
+                    update.state[name] = cast_back(to_float64(old) + step.to(old.device), old)
+        return updates
 
 
 class IPM(OmniscientAttack):
@@ -344,20 +205,3 @@ class Mimic(OmniscientAttack):
     def fake(self, honest: HonestSteps) -> State:
         """The honest client's step."""
         return honest.first
-
-
-def _without(rule: Aggregator, attack: OmniscientAttack) -> Aggregator:
-    """The rule without an attack that stands before it."""
-    if not isinstance(rule, AttackedRule):
-        return rule
-    if rule.attack is attack:
-        return _without(rule.inner, attack)
-    rule.inner = _without(rule.inner, attack)
-    return rule
-
-
-def _makes_one_model(kind: type[Aggregator]) -> bool:
-    overridden: Iterable[bool] = (
-        getattr(kind, hook) is not getattr(Aggregator, hook) for hook in ("model_of", "plan", "respond", "expected")
-    )
-    return not any(overridden)

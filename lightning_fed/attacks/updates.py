@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal
 
-import lightning as L
 import torch
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_number, check_option
-from lightning_fed.attacks.attack import Attack, attacked_entries
-from lightning_fed.messages import Broadcast, Client, ClientUpdate
+from lightning_fed.attacks.attack import AttackStep, attacked_entries
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.server.schedule import client_key, derive_seed
 
 
-class UpdateAttack(Attack):
+class UpdateAttack(AttackStep, ABC):
     """Base class of attacks that replace a client's update, entry by entry, when its visit is over.
 
     Args:
@@ -24,12 +23,6 @@ class UpdateAttack(Attack):
         seed: Seed of the clients that are drawn, and of what the attack draws.
 
     """
-
-    supports_vectorize = True
-
-    def __init__(self, clients: Sequence[Client] | int, seed: int = 0) -> None:
-        super().__init__(clients, seed)
-        self._broadcasts: dict[Client, Broadcast] = {}
 
     @abstractmethod
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
@@ -42,27 +35,13 @@ class UpdateAttack(Attack):
 
         """
 
-    def on_client_start(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
-    ) -> None:
-        """Keeps what a malicious client was sent."""
-        if client in self.malicious(trainer):
-            self._broadcasts[client] = broadcast
-
-    def on_client_end(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
-    ) -> None:
+    def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         """Replaces a malicious client's update."""
-        broadcast = self._broadcasts.pop(client, None)
-        if broadcast is None:
-            return
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, broadcast.round, client_key(client)))
-        for name in attacked_entries(update.state):
-            update.state[name] = self.fake(update.state[name], broadcast.state[name], generator)
-
-    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Forgets what a client was sent whose visit has failed."""
-        self._broadcasts.pop(client, None)
+        if update.client in self.malicious(self.info.clients):
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, sent.round, client_key(update.client)))
+            for name in attacked_entries(update.state):
+                update.state[name] = self.fake(update.state[name], sent.state[name], generator)
+        return update
 
 
 class SignFlip(UpdateAttack):

@@ -27,6 +27,7 @@ from lightning_fed.messages import Client
 from lightning_fed.model.batches import as_classes, find_inputs, find_target
 from lightning_fed.rounds.federated_callback import tell_of_model
 from lightning_fed.rounds.isolated_pass import isolated_pass, one_pass, prepare_batch
+from lightning_fed.rule import model_of
 from lightning_fed.server.schedule import Visit, client_key, derive_seed
 
 _log = logging.getLogger(__name__)
@@ -152,7 +153,7 @@ class OwnClassConfusion(L.Callback):
         state = local.global_state()
         try:
             for client in self._chosen(trainer):
-                client_state = federation.server.aggregator.model_of(client)
+                client_state = model_of(federation.server.rule, client)
                 local.load_client(client, state if client_state is None else client_state, trains=False)
                 tell_of_model(trainer, pl_module, client)
                 confusion = self._evaluate_client(trainer, pl_module, federation, client)

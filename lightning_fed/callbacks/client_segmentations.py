@@ -33,6 +33,7 @@ from lightning_fed.rounds.client_evaluation import limited_batches
 from lightning_fed.rounds.federated_callback import tell_of_model
 from lightning_fed.rounds.isolated_pass import isolated_pass, prepare_batch
 from lightning_fed.rounds.lightning_internals import datamodule_of
+from lightning_fed.rule import model_of
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class ClientSegmentations(L.Callback):
             state = local.global_state()
             try:
                 for client, loader in loaders.items():
-                    client_state = federation.server.aggregator.model_of(client)
+                    client_state = model_of(federation.server.rule, client)
                     local.load_client(client, state if client_state is None else client_state, trains=False)
                     tell_of_model(trainer, pl_module, client)
                     with seeded_generators(), isolated_pass(pl_module, is_reloaded=True):

@@ -23,7 +23,7 @@ from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.messages import Client, State
-from lightning_fed.method import Method, Protection, build_method
+from lightning_fed.method import Method, build_method
 from lightning_fed.model.entries import Policy, Selector, check_selectors, live_entries
 from lightning_fed.rounds.checkpoint_checks import check_file, check_method, check_model, count_of, describe_clients
 from lightning_fed.rounds.client_errors import describe_visit
@@ -46,12 +46,13 @@ from lightning_fed.rounds.round_log import RoundLog
 from lightning_fed.rounds.scheduler_steps import check_estimate, count_scheduler_steps
 from lightning_fed.rounds.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.rounds.trainer_checks import add_callbacks, check_schedulers, put_first
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator
 from lightning_fed.server.held_entries import HeldEntries
 from lightning_fed.server.interface import ServerInterface
-from lightning_fed.server.limits import UpdateLimits
 from lightning_fed.server.schedule import Cohort, Schedule, default_seed
 from lightning_fed.server.server import Server
+from lightning_fed.steps.chain import Chain
+from lightning_fed.steps.update_step import UpdateStep
 
 _log = logging.getLogger(__name__)
 
@@ -106,17 +107,9 @@ class Federation(L.Callback):
         visits: Whether the visits' batches are trained in one loop without what nobody looks at (``"fused"``), in
             Lightning's own (``"lightning"``), or fused where nothing stands in the way (``"auto"``; else the log says
             what). The results are the same.
-        privacy: Protection of the clients, such as :class:`~lightning_fed.privacy.CentralDP`; ``None`` for none.
-        secure_sum: A sum of the clients' steps of which the server sees no single one
-            (:class:`~lightning_fed.privacy.SecureSum`); ``None`` for none.
         vectorize: At most how many clients train at once, for small models; where they cannot, the log says why.
-        max_update_norm: Longest step of a client, as the Euclidean norm of (local - global) over the entries that
-            train: a number, or a multiple of the round's median (``"3 * median"``), for which the round's updates wait
-            for each other in memory. Longer steps are shortened to it, and counted in ``fed/shortened``. ``None`` for
-            any.
-        max_samples: Largest number of examples that counts, in weights and wherever the client with the most decides;
-            ``None`` for any.
-        weighting: What a client counts by: its ``"samples"``, or nothing (``"uniform"``): each as one of one example.
+        steps: What happens to an update between a client's training and the new global model, the innermost step first:
+            next to the model (:mod:`lightning_fed.steps`). Those of the method are inside of them.
         visit_timeout: Seconds after which a visit is broken off, where the data or the training step are waiting;
             ``None`` for any. It needs Unix, and a fit in the main thread.
         seed: Seed of the partition and the schedule; ``None`` takes that of ``lightning.seed_everything``, or else 0.
@@ -137,7 +130,7 @@ class Federation(L.Callback):
         the start of the round.
 
         Checkpoints hold ``rounds``, ``seed``, ``totals``, ``failed_rounds`` (ints), ``method``, ``clients`` (texts),
-        the states of ``aggregator`` and ``store``, ``initial_statistics`` (tensors; empty but for pooled statistics of
+        the states of ``chain`` and ``store``, ``initial_statistics`` (tensors; empty but for pooled statistics of
         unseen data) and ``held`` (which clients have which entries that do not train).
 
     Example:
@@ -173,20 +166,13 @@ class Federation(L.Callback):
         evaluate_clients_every: int = 1,
         vectorize: int = 1,
         visits: Literal["auto", "lightning", "fused"] = "auto",
-        privacy: Protection | None = None,
-        secure_sum: Protection | None = None,
-        max_update_norm: float | str | None = None,
-        max_samples: int | None = None,
-        weighting: Literal["samples", "uniform"] = "samples",
+        steps: Sequence[UpdateStep] = (),
         visit_timeout: float | None = None,
         seed: int | None = None,
     ) -> None:
         given = locals()
         self.arguments = {name: given[name] for name in inspect.signature(Federation).parameters}
         self.method = build_method(method)
-        for protection in (privacy, secure_sum):
-            if protection is not None:
-                self.method = protection.protect(self.method)
         options = SimpleNamespace(**_settle(self.method, self.arguments))
         check_option("partial_work", options.partial_work, ("keep", "drop"))
         check_option("batch_norm", options.batch_norm, get_args(BatchNormMode))
@@ -204,9 +190,9 @@ class Federation(L.Callback):
         check_option("optimizer_state", options.optimizer_state, ("reset", "keep"))
         if not (partition is None or isinstance(partition, Partition)):
             raise TypeError(f"Expected `partition` to be a Partition object such as `IID(10)`, but got {partition!r}.")
-        limits = UpdateLimits(max_update_norm, max_samples, weighting)
-        self.server: ServerInterface = Server(self.method.aggregator, min_clients, limits)
-        self._fresh_aggregator = copy.deepcopy(self.server.aggregator.state_dict())
+        chain = Chain(self.method.aggregator, [*self.method.steps, *steps])
+        self.server: ServerInterface = Server(chain, min_clients)
+        self._fresh_chain = copy.deepcopy(chain.state_dict())
         self.partition = partition
         seed = default_seed() if seed is None else seed
         work = options.local_epochs, options.local_steps
@@ -223,8 +209,11 @@ class Federation(L.Callback):
         self.partial_work: Literal["keep", "drop"] = options.partial_work
         self.store = build_store(store)
         self.evaluate_clients_every = check_count("evaluate_clients_every", evaluate_clients_every, lowest=0)
-        if privacy is not None:  # scores of single clients are nothing that noise covers
+        if chain.reveals == "model" and self.evaluate_clients_every:
             self.evaluate_clients_every = 0
+            _log.info(
+                "Clients are not evaluated one by one: the scores of single clients are nothing that noise covers."
+            )
         self.vectorize = check_count("vectorize", vectorize)
         check_option("visits", visits, get_args(VisitsMode))
         self.visits: VisitsMode = visits
@@ -394,7 +383,9 @@ class Federation(L.Callback):
         """Checks the Trainer, puts the round's loader in place, adds the method's callbacks."""
         self._is_fit, self._models.is_lost = stage == "fit", False
         strategy = sharing_strategy(trainer)
-        add_callbacks(trainer, self, [*self.method.callbacks, *(strategy.callbacks() if strategy is not None else ())])
+        own = [callback for step in self.server.chain.steps for callback in step.callbacks()]
+        shared = strategy.callbacks() if strategy is not None else ()
+        add_callbacks(trainer, self, [*self.method.callbacks, *own, *shared])
         if self.batch_norm == "local" and self.unseen_statistics != "pooled":
             add_callbacks(trainer, self, [UnseenData(self.unseen_statistics, self.store)])
         previous, self._trainer = self._trainer, trainer
@@ -409,7 +400,8 @@ class Federation(L.Callback):
             self._fit.initial_statistics, self.server.held, self._fit.unset = initial_statistics, held, unset
             self.store.restore(rounds, self.store.checkpoint(rounds))
         else:
-            self.server.aggregator.load_state_dict(copy.deepcopy(self._fresh_aggregator))
+            self.server.chain.load_state_dict(copy.deepcopy(self._fresh_chain))
+            self.schedule.secret = None
         put_first(trainer, self, Federation)
         self._loop.attach(trainer, pl_module, self.partition)
 
@@ -419,7 +411,7 @@ class Federation(L.Callback):
         if self._loop.is_planned and self._fit.remote is None:
             check_estimate(self._fit)
         policies = self._decide_policies(trainer, pl_module)
-        check_sliced(pl_module, policies, self.server.aggregator, self.measures_batch_norm, self.optimizer_state)
+        check_sliced(pl_module, policies, self.server.rule, self.measures_batch_norm, self.optimizer_state)
         self._loop.start_fit(policies, self.vectorize, self.visits)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -518,7 +510,7 @@ class Federation(L.Callback):
         self._fit.progress.patch(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the rounds' counts, method, clients, states of aggregator and store, and what the fit began with."""
+        """Returns the rounds' counts, method, clients, states of chain and store, and what the fit began with."""
         module = self._trainer.lightning_module if self._trainer is not None and self._fit.round is None else None
         return {
             "rounds": self.rounds,
@@ -527,7 +519,7 @@ class Federation(L.Callback):
             "clients": self._clients,
             "totals": self.round_log.state_dict(),
             "failed_rounds": self._loop.failed_rounds.state_dict(),
-            "aggregator": self.server.aggregator.state_dict() if self._fit.round is None else self.server.state_before,
+            "chain": self.server.chain.state_dict() if self._fit.round is None else self.server.state_before,
             "store": self.store.checkpoint(self.rounds),
             "initial_statistics": self._fit.initial_statistics,
             "held": self.server.held.state_dict(None if module is None else live_entries(module)),
@@ -554,7 +546,7 @@ class Federation(L.Callback):
             _log.warning("The checkpoint's rounds were drawn with seed %d; from now on it is seed %d.", then, now)
         self.round_log.load_state_dict(state_dict["totals"])
         self._loop.failed_rounds.load_state_dict(state_dict["failed_rounds"])
-        self.server.aggregator.load_state_dict(state_dict["aggregator"])
+        self.server.chain.load_state_dict(state_dict["chain"])
         self._models.restore(self.rounds, state_dict["store"], must=self._is_fit)
         self._fit.initial_statistics = state_dict.get("initial_statistics", {})  # not in checkpoints of older versions
         self.server.held.load_state_dict(state_dict.get("held", {}))

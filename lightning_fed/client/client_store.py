@@ -10,7 +10,7 @@ import logging
 import os
 import urllib.parse
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,10 @@ class ClientStore(ABC):
     @abstractmethod
     def put(self, client: Client, round: int, state: State) -> None:
         """Replaces the client's tensors as of ``round``; an empty state forgets the client."""
+
+    @abstractmethod
+    def settle(self, round: int, clients: Collection[Client]) -> None:
+        """Takes back what was put as of ``round``, but for these clients': those whose updates counted."""
 
     @abstractmethod
     def checkpoint(self, round: int) -> dict[str, Any]:
@@ -103,6 +107,11 @@ class MemoryStore(ClientStore):
             self._add_round(self._states)
             self._round, self._of_round = round, {}
         self._of_round[client] = copy_state(state)
+
+    def settle(self, round: int, clients: Collection[Client]) -> None:
+        """Takes back the tensors of the others."""
+        if round == self._round:
+            self._of_round = {client: state for client, state in self._of_round.items() if client in clients}
 
     def checkpoint(self, round: int) -> dict[str, Any]:
         """All clients' tensors as of the end of round ``round - 1``."""
@@ -240,6 +249,17 @@ class FolderStore(ClientStore):
             self._of_round = round, []
         self._of_round[1].append(client)
 
+    def settle(self, round: int, clients: Collection[Client]) -> None:
+        """Deletes the others' versions of the round."""
+        if self._of_round[0] != round:
+            return
+        refused = [client for client in self._of_round[1] if client not in clients]
+        self._of_round = round, [client for client in self._of_round[1] if client in clients]
+        for client in refused:
+            (self._folder(client) / f"{round:08d}.safetensors").unlink(missing_ok=True)
+            if not self._versions(client):
+                self._kept.discard(client)
+
     def checkpoint(self, round: int) -> dict[str, Any]:
         """Deletes the versions that neither this checkpoint nor the one before it needs."""
         if round > self._last_checkpoint:
@@ -313,6 +333,7 @@ class FolderStore(ClientStore):
 
     def join(self, round: int, share: Any) -> None:
         """Notes that the versions of these clients are this run's."""
+        self._of_round = round, [*self.share(round), *share]
         self._written.update(share)
         self._kept.update(share)
         self._prunable.update(share)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -49,8 +49,8 @@ class LocalOptimizers:
             with ``step_schedulers``, they step from its state at the end of the visit with the most examples.
 
     Attributes:
-        largest: The visit with the most examples so far, of equals the first: number of examples, position in the
-            round times -1, and state of the schedulers; ``None`` if no state outlives the visits.
+        finals: Number of examples and final state of the schedulers of every visit, by its position in the round; empty
+            if no state outlives the visits.
 
     """
 
@@ -69,7 +69,7 @@ class LocalOptimizers:
         self.scaler = scaler
         self.mode = mode
         self._start = self._capture()
-        self.largest: tuple[int, int, dict[str, Any]] | None = None
+        self.finals: dict[int, tuple[int, dict[str, Any]]] = {}
 
     @property
     def start(self) -> dict[str, Any]:
@@ -82,14 +82,14 @@ class LocalOptimizers:
         Args:
             num_samples: The client's examples.
             position: Index of the visit in the round.
-            final_state: The state in its ``largest``.
+            final_state: The state in its ``finals``.
 
         """
-        if self.goes_on and (self.largest is None or (num_samples, -position) > self.largest[:2]):
-            self.largest = (num_samples, -position, {**self._start, **final_state})
+        if self.goes_on:
+            self.finals[position] = num_samples, {**self._start, **final_state}
 
     def advanced(self, steps: Sequence[int]) -> dict[str, Any]:
-        """The final state of a visit in which the per-step schedulers have made some steps, as ``largest`` has it.
+        """The final state of a visit in which the per-step schedulers have made some steps, as ``finals`` has it.
 
         They make them here, so that no number of a visit elsewhere is needed but theirs.
 
@@ -147,15 +147,22 @@ class LocalOptimizers:
             position: Index of the visit in the round.
 
         """
-        # Of equals the first by its position: visits that train at once end in another order.
-        if self.goes_on and (self.largest is None or (num_samples, -position) > self.largest[:2]):
-            self.largest = (num_samples, -position, self._capture(buffers=False))
+        if self.goes_on:
+            self.finals[position] = num_samples, self._capture(buffers=False)
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
 
-    def end_round(self) -> None:
-        """Resets the buffers, and keeps the learning rates that epoch schedulers have set."""
+    def end_round(self, counting: Collection[int]) -> None:
+        """Resets the buffers, and keeps the learning rates that epoch schedulers have set.
+
+        Args:
+            counting: Positions of the visits whose updates count: the schedulers go on from the one with the most
+                examples, of equals the first.
+
+        """
         stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
-        largest = self._start if self.largest is None else self.largest[2]
+        finals = {position: self.finals[position] for position in counting if position in self.finals}
+        position = max(finals, key=lambda position: (finals[position][0], -position), default=None)
+        largest = self._start if position is None else finals[position][1]
         groups = [
             final if id(optimizer) in stepped else _hyperparameters(optimizer)
             for optimizer, final in zip(self.optimizers, largest["groups"], strict=True)

@@ -21,7 +21,7 @@ from lightning_fed.atomic_files import RoundCheckpoint
 from lightning_fed.compare.central import central_trainer
 from lightning_fed.compare.method_options import MethodChoice
 from lightning_fed.recipe import FederatedCLI
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import ClusteredAggregator
 
 CHECKPOINT = "last.ckpt"
 """Name of a run's checkpoint after its last complete round."""
@@ -183,7 +183,7 @@ def _make_trainer(cli: FederatedCLI, run: Run) -> tuple[Any, bool]:
         federation = run.method.federation(trainer.federation.replace(stragglers=run.stragglers))
         trainer.callbacks[trainer.callbacks.index(trainer.federation)] = federation
         trainer.federation = federation
-        has_several = type(federation.server.aggregator).model_of is not Aggregator.model_of
+        has_several = isinstance(federation.server.rule, ClusteredAggregator)
         has_own_models = federation.has_personal_entries or has_several
     trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, _NOT_KEPT)]
     return trainer, has_own_models

@@ -17,8 +17,8 @@ from lightning_fed.data.visit_costs import VisitCosts, balance_loads
 from lightning_fed.errors import VisitTimeout, describe
 from lightning_fed.messages import Client
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
-from lightning_fed.server.limits import find_bad_count
 from lightning_fed.server.schedule import Cohort, Visit
+from lightning_fed.steps.weights import find_bad_count
 
 _log = logging.getLogger(__name__)
 

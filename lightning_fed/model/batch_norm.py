@@ -144,7 +144,7 @@ def limit_counts(
     Args:
         reports: The clients' statistics, of :meth:`InputStatistics.as_extras`.
         reported: Number of examples of each client.
-        counted: Number of examples that counts of each, see :class:`~lightning_fed.server.limits.UpdateLimits`.
+        counted: Number of examples that counts of each, see :class:`~lightning_fed.steps.WeightStep`.
 
     Example:
         >>> reports = [{"batch_norm:0:count": torch.tensor(64.0)}, {"batch_norm:0:count": torch.tensor(1e9)}]

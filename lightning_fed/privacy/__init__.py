@@ -5,14 +5,10 @@ from lightning_fed.privacy.accounting import calibrate as calibrate
 from lightning_fed.privacy.audit import Audit as Audit
 from lightning_fed.privacy.audit import audit_mean as audit_mean
 from lightning_fed.privacy.audit import empirical_epsilon as empirical_epsilon
-from lightning_fed.privacy.callbacks import ClippedSteps as ClippedSteps
-from lightning_fed.privacy.callbacks import PrivacyBudget as PrivacyBudget
 from lightning_fed.privacy.central import CentralDP as CentralDP
+from lightning_fed.privacy.central import PrivacyBudget as PrivacyBudget
 from lightning_fed.privacy.dpsgd import DPSGD as DPSGD
-from lightning_fed.privacy.mean import PrivateMean as PrivateMean
 from lightning_fed.privacy.ring import Ring as Ring
-from lightning_fed.privacy.secure_sum import RingSteps as RingSteps
-from lightning_fed.privacy.secure_sum import SecureMean as SecureMean
 from lightning_fed.privacy.secure_sum import SecureSum as SecureSum
 
 __all__ = [
@@ -20,12 +16,8 @@ __all__ = [
     "Audit",
     "Budget",
     "CentralDP",
-    "ClippedSteps",
     "PrivacyBudget",
-    "PrivateMean",
     "Ring",
-    "RingSteps",
-    "SecureMean",
     "SecureSum",
     "audit_mean",
     "calibrate",

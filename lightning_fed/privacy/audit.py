@@ -5,19 +5,21 @@ Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run", NeurIPS
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from scipy.stats import binom
 
+from lightning_fed.algorithms.fedavg import FedAvg
 from lightning_fed.argument_checks import check_count
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.privacy.accounting import Budget
-from lightning_fed.privacy.mean import PrivateMean
-from lightning_fed.server.schedule import Schedule
+from lightning_fed.privacy.central import CentralDP
+from lightning_fed.rule import RoundInfo
+from lightning_fed.server.schedule import Schedule, SecretSampling
 from lightning_fed.server.server import Server
+from lightning_fed.steps.chain import Chain
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def audit_mean(
     confidence: float = 0.95,
     key_for_tests: int | None = None,
 ) -> Audit:
-    """Audits the rule of :class:`~lightning_fed.privacy.CentralDP`, with canaries in the place of its clients.
+    """Audits :class:`~lightning_fed.privacy.CentralDP`, with canaries in the place of its clients.
 
     A coin decides of every canary if it is a client. Those that are send in every round in which they are drawn a step
     as long as the clip, each in a direction of its own. Afterwards those of whose direction there is most in the model
@@ -83,15 +85,17 @@ def audit_mean(
     if not 1 <= half <= num_canaries // 2:
         raise ValueError(f"Expected `share` to make from 2 to {num_canaries} guesses, but got {share}.")
     is_there = np.random.default_rng(np.random.SeedSequence([seed])).random(num_canaries) < 0.5
-    rule = PrivateMean(1.0)
-    rule.begin(budget, secrets.randbits(128) if key_for_tests is None else key_for_tests)
-    server = Server(rule)
+    dp = CentralDP(1.0, budget.delta, budget.noise_multiplier, sampling=budget.sampling, accountant=budget.accountant)
+    key = dp.draw_key() if key_for_tests is None else key_for_tests
+    dp.begin(budget, key)
+    server = Server(Chain(FedAvg(), [dp]))
     schedule = Schedule(clients_per_round=budget.cohort)
+    schedule.secret = SecretSampling(key, budget.sampling == "poisson")
     scores = torch.zeros(num_canaries, dtype=torch.float64)
     for round in range(rounds):
         start = torch.zeros(num_canaries, dtype=torch.float64)
-        server.start_round(round, {"model": start})
-        for visit in schedule.cohort(round, range(budget.population), sampling=rule.sampling()).visits:
+        server.start_round(RoundInfo(round), {"model": start})
+        for visit in schedule.cohort(round, range(budget.population)).visits:
             client = int(visit.client)
             server.sent(client, server.prepare(client))
             state = start.clone()

@@ -1,39 +1,74 @@
-"""Central differential privacy, with a client as its unit.
+"""Central differential privacy, with a client as its unit: an update step, and the callback that watches its budget.
 
 McMahan, Ramage, Talwar & Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018.
 https://arxiv.org/abs/1710.06963
+Andrew, Thakkar, McMahan & Ramaswamy, "Differentially Private Learning with Adaptive Clipping", NeurIPS 2021.
+https://arxiv.org/abs/1905.03871
 """
 
 from __future__ import annotations
 
-import copy
+import hashlib
+import logging
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-from lightning_fed.algorithms.fairavg import FairAvg
+import lightning as L
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
 from lightning_fed.algorithms.fedavg import FedAvg
-from lightning_fed.algorithms.fedprox import FedProx
-from lightning_fed.algorithms.fedrep import HeadThenBody
-from lightning_fed.algorithms.proximal_term import ProximalTerm
-from lightning_fed.algorithms.server_optimizer import averaging_rule
-from lightning_fed.argument_checks import check_count, check_number, check_option
-from lightning_fed.method import Method, Protection
-from lightning_fed.privacy.accounting import Accountant, Sampling
-from lightning_fed.privacy.callbacks import ClippedSteps, PrivacyBudget, protected_rule
-from lightning_fed.privacy.mean import PrivateMean
+from lightning_fed.argument_checks import check_number, check_option
+from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.errors import BadUpdate, OptionError
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.model.entries import batch_norm_statistics
+from lightning_fed.numerics.precision import cast_back, to_float64
+from lightning_fed.privacy.accounting import Accountant, Budget, Sampling, budget_of, plan_budget
+from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.rounds.lightning_internals import is_overridden
+from lightning_fed.rounds.synchronisation import process_group_of
+from lightning_fed.rule import Aggregator, RoundInfo
+from lightning_fed.server.schedule import SecretSampling
+from lightning_fed.steps.update_step import Arrived, Held, UpdateStep
 
-AVERAGES = (FedAvg, FairAvg, FedProx)  # of which the noised mean takes the place
-CALLBACKS = (ProximalTerm, HeadThenBody)  # which send nothing of their own
+_log = logging.getLogger(__name__)
+
+CLIP = "privacy/clip"
+IS_SHORT = "privacy/is_short"
 
 
-class CentralDP(Protection):
+class CentralDP(UpdateStep):
     r"""Central differential privacy of a federation: a bound on all that the model tells about any one client.
 
-    Clients clip their steps to a length, and the server, which sees them, adds noise to their sum
-    (:class:`PrivateMean`). Nothing else of the clients is in the model or in the log. The bound holds for whoever sees
+    Clients clip their steps to a length, and the server, which sees them, adds noise to their sum. Nothing else of the
+    clients is in the model or in the log.
+
+    .. math:: w_{t+1} = w_t + \frac{1}{q N} \left( \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right) +
+        \mathcal{N}(0, z_\Delta^2 C^2 I) \right)
+
+    The divisor is the expected number of clients, never that of those who came; all count the same. The step is over
+    all floating-point entries that travel; an update that is longer than C by more than rounding is left out, and what
+    is longer by rounding is clipped once more. Integer entries keep the server's value.
+
+    With ``adaptive`` the clip follows a quantile :math:`\gamma` of the steps' lengths:
+
+    .. math:: C \leftarrow C \exp(-\eta_C (\tilde b - \gamma)), \qquad
+        \tilde b = \frac{1}{2} + \frac{1}{q N} \left( \sum_i \left( [\lVert u_i \rVert \le C] - \frac{1}{2} \right) +
+        \mathcal{N}(0, \sigma_b^2) \right), \qquad
+        z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}
+
+    The noise is a function of (key, round, entry): a round that is done again, after a crash, has the same noise, for
+    with another it would be a second release. The bound holds for whoever sees
     the model of every round; the server is trusted. It is of use with many clients: with 12 of 12 clients in 50 rounds
     and :math:`z = 1`, epsilon is 41 for :math:`\delta = 0.01`.
 
-    The methods are averages (``fedavg``, ``fairavg``, ``fedprox``, ``fedper``, ``fedrep``, ``fedbn``) and server
-    optimizers after them; clients count the same, whatever their numbers of examples. Others are refused.
+    The rule is ``fedavg``, with all callbacks that send nothing of their own (``fedprox``, ``fedper``, ``fedrep``,
+    ``fedbn``) and with any step inside, a server's optimizer, say. Other rules are refused.
 
     Args:
         clip: Length C of a client's step, over all parameters that travel; the first one with ``adaptive``.
@@ -47,15 +82,14 @@ class CentralDP(Protection):
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
         quantile: With ``adaptive``: the share of the steps that the clip is to leave as they are.
         clip_rate: With ``adaptive``: the rate at which the clip follows.
-        count_noise: With ``adaptive``: the noise of the count of short steps, over the expected number of clients.
-        key_for_tests: A key that is known, for tests: with it nothing is private. ``None`` for one that
-            :mod:`secrets` draws.
-        noise_cohort: For studies: the number of clients in a round whose noise is simulated while fewer train. Their
-            mean has the noise that the mean of so many would have, a standard deviation of
-            :math:`z C / \mathrm{noise\_cohort}`, and the budget is that of so many. It is simulated, and so labelled:
-            nothing of these clients is bounded.
-        noise_population: The number of clients from which those of ``noise_cohort`` would be drawn; ``None`` for the
-            federation's.
+
+    Attributes:
+        count_noise: With ``adaptive``: standard deviation :math:`\sigma_b` of the noise of the count of short steps, as
+            a share of the expected number of clients.
+        clip: The clip of the round to come.
+        rounds: Number of rounds that were released.
+        budget: What a round costs; ``None`` before :meth:`begin`.
+        key: The secret key, 128 bits; ``None`` before :meth:`begin`.
 
     Raises:
         ValueError: If an argument is out of its range, or not one of ``noise_multiplier`` and ``epsilon`` is given; for
@@ -64,19 +98,23 @@ class CentralDP(Protection):
     Note:
         Logged are ``privacy/epsilon`` and ``privacy/delta`` of all rounds so far, ``privacy/noise_std`` (of the sum, at
         every coordinate) and ``privacy/clip``; with ``adaptive`` also ``privacy/clipped_share``, from the noised count.
-        The draws of clients and the noise come from a secret key, which is in checkpoints. Noise is drawn with
+        The draws of clients and the noise come from a secret key, which is in checkpoints: who has one can take
+        the noise away. Noise is drawn with
         floating-point numbers: attacks on their last bits (Mironov 2012) are not guarded against.
 
     Example:
         >>> from lightning_fed import Federation
-        >>> federation = Federation("fedadam", privacy=CentralDP(clip=1.0, delta=1e-4, noise_multiplier=1.0))
-        >>> type(federation.method.aggregator.inner).__name__
-        'PrivateMean'
+        >>> federation = Federation("fedadam", steps=[CentralDP(clip=1.0, delta=1e-4, noise_multiplier=1.0)])
+        >>> [type(step).__name__ for step in federation.server.chain.steps]
+        ['ServerOptimizer', 'CentralDP']
 
     References:
         McMahan et al., ICLR 2018, Algorithm 1.
 
     """
+
+    reveals: Literal["model"] = "model"
+    count_noise: float = 0.05
 
     def __init__(
         self,
@@ -90,10 +128,6 @@ class CentralDP(Protection):
         accountant: Accountant = "rdp",
         quantile: float = 0.5,
         clip_rate: float = 0.2,
-        count_noise: float = 0.05,
-        key_for_tests: int | None = None,
-        noise_cohort: int | None = None,
-        noise_population: int | None = None,
     ) -> None:
         if (noise_multiplier is None) == (epsilon is None):
             raise ValueError(
@@ -101,7 +135,7 @@ class CentralDP(Protection):
                 f" epsilon={epsilon}."
             )
         positive = {"clip": clip, "noise_multiplier": noise_multiplier, "epsilon": epsilon, "max_epsilon": max_epsilon}
-        positive |= {"clip_rate": clip_rate, "count_noise": count_noise}
+        positive["clip_rate"] = clip_rate
         for name, value in positive.items():
             if value is not None and not 0 < check_number(name, value) < float("inf"):
                 raise ValueError(f"Expected `{name}` to be greater than 0 and finite, but got {value}.")
@@ -112,50 +146,434 @@ class CentralDP(Protection):
         check_option("accountant", accountant, ("rdp", "pld"))
         if sampling == "fixed" and accountant == "pld":
             raise ValueError("Expected accountant='rdp' for sampling='fixed': the other has no bound for it.")
-        self.clip, self.delta, self.noise_multiplier, self.epsilon = clip, delta, noise_multiplier, epsilon
+        self.delta, self.noise_multiplier, self.epsilon = delta, noise_multiplier, epsilon
         self.adaptive, self.max_epsilon = adaptive, epsilon if max_epsilon is None else max_epsilon
         self.sampling, self.accountant = sampling, accountant
-        self.quantile, self.clip_rate, self.count_noise = quantile, clip_rate, count_noise
-        if noise_population is not None and noise_cohort is None:
-            raise ValueError(f"Expected `noise_cohort` with noise_population={noise_population}, but got None.")
-        self.noise_cohort = None if noise_cohort is None else check_count("noise_cohort", noise_cohort)
-        self.noise_population = None if noise_population is None else check_count("noise_population", noise_population)
-        self.key_for_tests = None if key_for_tests is None else check_count("key_for_tests", key_for_tests, lowest=0)
+        self.quantile, self.clip_rate = quantile, clip_rate
+        self.clip = self.first_clip = float(clip)
+        self.rounds = 0
+        self.budget: Budget | None = None
+        self.key: int | None = None
+        self._last: dict[str, float] = {}
 
-    def protect(self, method: Method) -> Method:
-        """The method with clipped steps, and a noised mean in the place of its average.
+    def draw_key(self) -> int:
+        """A new secret key."""
+        return secrets.randbits(128)
+
+    def plan(self, population: int, cohort: int, rounds: int | None) -> Budget:
+        """The cost of a round.
+
+        Args:
+            population: Number of clients.
+            cohort: Expected number of clients in a round.
+            rounds: Rounds of the fit; ``None`` for any.
 
         Raises:
-            ValueError: If its rule is no average, or a callback of its own sends what no noise covers.
+            ValueError: If no noise keeps within ``epsilon``.
 
         """
-        rule = averaging_rule(method.aggregator)
-        if type(rule) not in AVERAGES:
-            raise ValueError(
-                f"Expected a method whose result is a sum of clients' steps for differential privacy, but"
-                f" {type(rule).__name__} is none: take 'fedavg', 'fedprox', or a server's optimizer after them."
-            )
-        others = [callback for callback in method.callbacks if type(callback) not in CALLBACKS]
-        if others:
-            raise ValueError(
-                f"Expected a method whose clients send steps alone for differential privacy, but"
-                f" {type(others[0]).__name__} sends more."
-            )
-        mean = PrivateMean(
-            self.clip, self.adaptive, self.quantile, self.clip_rate, self.count_noise, rule.required_callbacks()
-        )
-        budget = PrivacyBudget(
-            self.noise_multiplier,
+        known = None if self.budget is None else self.budget.noise_multiplier  # of a fit that goes on
+        return plan_budget(
+            self.noise_multiplier if self.noise_multiplier is not None else known,
             self.epsilon,
             self.delta,
-            self.max_epsilon,
+            population,
+            cohort,
+            rounds,
             self.sampling,
             self.accountant,
-            self.key_for_tests,
-            self.noise_cohort,
-            self.noise_population,
         )
-        protected = copy.copy(method)
-        protected.aggregator = protected_rule(method.aggregator, mean)
-        protected.callbacks = (*method.callbacks, ClippedSteps(self.adaptive), budget)
-        return protected
+
+    def begin(self, budget: Budget, key: int) -> None:
+        """Starts a fit, or goes on with one.
+
+        Args:
+            budget: What a round costs.
+            key: The secret key.
+
+        Raises:
+            ValueError: If the fit that is gone on with has another budget, or the count needs more noise.
+
+        """
+        if self.budget is not None and self.budget != budget:
+            raise OptionError(f"Expected the budget that the rounds so far had, {self.budget}, but got {budget}.")
+        self.budget, self.key = budget, key
+        self.step_noise  # noqa: B018 - raises
+
+    @property
+    def sensitivity(self) -> float:
+        """Most by which one client changes a sum of steps of length 1: 2 where it is another in its place."""
+        assert self.budget is not None
+        return 1.0 if self.budget.sampling == "poisson" else 2.0
+
+    @property
+    def step_noise(self) -> float:
+        r"""Noise multiplier :math:`z_\Delta` of the steps: larger than z where the count has a part in the budget.
+
+        Raises:
+            ValueError: If z is at least twice the count's noise.
+
+        """
+        assert self.budget is not None
+        z = self.budget.noise_multiplier
+        if not self.adaptive:
+            return z
+        # A client moves the count by 1/2 or -1/2, so that one that comes or goes changes it by 1/2.
+        twice = 2 * self.count_noise * self.budget.cohort / self.sensitivity
+        if z >= twice:
+            raise OptionError(
+                f"Expected a noise multiplier below {twice:g}, twice the noise of the count of an adaptive clip, but"
+                f" got {z:g}: take more clients in a round."
+            )
+        return float((z**-2 - twice**-2) ** -0.5)
+
+    @property
+    def cohort(self) -> int:
+        """Expected number of clients in a round: the divisor of the sum."""
+        assert self.budget is not None
+        return self.budget.cohort
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise of the sum, at every coordinate, in this round."""
+        return self.step_noise * self.sensitivity * self.clip
+
+    def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
+        """Refuses a rule that makes more of updates than their average, and a second noise."""
+        if type(rule) is not FedAvg:
+            raise OptionError(
+                "Expected a method whose result is a sum of clients' steps for differential privacy, but"
+                f" {type(rule).__name__} is none: take 'fedavg', 'fedprox', or a server's optimizer after them."
+            )
+        if sum(isinstance(step, CentralDP) for step in steps) > 1:
+            raise OptionError("Expected one `CentralDP`, but got several.")
+
+    def callbacks(self) -> Sequence[Any]:
+        """The budget, which is settled before a fit and watched in it."""
+        return [PrivacyBudget(self)]
+
+    def start(self, info: RoundInfo, state: State) -> None:
+        """Starts a round.
+
+        Raises:
+            ValueError: If there are complex entries.
+
+        """
+        refuse_complex(state)
+        super().start(info, state)
+
+    def on_send(self, broadcast: Broadcast) -> None:
+        """Tells the client the clip."""
+        broadcast.extras[CLIP] = torch.tensor(self.clip, dtype=torch.float64)
+
+    @torch.no_grad()
+    def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
+        """Clips the step; all else that would tell of the client stays with it.
+
+        That is its number of examples, its metrics, and what its module has written into parameters without gradient.
+        """
+        update.state |= {name: sent.state[name] for name in self.info.untrained if name in update.state}
+        clip, steps = float(sent.extras[CLIP]), self._steps(update, sent.state)
+        length = step_length(steps)
+        factor = clip_factor(length, clip)
+        if factor < 1:
+            update.state |= {
+                name: cast_back(to_float64(sent.state[name]) + factor * step, sent.state[name])
+                for name, step in steps.items()
+            }
+        if self.adaptive:
+            update.extras[IS_SHORT] = torch.tensor(float(length <= clip))
+        update.num_samples, update.metrics = 1, {}
+        return update
+
+    @torch.no_grad()
+    def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
+        """Checks the length of a step.
+
+        Raises:
+            BadUpdate: If it is too long, or sends something that the noise does not cover.
+
+        """
+        expected = {IS_SHORT} if self.adaptive else set()
+        if update.extras.keys() != expected:
+            raise BadUpdate(f"it sends {sorted(update.extras)} along, and not {sorted(expected)}: no noise covers it")
+        length = step_length(self._steps(update, sent))
+        if not length <= self.clip + rounding_of(sent, self.clip):
+            raise BadUpdate(f"its step is {length:g} long, longer than the clip of {self.clip:g}")
+        update.num_samples = 1
+        return update
+
+    def hold(self) -> PrivateSum:
+        """The sum."""
+        return PrivateSum(self)
+
+    def release(self, total: State, short_count: float) -> State:
+        """The noised mean; of nobody it is noise alone.
+
+        Args:
+            total: The sum of the clipped steps, float64.
+            short_count: 1/2 for every client whose step was short enough, -1/2 for one whose was not.
+
+        Raises:
+            RuntimeError: Before :meth:`begin`.
+
+        """
+        if self.budget is None or self.key is None:
+            raise RuntimeError("`CentralDP` must `begin` before its first round.")
+        new, std, cohort = dict(self.state), self.noise_std, self.cohort
+        for name in self.names:
+            old = to_float64(self.state[name])
+            noised = self.noise(name, old.shape, std).to(old.device)
+            if name in total:
+                noised += total[name].to(old.device)
+            new[name] = old + noised / cohort
+        self.rounds += 1
+        self._last = {"privacy/delta": self.budget.delta, "privacy/noise_std": std, "privacy/clip": self.clip}
+        if self.adaptive:
+            noise = self.noise("", torch.Size([1]), self.count_noise * cohort)
+            share = 0.5 + (short_count + float(noise)) / cohort
+            self._last["privacy/clipped_share"] = 1 - share
+            self.clip *= math.exp(-self.clip_rate * (share - self.quantile))
+        return new
+
+    def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
+        """The budget so far, and the noise and the clip of the round."""
+        if self.budget is None or not self._last:
+            return {}
+        return {"privacy/epsilon": self.budget.epsilon(self.rounds), **self._last}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The key, the budget, the number of rounds and the clip."""
+        return {
+            "key": "" if self.key is None else f"{self.key:032x}",
+            "budget": {} if self.budget is None else self.budget.state_dict(),
+            "rounds": self.rounds,
+            "clip": self.clip,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores it."""
+        self.key = int(state["key"], 16) if state.get("key") else None
+        self.budget = budget_of(state["budget"]) if state.get("budget") else None
+        self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
+
+    @property
+    def names(self) -> list[str]:
+        """The entries that are clipped and noised: floating-point ones that train."""
+        untrained = self.info.untrained
+        return [name for name, value in self.state.items() if value.is_floating_point() and name not in untrained]
+
+    def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
+        """Noise of this round for an entry, float64, a function of (key, round, name).
+
+        Args:
+            name: Name of the entry; empty for the count of short steps.
+            shape: Shape of the entry.
+            std: Standard deviation.
+
+        """
+        assert self.key is not None
+        entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
+        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([self.key, self.info.round, entry])))
+        return torch.from_numpy(np.asarray(std * generator.standard_normal(tuple(shape))))
+
+    def _steps(self, update: ClientUpdate, sent: State) -> State:
+        return {name: to_float64(update.state[name]) - to_float64(sent[name]) for name in self.names}
+
+
+class PrivateSum(Held):
+    """The sum of a round's clipped steps, in the memory of one model.
+
+    Args:
+        step: The step that holds it.
+
+    """
+
+    def __init__(self, step: CentralDP) -> None:
+        self._step = step
+        self.total: State = {}
+        self.short_count = 0.0
+        self.members: tuple[Client, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the step, which every process has."""
+        return {name: value for name, value in vars(self).items() if name != "_step"}
+
+    @torch.no_grad()
+    def add(self, update: ClientUpdate, sent: State) -> None:
+        """Adds a clipped step, or the mean of several times their number; what is longer by rounding is clipped again."""
+        step = self._step
+        steps = {name: to_float64(update.state[name]) - to_float64(sent[name]) for name in step.names}
+        factor = clip_factor(step_length(steps), step.clip) * update.num_samples
+        self._join({name: value * factor for name, value in steps.items()})
+        if step.adaptive:
+            self.short_count += 0.5 if bool((update.extras[IS_SHORT] > 0).all()) else -0.5
+        self.members += update.clients
+
+    def merge(self, other: PrivateSum) -> None:
+        """Joins the sum of another process."""
+        self._join(other.total)
+        self.short_count += other.short_count
+        self.members += other.members
+
+    def release(self) -> Sequence[Arrived]:
+        """The noised mean, as one update; also of nobody."""
+        state = self._step.release(self.total, self.short_count)
+        return [(ClientUpdate("sum", 1, state, members=self.members), self._step.state)]
+
+    def _join(self, total: State) -> None:
+        for name, value in total.items():
+            self.total[name] = self.total[name] + value.to(self.total[name].device) if name in self.total else value
+
+
+class PrivacyBudget(FederatedCallback):
+    """Settles the noise of central differential privacy before the first round, and ends the fit within its budget.
+
+    Args:
+        step: The step that adds the noise.
+
+    """
+
+    supports_vectorize = True
+    keeps_privacy = True
+
+    def __init__(self, step: CentralDP) -> None:
+        self.step = step
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuses what would tell of clients beside the noise, sets the noise and draws the key.
+
+        Raises:
+            MisconfigurationException: If something else leaves the clients.
+            ValueError: If the budget cannot be kept.
+
+        """
+        federation, step = find_federation(trainer), self.step
+        refuse_other_messages(trainer)
+        _refuse_other_releases(trainer, pl_module, federation)
+        if not federation.has_server:
+            return
+        population = len(federation.find_population().clients)
+        budget = step.plan(population, federation.schedule.cohort_size(population), trainer.max_epochs)
+        budget.epsilon(1)  # an accountant that is not installed is missed now, and not after a round
+        if budget.delta >= 1 / budget.population:
+            _log.warning(
+                "delta=%g is not less than one over the number of clients (%d): it allows to give one of them away.",
+                budget.delta,
+                budget.population,
+            )
+        key = process_group_of(trainer).broadcast(step.draw_key() if step.key is None else step.key)
+        step.begin(budget, key)
+        federation.schedule.secret = SecretSampling(key, budget.sampling == "poisson")
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Ends a fit that has nothing left of its budget."""
+        self._stop_in_time(trainer)
+
+    def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
+        """Ends the fit where the next round would exceed the budget."""
+        self._stop_in_time(trainer)
+
+    def _stop_in_time(self, trainer: L.Trainer) -> None:
+        step = self.step
+        if step.max_epsilon is None or not find_federation(trainer).has_server:
+            return
+        assert step.budget is not None
+        following = step.budget.epsilon(step.rounds + 1)
+        if following > step.max_epsilon * (1 + 1e-9):
+            if trainer.max_epochs is None or step.rounds != trainer.max_epochs:
+                _log.warning(
+                    "The fit ends after %d rounds: with one more epsilon would be %.4g, more than max_epsilon=%g.",
+                    step.rounds,
+                    following,
+                    step.max_epsilon,
+                )
+            trainer.should_stop = True
+
+
+def refuse_other_messages(trainer: L.Trainer) -> None:
+    """Refuses callbacks that may send something of a client beside its step.
+
+    Raises:
+        MisconfigurationException: If there is one.
+
+    """
+    for callback in federated_callbacks(trainer):
+        for hook in ("on_client_request", "on_client_end"):
+            if not callback.keeps_privacy and is_overridden(hook, callback, FederatedCallback):
+                raise MisconfigurationException(
+                    f"Expected clients that send steps alone, but `{type(callback).__name__}.{hook}` may send more."
+                )
+
+
+def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federation: Federation) -> None:
+    refuse_statistics(module, federation, "without noise")
+    if federation.server.min_clients > 1:
+        raise MisconfigurationException(
+            f"Expected min_clients=1 with differential privacy, but got {federation.server.min_clients}: a round that"
+            " is left out for want of clients tells who was not there."
+        )
+    if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
+        raise MisconfigurationException(
+            "A scheduler per step goes on from the client with the most examples, which is not to be known: take one"
+            " per epoch, that is per round."
+        )
+
+
+def refuse_statistics(module: L.LightningModule, federation: Federation, how: str) -> None:
+    """Refuses BatchNorm's running statistics that travel.
+
+    Args:
+        module: The module.
+        federation: The federation.
+        how: How they would leave the clients, for the error.
+
+    Raises:
+        MisconfigurationException: If they do.
+
+    """
+    statistics = sorted(batch_norm_statistics(module))
+    stay = federation.batch_norm in ("personal", "frozen") or (
+        federation.batch_norm == "local" and federation.unseen_statistics == "batch"
+    )
+    if statistics and not stay:
+        raise MisconfigurationException(
+            f"BatchNorm's statistics ({statistics[0]}, ...) would leave the clients {how}: take"
+            " batch_norm='personal', 'local' or 'frozen', or GroupNorm (`lightning_fed.modules.to_group_norm`)."
+        )
+
+
+def refuse_complex(state: State) -> None:
+    """Refuses entries of which there is no clipped step.
+
+    Raises:
+        ValueError: If there are complex entries.
+
+    """
+    if any(value.is_complex() for value in state.values()):
+        raise OptionError("Expected a model without complex entries, whose steps are clipped.")
+
+
+def step_length(steps: State) -> float:
+    """Euclidean length of a step, all its entries as one vector."""
+    return math.sqrt(sum(float(to_float64(step).square().sum()) for step in steps.values()))
+
+
+def clip_factor(length: float, clip: float) -> float:
+    """Factor that makes a step no longer than ``clip``; 1 for a step of length 0.
+
+    Example:
+        >>> clip_factor(4.0, 1.0), clip_factor(0.0, 1.0)
+        (0.25, 1.0)
+
+    """
+    return clip / length if length > clip else 1.0
+
+
+def rounding_of(state: State, length: float) -> float:
+    """Most by which a step from a state becomes longer when the new model is rounded to the types of its entries."""
+    return sum(
+        float(torch.finfo(value.dtype).eps * (to_float64(value).square().sum().sqrt() + length))
+        for value in state.values()
+        if value.is_floating_point()
+    )

@@ -110,10 +110,10 @@ def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedC
         raise MisconfigurationException(
             f"`DPSGD` needs clients that train one after another, but got vectorize={federation.vectorize}."
         )
-    if federation.arguments["privacy"] is not None:
+    if federation.server.chain.reveals == "model":
         raise MisconfigurationException(
-            f"Expected one of `DPSGD` and privacy=, but got {type(federation.arguments['privacy']).__name__} too: its"
-            " clients say nothing of their steps, from which examples' accounts are kept."
+            "Expected one of `DPSGD` and `CentralDP`, but got both: clients of the latter say nothing of their steps, from"
+            " which examples' accounts are kept."
         )
     for callback in federated_callbacks(trainer):
         if callback is own or callback.keeps_privacy:

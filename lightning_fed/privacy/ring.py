@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.errors import BadUpdate, OptionError
-from lightning_fed.messages import Client, State
+from lightning_fed.errors import OptionError
+from lightning_fed.messages import State
 from lightning_fed.numerics.precision import to_float64
-from lightning_fed.rounds.secret_sum import SecretSum
 
 CLIENTS = "secure_sum/clients"
 """Name of the number of clients in a broadcast, with which they have the ring."""
@@ -109,11 +108,11 @@ class Ring:
         """
         scaled = to_float64(value) * self.scale
         drawn = torch.from_numpy(np.asarray(generator.random(tuple(value.shape)))).to(scaled.device)
-        return _in_ring((scaled + drawn).floor().long())
+        return in_ring((scaled + drawn).floor().long())
 
     def add(self, one: Tensor, other: Tensor) -> Tensor:
         """The sum in the ring, int32."""
-        return _in_ring(one.long() + other.to(one.device).long())
+        return in_ring(one.long() + other.to(one.device).long())
 
     def decode(self, total: Tensor) -> Tensor:
         """The numbers that a sum stands for, float64."""
@@ -128,80 +127,7 @@ def ring_form(state: State) -> State:
     }
 
 
-class RingSum(SecretSum):
-    """Sum of a round's vectors in a ring, and whose they are.
-
-    Args:
-        ring: The ring; ``None`` before a fit has settled it.
-        least: Fewest clients of which the sum may be read.
-
-    Attributes:
-        total: The sums, int32, by name.
-        clients: The clients whose vectors are in it.
-
-    """
-
-    def __init__(self, ring: Ring | None = None, least: int = 0) -> None:
-        self.ring, self.least = ring, least
-        self.total: State = {}
-        self.clients: list[Client] = []
-        self._fault: str | None = None
-
-    def emptied(self) -> RingSum:
-        """A sum of nothing, in the same ring."""
-        return RingSum(self.ring, self.least)
-
-    def add(self, client: Client, vector: State) -> None:
-        """Adds a client's vector.
-
-        Raises:
-            BadUpdate: If there are more than the ring has room for.
-
-        """
-        assert self.ring is not None
-        if len(self.clients) >= self.ring.clients:
-            raise BadUpdate(f"it is one more than the {self.ring.clients} clients whose sum has room in 32 bits")
-        self._join(vector)
-        self.clients.append(client)
-
-    def merge(self, other: RingSum) -> None:
-        """Adds another sum to it."""
-        self._join(other.total)
-        self.clients += other.clients
-
-    def subtract(self, masks: State) -> None:
-        """Takes masks off the sum."""
-        for name, value in masks.items():
-            self.total[name] = _in_ring(self.total[name].long() - value.to(self.total[name].device).long())
-
-    def discard(self, reason: str) -> None:
-        """Gives up the sum, for the first reason that there is."""
-        self._fault = reason if self._fault is None else self._fault
-
-    def leave_out(self) -> dict[Client, str]:
-        """Gives up a sum of too few clients; all of its clients and the reason, or none."""
-        if self._fault is None and len(self.clients) < self.least:
-            self._fault = f"a secure sum is read of {self.least} clients or more, and of {len(self.clients)} it is not"
-        if self._fault is None:
-            return {}
-        clients, self.clients, self.total = self.clients, [], {}
-        return dict.fromkeys(clients, self._fault)
-
-    def decoded(self) -> State:
-        """The numbers that the sums stand for, float64; nothing where there are none."""
-        if not self.total:
-            return {}
-        assert self.ring is not None
-        return {name: self.ring.decode(value) for name, value in self.total.items()}
-
-    def _join(self, vector: State) -> None:
-        for name, value in vector.items():
-            if name in self.total:
-                assert self.ring is not None
-                value = self.ring.add(self.total[name], value)
-            self.total[name] = value
-
-
-def _in_ring(value: Tensor) -> Tensor:
+def in_ring(value: Tensor) -> Tensor:
+    """Whole numbers modulo 2^32, as int32."""
     half = _SIZE // 2
     return ((value + half) % _SIZE - half).to(torch.int32)

@@ -6,37 +6,42 @@ https://eprint.iacr.org/2017/281
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import lightning as L
 import numpy as np
 import torch
 
-from lightning_fed.algorithms.server_optimizer import averaging_rule
+from lightning_fed.algorithms.fedavg import FedAvg
 from lightning_fed.argument_checks import check_number
-from lightning_fed.callbacks.federation import Federation, find_federation
-from lightning_fed.errors import BadUpdate, ClientFault, OptionError
+from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.errors import BadUpdate, BadUpdates, ClientFault, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
-from lightning_fed.method import Method, Protection
-from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.privacy.callbacks import ClippedSteps, PrivacyBudget, protected_rule, refuse_statistics
-from lightning_fed.privacy.central import AVERAGES, CALLBACKS
-from lightning_fed.privacy.mean import PrivateMean, clip_factor, refuse_complex, step_length
-from lightning_fed.privacy.ring import CLIENTS, SCALE, Ring, RingSum, ring_form
-from lightning_fed.rounds.secret_sum import SummedUpdates
-from lightning_fed.server.aggregator import Aggregator
-from lightning_fed.server.averaging import AveragingAggregator
-from lightning_fed.server.schedule import derive_seed
+from lightning_fed.numerics.precision import to_float64
+from lightning_fed.privacy.central import (
+    CentralDP,
+    clip_factor,
+    refuse_complex,
+    refuse_other_messages,
+    refuse_statistics,
+    step_length,
+)
+from lightning_fed.privacy.ring import CLIENTS, SCALE, Ring, in_ring, ring_form
+from lightning_fed.rounds.federated_callback import FederatedCallback
+from lightning_fed.rule import Aggregator, RoundInfo
+from lightning_fed.server.schedule import client_key, derive_seed
+from lightning_fed.steps.update_step import Arrived, Held, UpdateStep
+from lightning_fed.steps.weights import WeightStep
 
 WEIGHT = "secure_sum/weight"
 
 _ROUNDING = 8  # a stream of a visit's seed of its own
+_MOST_EXAMPLES = 10**12
 
 
-class SecureSum(Protection):
+class SecureSum(UpdateStep):
     r"""A secure sum: clients send whole numbers modulo :math:`2^{32}`, of which the server uses the sum alone.
 
     Every client shortens its step to a length, multiplies it by its weight, rounds it at random to fixed-point numbers,
@@ -45,8 +50,11 @@ class SecureSum(Protection):
     as long as the ``threshold`` is there. **In one process there are no masks**: a simulation shows what rounding, clip
     and 32 bits do to a model, and what it makes of the sum is what a server on Flower makes of it, bit for bit.
 
-    The methods are averages (``fedavg``, ``fairavg``, ``fedprox``, ``fedper``, ``fedrep``), server optimizers after
-    them, and :class:`CentralDP`, whose noise is then added to the sum. The sums are the same bits in any order and in
+    .. math:: w_{t+1} = w_t + \frac{\sum_i a_i u_i}{\sum_i a_i}
+
+    The rule is ``fedavg``, with all callbacks that send nothing of their own (``fedprox``, ``fedper``, ``fedrep``), and
+    with steps inside: server optimizers, :class:`CentralDP`, whose noise is then added to the sum, and weights or bounds,
+    which the clients apply themselves. Integer entries keep the server's value. The sums are the same bits in any order and in
     any number of processes. Clients' metrics, their numbers of examples and the lengths of their steps are not known to
     the server, and not logged.
 
@@ -58,19 +66,21 @@ class SecureSum(Protection):
             one has sent, for the sum may be of no others; fewer cannot.
 
     Raises:
-        ValueError: If an argument is out of its range; for a method whose result is no sum; in a fit, where the
-            weights of examples have no bound (``max_samples``), or the model and the clients are too many for 32 bits.
+        ValueError: If an argument is out of its range; for a method whose result is no sum, or where the weights have
+            no bound (:class:`~lightning_fed.steps.MaxSamples`); in a fit, if the model and the clients are too many for
+            32 bits.
 
     Example:
         >>> from lightning_fed import Federation
-        >>> federation = Federation("fedadam", secure_sum=SecureSum(clip=10.0), weighting="uniform")
-        >>> type(federation.method.aggregator.inner).__name__
-        'SecureMean'
+        >>> from lightning_fed.steps import UniformWeights
+        >>> federation = Federation("fedadam", steps=[UniformWeights(), SecureSum(clip=10.0)])
 
     References:
         Bonawitz et al., CCS 2017, Figure 4, for a server that is honest but curious.
 
     """
+
+    reveals: Literal["sum"] = "sum"
 
     def __init__(self, clip: float | None = None, threshold: float = 2 / 3) -> None:
         if clip is not None and not 0 < check_number("clip", clip) < math.inf:
@@ -78,121 +88,78 @@ class SecureSum(Protection):
         if not 0.5 < check_number("threshold", threshold) <= 1:
             raise ValueError(f"Expected `threshold` to be more than a half and at most 1, but got {threshold}.")
         self.clip, self.threshold = clip, threshold
+        self.ring: Ring | None = None
+        self.least = 0
 
-    def protect(self, method: Method) -> Method:
-        """The method with a secure sum in the place of its average.
-
-        Raises:
-            ValueError: If its result is no sum, or its clients send more than steps.
-
-        """
-        rule = averaging_rule(method.aggregator)
-        known: tuple[type, ...] = (*CALLBACKS, ClippedSteps, PrivacyBudget)
-        others = [callback for callback in method.callbacks if type(callback) not in known]
-        if others:
-            raise ValueError(
-                f"Expected a method whose clients send steps alone for a secure sum, but {type(others[0]).__name__}"
-                " sends more."
-            )
-        if (self.clip is None) != isinstance(rule, PrivateMean):
-            raise ValueError(
-                "Expected a `clip` of a secure sum, unless there is one of `CentralDP`, but got"
-                f" clip={self.clip} with {type(rule).__name__}."
-            )
-        protected = copy.copy(method)
-        if isinstance(rule, PrivateMean):
-            if rule.adaptive:
-                raise ValueError(
-                    "Expected a `CentralDP` with a clip that stays for a secure sum: of an adaptive one every client"
-                    " says whether its step was short."
-                )
-        elif type(rule) in AVERAGES:
-            assert isinstance(rule, AveragingAggregator)
-            assert self.clip is not None
-            protected.aggregator = protected_rule(method.aggregator, SecureMean(self.clip, rule))
-        else:
-            raise ValueError(
+    def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
+        """Refuses a rule that makes more of updates than their average, and weights without a bound."""
+        if type(rule) is not FedAvg:
+            raise OptionError(
                 f"Expected a method whose result is a sum of clients' steps for a secure sum, but {type(rule).__name__}"
                 " is none: take 'fedavg', 'fedprox', or a server's optimizer after them."
             )
-        protected.callbacks = (*method.callbacks, RingSteps(self.threshold))
-        return protected
+        position = next(index for index, step in enumerate(steps) if step is self)
+        inside = steps[:position]
+        self._private = next((step for step in inside if isinstance(step, CentralDP)), None)
+        if (self.clip is None) != (self._private is not None):
+            raise OptionError(
+                "Expected a `clip` of a secure sum, unless there is one of `CentralDP` inside of it, but got"
+                f" clip={self.clip}."
+            )
+        if self._private is not None and self._private.adaptive:
+            raise OptionError(
+                "Expected a `CentralDP` with a clip that stays for a secure sum: of an adaptive one every client says"
+                " whether its step was short."
+            )
+        weight = _MOST_EXAMPLES
+        for step in reversed(inside):
+            weight = step.weight(weight) if isinstance(step, WeightStep) else weight
+        self.max_weight = 1 if self._private is not None else weight
+        if self.max_weight == _MOST_EXAMPLES:
+            raise OptionError(
+                "Expected `MaxSamples`, the most examples that count of a client, or `UniformWeights` inside of a secure"
+                " sum: the weights are part of it, and 32 bits must have room for all."
+            )
 
+    @property
+    def is_private(self) -> bool:
+        """True if there is noise inside."""
+        return self._private is not None
 
-class RingSteps(SummedUpdates):
-    """Both halves of a secure sum: a client sends its step in the ring, and a fit's start settles the ring.
-
-    Args:
-        threshold: Share of a round's clients of which the sum is read.
-
-    """
-
-    supports_vectorize = True
-    keeps_privacy = True
-
-    def __init__(self, threshold: float = 2 / 3) -> None:
-        self.threshold = threshold
-        self._broadcasts: dict[Client, Broadcast] = {}
-
-    def secret_sum(self, trainer: L.Trainer) -> RingSum:
-        """The sum of the round that is under way."""
-        sums = _ring_rule(find_federation(trainer)).sums
-        assert sums is not None
-        return sums
+    @property
+    def longest_step(self) -> float:
+        """Longest step of a client."""
+        return self._private.clip if self._private is not None else float(self.clip or 0.0)
 
     def least_clients(self, count: int) -> int:
-        """Fewest clients of which the sum is read; never one."""
+        """Fewest clients of which the sum is read, of so many in a round; never one."""
         return max(2, math.ceil(self.threshold * count - 1e-9))
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses what would tell of single clients, and settles the ring.
+    def callbacks(self) -> Sequence[Any]:
+        """What settles the ring before a fit."""
+        return [RingSettings(self)]
+
+    def start(self, info: RoundInfo, state: State) -> None:
+        """Starts a round.
 
         Raises:
-            MisconfigurationException: If something else leaves the clients.
-            ValueError: If 32 bits are too few, or weights have no bound.
+            ValueError: If there are complex entries.
 
         """
-        federation = find_federation(trainer)
-        refuse_statistics(pl_module, federation, "each for itself")
-        rule, limits = _ring_rule(federation), federation.server.limits
-        if limits.max_update_norm is not None:
-            raise OptionError("Expected no `max_update_norm` with a secure sum, whose `clip` is one.")
-        if limits.weighting != "uniform" and any(config.interval == "step" for config in trainer.lr_scheduler_configs):
-            raise OptionError(
-                "Expected no scheduler per step with a secure sum and weights by examples: it goes on from the client"
-                " with the most, which is not to be known. Take one per epoch, that is per round, or"
-                " weighting='uniform'."
-            )
-        if not federation.has_server:
-            return
-        population = len(federation.find_population().clients)
-        cohort = federation.schedule.cohort_size(population)
-        if cohort < 2 and not rule.is_private:
-            raise OptionError(
-                f"Expected at least 2 clients in a round of a secure sum, but got {cohort}: the sum would be its step."
-            )
-        if rule.is_private and cohort < population:  # a draw may have more; of so many more there will never be
-            cohort = min(population, math.ceil(cohort + 10 * math.sqrt(cohort) + 10))
-        ring = Ring(rule.clip, cohort, _most_weight(federation, rule))
-        rule.sums = RingSum(ring)
-        if rule.is_private:
-            shared = federation.local_model(pl_module).global_state().values()
-            ring.longest(sum(value.numel() for value in shared))
+        refuse_complex(state)
+        super().start(info, state)
 
-    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Notes how many of the round's clients there must be."""
-        self.secret_sum(trainer).least = self.least_clients(len(find_federation(trainer).cohort.visits))
+    def form(self, state: State) -> State:
+        """Whole numbers in the place of floating-point entries that train."""
+        return state | ring_form({name: state[name] for name in self._names(state)})
 
-    def on_client_start(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
-    ) -> None:
-        """Keeps what the client was sent."""
-        self._broadcasts[client] = broadcast
+    def on_send(self, broadcast: Broadcast) -> None:
+        """Tells the client the ring."""
+        assert self.ring is not None
+        broadcast.extras |= self.ring.extras()
 
     @torch.no_grad()
-    def on_client_end(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
-    ) -> None:
+    def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         """Replaces the model by its weighted step in the ring.
 
         Raises:
@@ -200,164 +167,199 @@ class RingSteps(SummedUpdates):
                 in other units than they are written in.
 
         """
-        federation, broadcast = find_federation(trainer), self._broadcasts.pop(client)
-        rule, planned, old = _ring_rule(federation), federation.current_visit, broadcast.state
-        assert planned is not None
-        ring = Ring(rule.clip, int(broadcast.extras[CLIENTS]), _most_weight(federation, rule))
-        scale = float(broadcast.extras[SCALE])
+        ring = Ring(self.longest_step, int(sent.extras[CLIENTS]), self.max_weight)
+        scale = float(sent.extras[SCALE])
         if ring.scale != scale:
             raise ClientFault(
                 f"its federation has {ring.scale:.6g} units of a secure sum in 1, and the server {scale:.6g}: both need"
-                " the same `clip`, `weighting` and `max_samples`"
+                " the same `clip` and the same steps"
             )
-        weight = _weight(federation, rule, update)
-        left_out = rule.untrained if isinstance(rule, PrivateMean) else frozenset()
-        steps = {
-            name: to_float64(value) - to_float64(old[name])
-            for name, value in update.state.items()
-            if value.is_floating_point() and name not in left_out
-        }
-        length = step_length(steps)
+        names = self._names(sent.state)
+        steps = {name: to_float64(update.state[name]) - to_float64(sent.state[name]) for name in names}
+        length, weight = step_length(steps), update.num_samples
         if not math.isfinite(length):
             raise ClientFault("its step has NaN or infinite values")
         # So much shorter that rounding makes it no longer than the noise covers.
-        longest = ring.longest(sum(step.numel() for step in steps.values())) if rule.is_private else ring.clip
+        longest = ring.longest(sum(step.numel() for step in steps.values())) if self.is_private else ring.clip
         factor = weight * clip_factor(length, longest)
-        seed = derive_seed(planned.visit.seed, _ROUNDING)
-        generator = np.random.default_rng(np.random.SeedSequence([seed, planned.visit.round]))
+        seed = derive_seed(self.info.seed, sent.round, client_key(update.client), _ROUNDING)
+        generator = np.random.default_rng(np.random.SeedSequence([seed]))
         update.state = {
-            name: ring.encode(factor * steps[name], generator) if name in steps else old[name].clone()
+            name: ring.encode(factor * steps[name], generator) if name in steps else sent.state[name]
             for name in update.state
         }
-        if not isinstance(rule, PrivateMean):
+        if not self.is_private:
             update.extras[WEIGHT] = torch.tensor(weight, dtype=torch.int32)
-        update.num_samples = 1
-        update.metrics.clear()
+        update.num_samples, update.metrics = 1, {}
+        return update
 
-    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Forgets what a client was sent whose visit has failed."""
-        self._broadcasts.pop(client, None)
+    def hold(self) -> RingSum:
+        """The sum."""
+        return RingSum(self)
 
-
-class SecureMean(Aggregator):
-    r"""The global model and the weighted mean of clients' steps, from sums in a ring.
-
-    .. math:: w_{t+1} = w_t + \frac{\sum_i a_i u_i}{\sum_i a_i}
-
-    Integer entries keep the server's value. The ring is set before the first round.
-
-    Args:
-        clip: Length of the steps.
-        inner: The rule that it takes the place of, which says what a client counts.
-
-    Attributes:
-        sums: The sums of the round; without a ring before a fit has settled it.
-
-    """
-
-    def __init__(self, clip: float, inner: AveragingAggregator) -> None:
-        self.clip = float(clip)
-        self.weigh: Callable[[ClientUpdate], float] = inner.weight
-        self.callbacks = tuple(inner.required_callbacks())
-        self.sums = RingSum()
-        self.start_round(-1, {})
-
-    def required_callbacks(self) -> Sequence[Any]:
-        """The callbacks of the rule whose place it takes."""
-        return self.callbacks
-
-    def start_round(self, round: int, state: State) -> None:
-        """Starts a round from ``state``.
+    def vector(self, update: ClientUpdate) -> State:
+        """The numbers of an update that are summed up, its weight among them.
 
         Raises:
-            ValueError: If there are complex entries.
+            BadUpdate: If it has no weight, or sends more.
 
         """
-        refuse_complex(state)
-        self._round, self._state = round, state
-        self.sums = self.sums.emptied()
-
-    def broadcast(self, client: Client) -> Broadcast:
-        """The global state, and the ring."""
-        assert self.sums.ring is not None
-        return Broadcast(self._round, dict(self._state), self.sums.ring.extras())
-
-    def expected(self, broadcast: Broadcast) -> State:
-        """Whole numbers in the place of floating-point entries."""
-        return ring_form(broadcast.state)
-
-    def receive(self, update: ClientUpdate) -> None:
-        """Adds a step, and its weight, to the sums.
-
-        Raises:
-            BadUpdate: If it has no weight, or there are more than the ring has room for.
-
-        """
+        numbers = {name: update.state[name] for name in self._names(self.state)}
+        if self.is_private:
+            if update.extras:
+                raise BadUpdate(f"it sends {sorted(update.extras)} along")
+            return numbers
         weight = update.extras.get(WEIGHT)
         if weight is None or len(update.extras) > 1 or weight.shape != torch.Size([]) or weight.dtype != torch.int32:
             raise BadUpdate(f"it sends {sorted(update.extras)} along, and not its weight alone")
-        numbers = {name: value for name, value in update.state.items() if self._state[name].is_floating_point()}
-        self.sums.add(update.client, {**numbers, WEIGHT: weight})
-
-    def merge(self, other: Aggregator) -> None:
-        """Joins the sums of another rule of this kind.
-
-        Raises:
-            TypeError: If ``other`` is of another kind.
-
-        """
-        if not isinstance(other, SecureMean):
-            raise TypeError(f"Expected `other` to be a SecureMean, but got {type(other).__name__}.")
-        self.sums.merge(other.sums)
-
-    def leave_out(self) -> dict[Client, str]:
-        """All clients, if there are too few of them, or their weights are none that they can have."""
-        most = 0 if self.sums.ring is None else len(self.sums.clients) * self.sums.ring.max_weight
-        is_read = len(self.sums.clients) >= self.sums.least
-        if self.sums.total and is_read and not 0 < int(self.sums.total[WEIGHT]) <= most:
-            self.sums.discard(f"the sum of the weights, {int(self.sums.total[WEIGHT])}, is not from 1 to {most}")
-        return self.sums.leave_out()
+        return {**numbers, WEIGHT: weight}
 
     @torch.no_grad()
-    def aggregate(self) -> State:
-        """The model, moved by the mean."""
-        weight, totals = int(self.sums.total[WEIGHT]), self.sums.decoded()
-        new = {name: value.clone() for name, value in self._state.items()}
-        for name, old in self._state.items():
-            if old.is_floating_point():
-                new[name] = cast_back(to_float64(old) + (totals[name] / weight).to(old.device), old)
-        return new
+    def mean(self, total: State, clients: Sequence[Client]) -> ClientUpdate:
+        """The mean of the steps, as one update of as much weight as all.
+
+        Raises:
+            BadUpdates: If their weights are none that they can have.
+
+        """
+        assert self.ring is not None
+        most = len(clients) * self.ring.max_weight
+        weight = len(clients) if self.is_private else int(total[WEIGHT])
+        if not 0 < weight <= most:
+            raise BadUpdates(dict.fromkeys(clients, f"the sum of the weights, {weight}, is not from 1 to {most}"))
+        state = dict(self.state)
+        for name in self._names(self.state):
+            mean = self.ring.decode(total[name]) / weight
+            state[name] = to_float64(self.state[name]) + mean.to(self.state[name].device)
+        return ClientUpdate("sum", weight, state, members=tuple(clients))
+
+    def _names(self, state: State) -> list[str]:
+        untrained = self.info.untrained
+        return [name for name, value in state.items() if value.is_floating_point() and name not in untrained]
 
 
-def _ring_rule(federation: Federation) -> SecureMean | PrivateMean:
-    """The rule of a secure sum: behind a server's optimizer, say."""
-    rule: Any = federation.server.aggregator
-    while not isinstance(rule, SecureMean | PrivateMean):
-        rule = rule.inner
-    return rule
+class RingSum(Held):
+    """Sum of a round's vectors in a ring, and whose they are.
 
+    Args:
+        step: The step that holds it.
 
-def _weight(federation: Federation, rule: SecureMean | PrivateMean, update: ClientUpdate) -> int:
-    """Weight of a client, a whole number."""
-    if isinstance(rule, PrivateMean):
-        return 1
-    counted = federation.server.limits.counted_samples(update.num_samples)
-    return int(rule.weigh(ClientUpdate(update.client, counted, {})))
-
-
-def _most_weight(federation: Federation, rule: SecureMean | PrivateMean) -> int:
-    """Largest weight of a client.
-
-    Raises:
-        ValueError: If there is no bound.
+    Attributes:
+        total: The sums, int32, by name.
+        clients: The clients whose vectors are in it.
 
     """
-    limits = federation.server.limits
-    if _weight(federation, rule, ClientUpdate("", 1, {})) == _weight(federation, rule, ClientUpdate("", 2, {})):
-        return 1
-    if limits.max_samples is None:
-        raise OptionError(
-            "Expected `max_samples`, the most examples that count of a client, or weighting='uniform', with a secure"
-            " sum: the weights are part of it, and 32 bits must have room for all."
-        )
-    return limits.max_samples
+
+    def __init__(self, step: SecureSum) -> None:
+        self._step = step
+        self.total: State = {}
+        self.clients: list[Client] = []
+        self._fault: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the step, which every process has."""
+        return {name: value for name, value in vars(self).items() if name != "_step"}
+
+    @property
+    def least(self) -> int:
+        """Fewest clients of which the sum may be read."""
+        return self._step.least
+
+    def add(self, update: ClientUpdate, sent: State) -> None:
+        """Adds a client's vector.
+
+        Raises:
+            BadUpdate: If there are more than the ring has room for, or it is not what a client sends.
+
+        """
+        assert self._step.ring is not None
+        if len(self.clients) >= self._step.ring.clients:
+            raise BadUpdate(f"it is one more than the {self._step.ring.clients} clients whose sum has room in 32 bits")
+        self._join(self._step.vector(update))
+        self.clients.append(update.client)
+
+    def merge(self, other: RingSum) -> None:
+        """Adds the sum of another process."""
+        self._join(other.total)
+        self.clients += other.clients
+
+    def subtract(self, masks: State) -> None:
+        """Takes masks off the sum."""
+        for name, value in masks.items():
+            self.total[name] = in_ring(self.total[name].long() - value.to(self.total[name].device).long())
+
+    def discard(self, reason: str) -> None:
+        """Gives up the sum, for the first reason that there is."""
+        self._fault = reason if self._fault is None else self._fault
+
+    def release(self) -> Sequence[Arrived]:
+        """The mean, as one update; nothing, where nobody is left.
+
+        Raises:
+            BadUpdates: For all clients, if there are too few, or the sum was given up.
+
+        """
+        if self._fault is None and 0 < len(self.clients) < self.least:
+            self._fault = f"a secure sum is read of {self.least} clients or more, and of {len(self.clients)} it is not"
+        clients, total, fault = self.clients, self.total, self._fault
+        self.clients, self.total, self._fault = [], {}, None
+        if fault is not None and clients:
+            raise BadUpdates(dict.fromkeys(clients, fault))
+        return [(self._step.mean(total, clients), self._step.state)] if clients else []
+
+    def _join(self, vector: State) -> None:
+        for name, value in vector.items():
+            if name in self.total:
+                assert self._step.ring is not None
+                value = self._step.ring.add(self.total[name], value)
+            self.total[name] = value
+
+
+class RingSettings(FederatedCallback):
+    """Settles the ring of a secure sum before a fit, and refuses what would tell of single clients.
+
+    Args:
+        step: The step.
+
+    """
+
+    supports_vectorize = True
+    keeps_privacy = True
+
+    def __init__(self, step: SecureSum) -> None:
+        self.step = step
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuses what would tell of single clients, and settles the ring.
+
+        Raises:
+            MisconfigurationException: If something else leaves the clients.
+            ValueError: If 32 bits are too few.
+
+        """
+        federation, step = find_federation(trainer), self.step
+        refuse_other_messages(trainer)
+        refuse_statistics(pl_module, federation, "each for itself")
+        if step.max_weight > 1 and any(config.interval == "step" for config in trainer.lr_scheduler_configs):
+            raise OptionError(
+                "Expected no scheduler per step with a secure sum and weights by examples: it goes on from the client"
+                " with the most, which is not to be known. Take one per epoch, that is per round, or `UniformWeights`."
+            )
+        if not federation.has_server:
+            return
+        population = len(federation.find_population().clients)
+        cohort = federation.schedule.cohort_size(population)
+        if cohort < 2 and not step.is_private:
+            raise OptionError(
+                f"Expected at least 2 clients in a round of a secure sum, but got {cohort}: the sum would be its step."
+            )
+        if step.is_private and cohort < population:  # a draw may have more; of so many more there will never be
+            cohort = min(population, math.ceil(cohort + 10 * math.sqrt(cohort) + 10))
+        step.ring = Ring(step.longest_step, cohort, step.max_weight)
+        if step.is_private:
+            shared = federation.local_model(pl_module).global_state().values()
+            step.ring.longest(sum(value.numel() for value in shared))
+
+    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Notes how many of the round's clients there must be."""
+        self.step.least = self.step.least_clients(len(find_federation(trainer).cohort.visits))

@@ -29,7 +29,7 @@ from lightning_fed.rounds.federated_callback import tell_of_model
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.isolated_pass import forward_step, isolated_pass, one_pass, run_step
 from lightning_fed.rounds.synchronisation import process_group_of
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator, TolerantAggregator, model_of
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Visit
 
@@ -97,7 +97,7 @@ def recalibrate(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
     BatchNorm, which normalises with each batch's own statistics as in training. The exchange is counted: the global
     model down, the statistics up. Layers in evaluation mode (a frozen backbone's) keep the statistics they have; where
     no client can measure, the averages stay. A robust rule's clients are not trusted here either
-    (:meth:`Aggregator.tolerated <lightning_fed.server.aggregator.Aggregator.tolerated>`). Of several models that the
+    (:class:`~lightning_fed.rule.TolerantAggregator`). Of several models that the
     aggregator keeps each is measured by its own clients.
 
     Args:
@@ -116,7 +116,7 @@ def recalibrate(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
     state = local.global_state()
 
     def send(visit: Visit) -> Broadcast:
-        served_state = server.aggregator.model_of(visit.client)
+        served_state = model_of(server.rule, visit.client)
         broadcast = Broadcast(visit.round, state if served_state is None else served_state)
         server.sent(visit.client, broadcast)
         return broadcast
@@ -137,21 +137,21 @@ def recalibrate(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
         tell_of_model(fit.trainer, module, None)
     else:
         measured = fit.remote.measure(server, visits, send)
-    if server.limits.limits_weights:
-        reported = [server.report.received[client] for client, _ in measured]
-        counted = [server.limits.counted_samples(number) for number in reported]
+    reported = [server.report.received[client] for client, _ in measured]
+    counted = [server.chain.counted(number) for number in reported]
+    if counted != reported:
         limited = limit_counts([report for _, report in measured], reported, counted)
         measured = [(client, report) for (client, _), report in zip(measured, limited, strict=True)]
-    reports = [(server.aggregator.model_of(client), report) for client, report in measured]
+    reports = [(model_of(server.rule, client), report) for client, report in measured]
     of_global = [report for model, report in reports if model is None] or [report for _, report in reports]
     if fit.batch_norm == "local":
-        _write_statistics(local.entries, local.personal, of_global, layers, server.aggregator)
+        _write_statistics(local.entries, local.personal, of_global, layers, server.rule)
         local.keep_server_entries()
     else:
-        _write_statistics(local.entries, local.shared, of_global, layers, server.aggregator)
+        _write_statistics(local.entries, local.shared, of_global, layers, server.rule)
     for model in {id(model): model for model, _ in reports if model is not None}.values():
         of_model = [report for measured, report in reports if measured is model]
-        _write_statistics(model, local.shared, of_model, layers, server.aggregator)
+        _write_statistics(model, local.shared, of_model, layers, server.rule)
     return _note_shift(fit, of_global, layers)
 
 
@@ -277,10 +277,11 @@ def _write_statistics(
     shared: Sequence[str],
     reports: Sequence[Mapping[str, Tensor]],
     layers: Iterable[str],
-    aggregator: Aggregator,
+    rule: Aggregator,
 ) -> None:
     for name in layers:
-        pooled = pool_statistics(reports, name, aggregator.tolerated(len(reports)))
+        tolerated = rule.tolerated(len(reports)) if isinstance(rule, TolerantAggregator) else 0
+        pooled = pool_statistics(reports, name, tolerated)
         prefix = f"{name}." if name else ""
         if pooled is not None and f"{prefix}running_mean" in shared:
             entries[f"{prefix}running_mean"].copy_(pooled[0])

@@ -16,6 +16,7 @@ from lightning_fed.rounds.client_evaluation import Stage, evaluate_clients, name
 from lightning_fed.rounds.federated_callback import tell_of_model
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import datamodule_of
+from lightning_fed.rule import ResizingAggregator, model_of
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class ClientModels:
     def local(self, module: L.LightningModule) -> LocalModel:
         """The module as one client after another sees it; to be asked for while it is the global model."""
         fit = self._fit
-        return LocalModel(module, fit.policies, fit.store, fit.server.aggregator.resizes)
+        return LocalModel(module, fit.policies, fit.store, isinstance(fit.server.rule, ResizingAggregator))
 
     def state(self, module: L.LightningModule | None, client: Client) -> dict[str, Any]:
         """See :meth:`Federation.client_state`; without a module the clients are not known either."""
@@ -116,5 +117,5 @@ class ClientModels:
 
     def _shared(self, client: Client, state: State) -> State:
         """Shared entries of the model that serves a client, which with most rules is the global one's ``state``."""
-        served_state = self._fit.server.aggregator.model_of(client)
+        served_state = model_of(self._fit.server.rule, client)
         return state if served_state is None else served_state

@@ -19,7 +19,7 @@ from lightning_fed.model.entries import (
     is_running_statistic,
     live_entries,
 )
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator, RowAggregator
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ def _first(names: Sequence[str]) -> str:
 def check_sliced(
     module: nn.Module,
     policies: Mapping[str, Policy],
-    aggregator: Aggregator,
+    rule: Aggregator,
     measures_batch_norm: bool,
     optimizer_state: str,
 ) -> None:
@@ -153,7 +153,7 @@ def check_sliced(
     Args:
         module: The module.
         policies: The policy of every entry.
-        aggregator: The server's rule.
+        rule: The server's rule.
         measures_batch_norm: Whether clients measure BatchNorm's running statistics with every new global model.
         optimizer_state: The federation's option.
 
@@ -164,9 +164,9 @@ def check_sliced(
     sliced = [name for name, policy in policies.items() if policy == "sliced"]
     if not sliced:
         return
-    if not aggregator.takes_rows:
+    if not isinstance(rule, RowAggregator):
         raise MisconfigurationException(
-            f"Clients hold some rows of {sliced} only, and {type(aggregator).__name__} needs whole entries: use"
+            f"Clients hold some rows of {sliced} only, and {type(rule).__name__} needs whole entries: use"
             " 'fedavg', for instance."
         )
     if optimizer_state == "keep":

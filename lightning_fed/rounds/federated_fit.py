@@ -23,6 +23,7 @@ from lightning_fed.rounds.synchronisation import RoundSynchronisation
 from lightning_fed.rounds.trainer_checks import check_min_clients
 from lightning_fed.rounds.trainer_progress import RoundProgress
 from lightning_fed.rounds.visit_executor import VisitExecutor
+from lightning_fed.rule import PlanningAggregator, RoundPlan
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Schedule
 
@@ -169,9 +170,9 @@ class FederatedFit:
 
     def draw_cohort(self, round: int) -> Cohort:
         """Draws the clients of a round, as the schedule and the rule have it."""
-        aggregator = self.server.aggregator
-        plan = aggregator.plan(round)
-        draw = plan.drawn, plan.local_epochs, aggregator.always, aggregator.sampling()
+        rule = self.server.rule
+        plan = rule.plan(round) if isinstance(rule, PlanningAggregator) else RoundPlan()
+        draw = plan.drawn, plan.local_epochs, plan.always
         cohort = self.schedule.cohort(round, self.population.clients, *draw)
         if plan.present is None:
             return cohort

@@ -48,8 +48,8 @@ def describe_start(fit: FederatedFit, method: str) -> str:
     counts["shared"], counts["untrained"] = len(shared), counts["shared"] - len(shared)
     first, last = trainer.current_epoch, trainer.max_epochs
     rounds = "rounds without end" if last in (None, -1) else f"rounds {first} to {last - 1}"
-    sampling = fit.server.aggregator.sampling()
-    size = f"{'about ' if sampling is not None and sampling.is_poisson else ''}{fit.schedule.cohort_size(clients)}"
+    secret = fit.schedule.secret
+    size = f"{'about ' if secret is not None and secret.is_poisson else ''}{fit.schedule.cohort_size(clients)}"
     kept = " and ".join(f"{counts[policy]} {policy}" for policy in _AT_HOME if counts[policy])
     text = [
         f"{method}: {rounds}, {size} of {clients} clients in each, {_execution(fit)}.",

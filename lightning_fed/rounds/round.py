@@ -21,7 +21,7 @@ At any time :meth:`Round.abandon` gives the round up and restores the global mod
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import is_overridden, tensor_version
 from lightning_fed.rounds.round_start import RoundStart
 from lightning_fed.rounds.synchronisation import process_group_of
+from lightning_fed.rule import ResizingAggregator, RoundInfo
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)
@@ -103,7 +104,11 @@ class Round:
         seed_everything(fit.schedule.start_seed(fit.trainer.current_epoch))
         self._callbacks, self._server_callbacks = federated_callbacks(fit.trainer), fit.server_callbacks
         self.local = LocalModel(
-            fit.module, fit.policies, fit.store, fit.server.aggregator.resizes, fit.initial_statistics
+            fit.module,
+            fit.policies,
+            fit.store,
+            isinstance(fit.server.rule, ResizingAggregator),
+            fit.initial_statistics,
         )
         self.start = RoundStart(fit.trainer, self.local, fit.optimizer_state, self._server.held.values)
         self.visit: PlannedVisit | None = None
@@ -116,13 +121,19 @@ class Round:
         untrained = untrained_entries(fit.module) - self.local.sliced.keys()
         self._untrained = [name for name in self.start.state if name in untrained]
         self._writes = self._count_writes()
+        self._broadcasts: dict[Client, Broadcast] = {}
         self._came: dict[Client, State] = {}  # entries of the messages to clients as they have arrived
-        self._server.aggregator.trainable = trainable_entries(fit.module)
-        self._server.aggregator.untrained = frozenset(self._untrained) & frozenset(self.local.parameters)
-        self._server.aggregator.num_clients = len(fit.population.clients)
         unchanged = {name: self.start.state[name] for name in self._untrained}
         self._server.held.start_round(fit.trainer.current_epoch, unchanged)
-        self._server.start_round(fit.trainer.current_epoch, self.start.state)
+        info = RoundInfo(
+            fit.trainer.current_epoch,
+            fit.population.clients,
+            trainable_entries(fit.module),
+            frozenset(self._untrained) & frozenset(self.local.parameters),
+            frozenset(self.local.sliced),
+            fit.schedule.seed,
+        )
+        self._server.start_round(info, self.start.state)
 
     def open(self) -> None:
         """Calls the hooks of the round's start, before the first batch."""
@@ -190,6 +201,7 @@ class Round:
     def unpack(self, client: Client, broadcast: Broadcast) -> None:
         """Has callbacks unpack the message on the client's side."""
         self._came[client] = dict(broadcast.state)
+        self._broadcasts[client] = broadcast
         for callback in self._callbacks:
             callback.on_client_receive(self._trainer, self._module, client, broadcast)
 
@@ -320,6 +332,7 @@ class Round:
                 planned.fail(str(error), error)
         if update is None:
             self._came.pop(planned.visit.client, None)
+            self._broadcasts.pop(planned.visit.client, None)
             self._server.fail(planned.visit.client, planned.fault or "", planned.error)
         elif self.receive(update):
             self.keep(planned)
@@ -335,6 +348,7 @@ class Round:
         self._look_at_unset()
         for callback in self._callbacks:
             callback.on_client_end(self._trainer, self._module, client, update)
+        update = self._server.chain.on_client(update, self._broadcasts.pop(client), self.local.memory)
         if update.state.keys() == came.keys():
             unchanged = self._unchanged_of(came)
             update.unsent = identical_entries(unchanged, update.state)
@@ -367,7 +381,7 @@ class Round:
         if written:
             raise MisconfigurationException(
                 f"Expected the entries of a message that do not train to be left as they are, but {written[0]!r} was"
-                f" written into ({len(written)} in all) by {type(self._server.aggregator).__name__} or a callback:"
+                f" written into ({len(written)} in all) by {type(self._server.rule).__name__} or a callback:"
                 " all messages of a round share these tensors (`update.unsent` names them), so put new ones in their"
                 " place."
             )
@@ -388,8 +402,8 @@ class Round:
         return self._server.accept(update)
 
     def keep(self, planned: PlannedVisit) -> None:
-        """Stores the client's personal entries, memory and optimizer state until its next visit."""
-        num_samples = self._server.limits.counted_samples(planned.num_samples)
+        """Stages the client's personal entries, memory and optimizer state until its next visit."""
+        num_samples = self._server.chain.counted(planned.num_samples)
         optimizer_state = self.start.optimizers.end_visit(num_samples, planned.position)
         self.local.keep(planned.visit.client, planned.visit.round, optimizer_state)
 
@@ -439,7 +453,7 @@ class Round:
         seed_everything(self.fit.schedule.end_seed(self._server.report.round))
         state = self.aggregate()
         is_new = state is not None and state is not self.start.state
-        self.load_global(state if state is not None else self.start.state)
+        self.load_global(self.start.state if state is None else state, [] if state is None else self._counting())
         self.fit.synchronisation.check_state(self)
         if is_new:
             self.measure_batch_norm()
@@ -450,6 +464,7 @@ class Round:
                 self._server.abandon_round()
                 self.load_global(self.start.state)
                 state, is_new = None, False
+        self._settle(() if state is None else self._server.report.received)
         self._server.held.note(self._server.report.round, self._server.report.received)
         self.log(has_aggregate=state is not None)
         self.fit.synchronisation.end_round()
@@ -462,10 +477,11 @@ class Round:
         self._check_writes()
         if state is None:
             return None
-        # Callbacks may write into it, and a rule may have chosen one client's update.
         start = self.start.state
-        if state is not start:
-            state = {name: value.clone() if value is start.get(name) else value for name, value in state.items()}
+        if state is start:  # there is no new model yet
+            return state
+        # Callbacks may write into it, and a rule may have chosen one client's update.
+        state = {name: value.clone() if value is start.get(name) else value for name, value in state.items()}
         form = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
         for callback in self._server_callbacks:
             callback.on_server_aggregate(self._trainer, self._module, state)
@@ -479,10 +495,26 @@ class Round:
                 return None
         return state
 
-    def load_global(self, state: State) -> None:
-        """Loads the global model and ends the visits of the optimizers."""
+    def load_global(self, state: State, counting: Collection[int] = ()) -> None:
+        """Loads the global model and ends the visits of the optimizers.
+
+        Args:
+            state: The global model.
+            counting: Positions of the visits whose updates are in it.
+
+        """
         self.local.load_global(state)
-        self.start.optimizers.end_round()
+        self.start.optimizers.end_round(counting)
+
+    def _counting(self) -> list[int]:
+        """Positions of the visits whose updates count."""
+        received = self._server.report.received
+        return [position for position, visit in enumerate(self.cohort.visits) if visit.client in received]
+
+    def _settle(self, counting: Collection[Client]) -> None:
+        """Commits what clients keep of visits whose updates count; the others are as before the round."""
+        if self.fit.has_server:
+            self.fit.store.settle(self._server.report.round, counting)
 
     def measure_batch_norm(self) -> None:
         """Has clients measure BatchNorm's running statistics with the new global model, where that is asked for."""
@@ -494,7 +526,8 @@ class Round:
         """Logs the round."""
         if not self.fit.has_server:
             return
-        metrics = {**self._server.aggregator.metrics(), **self._measured} if has_aggregate else {}
+        chain, report = self._server.chain, self._server.report
+        metrics = {**chain.metrics(report.norms), **self._measured} if has_aggregate else {}
         self.fit.round_log.end_round(
             self._trainer,
             self._server.report,
@@ -503,7 +536,7 @@ class Round:
             self.local.entries,
             self.local.parameters,
             metrics,
-            self._server.aggregator.is_private,
+            chain.reveals == "model",
         )
 
     def _end(self, is_new: bool) -> None:
@@ -524,4 +557,5 @@ class Round:
                 self.leave()
         self.start.restore()
         self._server.abandon_round()
+        self._settle(())
         self._end(is_new=False)

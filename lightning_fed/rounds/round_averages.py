@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import OverriddenMethod, callbacks_of
+from lightning_fed.rule import ResizingAggregator
 
 _log = logging.getLogger(__name__)
 
@@ -40,9 +41,9 @@ class RoundAverages:
         self._callbacks = [callback for callback in callbacks_of(fit.trainer) if isinstance(callback, _KIND)]
         for callback in self._callbacks:
             name = f"`{type(callback).__name__}`"
-            if fit.server.aggregator.resizes:
+            if isinstance(fit.server.rule, ResizingAggregator):
                 raise MisconfigurationException(
-                    f"{name} does not work with {type(fit.server.aggregator).__name__}, which changes the shapes of"
+                    f"{name} does not work with {type(fit.server.rule).__name__}, which changes the shapes of"
                     " entries from round to round: train without it."
                 )
             if not fit.has_server:

@@ -36,7 +36,6 @@ class RoundLog:
     ``fed/stragglers``         clients of the cohort that did part of their work, or were left out for it
     ``fed/dropped``            clients that were chosen and never reported
     ``fed/failed``             clients that were left out, each with its reason in the log
-    ``fed/shortened``            clients whose updates were shortened (``max_update_norm``)
     ``fed/num_samples``        examples behind the aggregate
     ``fed/update_norm``        mean over clients of the Euclidean norm of (local - global) over the entries that
                                train, as the updates came, before they were shortened
@@ -52,7 +51,7 @@ class RoundLog:
     ``metrics`` that clients send are logged as ``clients/<name>``, their mean over those that sent one: no client can
     write into another name. Of one client 64 are taken, with finite values and names of at most 100 letters, digits and
     ``._-/``; others are left out and named in the log. Those of the aggregator
-    (:meth:`Aggregator.metrics <lightning_fed.server.aggregator.Aggregator.metrics>`) have their own names.
+    (:meth:`Aggregator.metrics <lightning_fed.Aggregator.metrics>`) and of update steps have their own names.
 
     Attributes:
         totals: Sums over the rounds that ended in this process: ``rounds``, ``clients`` whose updates were aggregated,
@@ -124,7 +123,6 @@ class RoundLog:
             "fed/stragglers": sum(visit.is_straggler for visit in cohort.visits),
             "fed/dropped": len(cohort.dropped),
             "fed/failed": len(report.failed),
-            "fed/shortened": len(report.clipped),
             "fed/num_samples": sum(report.received.values()),
             "comm/up_bytes": report.up_bytes,
             "comm/down_bytes": report.down_bytes,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from lightning_fed.argument_checks import check_option
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
 from lightning_fed.numerics.row_sums import RowWeighting
 from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator, RoundInfo, RowAggregator
 
 
-class AveragingAggregator(Aggregator):
+class AveragingAggregator(RowAggregator):
     """Weighted mean of the clients' states, in the memory of one state. A rule implements :meth:`weight`.
 
     Args:
@@ -24,12 +24,10 @@ class AveragingAggregator(Aggregator):
 
     """
 
-    takes_rows: bool = True
-
     def __init__(self, row_weighting: RowWeighting = "global") -> None:
         check_option("row_weighting", row_weighting, ("global", "per_row"))
         self.row_weighting: RowWeighting = row_weighting
-        self._round = -1
+        self._info = RoundInfo(-1)
         self._state: State = {}
         self.running = WeightedMean()
 
@@ -37,13 +35,13 @@ class AveragingAggregator(Aggregator):
     def weight(self, update: ClientUpdate) -> float:
         """The weight of one update in the mean."""
 
-    def start_round(self, round: int, state: State) -> None:
+    def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from ``state``."""
-        self._round, self._state, self.running = round, state, WeightedMean()
+        self._info, self._state, self.running = info, state, WeightedMean()
 
-    def broadcast(self, client: Client) -> Broadcast:
+    def broadcast(self, request: Request) -> Broadcast:
         """The global state, the same for every client."""
-        return Broadcast(self._round, dict(self._state))
+        return Broadcast(self._info.round, dict(self._state))
 
     def receive(self, update: ClientUpdate) -> None:
         """Adds the update to the mean, but for entries that are the round's own: most of a model with adapters."""

@@ -6,16 +6,13 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
-from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
+from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.held_entries import HeldEntries
-from lightning_fed.server.limits import UpdateLimits
-
-if TYPE_CHECKING:
-    from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.steps.chain import Chain
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +28,6 @@ class RoundReport:
         metrics: Numbers that the clients sent along.
         norms: Length of every good client's step: the Euclidean norm of (local - global) over the entries that train,
             as the server computes it; without clients whose models have other shapes.
-        clipped: Lengths of the steps that were shortened (``max_update_norm``).
         up_bytes: Bytes of the updates that arrived, whether used or not.
         down_bytes: Bytes of the broadcasts.
         refused: Those of ``failed`` whose answer came, and was refused for what it held, with the reason.
@@ -43,7 +39,6 @@ class RoundReport:
     failed: dict[Client, str] = field(default_factory=dict)
     metrics: dict[Client, dict[str, float]] = field(default_factory=dict)
     norms: dict[Client, float] = field(default_factory=dict)
-    clipped: dict[Client, float] = field(default_factory=dict)
     up_bytes: int = 0
     down_bytes: int = 0
     refused: dict[Client, str] = field(default_factory=dict)
@@ -64,7 +59,7 @@ class RoundReport:
 
         """
         report = cls(parts[0].round)
-        for name in ("received", "failed", "refused", "metrics", "norms", "clipped"):
+        for name in ("received", "failed", "refused", "metrics", "norms"):
             joint = {client: value for part in parts for client, value in getattr(part, name).items()}
             ordered = sorted(joint, key=lambda client: positions.get(client, len(positions)))
             setattr(report, name, {client: joint[client] for client in ordered})
@@ -80,14 +75,13 @@ class ServerInterface(ABC):
     :meth:`finish_round`. In between the caller may change what is on its way.
 
     Args:
-        aggregator: The server's rule; on a client's machine it says what the method is, and aggregates nothing.
+        chain: The server's rule and the steps around it; on a client's machine nothing is aggregated.
         min_clients: Least number of good updates that changes the global model.
-        limits: Limits of one client's influence.
 
     Attributes:
-        limits: The limits.
+        chain: The chain.
         report: Report of the round that is under way, or was last.
-        state_before: The aggregator's state when the round began.
+        state_before: The chain's state when the round began.
         errors: Exceptions by which updates of the round have failed here, without tracebacks.
         held: Record of the entries without gradient that clients have already.
 
@@ -96,17 +90,21 @@ class ServerInterface(ABC):
 
     """
 
-    def __init__(self, aggregator: Aggregator, min_clients: int = 1, limits: UpdateLimits | None = None) -> None:
-        self.aggregator = aggregator
+    def __init__(self, chain: Chain, min_clients: int = 1) -> None:
+        self.chain = chain
         self.min_clients = check_count("min_clients", min_clients)
-        self.limits = UpdateLimits() if limits is None else limits
         self.errors: dict[Client, Exception] = {}
         self.report = RoundReport(round=-1)
         self.state_before: dict[str, Any] = {}
         self.held = HeldEntries()
 
+    @property
+    def rule(self) -> Aggregator:
+        """The rule."""
+        return self.chain.rule
+
     @abstractmethod
-    def start_round(self, round: int, state: State) -> None:
+    def start_round(self, info: RoundInfo, state: State) -> None:
         """Starts a round from the shared entries of the global model."""
 
     @abstractmethod
@@ -145,16 +143,14 @@ class ServerInterface(ABC):
     def finish_round(self) -> State | None:
         """Aggregates the round: the new global values of the shared entries, or ``None`` where there are none."""
 
-    def end_visits(self, ranks: ProcessGroup = SINGLE_PROCESS) -> None:  # noqa: B027 - optional
-        """Marks clients that have not answered as failed, and aggregates updates that were waiting for the others'.
+    def start_chain(self) -> None:  # noqa: B027 - optional
+        """Starts the round in the chain; once more where it is to join what several processes have received."""
 
-        Args:
-            ranks: The processes that share the round.
-
-        """
+    def end_visits(self) -> None:  # noqa: B027 - optional
+        """Marks clients that have not answered as failed."""
 
     def abandon_round(self) -> None:  # noqa: B027 - optional
-        """Restores the state that the aggregator had when the round began."""
+        """Restores the state that the chain had when the round began."""
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
         """Leaves a client out of the round, by name and with the reason in the log; always ``False``.

@@ -139,6 +139,9 @@ class Schedule:
         stragglers: Fraction of the cohort in [0, 1) that does part of its work.
         dropout: Probability in [0, 1) that a chosen client never reports.
 
+    Attributes:
+        secret: A draw of the clients that does not come from ``seed``; ``None`` for the schedule's own.
+
     Raises:
         ValueError: If an argument is out of its range.
 
@@ -176,6 +179,7 @@ class Schedule:
         self.local_steps = local_steps
         self.stragglers = stragglers
         self.dropout = dropout
+        self.secret: SecretSampling | None = None
 
     def cohort_size(self, population: int) -> int:
         """Number of clients drawn per round from ``population`` clients.
@@ -206,7 +210,6 @@ class Schedule:
         drawn: int | None = None,
         local_epochs: int | None = None,
         always: Sequence[Client] = (),
-        sampling: SecretSampling | None = None,
     ) -> Cohort:
         """The cohort of a round.
 
@@ -216,7 +219,6 @@ class Schedule:
             drawn: Index of the round whose clients are visited again; ``None`` for clients of the round's own.
             local_epochs: Passes over a client's data in this round; ``None`` for as many as in all.
             always: Clients that take part beside those that are drawn, or if they are drawn: they do all of their work.
-            sampling: Draw of the clients that does not come from the schedule's seed.
 
         Raises:
             ValueError: If ``local_epochs`` is given where the work is counted in steps, or a client that is always to
@@ -228,7 +230,7 @@ class Schedule:
                 f"Expected no `local_steps` where a method has epochs of its own, but got {self.local_steps}."
             )
         epochs = self.local_epochs if local_epochs is None else local_epochs
-        chosen = self._draw(_COHORT, round if drawn is None else drawn, clients, sampling)
+        chosen = self._draw(_COHORT, round if drawn is None else drawn, clients)
         straggling = self._stragglers(round, len(chosen))
         visits, dropped = [], []
         for position, client in enumerate(chosen):
@@ -265,16 +267,14 @@ class Schedule:
         """The seed of the draws after a round's visits: in aggregation and in validation."""
         return derive_seed(self.seed, round, _END)
 
-    def _draw(
-        self, purpose: int, round: int, clients: Sequence[Client], sampling: SecretSampling | None = None
-    ) -> list[Client]:
+    def _draw(self, purpose: int, round: int, clients: Sequence[Client]) -> list[Client]:
         size = self.cohort_size(len(clients))
         if size == len(clients):
             return list(clients)
         generator = self._generator(purpose, round)
-        if sampling is not None:
-            generator = np.random.default_rng(np.random.SeedSequence([sampling.key, round, purpose]))
-            if sampling.is_poisson:  # their number, and then who they are: as if each were drawn by itself
+        if self.secret is not None:
+            generator = np.random.default_rng(np.random.SeedSequence([self.secret.key, round, purpose]))
+            if self.secret.is_poisson:  # their number, and then who they are: as if each were drawn by itself
                 size = int(generator.binomial(len(clients), size / len(clients)))
         positions = generator.choice(len(clients), size, replace=False)
         return [clients[int(position)] for position in np.sort(positions)]

@@ -6,26 +6,20 @@ Nothing here knows Lightning: feed it messages and it aggregates.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Set
+from dataclasses import replace
 
 from torch import Tensor
 
-from lightning_fed.errors import BadUpdate, OptionError, describe, without_frames
+from lightning_fed.errors import BadUpdate, BadUpdates, describe, without_frames
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
-from lightning_fed.model.entries import (
-    distance,
-    find_fault,
-    find_implausible,
-    find_non_finite,
-    is_running_statistic,
-    norm,
-)
+from lightning_fed.model.entries import distance, find_fault, find_implausible, find_non_finite, norm
 from lightning_fed.numerics.row_sums import find_bad_rows
-from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import ResizingAggregator, RoundInfo, RowAggregator
 from lightning_fed.server.interface import RoundReport as RoundReport
 from lightning_fed.server.interface import ServerInterface as ServerInterface
-from lightning_fed.server.limits import UpdateLimits, find_bad_count
+from lightning_fed.steps.bounds import trained_entries
+from lightning_fed.steps.chain import Chain
+from lightning_fed.steps.weights import find_bad_count
 
 _log = logging.getLogger(__name__)
 
@@ -42,22 +36,21 @@ class Server(ServerInterface):
     as it was.
 
     Args:
-        aggregator: The rule.
+        chain: The rule, and the steps around it.
         min_clients: Least number of good updates that changes the global model.
-        limits: Limits of one client's influence.
 
     Attributes:
         report: What happened in the round.
-        state_before: The aggregator's state when the round began.
+        state_before: The chain's state when the round began.
 
     Raises:
-        ValueError: If ``min_clients`` is not a whole number from 1 on, or steps of models of any shape are limited.
+        ValueError: If ``min_clients`` is not a whole number from 1 on.
 
     Example:
         >>> import torch
         >>> from lightning_fed.algorithms import FedAvg
-        >>> server = Server(FedAvg())
-        >>> server.start_round(0, {"w": torch.tensor([1.0])})
+        >>> server = Server(Chain(FedAvg()))
+        >>> server.start_round(RoundInfo(0), {"w": torch.tensor([1.0])})
         >>> for client, value in (("a", 2.0), ("b", float("nan"))):
         ...     server.sent(client, server.prepare(client))
         ...     update = ClientUpdate(client, 1, {"w": torch.tensor([value])})
@@ -69,32 +62,30 @@ class Server(ServerInterface):
 
     """
 
-    def __init__(self, aggregator: Aggregator, min_clients: int = 1, limits: UpdateLimits | None = None) -> None:
-        super().__init__(aggregator, min_clients, limits)
-        if aggregator.resizes and self.limits.max_update_norm is not None:
-            raise OptionError(
-                f"Expected no `max_update_norm` with {type(aggregator).__name__}: the models of its clients have shapes"
-                " of their own, between which there is no step."
-            )
+    def __init__(self, chain: Chain, min_clients: int = 1) -> None:
+        super().__init__(chain, min_clients)
         self._expected: dict[Client, State] = {}
         self._rows: dict[Client, State] = {}
         self._sent: dict[Client, State] = {}
-        self._waiting: list[tuple[ClientUpdate, State]] = []  # for the median of all steps
-        self._names: Set[str] = frozenset()  # of the global model
+        self._state: State = {}
+        self._info = RoundInfo(-1)
         self._length = 1.0  # of the global model
 
-    def start_round(self, round: int, state: State) -> None:
+    def start_round(self, info: RoundInfo, state: State) -> None:
         """Starts a round from the shared entries of the global model."""
-        self.state_before = dict(self.aggregator.state_dict())
-        self.report = RoundReport(round)
+        self.state_before = dict(self.chain.state_dict())
+        self.report = RoundReport(info.round)
         self.errors = {}
         self._expected.clear()
         self._rows.clear()
         self._sent.clear()
-        self._waiting = []
-        self._names = state.keys()
-        self._length = max(1.0, float(norm(state[name] for name in self._trained(state))))
-        self.aggregator.start_round(round, state)
+        self._info, self._state = info, state
+        self._length = max(1.0, float(norm(state[name] for name in trained_entries(info, state))))
+        self.start_chain()
+
+    def start_chain(self) -> None:
+        """Starts the round in the chain."""
+        self.chain.start(replace(self._info, refused=self.report.refused), self._state)
 
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
         """Makes the message for a client, and notes what an answer to it must look like.
@@ -109,17 +100,18 @@ class Server(ServerInterface):
         """
         request = Request(client) if request is None else request
         self.report.up_bytes += request.nbytes
-        broadcast = self.aggregator.respond(request)
+        broadcast = self.rule.broadcast(request)
+        self.chain.on_send(broadcast)
         if request.rows:
             self._slice(broadcast, request)
         self._rows[client] = dict(broadcast.rows)
-        self._expected[client] = dict(self.aggregator.expected(broadcast))
+        self._expected[client] = dict(self.chain.form(broadcast))
         self._sent[client] = dict(broadcast.state)
         return broadcast
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
         """Counts a message that goes to a client; of a whole model without what the client has already."""
-        if broadcast.state.keys() == self._names:
+        if broadcast.state.keys() == self._state.keys():
             broadcast.unsent = self.held.held_by(client, broadcast.state, client in self.report.received)
         super().sent(client, broadcast)
 
@@ -130,23 +122,23 @@ class Server(ServerInterface):
         return update.client in self._expected or self.fail(update.client, "it sent an update that was not asked for")
 
     def accept(self, update: ClientUpdate) -> bool:
-        """Checks an update that was counted, and hands it to the aggregator, or keeps it until all are there."""
+        """Checks an update that was counted, and hands it to the chain."""
         client = update.client
         expected, sent = self._expected.pop(client), self._sent.pop(client)
         fault = find_bad_count(update.num_samples) or find_fault(update.state, expected, finite=False)
-        fault = fault or find_implausible(update.sent) or find_non_finite(update.extras)
+        fault = fault or find_non_finite(update.extras)
         if fault is not None:
             return self.refuse(client, fault)
-        length = self._measure(update, sent)
-        if not length <= _FARTHEST * self._length:
-            return self.refuse(client, f"its step has the length {length:.3g}, and the model {self._length:.3g}")
         self.report.received[client] = update.num_samples
         self.report.metrics[client] = update.metrics
-        update.num_samples = self.limits.counted_samples(update.num_samples)
-        if self.limits.goes_by_median:
-            self._waiting.append((update, sent))
-            return True
-        return self._aggregate(update, sent, self.limits.longest([]))
+        try:
+            self.chain.receive(update, sent, self._inspect)
+        except BadUpdate as error:
+            return self._take_back(client, str(error))
+        except Exception as error:
+            reason = f"the server cannot use its update: {describe(error)}"
+            return self._take_back(client, reason, without_frames(error))
+        return True
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
         """Leaves a client out of the round, by name and with the reason in the log; always ``False``."""
@@ -154,32 +146,20 @@ class Server(ServerInterface):
         self._sent.pop(client, None)
         return super().fail(client, reason, error)
 
-    def end_visits(self, ranks: ProcessGroup = SINGLE_PROCESS) -> None:
-        """Marks clients that have not answered as failed, and aggregates updates that were waiting for the others'."""
+    def end_visits(self) -> None:
+        """Marks clients that have not answered as failed."""
         for client in list(self._expected):
             self.fail(client, "it never answered")
-        if self.limits.goes_by_median:
-            norms = [length for part in ranks.gather(list(self.report.norms.values())) for length in part]
-            waiting, self._waiting = self._waiting, []
-            for update, sent in waiting:
-                self._aggregate(update, sent, self.limits.longest(norms))
 
     def finish_round(self) -> State | None:
-        """Aggregates the round; ``None`` where the global model stays as it was."""
+        """Aggregates the round; ``None`` where the global model stays as it was.
+
+        Where the rule has no new model yet, the very dictionary that :meth:`start_round` got.
+        """
         self.end_visits()
-        self.aggregator.num_refused = len(self.report.refused)
-        for client, reason in self.aggregator.leave_out().items():
-            self._take_back(client, reason)
-        count = len(self.report.received)
-        if count < self.min_clients and not self.aggregator.is_private:
-            _log.warning(
-                "Round %d: %d good updates, fewer than min_clients=%d: the global model stays as it was.",
-                self.report.round,
-                count,
-                self.min_clients,
-            )
+        state = self._aggregate()
+        if state is None:
             return None
-        state = self.aggregator.aggregate()
         fault = find_implausible(state)
         if fault is not None:
             _log.error("Round %d: the aggregate is not used: %s.", self.report.round, fault)
@@ -188,57 +168,62 @@ class Server(ServerInterface):
         return state
 
     def abandon_round(self) -> None:
-        """Restores the state that the aggregator had when the round began."""
-        self.aggregator.load_state_dict(self.state_before)
+        """Restores the state that the chain had when the round began."""
+        self.chain.load_state_dict(self.state_before)
 
-    def _trained(self, state: State) -> list[str]:
-        """The entries whose change is the length of a step: those that train."""
-        if self.aggregator.trainable is not None:
-            return [name for name in state if name in self.aggregator.trainable]
-        return [name for name, value in state.items() if value.is_floating_point() and not is_running_statistic(name)]
+    def _aggregate(self) -> State | None:
+        while True:
+            count = len(self.report.received)
+            if count < self.min_clients and self.chain.reveals != "model":
+                _log.warning(
+                    "Round %d: %d good updates, fewer than min_clients=%d: the global model stays as it was.",
+                    self.report.round,
+                    count,
+                    self.min_clients,
+                )
+                self.abandon_round()
+                return None
+            try:
+                state = self.chain.aggregate()
+            except BadUpdates as error:
+                for client, reason in error.reasons.items():
+                    for left_out in [client] if client in self.report.received else list(self.report.received):
+                        self._take_back(left_out, reason)
+            else:
+                return self._state if state is None else state
 
-    def _measure(self, update: ClientUpdate, sent: State) -> float:
-        """The length of a client's step, which is noted; of a model of any shape its own.
+    def _inspect(self, update: ClientUpdate, sent: State) -> None:
+        """Notes the length of a client's step.
 
-        Of an answer that is no model, but numbers of a secure sum, there is none.
+        Raises:
+            BadUpdate: If no training can have made it.
+
         """
-        names = [name for name in self._trained(update.state) if not _is_integer(update.state[name])]
-        if self.aggregator.resizes:
-            return float(norm(update.state[name] for name in names))
-        length = distance(update.state, sent, names)
-        if length is None:
-            return 0.0
-        self.report.norms[update.client] = length
-        return length
-
-    def _aggregate(self, update: ClientUpdate, sent: State, longest: float) -> bool:
-        length = self.report.norms.get(update.client, 0.0)
-        if length > longest:
-            self.report.clipped[update.client] = length
-            _shorten(update.state, sent, self._trained(sent), longest / length)
-        try:
-            self.aggregator.receive(update)
-        except BadUpdate as error:
-            return self._take_back(update.client, str(error))
-        except Exception as error:
-            reason = f"the server cannot use its update: {describe(error)}"
-            return self._take_back(update.client, reason, without_frames(error))
-        return True
+        fault = find_implausible(update.sent)
+        if fault is not None:
+            raise BadUpdate(fault)
+        names = [name for name in trained_entries(self._info, update.state) if not _is_integer(update.state[name])]
+        if isinstance(self.rule, ResizingAggregator):  # the client's model has a shape, and so a length, of its own
+            length = float(norm(update.state[name] for name in names))
+        else:
+            length = distance(update.state, sent, names) or 0.0
+            self.report.norms[update.client] = length
+        if not length <= _FARTHEST * self._length:
+            raise BadUpdate(f"its step has the length {length:.3g}, and the model {self._length:.3g}")
 
     def _take_back(self, client: Client, reason: str, error: Exception | None = None) -> bool:
         """Leaves out a client whose update was good so far; always ``False``."""
         self.report.received.pop(client, None)
         self.report.metrics.pop(client, None)
         self.report.norms.pop(client, None)
-        self.report.clipped.pop(client, None)
         return self.refuse(client, reason, error)
 
     def _slice(self, broadcast: Broadcast, request: Request) -> None:
         """Replaces entries of a message by the rows that the client asked for."""
-        if not self.aggregator.takes_rows:
+        if not isinstance(self.rule, RowAggregator):
             raise ValueError(
                 f"Expected a rule that can do with some rows of {sorted(request.rows)}, but"
-                f" {type(self.aggregator).__name__} needs whole entries: use 'fedavg', for instance."
+                f" {type(self.rule).__name__} needs whole entries: use 'fedavg', for instance."
             )
         for name, rows in request.rows.items():
             table = broadcast.state.get(name)
@@ -251,9 +236,3 @@ class Server(ServerInterface):
 
 def _is_integer(value: Tensor) -> bool:
     return not (value.is_floating_point() or value.is_complex())
-
-
-def _shorten(state: State, start: State, names: Iterable[str], factor: float) -> None:
-    for name in names:
-        if name in state and state[name].shape == start[name].shape:
-            state[name] = start[name] + (state[name] - start[name]) * factor

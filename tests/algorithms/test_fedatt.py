@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from lightning_fed.algorithms import FedAtt, FedAvg
 from lightning_fed.algorithms.fedatt import SoftmaxMean
 from lightning_fed.messages import ClientUpdate
+from lightning_fed.rule import RoundInfo
 from tests import models
 from tests.recorders import Recorder, assert_same
 from tests.references_baselines import attention_reference, fedprox_reference
@@ -36,7 +37,7 @@ def updates(count):
 
 
 def aggregated(rule, received, start=None):
-    rule.start_round(0, net_state(0) if start is None else start)
+    rule.start(RoundInfo(0), net_state(0) if start is None else start)
     for update in copy.deepcopy(list(received)):
         rule.receive(update)
     return rule.aggregate()
@@ -141,7 +142,7 @@ def test_shards_merge_to_the_whole(cuts):
     shards = []
     for start, stop in itertools.pairwise((0, *cuts, 6)):
         shard = FedAtt()
-        shard.start_round(0, net_state(0))
+        shard.start(RoundInfo(0), net_state(0))
         for update in copy.deepcopy(received[start:stop]):
             shard.receive(update)
         shards.append(shard)
@@ -165,7 +166,7 @@ def test_memory_of_one_state_however_many_clients():
     held = {}
     for count in (1, 2, 50):
         rule = FedAtt()
-        rule.start_round(0, start)
+        rule.start(RoundInfo(0), start)
         for client in range(count):
             rule.receive(ClientUpdate(client, 1, {"w": torch.randn(1000), "steps": torch.tensor(client)}))
         held[count] = held_bytes(rule)
@@ -175,7 +176,7 @@ def test_memory_of_one_state_however_many_clients():
 def test_noise_depends_on_seed_and_round():
     def noisy(seed, round, noise=0.1):
         rule = FedAtt(noise=noise, seed=seed)
-        rule.start_round(round, {"w": torch.zeros(20_000), "norm.running_var": torch.ones(1)})
+        rule.start(RoundInfo(round), {"w": torch.zeros(20_000), "norm.running_var": torch.ones(1)})
         rule.receive(ClientUpdate("a", 1, {"w": torch.zeros(20_000), "norm.running_var": torch.ones(1)}))
         return rule.aggregate()
 

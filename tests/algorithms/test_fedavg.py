@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lightning_fed.algorithms import FairAvg, FedAvg
-from lightning_fed.messages import ClientUpdate
+from lightning_fed.messages import ClientUpdate, Request
 from lightning_fed.method import build_aggregator
+from lightning_fed.rule import RoundInfo
 
 RULES = {FedAvg: 2.25, FairAvg: 1.5}  # w_t = 1, w_1 = 0 (n = 1), w_2 = 3 (n = 3)
 
@@ -26,7 +27,7 @@ def updates(count, seed=0):
 
 
 def aggregated(rule, received):
-    rule.start_round(0, received[0].state)
+    rule.start(RoundInfo(0), received[0].state)
     for update in received:
         rule.receive(update)
     return rule.aggregate()
@@ -39,7 +40,7 @@ def equal(left, right):
 @pytest.mark.parametrize("rule", RULES)
 def test_the_example_of_the_spec(rule):
     aggregator = rule()
-    aggregator.start_round(0, {"w": torch.tensor(1.0)})
+    aggregator.start(RoundInfo(0), {"w": torch.tensor(1.0)})
     aggregator.receive(ClientUpdate(1, 1, {"w": torch.tensor(0.0)}))
     aggregator.receive(ClientUpdate(2, 3, {"w": torch.tensor(3.0)}))
     assert aggregator.aggregate()["w"].item() == RULES[rule]
@@ -53,7 +54,7 @@ def test_shards_merge_to_the_whole(rule, cuts):
     shards = []
     for start, stop in itertools.pairwise((0, *cuts, 6)):
         shard = rule()
-        shard.start_round(0, received[0].state)
+        shard.start(RoundInfo(0), received[0].state)
         for update in received[start:stop]:
             shard.receive(update)
         shards.append(shard)
@@ -62,7 +63,7 @@ def test_shards_merge_to_the_whole(rule, cuts):
         first.merge(other)
     assert equal(first.aggregate(), whole)
     nested = rule()
-    nested.start_round(0, received[0].state)
+    nested.start(RoundInfo(0), received[0].state)
     nested.merge(first)
     assert equal(nested.aggregate(), whole)
 
@@ -90,8 +91,8 @@ def test_a_round_forgets_the_one_before():
 def test_broadcasts():
     rule = FedAvg()
     state = {"w": torch.ones(2)}
-    rule.start_round(3, state)
-    first, second = rule.broadcast("a"), rule.broadcast("b")
+    rule.start(RoundInfo(3), state)
+    first, second = rule.broadcast(Request("a")), rule.broadcast(Request("b"))
     assert first.round == 3
     first.state["w"] = torch.zeros(2)  # what a callback does to one client's message
     assert torch.equal(second.state["w"], torch.ones(2))
@@ -106,7 +107,7 @@ def test_merging_other_kinds():
 
 def test_nothing_received():
     rule = FedAvg()
-    rule.start_round(0, {"w": torch.ones(1)})
+    rule.start(RoundInfo(0), {"w": torch.ones(1)})
     with pytest.raises(ValueError, match="at least one state"):
         rule.aggregate()
 

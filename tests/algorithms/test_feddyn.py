@@ -9,6 +9,7 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedDyn
 from lightning_fed.callbacks import DynamicRegularizer, FederatedCallback
 from lightning_fed.messages import ClientUpdate
+from lightning_fed.rule import RoundInfo
 from tests import models
 from tests.recorders import Recorder, bytes_of
 from tests.references_correction import Visits, feddyn_reference
@@ -69,7 +70,7 @@ def test_what_travels_and_what_stays(federated_trainer):
     model = 5 * bytes_of(recorder.aggregates[0])
     assert recorder.down_bytes == recorder.up_bytes == [model, model]
     parameters = {name for name, _ in module.named_parameters() if name in recorder.aggregates[0]}
-    assert set(trainer.federation.server.aggregator.state_dict()["h"]) == parameters
+    assert set(trainer.federation.server.rule.state_dict()["h"]) == parameters
     for client in models.SIZES:
         kept = trainer.federation.store.get(client)
         assert {name for name in kept if name.startswith("memory:")} == {f"memory:feddyn:{n}" for n in parameters}
@@ -81,7 +82,7 @@ def test_messages_alone():
     rule.num_clients = 6
     generator = torch.Generator().manual_seed(0)
     for round in range(3):
-        rule.start_round(round, {"w": x, "running_mean": torch.zeros(2)})
+        rule.start(RoundInfo(round), {"w": x, "running_mean": torch.zeros(2)})
         values = [torch.randn(4, generator=generator) for _ in range(3)]
         for client, value in enumerate(values):
             rule.receive(

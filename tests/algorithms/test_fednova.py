@@ -11,6 +11,7 @@ from lightning_fed.algorithms import FedNova
 from lightning_fed.callbacks import FederatedCallback, ProximalTerm
 from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import ClientUpdate
+from lightning_fed.rule import RoundInfo
 from tests import models
 from tests.algorithms.test_scaffold import overflowing
 from tests.recorders import Recorder, assert_same, state_of
@@ -178,7 +179,7 @@ def test_messages_whole_and_in_parts():
     whole, parts = FedNova(), [FedNova() for _ in range(3)]
     for rule in (whole, *parts):
         rule.trainable = frozenset({"w"})
-        rule.start_round(0, start)
+        rule.start(RoundInfo(0), start)
     for place, (update, length) in enumerate(received):
         update.extras["length:w"] = torch.tensor(length, dtype=torch.float64)
         whole.receive(update)
@@ -202,7 +203,7 @@ def test_messages_whole_and_in_parts():
 )
 def test_bad_updates(extras, reason):
     rule = FedNova()
-    rule.start_round(0, {"w": torch.zeros(3)})
+    rule.start(RoundInfo(0), {"w": torch.zeros(3)})
     with pytest.raises(BadUpdate, match=reason):
         rule.receive(ClientUpdate("a", 1, {"w": torch.ones(3)}, extras))
 

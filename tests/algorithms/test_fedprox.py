@@ -5,6 +5,7 @@ import torch
 
 from lightning_fed.algorithms import FedAvg, FedDANE, FedProx, FeSEM
 from lightning_fed.messages import ClientUpdate
+from lightning_fed.rule import RoundInfo
 from tests import models
 from tests.algorithms.test_fedavg import aggregated, equal, updates
 from tests.recorders import Recorder, assert_same, state_of
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 def test_messages_are_averaged_by_sizes():
     rule = FedProx(mu=5.0)
-    rule.start_round(0, {"w": torch.tensor(1.0)})
+    rule.start(RoundInfo(0), {"w": torch.tensor(1.0)})
     rule.receive(ClientUpdate(1, 1, {"w": torch.tensor(0.0)}))
     rule.receive(ClientUpdate(2, 3, {"w": torch.tensor(3.0)}))
     assert rule.aggregate()["w"].item() == 2.25

@@ -122,7 +122,7 @@ def test_weights_do_not_grow_with_the_rounds(method, federated_trainer):
 
     class Totals(FederatedCallback):
         def on_server_aggregate(self, trainer, module, state):
-            rule = trainer.federation.server.aggregator
+            rule = trainer.federation.server.rule
             totals.append((rule.running.total, rule.running.count))
 
     totals = []

@@ -11,6 +11,7 @@ from lightning_fed.algorithms import QFFL
 from lightning_fed.callbacks import LossReport
 from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import ClientUpdate
+from lightning_fed.rule import RoundInfo
 from tests import models
 from tests.recorders import Recorder, assert_same, bytes_of, state_of
 from tests.references_correction import Visits, qffl_reference
@@ -87,7 +88,7 @@ def test_the_larger_q_the_more_alike_are_the_losses(federated_trainer):
 )
 def test_bad_updates(extras, reason):
     rule = QFFL(2.0)
-    rule.start_round(0, {"w": torch.zeros(3)})
+    rule.start(RoundInfo(0), {"w": torch.zeros(3)})
     with pytest.raises(BadUpdate, match=reason):
         rule.receive(ClientUpdate("a", 1, {"w": torch.ones(3)}, extras))
 

@@ -10,7 +10,8 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import SCAFFOLD, FairAvg, ServerOptimizer
 from lightning_fed.callbacks import ControlVariates, FederatedCallback
 from lightning_fed.errors import BadUpdate
-from lightning_fed.messages import ClientUpdate
+from lightning_fed.messages import ClientUpdate, Request
+from lightning_fed.rule import RoundInfo
 from tests import models
 from tests.recorders import Recorder, assert_same, bytes_of, state_of
 from tests.references_correction import Visits, scaffold_reference
@@ -48,7 +49,7 @@ def test_a_fit_against_a_plain_loop(optimizer, rate, weighting, either_trainer):
     for expected, aggregate in zip(history, recorder.aggregates, strict=True):
         close(expected, aggregate)
     federation = next(callback for callback in trainer.callbacks if hasattr(callback, "server"))
-    close(control, federation.server.aggregator.state_dict()["control"])
+    close(control, federation.server.rule.state_dict()["control"])
 
 
 class NoControls(FederatedCallback):
@@ -100,7 +101,7 @@ def test_two_optimizers_by_hand(federated_trainer):
     trainer = federated_trainer(max_rounds=2, method="scaffold", callbacks=[Sent()])
     module = models.TwoOptimizers()
     trainer.fit(module, models.as_datasets(models.vectors({"a": 20, "b": 40})))
-    control = trainer.federation.server.aggregator.state_dict()["control"]
+    control = trainer.federation.server.rule.state_dict()["control"]
     assert set(control) == {name for name, _ in module.named_parameters()}
     for name, value in control.items():
         kept = [trainer.federation.store.get(client)[f"memory:control:{name}"] for client in "ab"]
@@ -115,7 +116,7 @@ def test_a_step_of_the_server(federated_trainer):
         recorders.append(Recorder())
         trainer = federated_trainer(max_rounds=1, method=method, callbacks=[recorders[-1]])
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
-    assert trainer.federation.server.aggregator.inner.num_clients == 5
+    assert trainer.federation.server.rule.inner.num_clients == 5
     start = recorders[0].visits[0].broadcast
     for name, value in recorders[1].aggregates[0].items():
         half = (start[name] + recorders[0].aggregates[0][name]) / 2
@@ -133,7 +134,7 @@ def test_a_step_of_the_server(federated_trainer):
 )
 def test_bad_updates(extras, reason):
     rule = SCAFFOLD()
-    rule.start_round(0, {"w": torch.zeros(3)})
+    rule.start(RoundInfo(0), {"w": torch.zeros(3)})
     with pytest.raises(BadUpdate, match=reason):
         rule.receive(ClientUpdate("a", 1, {"w": torch.ones(3)}, extras))
 
@@ -143,9 +144,9 @@ def test_weights_are_those_of_averaging():
     rule, fair, generator = SCAFFOLD(), FairAvg(), torch.Generator().manual_seed(0)
     rule.num_clients, state, control = 8, {"w": torch.zeros(5)}, torch.zeros(5)
     for round in range(3):
-        rule.start_round(round, state)
-        fair.start_round(round, state)
-        assert bool(rule.broadcast("a").extras) == (round > 0)
+        rule.start(RoundInfo(round), state)
+        fair.start(RoundInfo(round), state)
+        assert bool(rule.broadcast(Request("a")).extras) == (round > 0)
         for client in range(4):
             value = torch.randn(5, generator=generator)
             rule.receive(ClientUpdate(client, client + 1, {"w": value}, {"control:w": value}))
@@ -198,7 +199,7 @@ def test_controls_of_a_model_of_16_bits(federated_trainer):
         control = (control.double() + sum(changes) / 2).float()
     kept = {client: trainer.federation.store.get(client)["memory:control:w"] for client in "ab"}
     assert_same(own, kept)
-    assert torch.equal(trainer.federation.server.aggregator.state_dict()["control"]["w"], control)
+    assert torch.equal(trainer.federation.server.rule.state_dict()["control"]["w"], control)
     assert not torch.equal(control, control.bfloat16().float())
 
 

@@ -31,7 +31,9 @@ from lightning_fed.callbacks import AttentionMap, ClassPrototypes, PrototypePlot
 from lightning_fed.compare.method_options import MethodChoice
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.numerics.precision import to_float64
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
+from lightning_fed.steps.chain import Chain
 from tests import models
 from tests.breadth import quick
 from tests.recorders import Recorder, assert_same, state_of
@@ -68,7 +70,7 @@ def round_of(number, count=3, dtype=torch.float32):
 
 
 def one_round(rule, number, state, received):
-    rule.start_round(number, state)
+    rule.start(RoundInfo(number), state)
     for update in copy.deepcopy(list(received)):
         rule.receive(update)
     return rule.aggregate()
@@ -366,7 +368,7 @@ def test_order_shards_and_copies_do_not_matter(name):
         rule, shard = make(), make()
         trained(rule, rounds=1)
         for part, updates in ((rule, received[:cut]), (shard, received[cut:])):
-            part.start_round(1, before)
+            part.start(RoundInfo(1), before)
             for update in copy.deepcopy(updates):
                 part.receive(update)
         rule.merge(shard)
@@ -469,7 +471,7 @@ def test_lazy_rows_in_shards():
     parts[0].load_state_dict(whole.state_dict())
     expected = rows_round(whole, 1, first, clients[1])
     for place, part in enumerate(parts):
-        part.start_round(1, {"w": first})
+        part.start(RoundInfo(1), {"w": first})
         for size, values in clients[1][2 * place : 2 * place + 2]:
             rows, value = torch.tensor(list(values)), torch.tensor([[value] for value in values.values()])
             part.receive(ClientUpdate(size, size, {"w": value}, rows={"w": rows}))
@@ -527,15 +529,15 @@ def test_its_state_is_replaced_and_taken_back(name):
 
 def test_an_aggregate_that_is_not_finite_is_taken_back():
     """A velocity that leaves half precision: the model stays as it was, and the next round starts from its memory."""
-    server, state, seen = Server(FedAvgM()), {"w": torch.tensor([4e4], dtype=torch.float16)}, []
+    server, state, seen = Server(Chain(FedAvgM())), {"w": torch.tensor([4e4], dtype=torch.float16)}, []
     for number, change in enumerate((1e4, 15e3, -1e4)):
-        server.start_round(number, state)
+        server.start_round(RoundInfo(number), state)
         server.prepare("a")
         update = ClientUpdate("a", 1, {"w": state["w"] + change})
         assert server.count(update)
         assert server.accept(update)
         state = server.finish_round() or state
-        seen.append((state["w"].item(), server.aggregator.state_dict()["entries"]["w"]["momentum_buffer"].item()))
+        seen.append((state["w"].item(), server.rule.state_dict()["entries"]["w"]["momentum_buffer"].item()))
     assert seen[0] == seen[1] == pytest.approx((5e4, -1e4), rel=1e-2)  # 5e4 + 0.9 * 1e4 + 15e3 would be too much
     assert seen[2] == pytest.approx((49e3, 1e3), rel=2e-2)
 
@@ -547,7 +549,7 @@ def test_a_second_fit_starts_afresh(plain_trainer):
         trainer = plain_trainer(max_epochs=2, callbacks=[federation])
         trainer.fit(module, datamodule=FederatedDataModule(models.as_datasets(models.vectors())))
         states.append(state_of(module))
-    assert federation.server.aggregator.state_dict()["entries"]
+    assert federation.server.rule.state_dict()["entries"]
     assert_same(*states)
 
 
@@ -582,7 +584,7 @@ def test_a_fit_against_a_plain_loop(name, federated_trainer):
 
 
 def test_methods_on_the_command_line():
-    rule = MethodChoice.parse("fedavgm:momentum=0.5:aggregator=fairavg").federation(Federation()).server.aggregator
+    rule = MethodChoice.parse("fedavgm:momentum=0.5:aggregator=fairavg").federation(Federation()).server.rule
     assert (type(rule), rule.optimizer_kwargs["momentum"], type(rule.inner)) == (FedAvgM, 0.5, FairAvg)
     with pytest.raises(ValueError, match=r"Expected `momentum` to be in \[0, 1\), but got 2"):
         MethodChoice.parse("fedavgm:momentum=2")
@@ -623,12 +625,12 @@ def test_a_huge_mean_is_not_lost_in_rounding(kind):
     """The step of an adaptive optimizer is small whatever the mean is; it left zeros where that was 3e38."""
     rule, _ = PRESETS[kind]
     server, start = rule(), torch.tensor([0.5, -2.0])
-    server.start_round(0, {"w": start})
+    server.start_round(RoundInfo(0), {"w": start})
     server.receive(ClientUpdate("a", 1, {"w": torch.tensor([3e38, 3e38])}))
     first = server.aggregate()["w"]
     rate = server.optimizer_kwargs["lr"]
     assert torch.all((first - start).abs() <= 10.5 * rate)  # m / sqrt(v) is at most (1 - beta1) / sqrt(1 - beta2)
     assert torch.all(first > start)
-    server.start_round(1, {"w": first})
+    server.start_round(RoundInfo(1), {"w": first})
     server.receive(ClientUpdate("a", 1, {"w": first}))
     assert torch.all((server.aggregate()["w"] - first).abs() <= 10.5 * rate)

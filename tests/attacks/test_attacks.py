@@ -26,8 +26,10 @@ from lightning_fed.attacks import (
 )
 from lightning_fed.attacks.omniscient import AttackedRule
 from lightning_fed.process_group import pack, unpack
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.schedule import client_key
 from lightning_fed.server.server import Server
+from lightning_fed.steps.chain import Chain
 from tests import models
 from tests.breadth import quick
 from tests.recorders import Recorder, assert_same, loading, state_of
@@ -189,14 +191,14 @@ def test_what_they_make_of_the_honest_steps(name, federated_trainer):
         else:
             assert torch.equal(value, honest.aggregates[0][key])
     assert trainer.callback_metrics["fed/clients"] == 5
-    assert isinstance(trainer.federation.server.aggregator, FairAvg)
+    assert isinstance(trainer.federation.server.rule, FairAvg)
 
 
 def test_two_attacks_at_once(federated_trainer):
     """The second attack sees what the first one sends: it is the first in front of the rule."""
     _, module, trainer = fit(federated_trainer, [IPM(["ann"]), ALIE(["cid"])], "median", rounds=2)
     assert all(value.isfinite().all() for value in module.state_dict().values())
-    assert type(trainer.federation.server.aggregator).__name__ == "Median"
+    assert type(trainer.federation.server.rule).__name__ == "Median"
 
 
 def test_the_rule_is_given_back(federated_trainer):
@@ -207,7 +209,7 @@ def test_the_rule_is_given_back(federated_trainer):
     trainer = federated_trainer(max_rounds=1, method="krum", callbacks=[IPM(["ann"])])
     with pytest.raises(KeyError):
         trainer.fit(Broken(NET()), models.as_datasets(models.vectors()))
-    assert isinstance(trainer.federation.server.aggregator, Krum)
+    assert isinstance(trainer.federation.server.rule, Krum)
 
 
 def test_rules_that_an_attack_cannot_know(federated_trainer):
@@ -238,12 +240,12 @@ def test_in_several_processes(attack, inner):
     for shares in ([range(7)], [[6, 1, 2], [], [5, 0, 4, 3]], [[5, 6], [4, 3, 2, 1, 0]]):
         parts = [Attacked(inner(), attack) for _ in shares]
         for part, share in zip(parts, shares, strict=True):
-            part.start_round(0, start)
+            part.start(RoundInfo(0), start)
             for place in share:
                 part.receive(pickle.loads(pickle.dumps(received[place])))
         sent = [pack(part, [start["w"]]) for part in parts]
         whole = Attacked(inner(), attack)
-        whole.start_round(0, start)
+        whole.start(RoundInfo(0), start)
         for rest, tensors in sent:
             whole.merge(unpack(rest, [tensor.clone() for tensor in tensors], [start["w"]]))
         assert whole.leave_out() == {}
@@ -254,8 +256,8 @@ def test_in_several_processes(attack, inner):
 
 def test_a_trusted_client_is_not_among_the_honest():
     rule = Attacked(FLTrust("server"), Mimic(["bad"]))
-    server = Server(rule)
-    server.start_round(0, {"w": torch.zeros(2)})
+    server = Server(Chain(rule))
+    server.start_round(RoundInfo(0), {"w": torch.zeros(2)})
     steps = {"server": [1.0, 0.0], "good": [0.0, 2.0], "bad": [5.0, 5.0]}
     assert rule.always == ("server",)
     for client, step in steps.items():
@@ -268,7 +270,7 @@ def test_a_trusted_client_is_not_among_the_honest():
 
 def test_nobody_honest_is_there():
     rule = Attacked(FairAvg(), IPM(MALICIOUS))
-    rule.start_round(0, {"w": torch.zeros(1)})
+    rule.start(RoundInfo(0), {"w": torch.zeros(1)})
     rule.receive(ClientUpdate("ann", 1, {"w": torch.ones(1)}))
     assert rule.leave_out() == {}
     assert rule.aggregate()["w"].item() == 1.0

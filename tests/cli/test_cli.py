@@ -224,7 +224,7 @@ def test_a_recipe_builds_what_it_says(recipe, task, data, partition, rounds, cli
     federation = built.trainer.federation
     assert repr(built.datamodule.partition if is_partitioned else federation.partition) == repr(partition)
     rule = {"omniglot": FedAvgM, "fashion_mnist_attacked": MultiKrum}.get(recipe, FedAvg)
-    assert type(federation.server.aggregator) is rule
+    assert type(federation.server.rule) is rule
     assert federation.schedule.clients_per_round == clients_per_round
     assert type(federation.schedule.clients_per_round) is type(clients_per_round)
     assert federation.schedule.seed == 0
@@ -396,17 +396,17 @@ def test_fit_validate_test_and_predict(tmp_path, capsys):
 
 
 def test_methods_by_name_and_by_class():
-    assert type(federation_of("--trainer.method", "fairavg").server.aggregator) is FairAvg
-    assert type(federation_of("--trainer.method", "{class_path: FairAvg}").server.aggregator) is FairAvg
-    fedprox = federation_of("--trainer.method", "{class_path: FedProx, init_args: {mu: 0.3}}").server.aggregator
+    assert type(federation_of("--trainer.method", "fairavg").server.rule) is FairAvg
+    assert type(federation_of("--trainer.method", "{class_path: FairAvg}").server.rule) is FairAvg
+    fedprox = federation_of("--trainer.method", "{class_path: FedProx, init_args: {mu: 0.3}}").server.rule
     assert (type(fedprox), fedprox.mu) == (FedProx, 0.3)
     for optimizer in ("Adam", "torch.optim.Adam"):
         given = f"{{class_path: ServerOptimizer, init_args: {{optimizer: {optimizer}}}, dict_kwargs: {{lr: 0.5}}}}"
-        rule = federation_of("--trainer.method", given).server.aggregator
+        rule = federation_of("--trainer.method", given).server.rule
         assert (rule.optimizer, rule.optimizer_kwargs) == (torch.optim.Adam, {"lr": 0.5})
-    assert type(federation_of("--trainer.method", "scaffold").server.aggregator) is METHODS["scaffold"]
+    assert type(federation_of("--trainer.method", "scaffold").server.rule) is METHODS["scaffold"]
     for text in ("trimmed_mean:num_malicious=2:before=[nnm]", "fltrust:trusted=server"):
-        assert isinstance(federation_of("--trainer.method", text).server.aggregator, RobustAggregator)
+        assert isinstance(federation_of("--trainer.method", text).server.rule, RobustAggregator)
 
 
 def test_subclasses_are_looked_for_once_until_something_is_imported(monkeypatch, tmp_path):
@@ -438,10 +438,10 @@ def test_a_recipe_looks_for_few_subclasses(monkeypatch):
 def test_a_protection_of_the_clients():
     given = "{class_path: CentralDP, init_args: {clip: 1.0, delta: 0.001, noise_multiplier: 1.0}}"
     federation = federation_of("--trainer.privacy", given, "--trainer.method", "fedadam")
-    rule = federation.server.aggregator
+    rule = federation.server.rule
     assert (type(rule), type(rule.inner)) == (FedAdam, PrivateMean)
     compared = MethodChoice.parse("fedavgm:momentum=0.5").federation(federation)
-    assert isinstance(compared.server.aggregator.inner, PrivateMean)
+    assert isinstance(compared.server.rule.inner, PrivateMean)
     with pytest.raises(ValueError, match="The method 'krum' does not work: Expected a method whose result is a sum"):
         MethodChoice.parse("krum").federation(federation)
 
@@ -450,8 +450,8 @@ def test_a_secure_sum_and_private_examples_of_a_recipe():
     dpsgd = "{class_path: DPSGD, init_args: {max_grad_norm: 1.0, noise_multiplier: 1.1, delta: 1.0e-5}}"
     given = "{class_path: SecureSum, init_args: {clip: 2.0}}"
     federation = federation_of("--trainer.secure_sum", given, "--trainer.callbacks+", dpsgd)
-    assert isinstance(federation.server.aggregator, SecureMean)
-    assert federation.server.aggregator.clip == 2.0
+    assert isinstance(federation.server.rule, SecureMean)
+    assert federation.server.rule.clip == 2.0
 
 
 def test_another_partition_than_the_recipes():

@@ -602,7 +602,7 @@ def test_seeds_of_methods_are_those_of_their_runs(tmp_path):
     plan = Plan(Path("own.yaml"), [MethodChoice.parse("fesem"), MethodChoice.parse("fesem:seed=7")], seeds=[0, 3])
     for seed in plan.seeds:
         recipe = plan.build(seed).trainer.federation
-        found = [method.federation(recipe).server.aggregator.seed for method in plan.methods]
+        found = [method.federation(recipe).server.rule.seed for method in plan.methods]
         assert found == [seed, 7]
 
 
@@ -924,7 +924,7 @@ def test_without_tensorboard(tmp_path, monkeypatch):
 def test_presets_for_very_many_classes():
     federation = MethodChoice.parse("fedss:num_negatives=7:server_momentum=0.5").federation(Federation(local_epochs=3))
     assert federation.method.callbacks[0].num_negatives == 7
-    assert federation.server.aggregator.optimizer_kwargs["momentum"] == 0.5
+    assert federation.server.rule.optimizer_kwargs["momentum"] == 0.5
     assert federation.schedule.local_epochs == 3
     assert MethodChoice.parse("fedaws:strength=2.5").federation(Federation()).method.callbacks[1].strength == 2.5
     with pytest.raises(ValueError, match=r"'fedss' does not work: .*'num_negatives'"):

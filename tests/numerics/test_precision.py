@@ -20,6 +20,7 @@ from lightning_fed.algorithms import (
 from lightning_fed.algorithms.fedmargin import class_prototypes, class_sums
 from lightning_fed.metrics import AggregateMeanMargin, MaximumMeanDiscrepancy, MeanEntropy
 from lightning_fed.rounds.batch_norm import InputStatistics, batch_norm_layers, pool_statistics
+from lightning_fed.rule import RoundInfo
 
 MPS = torch.device("mps")
 ROBUST = (Median, Krum, GeometricMedian, lambda: CenteredClipping(0.1))
@@ -81,7 +82,7 @@ def test_aggregation(rule, apple):
     def aggregate(to_device):
         aggregator = rule()
         state = {"w": to_device([1.0, 2.0]), "steps": to_device(3)}
-        aggregator.start_round(0, state)
+        aggregator.start(RoundInfo(0), state)
         for client, size in enumerate((3, 5, 9)):
             change = {"w": state["w"] + 0.1 * (client - 0.7) ** 3, "steps": state["steps"] + client}
             aggregator.receive(ClientUpdate(client, size, change))

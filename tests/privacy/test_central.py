@@ -7,15 +7,18 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_fed.privacy.mean import CLIP, IS_SHORT
 
 from lightning_fed import ClientUpdate, FederatedCallback, FederatedTrainer, Federation, Method
 from lightning_fed.algorithms import FedAvg, FedAvgM, FedProx, FedSS, ServerOptimizer
 from lightning_fed.errors import BadUpdate
+from lightning_fed.messages import Request
 from lightning_fed.method import build_method
 from lightning_fed.privacy import Budget, CentralDP, PrivateMean
-from lightning_fed.privacy.mean import CLIP, IS_SHORT
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.schedule import Schedule, SecretSampling
 from lightning_fed.server.server import Server
+from lightning_fed.steps.chain import Chain
 from tests import models
 from tests.recorders import Recorder, assert_same, loading, state_of
 from tests.references_privacy import adaptive_clip_reference, noise_reference, private_mean_reference
@@ -57,7 +60,7 @@ def rule_of(clip=1.0, budget=BUDGET, key=KEY, **options):
 
 
 def aggregated(rule, updates, round=0, start=START):
-    rule.start_round(round, start)
+    rule.start(RoundInfo(round), start)
     for update in updates:
         rule.receive(copy.deepcopy(update))
     return rule.aggregate()
@@ -123,14 +126,14 @@ def test_one_client_changes_the_sum_by_the_clip_at_most(adaptive, scale):
 
 def test_what_is_too_long_or_says_more_is_left_out():
     rule = rule_of(1.0)
-    rule.start_round(0, START)
+    rule.start(RoundInfo(0), START)
     with pytest.raises(BadUpdate, match=r"its step is 1\.5 long, longer than the clip of 1"):
         rule.receive(update_of({"w": np.zeros((4, 3)), "b": np.array([1.5, 0.0])}))
     with pytest.raises(BadUpdate, match=r"it sends \['prototypes'\] along, and not \[\]: no noise covers it"):
         rule.receive(update_of(steps(1, scale=0.01)[0], extras={"prototypes": torch.zeros(3)}))
     assert rule.total == {}
     adaptive = rule_of(1.0, Budget(0.3, 1e-3, 100, 10), adaptive=True)
-    adaptive.start_round(0, START)
+    adaptive.start(RoundInfo(0), START)
     with pytest.raises(BadUpdate, match="along, and not"):
         adaptive.receive(update_of(steps(1, scale=0.01)[0]))
 
@@ -146,7 +149,7 @@ def test_what_is_longer_by_rounding_is_taken(dtype):
         trained = (start["w"].double() + step / step.norm()).to(dtype)
         longer += float((trained.double() - start["w"].double()).norm()) > 1
         rule = rule_of(1.0)
-        rule.start_round(0, start)
+        rule.start(RoundInfo(0), start)
         rule.receive(ClientUpdate("a", 1, {"w": trained}))
         assert float(rule.total["w"].norm()) <= 1 + 1e-12
     assert longer
@@ -193,8 +196,8 @@ def test_a_zero_step_and_an_empty_round():
     zero = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     one, nobody = (aggregated(rule_of(), updates) for updates in ([update_of(zero)], []))
     assert_same(one, nobody)
-    server = Server(rule_of())
-    server.start_round(0, START)
+    server = Server(Chain(rule_of()))
+    server.start_round(RoundInfo(0), START)
     state = server.finish_round()
     assert_same(state, nobody)
     assert not torch.equal(state["w"], START["w"])
@@ -216,7 +219,7 @@ def test_the_clip_follows_the_lengths():
         assert rule.metrics()["privacy/clipped_share"] == pytest.approx(1 - share)
         assert rule.clip == pytest.approx(clip)
         assert new["w"].isfinite().all()
-    assert rule.broadcast("a").extras[CLIP].item() == pytest.approx(clip)
+    assert rule.broadcast(Request("a")).extras[CLIP].item() == pytest.approx(clip)
     with pytest.raises(ValueError, match="a noise multiplier below 1, twice the noise of the count"):
         rule_of(1.0, Budget(1.0, 1e-3, 100, 10), adaptive=True)
 
@@ -243,11 +246,11 @@ def test_in_several_processes():
     whole = aggregated(rule_of(), sent)
     parts = [rule_of() for _ in range(3)]
     for part, share in zip(parts, (sent[:2], [], sent[2:]), strict=True):
-        part.start_round(0, START)
+        part.start(RoundInfo(0), START)
         for update in share:
             part.receive(copy.deepcopy(update))
     merged = rule_of()
-    merged.start_round(0, START)
+    merged.start(RoundInfo(0), START)
     for part in parts:
         merged.merge(part)
     for name, value in merged.aggregate().items():
@@ -340,10 +343,10 @@ def test_every_fit_has_a_key_of_its_own(federated_trainer):
     states = [state_of(fit(federated_trainer, secret, rounds=1)[1]) for _ in range(2)]
     assert all(not torch.equal(value, states[1][name]) for name, value in states[0].items())
     _, module, trainer = fit(federated_trainer, secret, rounds=1)
-    keys = [trainer.federation.server.aggregator.key]
+    keys = [trainer.federation.server.rule.key]
     again = federated_trainer(federation=trainer.federation, max_rounds=1)
     again.fit(module, models.as_datasets(models.vectors(CLIENTS)))
-    keys.append(again.federation.server.aggregator.key)
+    keys.append(again.federation.server.rule.key)
     assert keys[0] != keys[1]
     assert max(keys) > 2**100
 
@@ -441,7 +444,7 @@ def test_methods_that_can():
         federation = Federation(method, privacy=DP)
         names = [type(callback).__name__ for callback in federation.method.callbacks]
         assert names[-2:] == ["ClippedSteps", "PrivacyBudget"]
-        assert federation.server.aggregator.is_private
+        assert federation.server.rule.is_private
         assert federation.evaluate_clients_every == 0
     method = build_method("fedavg")
     assert isinstance(DP.protect(method).aggregator, PrivateMean)
@@ -503,5 +506,5 @@ def test_options_that_cannot_be(options, message):
 
 
 def test_the_first_argument_of_both_doors():
-    assert isinstance(FederatedTrainer(privacy=DP, logger=False).federation.server.aggregator, PrivateMean)
-    assert isinstance(Federation(privacy=DP).replace(local_epochs=2).server.aggregator, PrivateMean)
+    assert isinstance(FederatedTrainer(privacy=DP, logger=False).federation.server.rule, PrivateMean)
+    assert isinstance(Federation(privacy=DP).replace(local_epochs=2).server.rule, PrivateMean)

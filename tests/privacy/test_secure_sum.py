@@ -16,6 +16,7 @@ from lightning_fed.method import build_method
 from lightning_fed.privacy import DPSGD, CentralDP, Ring, RingSteps, SecureMean, SecureSum
 from lightning_fed.privacy.ring import RingSum
 from lightning_fed.privacy.secure_sum import WEIGHT
+from lightning_fed.rule import RoundInfo
 from tests import models
 from tests.recorders import Recorder, assert_same, loading, state_of
 from tests.references_privacy import clipped_reference, encoded_reference, masked_sum_reference
@@ -121,7 +122,7 @@ START = {"w": torch.linspace(-1, 1, 12).view(4, 3), "n": torch.tensor(3)}
 def rule_of(ring, updates):
     rule = SecureMean(ring.clip, FedAvg())
     rule.sums = RingSum(ring)
-    rule.start_round(0, START)
+    rule.start(RoundInfo(0), START)
     for update in updates:
         rule.receive(copy.deepcopy(update))
     return rule
@@ -309,7 +310,7 @@ def test_with_central_differential_privacy(sampling, federated_trainer):
     secure, _, trainer = fit(federated_trainer, 3, SecureSum(), **options)
     assert len(secure.aggregates) == 3
     assert trainer.callback_metrics["privacy/epsilon"] > 0
-    ring = trainer.federation.server.aggregator.sums.ring
+    ring = trainer.federation.server.rule.sums.ring
     assert ring.clients == 5  # a draw may have all
     for visit in secure.visits:
         whole = torch.cat([ring.decode(value).flatten() for value in visit.update.values()])

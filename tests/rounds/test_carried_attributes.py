@@ -176,7 +176,7 @@ def test_layers_of_the_package_are_not_named(federated_trainer, caplog):
 @pytest.mark.parametrize("net", [models.cnn, models.norm_mlp], ids=["convolutions", "BatchNorm"])
 def test_widths_that_the_rule_changes_are_not_named(net, federated_trainer, caplog):
     """They follow the tensors, which the messages hold."""
-    module, rule = models.Module(net(), models.momentum), FedMA(score="published", gamma=7.0, start="independent")
+    module, rule = models.Module(net(), models.momentum), FedMA(score="published", gamma=7.0, initial="independent")
     data = models.images() if net is models.cnn else models.vectors()
     federated_trainer(max_rounds=3, method=rule).fit(module, models.as_datasets(data))
     assert len(next(module.parameters())) > len(next(net().parameters()))

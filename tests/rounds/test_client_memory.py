@@ -5,10 +5,12 @@ import math
 import lightning as L
 import pytest
 import torch
+from lightning_fed.server.rule import Aggregator
 
 from lightning_fed import FederatedCallback, Federation, FolderStore, MemoryStore
 from lightning_fed.algorithms import FairAvg
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.messages import Request
+from lightning_fed.rule import RoundInfo
 from tests import models
 from tests.recorders import MemoryLogger, Recorder
 
@@ -148,11 +150,11 @@ class Reporting(Aggregator):
         self.inner = FairAvg()
         self.count = 0
 
-    def start_round(self, round, state):
-        self.inner.start_round(round, state)
+    def start(self, info, state):
+        self.inner.start(RoundInfo(round), state)
 
-    def broadcast(self, client):
-        return self.inner.broadcast(client)
+    def broadcast(self, request):
+        return self.inner.broadcast(Request(client))
 
     def receive(self, update):
         self.inner.receive(update)

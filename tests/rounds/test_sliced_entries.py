@@ -178,9 +178,9 @@ def test_the_whole_table_is_never_copied(federated_trainer):
     places, given, data = [], [], texts()
 
     class Rule(FedAvg):
-        def start_round(self, round, state):
+        def start(self, info, state):
             given.append(state["net.words.weight"].data_ptr())
-            super().start_round(round, state)
+            super().start(info, state)
 
     class Watch(FederatedCallback):
         def on_server_round_start(self, trainer, module):

@@ -256,8 +256,8 @@ def test_differential_privacy_adds_no_noise_to_what_does_not_train(options, fit)
 class OneClient(FedAvg):
     """The new model is that of the round's first client."""
 
-    def start_round(self, round, state):
-        super().start_round(round, state)
+    def start(self, info, state):
+        super().start(info, state)
         self.chosen = None
 
     def receive(self, update):

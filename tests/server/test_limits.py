@@ -5,14 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning_fed.server.limits import UpdateLimits
 
 from lightning_fed import Federation
 from lightning_fed.algorithms import FairAvg, FedAvg, FedMA
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.method import build_aggregator
 from lightning_fed.model.batch_norm import limit_counts
-from lightning_fed.server.limits import UpdateLimits
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import RoundReport, Server
+from lightning_fed.steps.chain import Chain
 from tests.recorders import assert_same
 
 START = {"w": torch.tensor([[1.0, -1.0], [0.5, 0.0]]), "b": torch.tensor([0.5]), "steps": torch.tensor(3)}
@@ -29,7 +31,7 @@ def moved(step):
 
 def serve(server, steps=STEPS, samples=SAMPLES):
     """One round of a server with these clients; returns the aggregate."""
-    server.start_round(0, {name: value.clone() for name, value in START.items()})
+    server.start_round(RoundInfo(0), {name: value.clone() for name, value in START.items()})
     for client in steps:
         server.prepare(client)
     for client, step in steps.items():
@@ -50,7 +52,7 @@ def close(state, expected):
 @pytest.mark.parametrize("limit", [2.5, "1.25 * median", "1.25*median"])
 def test_a_long_step_is_shortened(limit):
     """By hand: the median of 1, 2, 3 and 100 is 2, of even numbers the lower."""
-    server = Server(FedAvg(), limits=UpdateLimits(limit))
+    server = Server(Chain(FedAvg()), limits=UpdateLimits(limit))
     state = serve(server)
     steps = {client: max(-2.5, min(2.5, step)) for client, step in STEPS.items()}
     total = sum(SAMPLES.values())
@@ -66,9 +68,9 @@ def test_a_long_step_is_shortened(limit):
 def test_every_rule_sees_the_shortened_steps(rule, limit):
     """The result is that of the clients that have gone no further, whatever the rule makes of it."""
     honest = {client: max(-2.5, min(2.5, step)) for client, step in STEPS.items()}
-    limited = serve(Server(build_aggregator(rule), limits=UpdateLimits(limit)))
-    close(limited, serve(Server(build_aggregator(rule)), honest))
-    free = serve(Server(build_aggregator(rule)))
+    limited = serve(Server(Chain(build_aggregator(rule)), limits=UpdateLimits(limit)))
+    close(limited, serve(Server(Chain(build_aggregator(rule))), honest))
+    free = serve(Server(Chain(build_aggregator(rule))))
     # FedAtt and the adaptive optimizers bound or rescale steps themselves; the others follow the long one.
     if rule not in ("fedadam", "fedatt", "fesem"):
         assert float((free["w"] - limited["w"]).norm()) > 1
@@ -77,31 +79,33 @@ def test_every_rule_sees_the_shortened_steps(rule, limit):
 def test_without_a_long_step_nothing_changes():
     steps = {"a": 1.0, "b": -2.0, "c": 2.0}
     for limit in (2.1, "2 * median"):
-        server = Server(FedAvg(), limits=UpdateLimits(limit))
-        assert_same(serve(server, steps), serve(Server(FedAvg()), steps))
+        server = Server(Chain(FedAvg()), limits=UpdateLimits(limit))
+        assert_same(serve(server, steps), serve(Server(Chain(FedAvg())), steps))
         assert server.report.clipped == {}
 
 
 def test_a_median_of_nothing_limits_nothing():
     steps = {"a": 0.0, "b": 0.0, "c": 2.0}
-    assert_same(serve(Server(FedAvg(), limits=UpdateLimits("2 * median")), steps), serve(Server(FedAvg()), steps))
+    assert_same(
+        serve(Server(Chain(FedAvg()), limits=UpdateLimits("2 * median")), steps), serve(Server(Chain(FedAvg())), steps)
+    )
 
 
 def test_one_of_two_clients_cannot_raise_the_limit():
-    server = Server(FairAvg(), limits=UpdateLimits("1 * median"))
+    server = Server(Chain(FairAvg()), limits=UpdateLimits("1 * median"))
     serve(server, {"a": 1.0, "bad": 100.0})
     assert list(server.report.clipped) == ["bad"]
 
 
 def test_only_what_trains_is_measured_and_shortened():
-    server = Server(FedAvg(), limits=UpdateLimits(2.0))
-    server.aggregator.trainable = frozenset({"w"})
+    server = Server(Chain(FedAvg()), limits=UpdateLimits(2.0))
+    server.rule.trainable = frozenset({"w"})
     state = serve(server, {"bad": 100.0}, {"bad": 1})
     assert state["b"].tolist() == moved(100.0)["b"].tolist()
     assert float((state["w"] - START["w"]).norm()) == pytest.approx(2.0, rel=1e-5)
     running = {"w": torch.ones(2), "1.running_mean": torch.ones(2)}
-    server = Server(FedAvg(), limits=UpdateLimits(1.0))
-    server.start_round(0, running)
+    server = Server(Chain(FedAvg()), limits=UpdateLimits(1.0))
+    server.start_round(RoundInfo(0), running)
     server.prepare("a")
     update = ClientUpdate("a", 1, {name: 11 * value for name, value in running.items()})
     assert server.count(update)
@@ -113,11 +117,11 @@ def test_only_what_trains_is_measured_and_shortened():
 
 def test_the_median_is_that_of_all_processes():
     """Each has some of the clients; the aggregates are joined when all steps are known."""
-    whole = serve(Server(FedAvg(), limits=UpdateLimits("1.25 * median")))
-    servers = [Server(FedAvg(), limits=UpdateLimits("1.25 * median")) for _ in range(2)]
+    whole = serve(Server(Chain(FedAvg()), limits=UpdateLimits("1.25 * median")))
+    servers = [Server(Chain(FedAvg()), limits=UpdateLimits("1.25 * median")) for _ in range(2)]
     shares = [("a", "bad"), ("b", "c")]
     for server, share in zip(servers, shares, strict=True):
-        server.start_round(0, {name: value.clone() for name, value in START.items()})
+        server.start_round(RoundInfo(0), {name: value.clone() for name, value in START.items()})
         for client in share:
             server.prepare(client)
             update = ClientUpdate(client, SAMPLES[client], moved(STEPS[client]))
@@ -140,15 +144,17 @@ def test_the_median_is_that_of_all_processes():
 def test_every_rule_counts_what_counts(rule):
     steps = {client: step for client, step in STEPS.items() if client != "bad"} | {"bad": 4.0}
     capped = {client: min(samples, 20) for client, samples in SAMPLES.items()}
-    server = Server(build_aggregator(rule), limits=UpdateLimits(max_samples=20))
-    assert_same(serve(server, steps), serve(Server(build_aggregator(rule)), steps, capped))
+    server = Server(Chain(build_aggregator(rule)), limits=UpdateLimits(max_samples=20))
+    assert_same(serve(server, steps), serve(Server(Chain(build_aggregator(rule))), steps, capped))
     assert server.report.received == SAMPLES  # what they report is in the log
-    server = Server(build_aggregator(rule), limits=UpdateLimits(weighting="uniform"))
-    assert_same(serve(server, steps), serve(Server(build_aggregator(rule)), steps, dict.fromkeys(SAMPLES, 1)))
+    server = Server(Chain(build_aggregator(rule)), limits=UpdateLimits(weighting="uniform"))
+    assert_same(serve(server, steps), serve(Server(Chain(build_aggregator(rule))), steps, dict.fromkeys(SAMPLES, 1)))
 
 
 def test_uniform_fedavg_is_fairavg():
-    assert_same(serve(Server(FedAvg(), limits=UpdateLimits(weighting="uniform"))), serve(Server(FairAvg())))
+    assert_same(
+        serve(Server(Chain(FedAvg()), limits=UpdateLimits(weighting="uniform"))), serve(Server(Chain(FairAvg())))
+    )
 
 
 def test_counts_of_statistics_follow():
@@ -205,8 +211,8 @@ def test_what_no_training_can_make_is_left_out(change, samples, reason, resizes)
     start = START | {"n.running_var": torch.ones(2), "n.num_batches_tracked": torch.tensor(0)}
     rule = FedAvg()
     rule.resizes = resizes
-    server = Server(rule)
-    server.start_round(0, start)
+    server = Server(Chain(rule))
+    server.start_round(RoundInfo(0), start)
     for client, state, count in (("good", start, 1), ("bad", start | change, samples)):
         server.prepare(client)
         update = ClientUpdate(client, count, {name: value.clone() for name, value in state.items()})
@@ -225,8 +231,8 @@ class Careless(FedAvg):
 
 
 def test_an_error_of_the_rule_is_the_clients():
-    server = Server(Careless())
-    server.start_round(0, START)
+    server = Server(Chain(Careless()))
+    server.start_round(RoundInfo(0), START)
     for client in ("good", "bad"):
         server.prepare(client)
         extras = {"needed": torch.tensor(1)} if client == "good" else {}
@@ -237,7 +243,7 @@ def test_an_error_of_the_rule_is_the_clients():
     assert isinstance(server.errors["bad"], KeyError)
     assert server.errors["bad"].__traceback__ is None
     assert "in receive" in server.errors["bad"].__notes__[0]
-    server.start_round(1, START)
+    server.start_round(RoundInfo(1), START)
     assert server.errors == {}
 
 
@@ -249,9 +255,9 @@ class Inverting(FedAvg):
 
 
 def test_an_aggregate_that_cannot_be_is_taken_back(caplog):
-    server = Server(Inverting())
+    server = Server(Chain(Inverting()))
     start = {"n.running_var": torch.ones(2)}
-    server.start_round(0, start)
+    server.start_round(RoundInfo(0), start)
     server.prepare("a")
     update = ClientUpdate("a", 1, {"n.running_var": torch.ones(2)})
     assert server.count(update)

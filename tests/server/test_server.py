@@ -8,7 +8,9 @@ from lightning_fed.algorithms import FedAvg, FeSEM
 from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import Broadcast, Request
 from lightning_fed.model.entries import norm
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import RoundReport, Server
+from lightning_fed.steps.chain import Chain
 
 
 def state(value=1.0):
@@ -17,8 +19,8 @@ def state(value=1.0):
 
 @pytest.fixture
 def server():
-    server = Server(FedAvg())
-    server.start_round(5, state())
+    server = Server(Chain(FedAvg()))
+    server.start_round(RoundInfo(5), state())
     return server
 
 
@@ -61,7 +63,7 @@ def test_a_round(server):
 def test_the_order_of_answers_does_not_matter(server):
     results = []
     for order in ("abc", "cab"):
-        server.start_round(0, state())
+        server.start_round(RoundInfo(0), state())
         for client in "abc":
             send(server, client)
         for client in order:
@@ -133,7 +135,7 @@ def test_a_round_forgets_the_one_before(server):
     send(server, "a")
     receive(server, ClientUpdate("a", 1, state(2.0), metrics={"loss": 1.0}))
     report = server.report
-    server.start_round(6, state())
+    server.start_round(RoundInfo(6), state())
     assert server.report == RoundReport(6)
     assert report.received == {"a": 1}
     assert not receive(server, answer("late", 9.0))  # of the round before
@@ -149,8 +151,8 @@ def test_metrics_are_kept_by_client(server):
 
 @pytest.mark.parametrize(("good", "changes"), [(0, False), (1, False), (2, True), (3, True)])
 def test_min_clients(good, changes):
-    server = Server(FedAvg(), min_clients=2)
-    server.start_round(0, state())
+    server = Server(Chain(FedAvg()), min_clients=2)
+    server.start_round(RoundInfo(0), state())
     for client in range(3):
         send(server, client)
         receive(server, answer(client, 2.0 if client < good else float("inf")))
@@ -179,7 +181,7 @@ def test_nobody_is_missing_twice(server):
 @pytest.mark.parametrize("min_clients", [0, -3])
 def test_min_clients_out_of_range(min_clients):
     with pytest.raises(ValueError, match=f"`min_clients` to be at least 1, but got {min_clients}"):
-        Server(FedAvg(), min_clients)
+        Server(Chain(FedAvg()), min_clients)
 
 
 def test_norm():
@@ -208,23 +210,23 @@ class Counting(FedAvg):
 
 
 def test_a_round_that_comes_to_nothing_is_taken_back():
-    server = Server(Counting())
+    server = Server(Chain(Counting()))
     for number, value in enumerate((1.0, 1e20, 2.0)):
-        server.start_round(number, {"w": torch.zeros(1)})
+        server.start_round(RoundInfo(number), {"w": torch.zeros(1)})
         assert server.state_before == {"rounds": min(number, 1)}
         send(server, "a")
         receive(server, ClientUpdate("a", 1, {"w": torch.tensor([value])}))
         state = server.finish_round()
         assert (state is None) == (number == 1)
-    assert server.aggregator.rounds == 2
+    assert server.rule.rounds == 2
     server.abandon_round()
-    assert server.aggregator.rounds == 1
+    assert server.rule.rounds == 1
 
 
 def test_a_client_is_sent_the_rows_that_it_asked_for():
-    server = Server(FedAvg())
+    server = Server(Chain(FedAvg()))
     table = torch.arange(10.0).reshape(5, 2)
-    server.start_round(0, {"table": table, "w": torch.zeros(2)})
+    server.start_round(RoundInfo(0), {"table": table, "w": torch.zeros(2)})
     rows = torch.tensor([1, 4])
     message = send(server, "a", request=Request("a", {"table": rows}))
     assert torch.equal(message.state["table"], table[rows])
@@ -253,8 +255,8 @@ def test_a_rule_answers_what_a_client_says_of_itself():
             return self.broadcast("").state
 
     for rule, size in ((Brief(), 8), (FedAvg(), 20)):
-        server = Server(rule)
-        server.start_round(0, {"table": torch.zeros(3), "w": torch.zeros(2)})
+        server = Server(Chain(rule))
+        server.start_round(RoundInfo(0), {"table": torch.zeros(3), "w": torch.zeros(2)})
         assert send(server, "a", request=Request("a", extras={"table": torch.tensor(1)})).nbytes == size
         assert send(server, "b").nbytes == 20
         assert (server.report.up_bytes, server.report.down_bytes) == (8, size + 20)
@@ -262,12 +264,12 @@ def test_a_rule_answers_what_a_client_says_of_itself():
 
 
 def test_rows_that_were_not_asked_for_cannot_be_written():
-    server = Server(FedAvg())
-    server.start_round(0, {"table": torch.zeros(3, 1)})
+    server = Server(Chain(FedAvg()))
+    server.start_round(RoundInfo(0), {"table": torch.zeros(3, 1)})
     send(server, "a", request=Request("a", {"table": torch.tensor([0])}))
     receive(server, ClientUpdate("a", 1, {"table": torch.ones(1, 1)}, rows={"table": torch.tensor([2])}))
     assert server.finish_round()["table"].flatten().tolist() == [1, 0, 0]
-    server.start_round(1, {"table": torch.zeros(3, 1)})
+    server.start_round(RoundInfo(1), {"table": torch.zeros(3, 1)})
     send(server, "b")
     assert receive(server, ClientUpdate("b", 1, {"table": torch.ones(3, 1)}, rows={"table": torch.tensor([2])}))
     assert server.finish_round()["table"].flatten().tolist() == [1, 1, 1]
@@ -281,15 +283,15 @@ def test_rows_that_were_not_asked_for_cannot_be_written():
     ],
 )
 def test_a_request_that_does_not_fit(rows, message):
-    server = Server(FedAvg())
-    server.start_round(0, {"table": torch.zeros(3, 1)})
+    server = Server(Chain(FedAvg()))
+    server.start_round(RoundInfo(0), {"table": torch.zeros(3, 1)})
     with pytest.raises(ValueError, match=message):
         send(server, "a", request=Request("a", rows))
 
 
 def test_a_rule_that_needs_whole_entries():
-    server = Server(FeSEM(num_centers=2))
-    server.start_round(0, {"table": torch.zeros(3, 1)})
+    server = Server(Chain(FeSEM(num_centers=2)))
+    server.start_round(RoundInfo(0), {"table": torch.zeros(3, 1)})
     with pytest.raises(ValueError, match=r"some rows of \['table'\], but FeSEM needs whole entries"):
         send(server, "a", request=Request("a", {"table": torch.tensor([0])}))
 
@@ -303,8 +305,8 @@ def test_an_update_that_the_rule_cannot_use():
                 raise BadUpdate("it sent no votes")
             super().receive(update)
 
-    server = Server(Picky())
-    server.start_round(0, state())
+    server = Server(Chain(Picky()))
+    server.start_round(RoundInfo(0), state())
     for client in ("a", "b"):
         send(server, client)
     assert not receive(server, answer("a", 5.0))

@@ -144,7 +144,7 @@ def test_fedma_on_generated_roles(federated_trainer, tmp_path):
     trainer.fit(task, datamodule=data)
     assert seen[:3] == [seen[0]] * 3
     assert seen[3] < 30 < seen[0]
-    widths = trainer.federation.server.aggregator.widths
+    widths = trainer.federation.server.rule.widths
     assert widths.keys() == {"model.embedding", "model.lstm.0", "model.lstm.1"}
     assert task.model.decoder.weight.shape == (80, widths["model.lstm.1"])
     trainer.save_checkpoint(tmp_path / "a.ckpt")

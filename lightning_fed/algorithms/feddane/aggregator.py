@@ -6,15 +6,10 @@ https://arxiv.org/abs/2001.01920
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from lightning_fed.messages import ClientUpdate
-from lightning_fed.method import register
 from lightning_fed.server.averaging import AveragingAggregator
 
 
-@register
 class FedDANE(AveragingAggregator):
     r"""The average of the clients' models by their numbers of examples; clients train with corrected gradients.
 
@@ -38,15 +33,14 @@ class FedDANE(AveragingAggregator):
         ValueError: If ``mu`` is negative or not finite.
 
     Example:
-        >>> [type(callback).__name__ for callback in FedDANE(mu=0.1).required_callbacks()]
+        >>> from lightning_fed.method import build_method
+        >>> [type(callback).__name__ for callback in build_method("feddane", mu=0.1).callbacks]
         ['GradientCorrection', 'ProximalTerm']
 
     References:
         Li et al., Asilomar 2019, "FedDANE".
 
     """
-
-    takes_rows: bool = False  # the gradients are of whole entries
 
     def __init__(self, mu: float = 0.0) -> None:
         super().__init__()
@@ -57,10 +51,3 @@ class FedDANE(AveragingAggregator):
     def weight(self, update: ClientUpdate) -> float:
         """The client's number of examples."""
         return float(update.num_samples)
-
-    def required_callbacks(self) -> Sequence[Any]:
-        """The correction of the gradients, and the proximal term."""
-        from lightning_fed.algorithms.feddane.gradient_correction import GradientCorrection  # which looks for this rule
-        from lightning_fed.algorithms.proximal_term import ProximalTerm
-
-        return [GradientCorrection(), ProximalTerm(self.mu)]

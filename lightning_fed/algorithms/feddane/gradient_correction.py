@@ -16,11 +16,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fed.algorithms.proximal_term import add_to_gradient
+from lightning_fed.algorithms.feddane.aggregator import FedDANE
+from lightning_fed.algorithms.proximal_term import ProximalTerm, add_to_gradient
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data.population import PlannedVisit, batch_length, seeded_generators
 from lightning_fed.errors import describe
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.method import register
 from lightning_fed.model.entries import find_non_finite
 from lightning_fed.numerics.weighted_mean import WeightedMean
 from lightning_fed.rounds.batch_norm import batch_norm_layers
@@ -272,3 +274,6 @@ class _NoAnswerError(Exception):
     def __init__(self, reason: str, step_error: Exception | None = None) -> None:
         super().__init__(reason)
         self.step_error = step_error
+
+
+register(FedDANE, callbacks=lambda rule: [GradientCorrection(), ProximalTerm(rule.mu)])

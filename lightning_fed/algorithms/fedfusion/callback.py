@@ -33,7 +33,7 @@ from lightning_fed.errors import OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import is_fitting
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import ClusteredAggregator
 from lightning_fed.server.schedule import default_seed, derive_seed
 
 _OPERATOR_STREAM = 1001  # of random numbers, apart from those of the schedule
@@ -159,7 +159,7 @@ class FeatureFusion(FederatedCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Has the module fuse its features, if it does not yet."""
         if stage == "fit":
-            if isinstance(find_federation(trainer).server.aggregator, FedMA):
+            if isinstance(find_federation(trainer).server.rule, FedMA):
                 raise MisconfigurationException(
                     "Expected an aggregator that keeps neurons in their places, but got FedMA: channels that are fused"
                     " with those of another extractor cannot be matched."
@@ -383,8 +383,8 @@ class FeatureFusion(FederatedCallback):
 
     def _uses_previous(self, trainer: L.Trainer) -> bool:
         """True if the global model is evaluated with the extractor of the one before it; never with several models."""
-        rule = type(find_federation(trainer).server.aggregator)
-        return self.eval_reference == "previous" and rule.model_of is Aggregator.model_of
+        rule = type(find_federation(trainer).server.rule)
+        return self.eval_reference == "previous" and not issubclass(rule, ClusteredAggregator)
 
     def _mixing_operators(self, module: nn.Module) -> dict[str, MixingOperator]:
         prefix = f"{_name_of(self.fusion, module)}.operators"

@@ -8,7 +8,7 @@ from typing import Literal
 from lightning_fed.algorithms.fedfusion.callback import FeatureFusion
 from lightning_fed.algorithms.fedfusion.operators import ConvInit, OperatorName, Range
 from lightning_fed.method import Method, register
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator
 
 
 @register

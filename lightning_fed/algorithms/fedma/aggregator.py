@@ -33,16 +33,14 @@ from lightning_fed.matching.permutation import PermutationGroup, grow_neurons
 from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.matching.stages import Stage, StageChoice, check_stages, find_outputs
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
-from lightning_fed.method import register
 from lightning_fed.model.entries import find_non_finite
-from lightning_fed.server.aggregator import Aggregator, RoundPlan
+from lightning_fed.rule import Aggregator, PlanningAggregator, ResizingAggregator, RoundInfo, RoundPlan
 from lightning_fed.server.schedule import client_key
 
 _log = logging.getLogger(__name__)
 
 
-@register
-class FedMA(Aggregator):
+class FedMA(ResizingAggregator, PlanningAggregator):
     r"""Matched averaging, layer by layer, with training in between; one exchange is one round.
 
     A pass through a network of :math:`N` stages has :math:`N` rounds, all with the same clients. In the first they
@@ -87,7 +85,7 @@ class FedMA(Aggregator):
             numbers of examples (or pixels) per class, or by their numbers of examples (``"size"``), as are models
             without classes. Class counts say something of the clients' labels. Labels are numbers of classes: several
             classes of one example (multi-hot) go with ``"size"``.
-        start: Whether all clients start from the same model (``"shared"``: the module as it is), or each from random
+        initial: Whether all clients start from the same model (``"shared"``: the module as it is), or each from random
             numbers of its own (``"independent"``), as the authors do, for which nothing is sent: the entries of the
             module's own tensors in an order of the client's, which is another draw of the module's initialisation,
             see :func:`~lightning_fed.model.initial_state.shuffled_state`.
@@ -118,16 +116,15 @@ class FedMA(Aggregator):
 
     Example:
         >>> rule = FedMA("permute", retrain_epochs=5)
-        >>> rule.resizes, [type(callback).__name__ for callback in rule.required_callbacks()]
-        (True, ['LayerwiseTraining'])
+        >>> from lightning_fed.method import build_method
+        >>> rule.initial, [type(callback).__name__ for callback in build_method(rule).callbacks]
+        ('shared', ['LayerwiseTraining'])
 
     References:
         Wang et al., ICLR 2020, https://arxiv.org/abs/2002.06440; the scores are in
         :mod:`lightning_fed.matching.neuron_matching`.
 
     """
-
-    resizes: bool = True
 
     def __init__(
         self,
@@ -136,7 +133,7 @@ class FedMA(Aggregator):
         retrain_epochs: int | None = None,
         last_epochs: int | None = None,
         last_layer: Literal["class", "size"] = "class",
-        start: Literal["shared", "independent"] = "shared",
+        initial: Literal["shared", "independent"] = "shared",
         order: MatchOrder = "fedma",
         score: MatchScore = "marginal",
         gamma: float | None = None,
@@ -146,7 +143,7 @@ class FedMA(Aggregator):
     ) -> None:
         check_option("mode", mode, get_args(MatchMode))
         check_option("last_layer", last_layer, ("class", "size"))
-        check_option("start", start, ("shared", "independent"))
+        check_option("initial", initial, ("shared", "independent"))
         check_option("order", order, get_args(MatchOrder))
         check_option("score", score, get_args(MatchScore))
         if gamma is not None and not 0 < gamma < float("inf"):
@@ -156,7 +153,7 @@ class FedMA(Aggregator):
         self.retrain_epochs = None if retrain_epochs is None else check_count("retrain_epochs", retrain_epochs)
         self.last_epochs = None if last_epochs is None else check_count("last_epochs", last_epochs)
         self.last_layer = last_layer
-        self.start = start
+        self.initial = initial
         self.order: MatchOrder = order
         self.score: MatchScore = score
         self.gamma = gamma
@@ -170,7 +167,7 @@ class FedMA(Aggregator):
         self._changed = frozenset[str]()  # entries sent to clients that have their model of the last pass
         self._open_pass: MatchingPass | None = None  # the one under way
         self._last_pass: MatchingPass | None = None  # the last complete one
-        self._round = -1
+        self._info = RoundInfo(-1)
         self._state: State = {}
         self.received: dict[Client, ClientUpdate] = {}
         self.outputs: list[str] = []
@@ -221,7 +218,7 @@ class FedMA(Aggregator):
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:
         """The stage that the round has matched, and the pass, if that goes on."""
         current = self._open_pass
-        if current is None or current.round != self._round:
+        if current is None or current.round != self._info.round:
             return None
         return self._stages[current.stage - 1], current
 
@@ -235,7 +232,7 @@ class FedMA(Aggregator):
             epochs = self.last_epochs
         return RoundPlan(current.origin, epochs, frozenset(current.assignments))
 
-    def start_round(self, round: int, state: State) -> None:
+    def start(self, info: RoundInfo, state: State) -> None:
         """Goes on with the pass that is under way, or begins one from ``state``.
 
         Raises:
@@ -246,54 +243,45 @@ class FedMA(Aggregator):
             raise RuntimeError(
                 "The network is not known: `LayerwiseTraining` makes it known in a fit, or else `prepare`."
             )
-        if self._open_pass is not None and not self._pass(round).stage:
-            _log.warning("Round %d: nothing came of the round before, so that a new pass begins.", round)
-        self._round, self._state, self.received, self._metrics = round, state, {}, {}
+        if self._open_pass is not None and not self._pass(info.round).stage:
+            _log.warning("Round %d: nothing came of the round before, so that a new pass begins.", info.round)
+        self._info, self._state, self.received, self._metrics = info, state, {}, {}
         self._changed = frozenset[str]()
-        if self._last_pass is not None and not self._pass(round).stage:
+        if self._last_pass is not None and not self._pass(info.round).stage:
             known = {name for stage in self._stages[:-1] for name in stage.entries}
             hashes = {name: tensor_hash(value) for name, value in state.items() if name in known}
             self._changed = frozenset(name for name in state if hashes.get(name) != self._last_pass.hashes[name])
 
-    def broadcast(self, client: Client) -> Broadcast:
+    def broadcast(self, request: Request) -> Broadcast:
         """The stage that was matched last, or all of the model to start a pass from.
 
         Of a wider global model these are the client's neurons, or those that most clients have, if it was not in the
-        last pass.
+        last pass. If the client has its model of the last pass, they are the entries of the last stage, and those that
+        differ from the ones that it was sent (BatchNorm's statistics of the complete model).
         """
-        current, last = self._pass(self._round), self._last_pass
+        current, last, client = self._pass(self._info.round), self._last_pass, request.client
         if current.stage:
             stage = self._stages[current.stage - 1]
             state = {name: current.matched_state[name] for name in stage.entries}
-            return Broadcast(self._round, state, current.extras(client, stage))
+            return Broadcast(self._info.round, state, current.extras(client, stage))
+        extras = {STEP: current.step}
         if last is None:
-            state = {} if self.start == "independent" else dict(self._state)
-        else:
-            assignment = last.assignments.get(client) or {
-                group.name: torch.argsort(last.owners[group.name], descending=True, stable=True)[: group.size].sort()[0]
-                for group in self._groups
-            }
-            state = self._groups.resized(last.sizes).slice(self._state, assignment)
-        return Broadcast(self._round, state, {STEP: current.step})
-
-    def respond(self, request: Request) -> Broadcast:
-        """Entries that the client does not have yet.
-
-        If it has its model of the last pass, these are the entries of the last stage, and those that differ from the
-        ones that it was sent (BatchNorm's statistics of the complete model).
-        """
-        last, step = self._last_pass, request.extras.get(STEP)
-        message = self.broadcast(request.client)
-        if self._pass(self._round).stage or last is None or request.client not in last.assignments or step is None:
-            return message
-        if not torch.equal(step.cpu(), last.step_before):
-            return message
-        state = {name: value for name, value in message.state.items() if name in self._changed}
-        return Broadcast(self._round, state, {**message.extras, REQUIRED_STEP: last.step_before})
+            state = {} if self.initial == "independent" else dict(self._state)
+            return Broadcast(self._info.round, state, extras)
+        assignment = last.assignments.get(client) or {
+            group.name: torch.argsort(last.owners[group.name], descending=True, stable=True)[: group.size].sort()[0]
+            for group in self._groups
+        }
+        state = self._groups.resized(last.sizes).slice(self._state, assignment)
+        step = request.extras.get(STEP)
+        if client in last.assignments and step is not None and torch.equal(step.cpu(), last.step_before):
+            state = {name: value for name, value in state.items() if name in self._changed}
+            extras[REQUIRED_STEP] = last.step_before
+        return Broadcast(self._info.round, state, extras)
 
     def expected(self, broadcast: Broadcast) -> State:
         """The entries of the stage that is matched next, with the client's neurons and the matched inputs."""
-        current = self._pass(self._round)
+        current = self._pass(self._info.round)
         entries = self._resized_entries(current)
         return {name: entries[name] for name in self._stages[current.stage].entries}
 
@@ -324,9 +312,9 @@ class FedMA(Aggregator):
             raise TypeError(f"Expected `other` to be a FedMA, but got {type(other).__name__}.")
         self.received |= other.received
 
-    def aggregate(self) -> State:
+    def aggregate(self) -> State | None:
         """Matches and averages a stage; returns the new model if it was the last one."""
-        current = self._pass(self._round)
+        current = self._pass(self._info.round)
         stage = self._stages[current.stage]
         clients = sorted(self.received, key=client_key)
         updates = [self.received[client] for client in clients]
@@ -335,7 +323,7 @@ class FedMA(Aggregator):
         match = match_states(
             [update.state for update in updates],
             replace(groups, groups=stage_groups),
-            np.random.default_rng([self.seed, self._round]),
+            np.random.default_rng([self.seed, self._info.round]),
             self.order,
             mode=self.mode,
             weights=[float(update.num_samples) for update in updates],
@@ -348,12 +336,12 @@ class FedMA(Aggregator):
             match.state.update(self._output_means(updates, stage_groups, match))
         fault = find_non_finite(match.state)
         if fault is not None:
-            _log.error("Round %d: the stage is not used: %s.", self._round, fault)
-            return self._state
+            _log.error("Round %d: the stage is not used: %s.", self._info.round, fault)
+            return None
         dropped = sorted(map(str, current.assignments.keys() - self.received.keys()))
         if dropped:
-            _log.warning("Round %d: left out for the rest of the pass: %s.", self._round, ", ".join(dropped))
-        current = current.with_stage(self._round, clients, match)
+            _log.warning("Round %d: left out for the rest of the pass: %s.", self._info.round, ", ".join(dropped))
+        current = current.with_stage(self._info.round, clients, match)
         agreement = {name: share for name, share in match.agreement.items() if math.isfinite(share)}
         measured: dict[str, Mapping[str, float]] = {"width": match.groups.sizes, "matched": match.matched}
         for kind, values in {**measured, "agreement": agreement, "seconds": match.seconds}.items():
@@ -361,7 +349,7 @@ class FedMA(Aggregator):
         self._metrics["fedma/stage"] = current.stage - 1
         if current.stage < len(self._stages):
             self._open_pass = current
-            return self._state
+            return None
         self._open_pass, self._last_pass = None, current.complete()
         client_numel = sum(value.numel() for value in self._client_entries.values())
         self._metrics["fedma/growth"] = sum(value.numel() for value in current.matched_state.values()) / client_numel
@@ -378,12 +366,6 @@ class FedMA(Aggregator):
         At the end of a pass also ``fedma/growth``, the global model's numbers over a client's.
         """
         return dict(self._metrics)
-
-    def required_callbacks(self) -> Sequence[Any]:
-        """The client's side."""
-        from lightning_fed.algorithms.fedma.callback import LayerwiseTraining  # which looks for this rule
-
-        return [LayerwiseTraining()]
 
     def state_dict(self) -> dict[str, Any]:
         """The pass that is under way, and the last complete one."""

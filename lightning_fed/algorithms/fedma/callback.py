@@ -34,6 +34,7 @@ from lightning_fed.matching.permutation import PermutationGroup, resize_groups
 from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.matching.stages import find_stages
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
+from lightning_fed.method import register
 from lightning_fed.model.batches import BatchKey, find_target
 from lightning_fed.model.entries import copy_state, trainable_entries
 from lightning_fed.model.initial_state import shuffled_state
@@ -180,7 +181,7 @@ class LayerwiseTraining(FederatedCallback):
         )
         self._stages = [frozenset(stage.entries) for stage in stages]
         rule.prepare(groups, stages, shared)
-        is_drawn = rule.start == "independent" and not rule.widths
+        is_drawn = rule.initial == "independent" and not rule.widths
         self._initial = copy_state(shared) if is_drawn else {}
         self._drawn = trainable_entries(pl_module) & shared.keys()
         if not len(groups) and rule.mode != "none":
@@ -283,7 +284,7 @@ class LayerwiseTraining(FederatedCallback):
         server = federation.server
 
         def load(visit: Visit) -> None:
-            message = rule.broadcast(visit.client)
+            message = rule.broadcast(Request(visit.client))
             server.sent(visit.client, message)
             local.recall(visit.client)
             state = self._client_model(federation, module, visit.client, message, dict(local.memory))
@@ -378,7 +379,7 @@ class LayerwiseTraining(FederatedCallback):
 
 
 def _rule(federation: Federation) -> FedMA:
-    rule = federation.server.aggregator
+    rule = federation.server.rule
     if not isinstance(rule, FedMA):
         raise MisconfigurationException(
             f"`LayerwiseTraining` goes with the rule FedMA, but the federation's is {type(rule).__name__}."
@@ -399,3 +400,6 @@ def _has_required_step(memory: State, broadcast: Broadcast) -> bool:
     """True if a client has the model that a message builds on."""
     required, reached = broadcast.extras.get(REQUIRED_STEP), memory.get(STEP)
     return required is None or (reached is not None and torch.equal(reached.cpu(), required.cpu()))
+
+
+register(FedMA, callbacks=lambda rule: [LayerwiseTraining()])

@@ -29,7 +29,7 @@ class PFNM(FedMA):
 
     Args:
         last_layer: Weights in the average of output layers.
-        start: Whether clients start from the same model or from random numbers of their own, as the authors' do.
+        initial: Whether clients start from the same model or from random numbers of their own, as the authors' do.
         score: Score of a match.
         gamma: The larger, the more neurons are added.
         passes: Most passes over the clients in the matching of a group.
@@ -52,7 +52,7 @@ class PFNM(FedMA):
     def __init__(
         self,
         last_layer: Literal["class", "size"] = "class",
-        start: Literal["shared", "independent"] = "shared",
+        initial: Literal["shared", "independent"] = "shared",
         score: MatchScore = "published",
         gamma: float | None = None,
         passes: int = 5,
@@ -62,7 +62,7 @@ class PFNM(FedMA):
         super().__init__(
             stages=1,
             last_layer=last_layer,
-            start=start,
+            initial=initial,
             order="pfnm",
             score=score,
             gamma=gamma,

@@ -49,13 +49,12 @@ from lightning_fed.algorithms.fedmargin.prototypes import (
     update_prototypes,
 )
 from lightning_fed.argument_checks import check_count, check_number, check_option
-from lightning_fed.errors import BadUpdate, OptionError
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
-from lightning_fed.method import register
+from lightning_fed.errors import BadUpdate, BadUpdates, OptionError
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator, RoundInfo, RowAggregator
 
 _log = logging.getLogger(__name__)
 
@@ -80,8 +79,7 @@ class MarginReport:
     amm: float = math.nan
 
 
-@register
-class FedMargin(Aggregator):
+class FedMargin(RowAggregator):
     r"""Weighted mean of the clients' models; the weights are attention by margins of class prototypes.
 
     The margin between two prototypes is half their distance. A client's local prototype margin (LPM) compares its
@@ -143,8 +141,9 @@ class FedMargin(Aggregator):
         ``fedmargin/attention/<client>``.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> fedmargin = FedMargin(combine="lpm")
-        >>> fedmargin.start_round(0, {"w": torch.tensor([0.0])})
+        >>> fedmargin.start(RoundInfo(0), {"w": torch.tensor([0.0])})
         >>> for client, moved in (("a", 3.0), ("b", 1.0)):
         ...     extras = {"prototypes:lpm:semantic:mean": torch.tensor(moved)}
         ...     fedmargin.receive(ClientUpdate(client, 1, {"w": torch.tensor([moved])}, extras))
@@ -152,8 +151,6 @@ class FedMargin(Aggregator):
         ({'w': tensor([2.5000])}, [0.75, 0.25])
 
     """
-
-    takes_rows: bool = True
 
     def __init__(
         self,
@@ -212,26 +209,20 @@ class FedMargin(Aggregator):
         self.prototypes: Prototypes | None = None
         self.last = MarginReport()
         self.num_classes: int | None = None
-        self._round = -1
+        self._info = RoundInfo(-1)
         self._state: State = {}
         self.updates: list[ClientUpdate] = []
 
-    def required_callbacks(self) -> Sequence[Any]:
-        """The measurement of prototypes."""
-        from lightning_fed.algorithms.fedmargin.callback import ClassPrototypes  # which looks for this rule
-
-        return [ClassPrototypes(margin=self.margin, class_reduction=self.class_reduction)]
-
-    def start_round(self, round: int, state: State) -> None:
+    def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from ``state``."""
-        self._round, self._state, self.updates = round, state, []
+        self._info, self._state, self.updates = info, state, []
 
-    def broadcast(self, client: Client) -> Broadcast:
+    def broadcast(self, request: Request) -> Broadcast:
         """The global state; with the aggregate prototypes where LPM needs classes that a client may not have."""
         extras: State = {}
         if self.margin in ("hypothesis", "relative") and self.prototypes is not None:
             extras = pack_prototypes(self.prototypes)
-        return Broadcast(self._round, dict(self._state), extras)
+        return Broadcast(self._info.round, dict(self._state), extras)
 
     def receive(self, update: ClientUpdate) -> None:
         """Keeps the update: its weight is known when all have come.
@@ -258,16 +249,20 @@ class FedMargin(Aggregator):
             raise TypeError(f"Expected `other` to be a FedMargin, but got {type(other).__name__}.")
         self.updates += other.updates
 
-    def leave_out(self) -> dict[Client, str]:
-        """Clients whose prototypes have another number of features than most, or are out of all bounds."""
+    def aggregate(self) -> State:
+        """The weighted mean, after the step of ``server_lr``.
+
+        Raises:
+            BadUpdates: For clients whose prototypes have another number of features than most, or are out of all
+                bounds.
+
+        """
         known = None if self.prototypes is None else self.prototypes.means.shape[1]
         extras = {update.client: update.extras for update in self.updates}
         faults = find_outlying_prototypes(extras) | find_mismatched_prototypes(extras, known)
         self.updates = [update for update in self.updates if update.client not in faults]
-        return faults
-
-    def aggregate(self) -> State:
-        """The weighted mean, after the step of ``server_lr``."""
+        if faults:
+            raise BadUpdates(faults)
         weights = self._measure_weights()
         largest = weights.max()
         mean = WeightedMean()
@@ -380,7 +375,7 @@ class FedMargin(Aggregator):
             return
         _log.warning(
             "Round %d: the aggregate prototypes start anew: those of the clients have %d features instead of %d.",
-            self._round,
+            self._info.round,
             width,
             self.prototypes.means.shape[1],
         )

@@ -12,7 +12,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_fed.algorithms.fedmargin.aggregator import FedMargin
-from lightning_fed.algorithms.server_optimizer import averaging_rule
 from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.pictures import (
@@ -72,14 +71,14 @@ class AttentionMap(FederatedCallback):
             return
         if trainer.current_epoch == 0:  # else the same Trainer goes on
             self._last_epoch, self._attention = None, {}
-        if not isinstance(averaging_rule(find_federation(trainer).server.aggregator), FedMargin):
+        if not isinstance(find_federation(trainer).server.rule, FedMargin):
             raise MisconfigurationException("AttentionMap needs a federation whose aggregator is FedMargin.")
         report_other_loggers("AttentionMap", trainer)
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Notes the attention of the round that was just aggregated, and draws the map."""
         server = find_federation(trainer).server
-        rule = averaging_rule(server.aggregator)
+        rule = server.rule
         assert isinstance(rule, FedMargin)
         round, last = server.report.round, rule.last
         self._attention[round] = dict(zip(last.clients, last.attention, strict=True))

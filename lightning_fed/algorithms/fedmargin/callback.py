@@ -28,13 +28,13 @@ from lightning_fed.algorithms.fedmargin.margins import (
 )
 from lightning_fed.algorithms.fedmargin.prototype_messages import lpm_key, pack_prototypes, unpack_prototypes
 from lightning_fed.algorithms.fedmargin.prototypes import Prototypes
-from lightning_fed.algorithms.server_optimizer import averaging_rule
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.data.loader_clients import isolated_generators
 from lightning_fed.data.population import PlannedVisit, seed_everything, seeded_generators
 from lightning_fed.errors import OptionError, describe
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
+from lightning_fed.method import register
 from lightning_fed.model.features import FeatureLayer, count_classes, find_feature_layer, tap_features
 from lightning_fed.model.label_maps import VoidLabel
 from lightning_fed.rounds.federated_callback import FederatedCallback
@@ -188,7 +188,7 @@ class ClassPrototypes(FederatedCallback):
             classes, self.ignore_index, self.exclude_classes, self.target, self.normalize_features, self.min_count
         )
         self.classes_found = classes
-        rule = averaging_rule(find_federation(trainer).server.aggregator) if is_federated(trainer) else None
+        rule = find_federation(trainer).server.rule if is_federated(trainer) else None
         if isinstance(rule, FedMargin):
             rule.num_classes = classes
         self._prototypes_before, self._training_sums = None, None  # those of another fit
@@ -281,7 +281,7 @@ class ClassPrototypes(FederatedCallback):
         """True if prototypes are compared with those of earlier rounds."""
         if not is_federated(trainer):
             return False
-        rule = averaging_rule(find_federation(trainer).server.aggregator)
+        rule = find_federation(trainer).server.rule
         return self.lpm_before == "last_local" or isinstance(rule, FedMargin)
 
     def _measure_client(
@@ -396,3 +396,9 @@ def find_num_classes(module: L.LightningModule) -> int | None:
         if isinstance(value, int) and value > 1:
             return value
     return count_classes(module)
+
+
+register(
+    FedMargin,
+    callbacks=lambda rule: [ClassPrototypes(margin=rule.margin, class_reduction=rule.class_reduction)],
+)

@@ -21,7 +21,6 @@ from lightning_fed.algorithms.fedmargin.prototype_messages import (
     unpack_prototypes,
 )
 from lightning_fed.algorithms.fedmargin.prototypes import Prototypes, aggregate_prototypes
-from lightning_fed.algorithms.server_optimizer import averaging_rule
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.pictures import Color, figure_pixels, has_matplotlib, report_other_loggers, tensorboards
@@ -144,7 +143,7 @@ class PrototypePlots(FederatedCallback):
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Draws the prototypes of the round that was just aggregated."""
         server = find_federation(trainer).server
-        rule = averaging_rule(server.aggregator)
+        rule = server.rule
         if isinstance(rule, FedMargin):
             prototypes = rule.prototypes
         else:

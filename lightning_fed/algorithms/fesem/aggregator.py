@@ -17,20 +17,18 @@ import torch
 from lightning_fed.algorithms.fesem.clustering import embed, k_means
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.errors import OptionError
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
-from lightning_fed.method import register
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import copy_state, is_running_statistic
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.trees import move_beside
 from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator, ClusteredAggregator, RoundInfo
 from lightning_fed.server.schedule import client_key, derive_seed
 
 _log = logging.getLogger(__name__)
 
 
-@register
-class FeSEM(Aggregator):
+class FeSEM(ClusteredAggregator):
     r"""Federated stochastic expectation maximisation: clients are grouped by their weights around several centres.
 
     .. math:: r_k = \arg\min_g \lVert W_k - \tilde W^{(g)} \rVert^2, \qquad
@@ -77,8 +75,9 @@ class FeSEM(Aggregator):
         each centre, and ``fesem/moved``, the clients of the round that changed their centre.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> fesem = FeSEM(num_centers=2)
-        >>> fesem.start_round(0, {"w": torch.tensor(0.0)})
+        >>> fesem.start(RoundInfo(0), {"w": torch.tensor(0.0)})
         >>> for client, w in {"a": 1.0, "b": 1.5, "c": 9.0, "d": 7.0}.items():
         ...     fesem.receive(ClientUpdate(client, 1, {"w": torch.tensor(w)}))
         >>> fesem.aggregate(), sorted(float(center["w"]) for center in fesem.centers)
@@ -108,27 +107,21 @@ class FeSEM(Aggregator):
         self.assignments: dict[Client, int] = {}
         self._num_samples: dict[Client, int] = {}
         self._moved = 0
-        self.start_round(-1, {})
+        self.start(RoundInfo(-1), {})
 
-    def required_callbacks(self) -> Sequence[Any]:
-        """The evaluation of the centres on the validation data."""
-        from lightning_fed.algorithms.fesem.center_evaluation import CenterEvaluation  # which looks for this rule
-
-        return [CenterEvaluation()]
-
-    def start_round(self, round: int, state: State) -> None:
+    def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round; ``state`` is what clients without a centre start from."""
-        self._round, self._state = round, state
+        self._info, self._state = info, state
         self.centers = [move_beside(center, state) for center in self.centers]
         self._names = self._compared_names(state)
         self.means = [WeightedMean() for _ in self.centers] or [WeightedMean()]
         self.received: dict[Client, tuple[int, int]] = {}  # index of its mean, and number of examples
         self.candidates: dict[tuple[int, int], ClientUpdate] = {}
 
-    def broadcast(self, client: Client) -> Broadcast:
+    def broadcast(self, request: Request) -> Broadcast:
         """The client's centre; the global state before it has one."""
-        center = self.model_of(client)
-        return Broadcast(self._round, dict(self._state if center is None else center))
+        center = self.model_of(request.client)
+        return Broadcast(self._info.round, dict(self._state if center is None else center))
 
     def receive(self, update: ClientUpdate) -> None:
         """Adds the update to the mean of its cluster."""
@@ -225,7 +218,7 @@ class FeSEM(Aggregator):
         elif len(updates) < self.num_centers:
             _log.warning(
                 "Round %d had %d good updates, fewer than num_centers=%d: it was one of federated averaging.",
-                self._round,
+                self._info.round,
                 len(updates),
                 self.num_centers,
             )
@@ -235,7 +228,7 @@ class FeSEM(Aggregator):
         else:
             points = embed([update.state for update in updates], self._names)
             sizes = torch.tensor([update.num_samples for update in updates])
-            generator = np.random.default_rng(np.random.SeedSequence([self.seed, self._round]))
+            generator = np.random.default_rng(np.random.SeedSequence([self.seed, self._info.round]))
             assignments, first = k_means(points, self.num_centers, sizes, generator)
             means = [WeightedMean() for _ in first]
             for update, index in zip(updates, assignments.tolist(), strict=True):

@@ -10,6 +10,7 @@ import lightning as L
 from lightning_fed.algorithms.fesem.aggregator import FeSEM
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.messages import Client, State
+from lightning_fed.method import register
 from lightning_fed.model.entries import copy_state, live_entries, load_entries
 from lightning_fed.rounds.client_evaluation import Stage, evaluate_clients
 
@@ -49,7 +50,7 @@ class CenterEvaluation(L.Callback):
 
     def _evaluate(self, trainer: L.Trainer, pl_module: L.LightningModule, loaders: Any, stage: Stage) -> None:
         federation = find_federation(trainer)
-        aggregator = federation.server.aggregator
+        aggregator = federation.server.rule
         loader = _only_one(loaders, stage)
         if loader is None or not isinstance(aggregator, FeSEM) or not aggregator.sizes():
             return
@@ -84,3 +85,6 @@ def _only_one(loaders: Any, stage: Stage) -> Any:
         _log.warning("The centres are not evaluated: there are %d %s loaders, not one.", len(loaders), stage)
         return None
     return next(iter(loaders.values() if isinstance(loaders, dict) else loaders), None)
+
+
+register(FeSEM, callbacks=lambda rule: [CenterEvaluation()])

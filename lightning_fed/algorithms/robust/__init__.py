@@ -1,4 +1,4 @@
-"""Robust rules: the equations behind them. The rules themselves are exported by :mod:`lightning_fed.algorithms`."""
+"""Robust rules: mixtures before them, and the equations. The rules are exported by :mod:`lightning_fed.algorithms`."""
 
 from lightning_fed.algorithms.robust.equations import adaptive_clipping as adaptive_clipping
 from lightning_fed.algorithms.robust.equations import bucketing as bucketing
@@ -13,9 +13,15 @@ from lightning_fed.algorithms.robust.equations import nearest_neighbor_mixing as
 from lightning_fed.algorithms.robust.equations import squared_distances as squared_distances
 from lightning_fed.algorithms.robust.equations import trimmed_mean as trimmed_mean
 from lightning_fed.algorithms.robust.equations import trust_weights as trust_weights
+from lightning_fed.algorithms.robust.mixtures import AdaptiveClipping as AdaptiveClipping
+from lightning_fed.algorithms.robust.mixtures import Bucketing as Bucketing
+from lightning_fed.algorithms.robust.mixtures import NearestNeighborMixing as NearestNeighborMixing
 from lightning_fed.algorithms.robust.steps import Steps as Steps
 
 __all__ = [
+    "AdaptiveClipping",
+    "Bucketing",
+    "NearestNeighborMixing",
     "Steps",
     "adaptive_clipping",
     "bucketing",

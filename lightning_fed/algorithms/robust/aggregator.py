@@ -8,33 +8,25 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.algorithms.robust.equations import (
-    adaptive_clipping,
-    bucketing,
-    nearest_neighbor_mixing,
-    trimmed_mean,
-)
+from lightning_fed.algorithms.robust.equations import trimmed_mean
 from lightning_fed.algorithms.robust.steps import Steps
-from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.argument_checks import check_count
+from lightning_fed.errors import BadUpdates
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back
-from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.rule import Aggregator, RoundInfo, TolerantAggregator
 from lightning_fed.server.schedule import client_key
 
-Mixture = Literal["nnm", "bucketing", "arc"]
-
-_MIXTURES = ("nnm", "bucketing", "arc")
 _MAX_CLIENTS_BY_NAME = 20
 
 
-class RobustAggregator(Aggregator):
+class RobustAggregator(TolerantAggregator):
     r"""Base class of rules that stand some clients who may send anything. A rule implements :meth:`combine`.
 
     A round's updates are kept until all are there: n clients' states. The clients' steps, all floating-point entries
@@ -50,11 +42,6 @@ class RobustAggregator(Aggregator):
     Args:
         num_malicious: Number f of clients in a round that may send anything; ``None`` for the most that the rule stands
             with the round's number of updates.
-        before: Mixtures of the clients' steps that come before the rule, in order: ``"nnm"`` (each step becomes the
-            mean of its n - f nearest), ``"bucketing"`` (random groups are averaged), ``"arc"`` (the longest steps are
-            shortened).
-        bucket_size: Number of clients in a group of ``"bucketing"``.
-        seed: Seed of the groups, which are drawn from (seed, round).
 
     Attributes:
         least: Least number n of updates, as ``(a, b)``: n must be at least a f + b. Without malicious clients, f = 0,
@@ -76,32 +63,20 @@ class RobustAggregator(Aggregator):
 
     least: tuple[int, int] = (2, 1)
 
-    def __init__(
-        self,
-        num_malicious: int | None = None,
-        before: Sequence[Mixture] = (),
-        bucket_size: int = 2,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, num_malicious: int | None = None) -> None:
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
-        if isinstance(before, str):
-            raise ValueError(f"Expected `before` to be a list such as ['nnm'], but got {before!r}.")
-        for name in before:
-            check_option("before", name, _MIXTURES)
-        self.before: tuple[Mixture, ...] = tuple(before)
-        self.bucket_size = check_count("bucket_size", bucket_size)
-        self.seed = check_count("seed", seed, lowest=0)
+        self.always: Sequence[Client] = ()  # trusted clients, which are no rows
         self.memory: State = {}
         self.excluded: dict[Client, tuple[float, int]] = {}
         self._excluded_now: dict[Client, float] = {}
-        self.start_round(-1, {})
+        self.start(RoundInfo(-1), {})
 
     @abstractmethod
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
         """The new floating-point entries, in float64, and how much of every row has counted.
 
         Args:
-            steps: The clients' steps, at least as many as the rule needs, after the mixtures.
+            steps: The clients' steps, at least as many as the rule needs.
             num_malicious: Number f of rows that may be anything.
 
         Returns:
@@ -109,20 +84,20 @@ class RobustAggregator(Aggregator):
 
         """
 
-    def start_round(self, round: int, state: State) -> None:
+    def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from ``state``."""
-        self._round, self._state = round, state
-        self._num_too_long = 0  # of the round's steps that cannot be compared
+        self._info, self._state = info, state
         self.updates: dict[Client, State] = {}
+        self._members: dict[Client, tuple[Client, ...]] = {}
         self._gram: Tensor | None = None
 
-    def broadcast(self, client: Client) -> Broadcast:
+    def broadcast(self, request: Request) -> Broadcast:
         """The global state, the same for every client."""
-        return Broadcast(self._round, dict(self._state))
+        return Broadcast(self._info.round, dict(self._state))
 
     def receive(self, update: ClientUpdate) -> None:
         """Keeps the update until all are there."""
-        self.updates[update.client] = update.state
+        self.updates[update.client], self._members[update.client] = update.state, update.clients
 
     def merge(self, other: Aggregator) -> None:
         """Joins the updates that another rule of the same kind has received.
@@ -134,50 +109,34 @@ class RobustAggregator(Aggregator):
         if not isinstance(other, type(self)):
             raise TypeError(f"Expected `other` to be a {type(self).__name__}, but got {type(other).__name__}.")
         self.updates |= other.updates
-
-    def leave_out(self) -> dict[Client, str]:
-        """Clients whose steps cannot be compared; all, where too few are left, or a trusted client is not there."""
-        faults: dict[Client, str] = {}
-        gram = Steps(self._state, [self.updates[client] for client in self.clients], self._names).gram
-        is_good = gram.diagonal().isfinite()
-        for client, good in zip(self.clients, is_good.tolist(), strict=True):
-            if not good:
-                faults[client] = "its step is too long to be compared with the others"
-                del self.updates[client]
-        self._num_too_long = len(faults)
-        self._gram = gram[is_good][:, is_good]
-        fault = self._find_fault()
-        if fault is not None:
-            faults |= dict.fromkeys(self.updates, fault)
-            self.updates = {}
-        return faults
+        self._members |= other._members
 
     @torch.no_grad()
     def aggregate(self) -> State:
-        """The combination of the clients' steps, entry by entry."""
+        """The combination of the clients' steps, entry by entry.
+
+        Raises:
+            BadUpdates: For clients whose steps cannot be compared; for all, where too few are left, or a trusted client
+                is not there.
+
+        """
+        faults = self._find_faults()
+        if faults:
+            members = self._members
+            raise BadUpdates({member: reason for client, reason in faults.items() for member in members[client]})
         clients = self.clients
         states = [self.updates[client] for client in clients]
-        steps = Steps(self._state, states, self._names, gram=self._gram)
-        generator = np.random.default_rng(np.random.SeedSequence([self.seed, self._round]))
         num_malicious = self._allowed(len(clients))
-        for name in self.before:
-            if name == "nnm":
-                mixing = nearest_neighbor_mixing(steps.gram, num_malicious)
-            elif name == "bucketing":
-                mixing = bucketing(len(steps), self.bucket_size, generator)
-            else:
-                mixing = adaptive_clipping(steps.gram, num_malicious)
-            steps = steps.mixed(mixing)
-        combined, kept = self.combine(steps, num_malicious)
+        combined, kept = self.combine(Steps(self._state, states, self._names, self._gram), num_malicious)
         statistics, _ = Steps(self._state, states, self._statistics).by_coordinate(
             partial(trimmed_mean, num_trimmed=num_malicious)
         )
         combined |= statistics
         new = {
-            name: cast_back(combined[name], old) if name in combined else _majority([state[name] for state in states])
+            name: cast_back(combined[name], old) if name in combined else majority([state[name] for state in states])
             for name, old in self._state.items()
         }
-        self._note(clients, 1 - steps.shares(kept))
+        self._note(clients, kept)
         self.updates = {}
         return new
 
@@ -215,26 +174,34 @@ class RobustAggregator(Aggregator):
 
     @property
     def _names(self) -> list[str]:
-        return [name for name, value in self._state.items() if _is_number(value) and not is_running_statistic(name)]
+        return [name for name in number_entries(self._state) if not is_running_statistic(name)]
 
     @property
     def _statistics(self) -> list[str]:
-        return [name for name, value in self._state.items() if _is_number(value) and is_running_statistic(name)]
-
-    def _rows(self, count: int) -> int:
-        """Number of rows that the mixtures make of as many clients."""
-        for name in self.before:
-            count = -(-count // self.bucket_size) if name == "bucketing" else count
-        return count
+        return [name for name in number_entries(self._state) if is_running_statistic(name)]
 
     def _allowed(self, count: int) -> int:
         """Number of malicious clients that a round of as many updates is to stand."""
         if self.num_malicious is not None:
-            return max(0, self.num_malicious - self.num_refused - self._num_too_long)
+            return max(0, self.num_malicious - len(self._info.refused))
         factor, constant = self.least
-        return max(0, (self._rows(count) - constant) // factor)
+        return max(0, (count - constant) // factor)
 
-    def _find_fault(self) -> str | None:
+    def _find_faults(self) -> dict[Client, str]:
+        """Clients of which nothing can come, with the reason."""
+        self._gram = Steps(self._state, [self.updates[client] for client in self.clients], self._names).gram
+        is_good = self._gram.diagonal().isfinite().tolist()
+        faults = {
+            client: "its step is too long to be compared with the others"
+            for client, good in zip(self.clients, is_good, strict=True)
+            if not good
+        }
+        if not faults:
+            faults = dict.fromkeys(self.updates, fault) if (fault := self._find_lack()) is not None else {}
+        self.updates = {client: state for client, state in self.updates.items() if client not in faults}
+        return faults
+
+    def _find_lack(self) -> str | None:
         """Reason why nothing can come of the round; ``None`` where it can."""
         for client in self.always:
             if client not in self.updates:
@@ -243,16 +210,17 @@ class RobustAggregator(Aggregator):
         num_malicious = self._allowed(count)
         factor, constant = self.least
         needed = factor * num_malicious + constant if num_malicious else 1
-        if self._rows(count) >= needed:
+        if count >= needed:
             return None
-        groups = f", in {self._rows(count)} groups," if "bucketing" in self.before else ""
         return (
             f"{type(self).__name__} with num_malicious={num_malicious} needs {needed} good updates, and the round has"
-            f" {count}{groups} of them"
+            f" {count} of them"
         )
 
-    def _note(self, clients: Sequence[Client], shares: Tensor) -> None:
-        self._excluded_now = dict(zip(clients, shares.tolist(), strict=True))
+    def _note(self, clients: Sequence[Client], kept: Tensor) -> None:
+        shares = 1 - (kept / kept.max() if kept.max() > 0 else kept)
+        pairs = zip(clients, shares.tolist(), strict=True)
+        self._excluded_now = {member: share for client, share in pairs for member in self._members[client]}
         noted = dict(self.excluded)
         for client, share in self._excluded_now.items():
             total, count = noted.get(client, (0.0, 0))
@@ -260,11 +228,12 @@ class RobustAggregator(Aggregator):
         self.excluded = noted
 
 
-def _is_number(value: Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
+def number_entries(state: State) -> list[str]:
+    """Names of the floating-point and complex entries."""
+    return [name for name, value in state.items() if value.is_floating_point() or value.is_complex()]
 
 
-def _majority(values: Sequence[Tensor]) -> Tensor:
+def majority(values: Sequence[Tensor]) -> Tensor:
     """The lower median of whole numbers: where more than half agree, their value."""
     stacked = torch.stack(list(values))
     ordered = stacked.to(torch.int64).sort(dim=0).values

@@ -7,21 +7,21 @@ https://arxiv.org/abs/2012.10333
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from lightning_fed.algorithms.robust.aggregator import Mixture, RobustAggregator
-from lightning_fed.algorithms.robust.equations import centered_clipping_weights, clipping_weights
+from lightning_fed.algorithms.robust.aggregator import RobustAggregator
+from lightning_fed.algorithms.robust.equations import centered_clipping_weights
 from lightning_fed.algorithms.robust.steps import Steps, step_between
 from lightning_fed.argument_checks import check_count, check_number
 from lightning_fed.messages import State
-from lightning_fed.method import register
+from lightning_fed.method import Method, register
+from lightning_fed.steps.bounds import MaxMedianNorm, MaxNorm
+from lightning_fed.steps.weights import UniformWeights
 
 
 @register
-class NormClipping(RobustAggregator):
+class NormClipping(Method):
     r"""The mean of the clients' steps, none of which is longer than ``max_norm``.
 
     .. math:: w_{t+1} = w_t + \frac{1}{n} \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right)
@@ -30,48 +30,27 @@ class NormClipping(RobustAggregator):
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: the training alone; the server holds a round's updates until all are there.
+    - Costs: the training alone; without ``max_norm`` the server holds a round's updates until all are there.
     - For: updates that are too long, more than those that point elsewhere.
 
     Args:
         max_norm: Length C; ``None`` for the median length of the round's steps.
-        num_malicious: See :class:`RobustAggregator`, as the following.
-        before: Mixtures before the rule.
-        bucket_size: Number of clients in a group.
-        seed: Seed of the groups.
 
     Raises:
         ValueError: If ``max_norm`` is not positive.
 
     Example:
-        >>> from lightning_fed import ClientUpdate
-        >>> rule = NormClipping(max_norm=2.0)
-        >>> rule.start_round(0, {"w": torch.tensor(0.0)})
-        >>> for client, value in {"a": 1.0, "b": 1e9}.items():
-        ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
-        >>> rule.aggregate()
-        {'w': tensor(1.5000)}
+        >>> [type(step).__name__ for step in NormClipping(max_norm=2.0).steps]
+        ['UniformWeights', 'MaxNorm']
 
     References:
         Sun et al., 2019, section 3 ("norm thresholding").
 
     """
 
-    def __init__(
-        self,
-        max_norm: float | None = None,
-        num_malicious: int | None = None,
-        before: Sequence[Mixture] = (),
-        bucket_size: int = 2,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(num_malicious, before, bucket_size, seed)
-        self.max_norm = _check_length("max_norm", max_norm)
-
-    def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """The mean of the shortened rows."""
-        factors = clipping_weights(steps.norms, self.max_norm)
-        return steps.mean(factors / len(steps)), factors
+    def __init__(self, max_norm: float | None = None) -> None:
+        bound = MaxMedianNorm(1.0) if max_norm is None else MaxNorm(max_norm)
+        super().__init__("fedavg", steps=[UniformWeights(), bound])
 
 
 @register
@@ -92,10 +71,7 @@ class CenteredClipping(RobustAggregator):
     Args:
         radius: Length :math:`\tau`; ``None`` for the clients' median distance from v, in each iteration.
         iterations: Number of iterations.
-        num_malicious: See :class:`RobustAggregator`, as the following.
-        before: Mixtures before the rule.
-        bucket_size: Number of clients in a group.
-        seed: Seed of the groups.
+        num_malicious: See :class:`RobustAggregator`.
 
     Raises:
         ValueError: If ``radius`` is not positive, or ``iterations`` is not a whole number from 1 on.
@@ -104,9 +80,10 @@ class CenteredClipping(RobustAggregator):
         Its ``memory`` is :math:`v`: 8 bytes for every parameter, in checkpoints too.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> from lightning_fed import ClientUpdate
         >>> rule = CenteredClipping(radius=1.0, iterations=1)
-        >>> rule.start_round(0, {"w": torch.tensor(0.0)})
+        >>> rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
         >>> for client, value in {"a": 1.0, "b": 0.5, "c": 1e9}.items():
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()
@@ -122,11 +99,8 @@ class CenteredClipping(RobustAggregator):
         radius: float | None = None,
         iterations: int = 3,
         num_malicious: int | None = None,
-        before: Sequence[Mixture] = (),
-        bucket_size: int = 2,
-        seed: int = 0,
     ) -> None:
-        super().__init__(num_malicious, before, bucket_size, seed)
+        super().__init__(num_malicious)
         self.radius = _check_length("radius", radius)
         self.iterations = check_count("iterations", iterations)
 

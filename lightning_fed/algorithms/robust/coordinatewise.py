@@ -21,7 +21,7 @@ from lightning_fed.method import register
 class Median(RobustAggregator):
     """The median of the clients' models by coordinate; of an even number of clients the mean of the middle two.
 
-    It needs at least ``2 f + 1`` clients. The number of malicious clients matters for mixtures before it only.
+    It needs at least ``2 f + 1`` clients. The number of malicious clients does not matter.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -29,16 +29,14 @@ class Median(RobustAggregator):
     - For: fewer than half malicious, and clients whose data are alike.
 
     Args:
-        num_malicious: See :class:`RobustAggregator`, as the following.
-        before: Mixtures before the rule.
-        bucket_size: Number of clients in a group.
-        seed: Seed of the groups.
+        num_malicious: See :class:`RobustAggregator`.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> import torch
         >>> from lightning_fed import ClientUpdate
         >>> rule = Median()
-        >>> rule.start_round(0, {"w": torch.tensor(0.0)})
+        >>> rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
         >>> for client, value in {"a": 1.0, "b": 2.0, "c": 1e9}.items():
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()
@@ -66,16 +64,14 @@ class TrimmedMean(RobustAggregator):
     - For: a known number of malicious clients; after NNM also clients that differ.
 
     Args:
-        num_malicious: Number f, see :class:`RobustAggregator`, as the following.
-        before: Mixtures before the rule.
-        bucket_size: Number of clients in a group.
-        seed: Seed of the groups.
+        num_malicious: Number f, see :class:`RobustAggregator`.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> import torch
         >>> from lightning_fed import ClientUpdate
         >>> rule = TrimmedMean(num_malicious=1)
-        >>> rule.start_round(0, {"w": torch.tensor(0.0)})
+        >>> rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
         >>> for client, value in {"a": 1.0, "b": 2.0, "c": 3.0, "d": 1e9}.items():
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()

@@ -6,20 +6,19 @@ https://arxiv.org/abs/2012.13995
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from lightning_fed.algorithms.robust.aggregator import Mixture, RobustAggregator
+from lightning_fed.algorithms.robust.aggregator import RobustAggregator
 from lightning_fed.algorithms.robust.equations import trust_weights
 from lightning_fed.algorithms.robust.steps import Steps, step_between
 from lightning_fed.messages import Client, State
 from lightning_fed.method import register
+from lightning_fed.rule import PlanningAggregator, RoundPlan
 
 
 @register
-class FLTrust(RobustAggregator):
+class FLTrust(RobustAggregator, PlanningAggregator):
     r"""The mean of the clients' steps by their agreement with a trusted client's, and all as long as that.
 
     .. math:: w_{t+1} = w_t + \frac{\sum_i t_i \frac{\lVert u_0 \rVert}{\lVert u_i \rVert} u_i}{\sum_i t_i}, \qquad
@@ -36,15 +35,13 @@ class FLTrust(RobustAggregator):
 
     Args:
         trusted: Name of the client that has the server's data.
-        num_malicious: See :class:`RobustAggregator`, as the following.
-        before: Mixtures before the rule.
-        bucket_size: Number of clients in a group.
-        seed: Seed of the groups.
+        num_malicious: See :class:`RobustAggregator`.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> from lightning_fed import ClientUpdate
         >>> rule = FLTrust(trusted="server")
-        >>> rule.start_round(0, {"w": torch.tensor([0.0, 0.0])})
+        >>> rule.start(RoundInfo(0), {"w": torch.tensor([0.0, 0.0])})
         >>> for client, value in {"server": [1.0, 0.0], "a": [3.0, 4.0], "b": [-9.0, 0.0]}.items():
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()
@@ -59,13 +56,14 @@ class FLTrust(RobustAggregator):
         self,
         trusted: Client,
         num_malicious: int | None = None,
-        before: Sequence[Mixture] = (),
-        bucket_size: int = 2,
-        seed: int = 0,
     ) -> None:
+        super().__init__(num_malicious)
         self.trusted = trusted
         self.always = (trusted,)
-        super().__init__(num_malicious, before, bucket_size, seed)
+
+    def plan(self, round: int) -> RoundPlan:
+        """The trusted client, in every round."""
+        return RoundPlan(always=self.always)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
         """The sum of the rows by their trust scores."""

@@ -6,11 +6,9 @@ https://arxiv.org/abs/1912.13445
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from lightning_fed.algorithms.robust.aggregator import Mixture, RobustAggregator
+from lightning_fed.algorithms.robust.aggregator import RobustAggregator
 from lightning_fed.algorithms.robust.equations import geometric_median_weights
 from lightning_fed.algorithms.robust.steps import Steps
 from lightning_fed.argument_checks import check_number
@@ -36,18 +34,16 @@ class GeometricMedian(RobustAggregator):
     Args:
         num_malicious: See :class:`RobustAggregator`, as those behind ``smoothing``.
         smoothing: Distance :math:`\nu` below which a client's weight does not grow any more.
-        before: Mixtures before the rule.
-        bucket_size: Number of clients in a group.
-        seed: Seed of the groups.
 
     Raises:
         ValueError: If ``smoothing`` is not positive.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> import torch
         >>> from lightning_fed import ClientUpdate
         >>> rule = GeometricMedian()
-        >>> rule.start_round(0, {"w": torch.tensor(0.0)})
+        >>> rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
         >>> for client, value in {"a": 1.0, "b": 4.0, "c": 7.0}.items():
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()
@@ -62,11 +58,8 @@ class GeometricMedian(RobustAggregator):
         self,
         num_malicious: int | None = None,
         smoothing: float = 1e-6,
-        before: Sequence[Mixture] = (),
-        bucket_size: int = 2,
-        seed: int = 0,
     ) -> None:
-        super().__init__(num_malicious, before, bucket_size, seed)
+        super().__init__(num_malicious)
         self.smoothing = check_number("smoothing", smoothing)
         if not 0 < self.smoothing < float("inf"):
             raise ValueError(f"Expected `smoothing` to be greater than 0 and finite, but got {smoothing}.")

@@ -8,13 +8,12 @@ https://arxiv.org/abs/1802.07927
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_fed.algorithms.robust.aggregator import Mixture, RobustAggregator
+from lightning_fed.algorithms.robust.aggregator import RobustAggregator
 from lightning_fed.algorithms.robust.equations import (
     bulyan_choice,
     krum_order,
@@ -39,15 +38,13 @@ class Krum(RobustAggregator):
     - For: clients whose data are alike: the others' work of the round is lost.
 
     Args:
-        num_malicious: Number f, see :class:`RobustAggregator`, as the following.
-        before: Mixtures before the rule.
-        bucket_size: Number of clients in a group.
-        seed: Seed of the groups.
+        num_malicious: Number f, see :class:`RobustAggregator`.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> from lightning_fed import ClientUpdate
         >>> rule = Krum(num_malicious=1)
-        >>> rule.start_round(0, {"w": torch.tensor(0.0)})
+        >>> rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
         >>> for client, value in {"a": 1.0, "b": 1.1, "c": 1.3, "d": 2.0, "e": 1e9}.items():
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()
@@ -77,19 +74,17 @@ class MultiKrum(RobustAggregator):
     - For: a known number of malicious clients; after NNM also clients that differ.
 
     Args:
-        num_malicious: Number f, see :class:`RobustAggregator`, as those behind ``num_selected``.
+        num_malicious: Number f, see :class:`RobustAggregator`.
         num_selected: Number of clients in the mean; ``None`` for ``n - f``.
-        before: Mixtures before the rule.
-        bucket_size: Number of clients in a group.
-        seed: Seed of the groups.
 
     Raises:
         ValueError: If ``num_selected`` is not a whole number from 1 on.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> from lightning_fed import ClientUpdate
         >>> rule = MultiKrum(num_malicious=1)
-        >>> rule.start_round(0, {"w": torch.tensor(0.0)})
+        >>> rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
         >>> for client, value in {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 1e9}.items():
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()
@@ -106,11 +101,8 @@ class MultiKrum(RobustAggregator):
         self,
         num_malicious: int | None = None,
         num_selected: int | None = None,
-        before: Sequence[Mixture] = (),
-        bucket_size: int = 2,
-        seed: int = 0,
     ) -> None:
-        super().__init__(num_malicious, before, bucket_size, seed)
+        super().__init__(num_malicious)
         self.num_selected = None if num_selected is None else check_count("num_selected", num_selected)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
@@ -132,15 +124,13 @@ class Bulyan(RobustAggregator):
     - For: many clients, of which fewer than a quarter are malicious.
 
     Args:
-        num_malicious: Number f, see :class:`RobustAggregator`, as the following.
-        before: Mixtures before the rule.
-        bucket_size: Number of clients in a group.
-        seed: Seed of the groups.
+        num_malicious: Number f, see :class:`RobustAggregator`.
 
     Example:
+        >>> from lightning_fed.rule import RoundInfo
         >>> from lightning_fed import ClientUpdate
         >>> rule = Bulyan(num_malicious=1)
-        >>> rule.start_round(0, {"w": torch.tensor(0.0)})
+        >>> rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
         >>> for client, value in enumerate([1.0, 2.0, 3.0, 4.0, 5.0, 9.0, 1e9]):
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()

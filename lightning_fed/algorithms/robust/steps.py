@@ -24,8 +24,6 @@ class Steps:
         start: The global model.
         states: The clients' states.
         names: The entries whose steps are looked at: floating-point or complex ones.
-        mixing: Matrix that makes the rows of the clients' steps, shape ``(rows, clients)``; ``None`` for one row for
-            each client.
         gram: Inner products of the rows, shape ``(rows, rows)``; ``None`` to compute them when they are asked for.
 
     Attributes:
@@ -47,17 +45,14 @@ class Steps:
         start: State,
         states: Sequence[State],
         names: Sequence[str],
-        mixing: Tensor | None = None,
         gram: Tensor | None = None,
     ) -> None:
         self.start, self.names, self._states = start, list(names), list(states)
-        self._mixing = torch.eye(len(self._states), dtype=torch.float64) if mixing is None else mixing
-        self._is_mixed = mixing is not None
         self._gram = gram
 
     def __len__(self) -> int:
         """Number of rows."""
-        return len(self._mixing)
+        return len(self._states)
 
     @property
     def gram(self) -> Tensor:
@@ -70,30 +65,6 @@ class Steps:
     def norms(self) -> Tensor:
         """Lengths of the rows, shape ``(rows,)``."""
         return self.gram.diagonal().sqrt()
-
-    def mixed(self, mixing: Tensor) -> Steps:
-        """The steps whose rows are mixtures of these rows.
-
-        Args:
-            mixing: Matrix, shape ``(new rows, rows)``.
-
-        """
-        gram = mixing @ self.gram @ mixing.T
-        return Steps(self.start, self._states, self.names, mixing @ self._mixing, (gram + gram.T) / 2)
-
-    def shares(self, kept: Tensor) -> Tensor:
-        """Shares of the clients in what was kept of the rows, over the largest share of a client.
-
-        Args:
-            kept: Share of every row that was kept, shape ``(rows,)``.
-
-        Returns:
-            Shares from 0 to 1, shape ``(clients,)``.
-
-        """
-        shares = kept @ self._mixing
-        largest = shares.max()
-        return shares / largest if largest > 0 else shares
 
     @torch.no_grad()
     def products(self, direction: State) -> Tensor:
@@ -108,7 +79,7 @@ class Steps:
             other = _as_real(direction[name])
             for columns, rows, base in self._chunks(name):
                 total += ((rows - base) @ other[columns].to(base.device)).cpu()
-        return self._mixing @ total
+        return total
 
     @torch.no_grad()
     def mean(self, weights: Tensor, plus: tuple[float, State] | None = None) -> State:
@@ -119,11 +90,10 @@ class Steps:
             plus: Another step, float64, that is added with a weight.
 
         """
-        of_clients = weights @ self._mixing
-        of_start = float(_rest(of_clients))
+        of_start = float(_rest(weights))
 
         def combine(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:
-            value = of_clients.to(rows.device) @ rows
+            value = weights.to(rows.device) @ rows
             if of_start:
                 value += of_start * base
             if plus is not None:
@@ -149,18 +119,12 @@ class Steps:
 
         """
         taking_part = torch.arange(len(self)) if chosen is None else chosen
-        mixing = self._mixing[taking_part]
-        of_start = _rest(mixing).unsqueeze(1)
-        counts = torch.zeros(len(mixing), dtype=torch.float64)
+        counts = torch.zeros(len(taking_part), dtype=torch.float64)
         number = 0
 
         def combine_rows(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:
             nonlocal number
-            if self._is_mixed:
-                rows = mixing.to(rows.device) @ rows + of_start.to(rows.device) * base
-            else:
-                rows = rows if chosen is None else rows[taking_part.to(rows.device)]
-            value, kept = combine(rows)
+            value, kept = combine(rows if chosen is None else rows[taking_part.to(rows.device)])
             counts.add_(kept.cpu())
             number += len(value)
             return value

@@ -40,7 +40,7 @@ class _Share:
         steps: Optimizer steps that it has done.
         report: Report of its visits.
         visit_costs: Seconds that a batch of every client took.
-        largest: State in which the client with the most examples left the schedulers, see ``LocalOptimizers``.
+        finals: States in which clients left the schedulers, see ``LocalOptimizers``.
         logged: Values that its visits have logged.
         stored: The clients' own state from now on, see ``ClientStore.share``.
         noted: Results of the callbacks' ``share_round``.
@@ -52,7 +52,7 @@ class _Share:
     steps: int
     report: RoundReport
     visit_costs: dict[Client, float]
-    largest: Any
+    finals: Any
     logged: dict[str, Any]
     stored: Any
     noted: list[Any]
@@ -114,7 +114,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         fit, server, trainer = self._fit, self._fit.server, self._fit.trainer
         number, optimizers = server.report.round, round.start.optimizers
         self.end_batch()
-        server.end_visits(self._processes)
+        server.end_visits()
         steps = fit.progress.steps(trainer)
         sharing = [callback for callback in federated_callbacks(trainer) if shares_notes(callback)]
         shares: list[_Share] = self._processes.gather(
@@ -124,7 +124,7 @@ class ProcessSynchronisation(RoundSynchronisation):
                 steps,
                 server.report,
                 self._seconds,
-                optimizers.largest,
+                optimizers.finals,
                 self._log.taken(),
                 fit.store.share(number),
                 [callback.share_round(trainer, fit.module) for callback in sharing],
@@ -147,11 +147,10 @@ class ProcessSynchronisation(RoundSynchronisation):
             if rank != self._processes.rank:
                 fit.store.join(number, share.stored)
         self._log.log_all(share.logged for share in shares)
-        largest = [share.largest for share in shares if share.largest is not None]
-        optimizers.largest = max(largest, key=lambda noted: noted[:2], default=None)
+        optimizers.finals = {position: final for share in shares for position, final in share.finals.items()}
         for index, callback in enumerate(sharing):
             callback.join_round(trainer, fit.module, [share.noted[index] for share in shares])
-        seed_everything(fit.schedule.start_seed(number))  # the aggregator starts the round once more
+        seed_everything(fit.schedule.start_seed(number))  # the chain starts the round once more
         self._merge(round.start.state)
 
     def check_state(self, round: Round) -> None:
@@ -184,13 +183,13 @@ class ProcessSynchronisation(RoundSynchronisation):
         self._unsynchronized.close()
 
     def _merge(self, start: State) -> None:
-        """Has every process's aggregator receive what all have received, in the order of the ranks."""
-        aggregator, round = self._fit.server.aggregator, self._fit.server.report.round
-        known = _tensors([start, aggregator.state_dict()])
-        for rank, part in enumerate(self._processes.gather_one_by_one(aggregator, known)):
+        """Has every process's chain receive what all have received, in the order of the ranks."""
+        server = self._fit.server
+        known = _tensors([start, server.chain.state_dict()])
+        for rank, part in enumerate(self._processes.gather_one_by_one(server.chain.part, known)):
             if rank == 0:  # our own part is on its way by now
-                aggregator.start_round(round, start)
-            aggregator.merge(part)
+                server.start_chain()
+            server.chain.merge(part)
 
 
 def check_processes(trainer: L.Trainer, store: ClientStore) -> None:

@@ -46,8 +46,8 @@ from lightning_fed.data.population import Population
 from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Client, ClientUpdate
 from lightning_fed.model.entries import live_entries
+from lightning_fed.privacy.secure_sum import SecureSum
 from lightning_fed.rounds.lightning_internals import start_at_epoch
-from lightning_fed.rounds.secret_sum import SummedUpdates, find_summed_updates
 
 _log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class ClientRunner:
         if kind == HELLO:
             read_packet(packet, "hello")
             return write_packet("hello", {"clients": clients})
-        summed = find_summed_updates(self._federation.method.callbacks)
+        summed = next((step for step in self._federation.server.chain.steps if isinstance(step, SecureSum)), None)
         if kind == SUM:
             return self._answer_sum(read_sum_request(packet), clients, summed)
         train_request, broadcast = read_train_request(packet, kind)
@@ -252,7 +252,7 @@ class ClientRunner:
         excess = find_bad_size(reply, live_entries(self._module))
         return reply if excess is None else write_fault(Fault(client, excess))
 
-    def _answer_sum(self, request: SumRequest, clients: Sequence[Client], summed: SummedUpdates | None) -> Packet:
+    def _answer_sum(self, request: SumRequest, clients: Sequence[Client], summed: SecureSum | None) -> Packet:
         """Answers a request of a secure sum."""
         if request.client not in clients:
             return write_fault(Fault(request.client, NOT_HERE))
@@ -260,7 +260,7 @@ class ClientRunner:
             return write_fault(Fault(request.client, NOT_SUMMED))
         return self._sum_of(request.run, request.client, summed).answer(request)
 
-    def _sum_of(self, run: str, client: Client, summed: SummedUpdates) -> ClientSum:
+    def _sum_of(self, run: str, client: Client, summed: SecureSum) -> ClientSum:
         return ClientSum(self._store, run, client, summed.threshold, self._bounds.min_clients)
 
     def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:

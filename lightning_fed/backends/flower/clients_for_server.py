@@ -41,12 +41,12 @@ from lightning_fed.errors import BadUpdate, describe, without_frames
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
 from lightning_fed.model.batch_norm import find_bad_statistics
 from lightning_fed.model.entries import find_non_finite
+from lightning_fed.privacy.secure_sum import RingSum
 from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import add_optimizer_steps, is_overridden
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
-from lightning_fed.rounds.secret_sum import find_summed_updates
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Visit
 
@@ -186,7 +186,7 @@ class RemoteClientSide(RemoteSide):
                 continue
             update, said = answer
             try:
-                knows_samples = secure_sum is None and update.num_samples > 0 and not server.aggregator.is_private
+                knows_samples = secure_sum is None and update.num_samples > 0 and server.chain.reveals != "model"
                 most = _MOST_STEPS
                 if knows_samples:
                     most = _most_steps(visits[client], update.num_samples, fit.module.automatic_optimization)
@@ -213,12 +213,12 @@ class RemoteClientSide(RemoteSide):
 
     def _start_sum(self, fit: FederatedFit) -> ServerSum | None:
         """Has the round's clients share secrets, where the rule uses their updates in a secure sum alone."""
-        summed = find_summed_updates(federated_callbacks(fit.trainer))
         self._train_request["peers"] = None
-        if summed is None:
+        sums = [held for held in fit.server.chain.held if isinstance(held, RingSum)]
+        if not sums:
             return None
         server, run = fit.server, self._client_store.run
-        secure_sum = ServerSum(self._transport, server, summed.secret_sum(fit.trainer), run)
+        secure_sum = ServerSum(self._transport, server, sums[0], run)
         secure_sum.share_secrets(
             [visit.client for visit in self._cohort.visits if visit.client not in server.report.failed]
         )

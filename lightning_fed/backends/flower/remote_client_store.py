@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Collection
 from typing import Any
 
 from lightning_fed.client.client_store import ClientStore
@@ -44,6 +45,11 @@ class RemoteClientStore(ClientStore):
 
     def put(self, client: Client, round: int, state: State) -> None:
         """Does nothing: the client keeps its state itself."""
+
+    def settle(self, round: int, clients: Collection[Client]) -> None:
+        """Forgets the rounds of the others, who go on from the state before."""
+        if round == self._round:
+            self._of_round = {client: number for client, number in self._of_round.items() if client in clients}
 
     def note(self, client: Client, round: int) -> None:
         """Notes that the client's update of ``round`` was good."""

@@ -21,7 +21,7 @@ from lightning_fed.backends.flower.secure_sum_protocol import SumError, check_pu
 from lightning_fed.backends.flower.transport_interface import Transport
 from lightning_fed.errors import describe
 from lightning_fed.messages import Client
-from lightning_fed.rounds.secret_sum import SecretSum
+from lightning_fed.privacy.secure_sum import RingSum
 from lightning_fed.server.interface import ServerInterface
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class ServerSum:
 
     """
 
-    def __init__(self, transport: Transport, server: ServerInterface, secret_sum: SecretSum, run: str) -> None:
+    def __init__(self, transport: Transport, server: ServerInterface, secret_sum: RingSum, run: str) -> None:
         self._transport, self._server, self._sum, self._run = transport, server, secret_sum, run
         self.peers: dict[Client, bytes] = {}
         self._positions: dict[Client, int] = {}  # among those who have published keys

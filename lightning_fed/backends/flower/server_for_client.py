@@ -30,6 +30,7 @@ from lightning_fed.rounds.isolated_pass import forward_step
 from lightning_fed.rounds.lightning_internals import keep_schedulers, loss_scaler
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.interface import RoundReport, ServerInterface
 from lightning_fed.server.schedule import Cohort, Visit
 
@@ -53,14 +54,16 @@ class RemoteServer(ServerInterface):
     """
 
     def __init__(self, server: ServerInterface, broadcast: Broadcast, asked: str) -> None:
-        super().__init__(server.aggregator, server.min_clients, server.limits)
+        super().__init__(server.chain, server.min_clients)
         self._broadcast, self._asked = broadcast, asked
         self.update: ClientUpdate | None = None
         self.fault: str | None = None
 
-    def start_round(self, round: int, state: State) -> None:
-        """Starts the report."""
-        self.report = RoundReport(round)
+    def start_round(self, info: RoundInfo, state: State) -> None:
+        """Starts the report, and the round in the steps."""
+        self.report = RoundReport(info.round)
+        for step in self.chain.steps:
+            step.start(info, state)
 
     def arrive(self, device: torch.device) -> None:
         """Brings the message that has come to the module's device."""
@@ -222,8 +225,9 @@ class RemoteServerSide(RemoteSide):
         fit, trainer, visit = round.fit, round.fit.trainer, self._train_request.visit
         optimizers = round.start.optimizers
         if self._kind == VISIT:
-            if optimizers.largest is not None:
-                start, end = optimizers.start, optimizers.largest[2]
+            if optimizers.finals:
+                ((_, end),) = optimizers.finals.values()
+                start = optimizers.start
                 pairs = zip(start["schedulers"], end["schedulers"], strict=True)
                 self.left = {
                     "steps": [count_steps(after) - count_steps(before) for before, after in pairs],

@@ -18,6 +18,7 @@ from lightning_fed.rounds.lightning_internals import (
     is_overridden,
     loss_scaler,
 )
+from lightning_fed.rule import ResizingAggregator
 
 _BATCH_HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
@@ -53,7 +54,7 @@ def check_vectorizable(fit: FederatedFit) -> None:
         Obstacle: If it is known that visits cannot be trained at once.
 
     """
-    trainer, module, aggregator = fit.trainer, fit.module, fit.server.aggregator
+    trainer, module, rule = fit.trainer, fit.module, fit.server.rule
     clips = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
     sliced = [name for name, policy in fit.policies.items() if policy == "sliced"]
     obstacles = {
@@ -68,7 +69,7 @@ def check_vectorizable(fit: FederatedFit) -> None:
         "`optimizer_state='keep'` gives every client another count of steps": fit.optimizer_state == "keep",
         "`max_steps` counts the steps of one client after another": trainer.max_steps != -1,
         "`limit_train_batches` counts the batches of one client after another": trainer.limit_train_batches != 1.0,
-        f"{type(aggregator).__name__} gives clients models of other shapes": aggregator.resizes,
+        f"{type(rule).__name__} gives clients models of other shapes": isinstance(rule, ResizingAggregator),
         f"clients hold some rows of {sliced[:1]} only": bool(sliced),
     }
     for obstacle, is_there in obstacles.items():

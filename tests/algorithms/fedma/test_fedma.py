@@ -13,7 +13,8 @@ from lightning_fed.algorithms import PFNM, FedAvg, FedMA
 from lightning_fed.algorithms.fedma import class_mean
 from lightning_fed.callbacks import FederatedCallback
 from lightning_fed.matching import PermutationGroups, Stage, find_stages, match_states
-from lightning_fed.messages import ClientUpdate
+from lightning_fed.messages import ClientUpdate, Request
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.schedule import client_key
 from tests import models
 from tests.algorithms.fedma.fits import WIDTHS, data_of, examples, fit, layers_of, logged, mlp, momentum, parts
@@ -193,9 +194,9 @@ def match_by_messages(rule, states, groups, stages, sizes=None):
     rule.prepare(groups, stages, start)
     widths = {client: {} for client in clients}
     for round in range(len(stages)):
-        rule.start_round(round, start)
+        rule.start(RoundInfo(round), start)
         for client, state in clients.items():
-            message = rule.broadcast(client)
+            message = rule.broadcast(Request(client))
             if round:
                 client_groups = groups.resized(widths[client])
                 assignment = {
@@ -265,7 +266,7 @@ def test_merged_rules_are_one():
     rules = [FedMA(), FedMA(), FedMA()]
     for rule in rules:
         rule.prepare(groups, stages, net.state_dict())
-        rule.start_round(0, net.state_dict())
+        rule.start(RoundInfo(0), net.state_dict())
     for index, update in enumerate(updates):
         rules[index % 2].receive(copy.deepcopy(update))
         rules[2].receive(copy.deepcopy(update))

@@ -128,8 +128,8 @@ def test_a_residual_network_with_batch_norm(federated_trainer, mode, stages):
     scores = {}
     images, targets = pictures(50, 300)
     for name, rule in (
-        ("matched", FedMA(mode, stages, start="independent")),
-        ("averaged", FedMA("none", 1, start="independent")),
+        ("matched", FedMA(mode, stages, initial="independent")),
+        ("averaged", FedMA("none", 1, initial="independent")),
     ):
         module = models.Module(Residual(), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
         rounds = 2 if name == "matched" else 1

@@ -142,7 +142,7 @@ def test_independent_clients_are_sent_nothing_at_the_start(federated_trainer):
     for _ in range(2):
         logger = MemoryLogger()
         trainer = federated_trainer(
-            max_rounds=1, method=FedMA(start="independent"), callbacks=[watch], logger=logger, seed=3
+            max_rounds=1, method=FedMA(initial="independent"), callbacks=[watch], logger=logger, seed=3
         )
         fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
         assert logged(logger, "comm/down_bytes") == [3 * 16]
@@ -174,7 +174,7 @@ def test_independent_clients_draw_from_the_modules_own_initialisation(federated_
     torch.manual_seed(0)
     net, watch = Net(), Watch()
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    trainer = federated_trainer(max_rounds=1, method=FedMA(start="independent"), callbacks=[watch], seed=3)
+    trainer = federated_trainer(max_rounds=1, method=FedMA(initial="independent"), callbacks=[watch], seed=3)
     fit(trainer, models.Module(net, momentum), data_of(parts()))
     assert len(watch.states) == 3
     for (_, state), (name, value) in itertools.product(watch.states, before.items()):

@@ -26,9 +26,11 @@ from lightning_fed.algorithms.server_optimizer import ServerOptimizer
 from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.data import ByGroup
 from lightning_fed.errors import BadUpdate, OptionError
-from lightning_fed.messages import ClientUpdate
+from lightning_fed.messages import ClientUpdate, Request
 from lightning_fed.method import build_aggregator
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
+from lightning_fed.steps.chain import Chain
 from tests import models, references_margin
 from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, state_of
 from tests.references import average_reference
@@ -84,7 +86,7 @@ def started(rule, state=None, scale=1):
     """The rule before the example's round."""
     previous = prototypes(PREVIOUS, size=2)
     rule.load_state_dict({"means": scale * previous.means, "counts": previous.counts})
-    rule.start_round(3, state or {"w": torch.tensor(0.0)})
+    rule.start(RoundInfo(3), state or {"w": torch.tensor(0.0)})
     return rule
 
 
@@ -164,7 +166,7 @@ def test_the_logged_margin_by_the_length_of_the_prototypes(kind):
 
 def test_prototypes_of_a_first_round():
     rule = FedMargin()
-    rule.start_round(0, {"w": torch.tensor(0.0)})
+    rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
     for update in example():
         rule.receive(update)
     rule.aggregate()
@@ -242,7 +244,7 @@ def test_clients_that_move_alike_are_fairavg(combine, attention, count):
             message(index, state, {0: (0.1, 0.7), 2: (3.3, 0)}, {0: (0.2, 1.1), 2: (3.1, 0.3)}, None, size)
             for index, (state, size) in enumerate(zip(states(count, dtype), sizes, strict=True))
         ]
-        expected.start_round(0, received[0].state)
+        expected.start(RoundInfo(0), received[0].state)
         for update in received:
             expected.receive(copy.deepcopy(update))
         assert_same(expected.aggregate(), aggregated(rule, received, state=received[0].state))
@@ -316,8 +318,8 @@ def test_the_others_prototypes_do_not_notice_them():
 def test_nobody_with_prototypes_is_fairavg():
     received = [ClientUpdate(index, 1 + index, state) for index, state in enumerate(states(3))]
     rule, fair = FedMargin(), FairAvg()
-    rule.start_round(0, received[0].state)
-    fair.start_round(0, received[0].state)
+    rule.start(RoundInfo(0), received[0].state)
+    fair.start(RoundInfo(0), received[0].state)
     for update in received:
         rule.receive(copy.deepcopy(update))
         fair.receive(copy.deepcopy(update))
@@ -332,7 +334,7 @@ def test_nobody_with_prototypes_is_fairavg():
 
 def test_margins_keep_their_precision():
     rule = FedMargin(combine="lpm")
-    rule.start_round(0, {"w": torch.tensor(0.0)})
+    rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
     for client, margin in (("a", 0.1), ("b", 0.7)):
         extras = {"prototypes:lpm:semantic:mean": torch.tensor(margin, dtype=torch.float64)}
         rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(1.0)}, extras))
@@ -391,7 +393,7 @@ def test_classes_that_appear_later():
     rule = FedMargin(proto_ema=0.5)
     known = []
     for number, after in enumerate(({1: (1, 1)}, {0: (2, 0)}, {4: (0, 8), 1: (3, 3)})):
-        rule.start_round(number, {"w": torch.tensor(0.0)})
+        rule.start(RoundInfo(number), {"w": torch.tensor(0.0)})
         packed = pack_prototypes(prototypes(after, size=9))
         rule.receive(ClientUpdate("a", 1, {"w": torch.tensor(1.0)}, packed))
         rule.aggregate()
@@ -406,7 +408,7 @@ def test_a_round_forgets_the_updates_of_the_one_before():
     aggregated(rule, example())
     assert rule.updates == []
     started(rule).receive(example()[0])
-    rule.start_round(4, {"w": torch.tensor(0.0)})
+    rule.start(RoundInfo(4), {"w": torch.tensor(0.0)})
     assert rule.updates == []
 
 
@@ -419,7 +421,7 @@ def test_state_dict_goes_through_a_checkpoint():
     resumed = FedMargin()
     resumed.load_state_dict(torch.load(file, weights_only=True))
     for aggregator in (rule, resumed):
-        aggregator.start_round(4, {"w": torch.tensor(0.0)})
+        aggregator.start(RoundInfo(4), {"w": torch.tensor(0.0)})
         for update in example():
             aggregator.receive(copy.deepcopy(update))
     assert_same(rule.aggregate(), resumed.aggregate())
@@ -432,7 +434,7 @@ def test_state_dict_goes_through_a_checkpoint():
 def test_broadcasts(margin):
     """A client that has one class is sent the aggregate, if the margin needs another class."""
     rule = started(FedMargin(margin=margin))
-    first, second = rule.broadcast("a"), rule.broadcast("b")
+    first, second = rule.broadcast(Request("a")), rule.broadcast(Request("b"))
     assert first.round == 3
     first.state["w"] = torch.tensor(5.0)
     assert second.state["w"] == 0
@@ -440,7 +442,7 @@ def test_broadcasts(margin):
         assert first.extras == {}
     else:
         assert first.extras["prototypes:means"].tolist() == [[0, 0], [3, 0]]
-    assert FedMargin(margin=margin).broadcast("a").extras == {}
+    assert FedMargin(margin=margin).broadcast(Request("a")).extras == {}
 
 
 def test_margins_measured_in_another_way():
@@ -473,7 +475,7 @@ def test_prototypes_that_cannot_be_used(name, known):
     bad.extras = {key: value for key, value in (bad.extras | changes).items() if value is not None}
     first, *later = example()
     for aggregator in (rule, without):
-        aggregator.start_round(3, {"w": torch.tensor(0.0)})
+        aggregator.start(RoundInfo(3), {"w": torch.tensor(0.0)})
         aggregator.receive(copy.deepcopy(first))
     with pytest.raises(BadUpdate, match=reason):
         rule.receive(bad)
@@ -491,8 +493,8 @@ def test_whose_prototypes_have_other_features_is_left_out_by_name(first, wrapped
     rule, without, state = FedMargin(), FedMargin(), {"w": torch.tensor(0.0)}
     server = Server(ServerOptimizer("SGD", rule, lr=1.0) if wrapped else rule)
     updates = sorted(example(), key=lambda update: update.client != first)
-    server.start_round(0, state)
-    without.start_round(0, state)
+    server.start_round(RoundInfo(0), state)
+    without.start(RoundInfo(0), state)
     for update in updates:
         server.prepare(update.client)
         if update.client == first:
@@ -511,8 +513,8 @@ def test_whose_prototypes_have_other_features_is_left_out_by_name(first, wrapped
 
 
 def test_left_out_clients_are_not_counted():
-    server = Server(FedMargin(), min_clients=3)
-    server.start_round(0, {"w": torch.tensor(0.0)})
+    server = Server(Chain(FedMargin()), min_clients=3)
+    server.start_round(RoundInfo(0), {"w": torch.tensor(0.0)})
     for update in example():
         server.prepare(update.client)
         if update.client == "k3":
@@ -520,7 +522,7 @@ def test_left_out_clients_are_not_counted():
         assert server.count(update)
         server.accept(update)
     assert server.finish_round() is None
-    assert server.aggregator.prototypes is None
+    assert server.rule.prototypes is None
 
 
 def test_classes_that_are_none():
@@ -540,9 +542,9 @@ def test_classes_that_are_none():
 
 def test_a_client_alone_locks_nobody_out(caplog):
     """Alone in its round nothing tells that its prototypes are wrong; the next round starts anew, and says so."""
-    server, state = Server(FedMargin()), {"w": torch.tensor(0.0)}
+    server, state = Server(Chain(FedMargin())), {"w": torch.tensor(0.0)}
     for round, widths in enumerate([[3], [2, 2], [5, 2], [4, 4, 2]]):
-        server.start_round(round, state)
+        server.start_round(RoundInfo(round), state)
         for index, width in enumerate(widths):
             server.prepare(f"k{index}")
             extras = pack_prototypes(prototypes({0: (1,) * width, 1: (0,) * width}))
@@ -552,7 +554,7 @@ def test_a_client_alone_locks_nobody_out(caplog):
         assert server.finish_round() is not None
         most = max(widths, key=lambda width: (widths.count(width), width == 2))
         assert list(server.report.failed) == [f"k{index}" for index, width in enumerate(widths) if width != most]
-        assert server.aggregator.prototypes.means.shape == (2, most)
+        assert server.rule.prototypes.means.shape == (2, most)
     assert [record.getMessage() for record in caplog.records if "anew" in record.getMessage()] == [
         "Round 1: the aggregate prototypes start anew: those of the clients have 2 features instead of 3.",
         "Round 3: the aggregate prototypes start anew: those of the clients have 4 features instead of 2.",
@@ -603,7 +605,7 @@ def test_a_fit_goes_on_without_one_client(change, per_round, margin, federated_t
 def test_the_first_prototypes_may_have_any_features():
     """Also where clients without any class came before."""
     rule = FedMargin()
-    rule.start_round(0, {"w": torch.tensor(0.0)})
+    rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
     empty = Prototypes(torch.zeros(3, 7), torch.zeros(3, dtype=torch.int64))
     rule.receive(ClientUpdate("empty", 1, {"w": torch.tensor(1.0)}, pack_prototypes(empty)))
     for update in example():
@@ -792,8 +794,8 @@ def test_options_that_contradict_those_of_the_callback(federated_trainer):
 
 def test_one_client_with_another_margin_is_left_out():
     """On other machines: it ends nobody's fit."""
-    server = Server(FedMargin(margin="semantic"))
-    server.start_round(0, {"w": torch.tensor(WEIGHTS[0])})
+    server = Server(Chain(FedMargin(margin="semantic")))
+    server.start_round(RoundInfo(0), {"w": torch.tensor(WEIGHTS[0])})
     for update in example():
         server.prepare(update.client)
         if update.client == "k1":
@@ -823,8 +825,8 @@ def test_a_claim_that_cannot_be_is_left_out(bad, reason):
     aggregates = []
     for is_there in (False, True):
         rule = FedMargin()
-        server = Server(rule)
-        server.start_round(0, {"w": torch.tensor(0.0)})
+        server = Server(Chain(rule))
+        server.start_round(RoundInfo(0), {"w": torch.tensor(0.0)})
         updates = [claim(client, 1.0, lpm) for client, lpm in (("a", 0.5), ("b", 1.0), ("c", 1.5))]
         for update in updates + [claim("bad", 100.0, **bad)] * is_there:
             server.prepare(update.client)
@@ -851,8 +853,8 @@ def test_margins_with_signs_are_compared_with_the_prototypes_lengths(margin):
 
 
 def test_margins_of_two_clients_are_not_compared():
-    server = Server(FedMargin())
-    server.start_round(0, {"w": torch.tensor(0.0)})
+    server = Server(Chain(FedMargin()))
+    server.start_round(RoundInfo(0), {"w": torch.tensor(0.0)})
     for update in (claim("a", 1.0, 1e-9), claim("b", 1.0, 1.0)):
         server.prepare(update.client)
         assert server.count(update)
@@ -882,7 +884,7 @@ def test_no_client_has_more_attention_than_it_may(largest):
 
 def test_the_limit_is_the_rules():
     rule = FedMargin(max_attention=0.5)
-    rule.start_round(0, {"w": torch.tensor(0.0)})
+    rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
     for update in (claim("a", 0.0, 1.0), claim("b", 0.0, 1.0), claim("c", 3.0, 60.0)):
         rule.receive(update)
     assert rule.aggregate()["w"].item() == pytest.approx(3 * 0.5)

@@ -98,7 +98,7 @@ class Notes(FederatedCallback):
         self.history, self.attention = [], []
 
     def on_server_aggregate(self, trainer, module, state):
-        aggregator = trainer.federation.server.aggregator
+        aggregator = trainer.federation.server.rule
         classes = aggregator.prototypes.counts.nonzero()[:, 0]
         self.history.append((classes.tolist(), aggregator.prototypes.means[classes].double().numpy().copy()))
         self.attention.append(dict(zip(aggregator.last.clients, aggregator.last.attention, strict=True)))
@@ -457,9 +457,7 @@ def test_the_other_door_draws_the_same(tmp_path):
     from lightning_fed.data import IID
 
     federation = Federation(FedMargin(), partition=IID(2))
-    notes.on_server_aggregate = lambda trainer, module, state: notes.history.append(
-        federation.server.aggregator.prototypes
-    )
+    notes.on_server_aggregate = lambda trainer, module, state: notes.history.append(federation.server.rule.prototypes)
     callbacks = [PrototypePlots(1, class_colors=COLORS), AttentionMap(1), notes, federation]
     trainer = L.Trainer(**{**QUIET, "logger": logger}, max_epochs=2, callbacks=callbacks)
     trainer.fit(models.Module(net()), datamodule=Data())

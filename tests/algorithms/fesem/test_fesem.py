@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.algorithms import FedAvg, FeSEM
 from lightning_fed.callbacks import CenterEvaluation
-from lightning_fed.messages import ClientUpdate
+from lightning_fed.messages import ClientUpdate, Request
+from lightning_fed.rule import RoundInfo
 from tests import models
 from tests.breadth import quick
 from tests.recorders import MemoryLogger, Recorder, SavesOnException, assert_same, bytes_of, state_of
@@ -47,7 +48,7 @@ def run(rule, rounds, start=None):
     """Aggregates of several rounds of updates."""
     state, history = net_state(99) if start is None else start, []
     for number, updates in enumerate(rounds):
-        rule.start_round(number, state)
+        rule.start(RoundInfo(number), state)
         for update in copy.deepcopy(list(updates)):
             rule.receive(update)
         state = rule.aggregate()
@@ -68,7 +69,7 @@ def test_against_a_plain_implementation(num_centers, pattern, init):
     rule = FeSEM(num_centers, assign_on=pattern, init=init)
     reference, state = FeSEMReference(num_centers, pattern=pattern, init=init), net_state(99)
     for number, updates in enumerate(ROUNDS):
-        rule.start_round(number, state)
+        rule.start(RoundInfo(number), state)
         for update in updates:
             assert_same(reference.start_of(update.client, state), rule.broadcast(update.client).state)
         for update in copy.deepcopy(updates):
@@ -105,8 +106,8 @@ def test_an_example_by_hand():
             "num_samples": [6, 2],
         }
     )
-    rule.start_round(5, {"w": torch.tensor(2.0)})
-    assert [rule.broadcast(client).state["w"].item() for client in ("x", "y", "new")] == [0.0, 10.0, 2.0]
+    rule.start(RoundInfo(5), {"w": torch.tensor(2.0)})
+    assert [rule.broadcast(Request(client)).state["w"].item() for client in ("x", "y", "new")] == [0.0, 10.0, 2.0]
     rule.receive(ClientUpdate("x", 6, {"w": torch.tensor(6.0)}))
     rule.receive(ClientUpdate("new", 3, {"w": torch.tensor(9.0)}))
     assert rule.aggregate()["w"].item() == pytest.approx((6 * 6 + 3 * 9) / 9)  # all are at the second now
@@ -126,7 +127,7 @@ def test_an_aggregate_is_the_mean_over_all_clients_that_were_ever_assigned():
             "num_samples": [1, 3, 50],
         }
     )
-    rule.start_round(1, {"w": torch.tensor(0.0)})
+    rule.start(RoundInfo(1), {"w": torch.tensor(0.0)})
     rule.receive(ClientUpdate("x", 1, {"w": torch.tensor(2.0)}))
     assert rule.aggregate()["w"].item() == 8.0
     assert rule.sizes() == {0: 1, 1: 3, None: 50}
@@ -140,12 +141,12 @@ def test_what_is_compared():
     for pattern, expected in (("head.*", 0), ("body.*", 1), ("*", 1)):
         rule = FeSEM(num_centers=2, assign_on=pattern)
         rule.load_state_dict({"centers": centers})
-        rule.start_round(0, update)
+        rule.start(RoundInfo(0), update)
         rule.receive(ClientUpdate("a", 1, dict(update)))
         rule.aggregate()
         assert rule.assignments == {"a": expected}
     with pytest.raises(ValueError, match=r"`assign_on` to match .*'\*running\*' matches none of \['head.w'"):
-        FeSEM(assign_on="*running*").start_round(0, update)
+        FeSEM(assign_on="*running*").start(RoundInfo(0), update)
 
 
 def test_one_centre_is_fedavg():
@@ -180,7 +181,7 @@ def test_shards_merge_to_the_whole(init):
     for number, updates in enumerate(ROUNDS):
         for rule in (whole, *parts):
             rule.load_state_dict(whole.state_dict())
-            rule.start_round(number, state)
+            rule.start(RoundInfo(number), state)
         for index, update in enumerate(updates):
             whole.receive(copy.deepcopy(update))
             parts[index % 2].receive(copy.deepcopy(update))
@@ -234,7 +235,7 @@ def test_memory_does_not_grow_with_the_cohort(init):
     for count in (4, 40):
         rule, rounds = FeSEM(3, init=init), []
         for number in range(2):
-            rule.start_round(number, {"w": torch.zeros(1000)})
+            rule.start(RoundInfo(number), {"w": torch.zeros(1000)})
             for client in range(count):
                 rule.receive(ClientUpdate(client, 1, {"w": torch.randn(1000)}))
             rounds.append(held_bytes(rule))
@@ -335,7 +336,7 @@ def test_clients_are_evaluated_with_their_own_centre(federated_trainer):
     single, _ = fit_opposed(federated_trainer, "fedavg")
     trainer, _ = fit_opposed(federated_trainer, FeSEM(2))
     federation = trainer.federation
-    assignments = federation.server.aggregator.assignments
+    assignments = federation.server.rule.assignments
     assert assignments["a"] == assignments["c"] != assignments["b"] == assignments["d"]
     assert single.callback_metrics["fed/val_acc/mean"] < 0.7
     assert trainer.callback_metrics["fed/val_acc/mean"] > 0.9
@@ -516,7 +517,7 @@ def test_a_broken_off_run_ends_like_a_whole_one(federated_trainer, tmp_path):
     data = FederatedDataModule(clients, val=clients, batch_size=8)
     trainer.fit(again, datamodule=data, ckpt_path=broken)
     assert_same(state_of(module), state_of(again))
-    rules = [run_trainer.federation.server.aggregator for run_trainer in (trainer, expected)]
+    rules = [run_trainer.federation.server.rule for run_trainer in (trainer, expected)]
     assert rules[0].assignments == rules[1].assignments
     for center, expected_center in zip(rules[0].centers, rules[1].centers, strict=True):
         assert_same(expected_center, center)

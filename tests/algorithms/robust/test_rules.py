@@ -25,8 +25,10 @@ from lightning_fed.algorithms import (
     build_method,
 )
 from lightning_fed.algorithms.robust import geometric_median_weights, nearest_neighbor_mixing
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.schedule import client_key
 from lightning_fed.server.server import Server
+from lightning_fed.steps.chain import Chain
 from tests import models
 from tests.recorders import Recorder
 from tests.references_robust import (
@@ -80,7 +82,7 @@ def aggregated(rule, rows, start=None, round=0, trusted=None, clients=None):
     """The step that a rule makes of the clients' steps, in float64."""
     start = np.zeros(WIDTH) if start is None else start
     clients = in_order(len(rows)) if clients is None else clients
-    rule.start_round(round, split(start))
+    rule.start(RoundInfo(round), split(start))
     for client, row in zip(clients, rows, strict=True):
         rule.receive(ClientUpdate(client, 1, split(start + row)))
     if trusted is not None:
@@ -288,7 +290,7 @@ def test_other_entries(name):
     rule = build_method(name).aggregator
     states = [net_state(seed) for seed in range(1, 8)]
     states[0]["norm.running_var"].fill_(1e30)
-    rule.start_round(0, net_state(0))
+    rule.start(RoundInfo(0), net_state(0))
     for client, state in zip([*in_order(7)], copy.deepcopy(states), strict=True):
         rule.receive(ClientUpdate(client, 1, state))
     rule.receive(ClientUpdate(TRUSTED, 1, net_state(9)))
@@ -315,7 +317,7 @@ def test_other_entries(name):
 @pytest.mark.parametrize("name", NAMES[:-1])
 def test_identical_clients_are_one_of_them(name, dtype):
     rule = build_method(name).aggregator
-    rule.start_round(0, net_state(0, dtype))
+    rule.start(RoundInfo(0), net_state(0, dtype))
     for client in range(7):
         rule.receive(ClientUpdate(client, 1 + client, net_state(3, dtype)))
     clipped = name.endswith("clipping")  # from where the model was, by a factor that rounds
@@ -329,7 +331,7 @@ def test_identical_clients_are_one_of_them(name, dtype):
 def test_numbers_of_examples_do_not_matter():
     def of(sizes):
         rule = MultiKrum(1)
-        rule.start_round(0, split(np.zeros(WIDTH)))
+        rule.start(RoundInfo(0), split(np.zeros(WIDTH)))
         for client, (size, row) in enumerate(zip(sizes, matrix(6), strict=True)):
             rule.receive(ClientUpdate(client, size, split(row)))
         return joined(rule.aggregate())
@@ -342,8 +344,8 @@ def test_numbers_of_examples_do_not_matter():
 
 def finished(rule, rows, start=None, clients=None):
     """A round through a server."""
-    server = Server(rule)
-    server.start_round(0, split(np.zeros(WIDTH) if start is None else start))
+    server = Server(Chain(rule))
+    server.start_round(RoundInfo(0), split(np.zeros(WIDTH) if start is None else start))
     for client, row in zip(clients or in_order(len(rows)), rows, strict=True):
         server.sent(client, server.prepare(client))
         server.accept(ClientUpdate(client, 1, split(row)))
@@ -395,7 +397,7 @@ def test_what_was_refused_in_one_round_says_nothing_of_the_next():
     too_long = matrix(10)
     too_long[[3, 7]] = 1e200
     for round, rows in enumerate((too_long, matrix(10))):
-        rule.start_round(round, start)
+        rule.start(RoundInfo(round), start)
         for client, row in zip(in_order(10), rows, strict=True):
             rule.receive(ClientUpdate(client, 1, split(row)))
         assert len(rule.leave_out()) == (0 if round else 2)
@@ -405,8 +407,8 @@ def test_what_was_refused_in_one_round_says_nothing_of_the_next():
 
 
 def test_a_client_that_does_not_answer_may_be_honest(caplog):
-    server = Server(Krum(3))
-    server.start_round(0, split(np.zeros(WIDTH)))
+    server = Server(Chain(Krum(3)))
+    server.start_round(RoundInfo(0), split(np.zeros(WIDTH)))
     for client, row in zip(in_order(10), matrix(10), strict=True):
         server.sent(client, server.prepare(client))
         if client in in_order(10)[:2]:
@@ -437,7 +439,7 @@ def test_a_step_that_cannot_be_compared_leaves_its_client_out():
     assert list(report.failed) == [clients[0]]
     assert report.failed[clients[0]].startswith("its step has the length inf, and the model")
     rule = Krum(1)
-    rule.start_round(0, {"w": torch.zeros(1, dtype=torch.float64)})
+    rule.start(RoundInfo(0), {"w": torch.zeros(1, dtype=torch.float64)})
     for client, value in zip(clients, [1e200, 1.0, 2.0, 3.0, 4.0, 5.0], strict=True):
         rule.receive(ClientUpdate(client, 1, {"w": torch.tensor([value], dtype=torch.float64)}))
     assert rule.leave_out() == {clients[0]: "its step is too long to be compared with the others"}
@@ -579,7 +581,7 @@ def test_trimmed_mean_of_nobody_is_fairavg():
     rows = [net_state(seed) for seed in range(1, 6)]
     results = []
     for rule in (TrimmedMean(0), FairAvg()):
-        rule.start_round(0, net_state(0))
+        rule.start(RoundInfo(0), net_state(0))
         for client, row in enumerate(copy.deepcopy(rows)):
             rule.receive(ClientUpdate(client, 1, row))
         results.append(rule.aggregate())

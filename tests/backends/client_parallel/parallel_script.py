@@ -160,10 +160,10 @@ class Plain(Aggregator):
     def __init__(self):
         self.seen = 0
 
-    def start_round(self, round, state):
+    def start(self, info, state):
         self.round, self.state, self.updates = round, state, []
 
-    def broadcast(self, client):
+    def broadcast(self, request):
         return Broadcast(self.round, dict(self.state))
 
     def receive(self, update):

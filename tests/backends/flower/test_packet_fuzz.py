@@ -10,6 +10,9 @@ import time
 import pytest
 import torch
 
+from lightning_fed.rule import RoundInfo
+from lightning_fed.steps.chain import Chain
+
 pytest.importorskip("flwr")
 pytest.importorskip("hypothesis")
 
@@ -183,8 +186,8 @@ def check_reply(packet):
     if isinstance(reply, Fault | Request):
         return
     update, _ = reply
-    server = Server(FedAvg())
-    server.start_round(0, MODEL)
+    server = Server(Chain(FedAvg()))
+    server.start_round(RoundInfo(0), MODEL)
     server.prepare("a")
     assert server.count(update)
     server.accept(update)

@@ -1,0 +1,162 @@
+"""Update steps that mix the clients' steps before a robust rule, so that it stands clients whose data differ.
+
+Allouah, Farhadkhani, Guerraoui, Gupta, Pinot & Stephan, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under
+Heterogeneity", AISTATS 2023. Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via
+Bucketing", ICLR 2022. Allouah, Guerraoui, Gupta, Jellouli, Rizk & Stephan, "Adaptive Gradient Clipping for Robust
+Federated Learning", ICLR 2025.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fed.algorithms.robust.aggregator import majority, number_entries
+from lightning_fed.algorithms.robust.equations import adaptive_clipping, bucketing, nearest_neighbor_mixing
+from lightning_fed.algorithms.robust.steps import Steps
+from lightning_fed.argument_checks import check_count
+from lightning_fed.errors import BadUpdates, OptionError
+from lightning_fed.messages import ClientUpdate
+from lightning_fed.model.entries import is_running_statistic
+from lightning_fed.numerics.precision import to_float64
+from lightning_fed.rule import Aggregator, PlanningAggregator
+from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
+
+
+class Mixture(CollectingStep):
+    """Base of the mixtures: every update becomes a weighted sum of all steps of the round, in float64.
+
+    Running statistics of BatchNorm and integer entries are not mixed; where several clients become one update, it has
+    the mean of the former and the value of most of the latter.
+
+    Attributes:
+        joins: Whether an update that is made stands for several clients.
+
+    """
+
+    joins: bool = False
+
+    @abstractmethod
+    def mixing(self, gram: Tensor) -> Tensor:
+        """Matrix that makes the new steps of the old ones, shape ``(rows, clients)``.
+
+        Args:
+            gram: Inner products of the steps, shape ``(clients, clients)``, float64.
+
+        """
+
+    def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
+        """Refuses a rule with trusted clients, whose steps would be mixed with the others'."""
+        if isinstance(rule, PlanningAggregator) and rule.plan(0).always:
+            raise OptionError(f"Expected no `{type(self).__name__}` with {type(rule).__name__}, which trusts a client.")
+
+    @torch.no_grad()
+    def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
+        """Mixes the steps.
+
+        Raises:
+            BadUpdates: For clients whose steps are too long to be compared.
+
+        """
+        numbers = number_entries(self.state)
+        names = [name for name in numbers if not is_running_statistic(name)]
+        steps = Steps(self.state, [update.state for update, _ in updates], names)
+        good = steps.gram.diagonal().isfinite().tolist()
+        if not all(good):
+            reason = "its step is too long to be compared with the others"
+            bad = [update.client for (update, _), fine in zip(updates, good, strict=True) if not fine]
+            raise BadUpdates(dict.fromkeys(bad, reason))
+        mixing = self.mixing(steps.gram)
+        return [(self._mixed(steps, index, row, updates), self.state) for index, row in enumerate(mixing)]
+
+    def _mixed(self, steps: Steps, index: int, row: Tensor, updates: Sequence[Arrived]) -> ClientUpdate:
+        members = row.nonzero().flatten().tolist() if self.joins else [index]
+        joined = [updates[member][0] for member in members]
+        state = steps.mean(row)
+        for name in self.state:
+            if name not in state:
+                values = [update.state[name] for update in joined]
+                is_number = values[0].is_floating_point()
+                state[name] = torch.stack([to_float64(v) for v in values]).mean(0) if is_number else majority(values)
+        clients = tuple(client for update in joined for client in update.clients)
+        return ClientUpdate(joined[0].client, joined[0].num_samples, state, members=clients)
+
+
+class NearestNeighborMixing(Mixture):
+    r"""Each step becomes the mean of its ``n - f`` nearest, itself among them (NNM).
+
+    Args:
+        num_malicious: Number f of clients that may send anything; ``None`` for the most that half of them allow.
+
+    Raises:
+        ValueError: If ``num_malicious`` is negative.
+
+    References:
+        Allouah et al., AISTATS 2023, Algorithm 2.
+
+    """
+
+    def __init__(self, num_malicious: int | None = None) -> None:
+        self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
+
+    def mixing(self, gram: Tensor) -> Tensor:
+        """The means."""
+        return nearest_neighbor_mixing(gram, most_malicious(len(gram), self.num_malicious))
+
+
+class AdaptiveClipping(Mixture):
+    r"""The :math:`\lfloor 2 f (n - f) / n \rfloor` longest steps are shortened to the longest of the others (ARC).
+
+    Args:
+        num_malicious: Number f of clients that may send anything; ``None`` for the most that half of them allow.
+
+    Raises:
+        ValueError: If ``num_malicious`` is negative.
+
+    References:
+        Allouah et al., ICLR 2025, Algorithm 2.
+
+    """
+
+    def __init__(self, num_malicious: int | None = None) -> None:
+        self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
+
+    def mixing(self, gram: Tensor) -> Tensor:
+        """The factors."""
+        return adaptive_clipping(gram, most_malicious(len(gram), self.num_malicious))
+
+
+class Bucketing(Mixture):
+    """Random groups of clients are averaged, before a rule for as many updates as there are groups.
+
+    Args:
+        bucket_size: Number of clients in a group; the last group has what is left.
+        seed: Seed of the groups, which are drawn from (seed, round).
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    References:
+        Karimireddy et al., ICLR 2022, Algorithm 1.
+
+    """
+
+    joins = True
+
+    def __init__(self, bucket_size: int = 2, seed: int = 0) -> None:
+        self.bucket_size = check_count("bucket_size", bucket_size)
+        self.seed = check_count("seed", seed, lowest=0)
+
+    def mixing(self, gram: Tensor) -> Tensor:
+        """The groups' means."""
+        generator = np.random.default_rng(np.random.SeedSequence([self.seed, self.info.round]))
+        return bucketing(len(gram), self.bucket_size, generator)
+
+
+def most_malicious(count: int, num_malicious: int | None) -> int:
+    """Number of clients that may send anything: as given, or fewer than half of ``count``."""
+    return max(0, (count - 1) // 2) if num_malicious is None else min(num_malicious, max(0, count - 1))

@@ -1,0 +1,23 @@
+"""Update steps: all that happens to an update between a client's training and the rule, in one ordered chain."""
+
+from lightning_fed.steps.bounds import MaxMedianNorm as MaxMedianNorm
+from lightning_fed.steps.bounds import MaxNorm as MaxNorm
+from lightning_fed.steps.chain import Chain as Chain
+from lightning_fed.steps.update_step import CollectingStep as CollectingStep
+from lightning_fed.steps.update_step import Held as Held
+from lightning_fed.steps.update_step import UpdateStep as UpdateStep
+from lightning_fed.steps.weights import MaxSamples as MaxSamples
+from lightning_fed.steps.weights import UniformWeights as UniformWeights
+from lightning_fed.steps.weights import WeightStep as WeightStep
+
+__all__ = [
+    "Chain",
+    "CollectingStep",
+    "Held",
+    "MaxMedianNorm",
+    "MaxNorm",
+    "MaxSamples",
+    "UniformWeights",
+    "UpdateStep",
+    "WeightStep",
+]

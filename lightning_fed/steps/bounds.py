@@ -1,0 +1,127 @@
+"""Update steps that bound the length of a client's step: the Euclidean norm of (local - global).
+
+Sun, Kairouz, Suresh & McMahan, "Can You Really Backdoor Federated Learning?", 2019, section 3 ("norm thresholding").
+https://arxiv.org/abs/1911.07963
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from lightning_fed.argument_checks import check_number
+from lightning_fed.errors import OptionError
+from lightning_fed.messages import Client, ClientUpdate, State
+from lightning_fed.model.entries import distance, is_running_statistic
+from lightning_fed.rule import Aggregator, ResizingAggregator, RoundInfo
+from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
+
+
+def trained_entries(info: RoundInfo, state: State) -> list[str]:
+    """The entries whose change is the length of a step: those that train."""
+    if info.trainable is not None:
+        return [name for name in state if name in info.trainable]
+    return [name for name, value in state.items() if value.is_floating_point() and not is_running_statistic(name)]
+
+
+class MaxNorm(UpdateStep):
+    r"""No client's step is longer than a bound; longer ones are shortened to it.
+
+    .. math:: u_k \leftarrow u_k \min\left(1, \frac{C}{\lVert u_k \rVert}\right)
+
+    The norm is over the entries that train. Inside of a sum that the server sees alone the clients shorten their steps
+    themselves, and the server has to take their word.
+
+    Args:
+        bound: The bound C, greater than 0.
+
+    Raises:
+        ValueError: If ``bound`` is not a positive number, or the clients' models have shapes of their own.
+
+    Note:
+        Logged is ``fed/shortened``: the number of steps that were shortened.
+
+    Example:
+        >>> from lightning_fed.rule import RoundInfo
+        >>> import torch
+        >>> step = MaxNorm(1.0)
+        >>> step.start(RoundInfo(0), {})
+        >>> step.on_server(ClientUpdate("a", 1, {"w": torch.tensor([3.0, 4.0])}), {"w": torch.zeros(2)}).state
+        {'w': tensor([0.6000, 0.8000])}
+
+    """
+
+    def __init__(self, bound: float) -> None:
+        if not 0 < check_number("bound", bound) < math.inf:
+            raise ValueError(f"Expected `bound` to be greater than 0 and finite, but got {bound}.")
+        self.bound = float(bound)
+
+    def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
+        """Refuses rules whose clients have models of any shape: between these there is no step."""
+        _refuse_shapes(self, rule)
+
+    def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
+        """Shortens a step."""
+        return _shortened(update, sent, self.info, self.bound)
+
+    def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
+        """Number of steps that were shortened."""
+        return {"fed/shortened": sum(length > self.bound for length in norms.values())}
+
+
+class MaxMedianNorm(CollectingStep):
+    """No client's step is longer than a multiple of the round's median length; longer ones are shortened to it.
+
+    Of an even number of clients the lower of the two in the middle counts, so that one of two clients cannot raise it.
+    Where it is 0, there is no bound. The server holds a round's updates until all are there.
+
+    Args:
+        multiple: The multiple, greater than 0.
+
+    Raises:
+        ValueError: If ``multiple`` is not a positive number, or the clients' models have shapes of their own.
+
+    Note:
+        Logged is ``fed/shortened``: the number of steps that were shortened.
+
+    """
+
+    def __init__(self, multiple: float) -> None:
+        if not 0 < check_number("multiple", multiple) < math.inf:
+            raise ValueError(f"Expected `multiple` to be greater than 0 and finite, but got {multiple}.")
+        self.multiple = float(multiple)
+
+    def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
+        """Refuses rules whose clients have models of any shape: between these there is no step."""
+        _refuse_shapes(self, rule)
+
+    def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
+        """Shortens the long steps."""
+        norms = [distance(update.state, sent, trained_entries(self.info, sent)) or 0.0 for update, sent in updates]
+        bound = self._bound(norms)
+        return [(_shortened(update, sent, self.info, bound), sent) for update, sent in updates]
+
+    def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
+        """Number of steps that were shortened."""
+        bound = self._bound(list(norms.values()))
+        return {"fed/shortened": sum(length > bound for length in norms.values())}
+
+    def _bound(self, norms: Sequence[float]) -> float:
+        median = sorted(norms)[(len(norms) - 1) // 2] if norms else 0.0
+        return self.multiple * median if median > 0 else math.inf
+
+
+def _shortened(update: ClientUpdate, sent: State, info: RoundInfo, bound: float) -> ClientUpdate:
+    names = [name for name in trained_entries(info, sent) if name in update.state]
+    length = distance(update.state, sent, names) or 0.0
+    if length > bound:
+        update.state |= {name: sent[name] + (update.state[name] - sent[name]) * (bound / length) for name in names}
+    return update
+
+
+def _refuse_shapes(step: UpdateStep, rule: Aggregator) -> None:
+    if isinstance(rule, ResizingAggregator):
+        raise OptionError(
+            f"Expected no `{type(step).__name__}` with {type(rule).__name__}: the models of its clients have shapes of"
+            " their own, between which there is no step."
+        )

@@ -1,0 +1,237 @@
+"""The chain of update steps around a rule, from the wire to the new global model."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from lightning_fed.errors import BadUpdate, BadUpdates, OptionError
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.numerics.precision import cast_back
+from lightning_fed.rule import Aggregator, ResizingAggregator, RoundInfo
+from lightning_fed.steps.update_step import CollectingStep, Held, UpdateStep
+from lightning_fed.steps.weights import WeightStep
+
+
+class Chain:
+    """A rule and the steps around it, which are checked once, when the chain is built.
+
+    Updates stream through to the rule in the memory of one model; where a step holds them back, they go on when all of
+    the round are there.
+
+    Args:
+        rule: The rule.
+        steps: The steps, the innermost first: next to the model. The chain has copies of its own.
+
+    Attributes:
+        rule: The rule.
+        steps: The steps.
+        held: What each step holds back in the round; ``None`` of one through which updates stream.
+
+    Raises:
+        ValueError: If two steps, or a step and the rule, do not fit.
+
+    Example:
+        >>> from lightning_fed.rule import RoundInfo
+        >>> import torch
+        >>> from lightning_fed.algorithms import FedAvg
+        >>> from lightning_fed.steps import MaxNorm, UniformWeights
+        >>> chain = Chain(FedAvg(), [UniformWeights(), MaxNorm(1.0)])
+        >>> start = {"w": torch.tensor(0.0)}
+        >>> chain.start(RoundInfo(0), start)
+        >>> for client, value in {"a": 0.5, "b": 9.5}.items():
+        ...     chain.receive(ClientUpdate(client, 8, {"w": torch.tensor(value)}), start)
+        >>> chain.aggregate()
+        {'w': tensor(0.7500)}
+
+    """
+
+    def __init__(self, rule: Aggregator, steps: Sequence[UpdateStep] = ()) -> None:
+        self.rule, self.steps = rule, [copy.deepcopy(step) for step in steps]
+        hiding = [index for index, step in enumerate(self.steps) if step.reveals != "update"]
+        self._hidden = max(hiding, default=0)  # so many steps, the innermost ones, get no single update on the server
+        for step in self.steps[: self._hidden]:
+            if isinstance(step, CollectingStep):
+                raise OptionError(
+                    f"Expected no `{type(step).__name__}` inside of `{type(self.steps[self._hidden]).__name__}`: it"
+                    " compares single updates, and from there inwards the server has none."
+                )
+        for step in self.steps:
+            step.check(rule, self.steps)
+            step.start(RoundInfo(-1), {})
+        self.held: list[Held | None] = [None] * len(self.steps)
+        self._state: State = {}
+
+    @property
+    def reveals(self) -> Literal["update", "sum", "model"]:
+        """What the server sees of a round: the least that a step leaves."""
+        kinds = {step.reveals for step in self.steps}
+        return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
+
+    def start(self, info: RoundInfo, state: State) -> None:
+        """Starts a round from the shared entries of the global model."""
+        self._state = state
+        for step in self.steps:
+            step.start(info, state)
+        self.held = [step.hold() for step in self.steps]
+        self.rule.start(info, state)
+
+    def form(self, broadcast: Broadcast) -> State:
+        """Form of the answer to a message, as it travels: names, shapes and dtypes."""
+        form = self.rule.expected(broadcast) if isinstance(self.rule, ResizingAggregator) else broadcast.state
+        for step in self.steps:
+            form = step.form(form)
+        return form
+
+    def counted(self, num_samples: int) -> int:
+        """Number of examples that count, of those that a client has."""
+        for step in reversed(self.steps):
+            num_samples = step.weight(num_samples) if isinstance(step, WeightStep) else num_samples
+        return num_samples
+
+    # Client
+
+    def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
+        """Makes the update what travels.
+
+        Args:
+            update: The update as it was trained.
+            sent: The message that it answers.
+            memory: What callbacks and steps remember of the client; changed in place.
+
+        Raises:
+            ClientFault: If the client is to be left out.
+
+        """
+        kinds = Counter[str]()
+        for index, step in enumerate(self.steps):
+            name = type(step).__name__
+            prefix = f"step:{name}:{kinds[name]}:"
+            kinds[name] += 1
+            known = {key.removeprefix(prefix): memory.pop(key) for key in list(memory) if key.startswith(prefix)}
+            update = step.on_client(update, sent, known)
+            if index < self._hidden:
+                update = step.on_server(update, sent.state)
+            memory |= {f"{prefix}{key}": value for key, value in known.items()}
+        return update
+
+    # Server
+
+    def on_send(self, broadcast: Broadcast) -> None:
+        """Has the steps put extras into the message to a client."""
+        for step in self.steps:
+            step.on_send(broadcast)
+
+    def receive(
+        self,
+        update: ClientUpdate,
+        sent: State,
+        inspect: Callable[[ClientUpdate, State], None] = lambda update, sent: None,
+    ) -> None:
+        """Takes an update from the wire, as far inwards as it goes before all of the round are there.
+
+        Args:
+            update: The update.
+            sent: The entries that its client was sent.
+            inspect: Looks at the update once it has the form of a model again.
+
+        Raises:
+            BadUpdate: If it cannot be used.
+
+        """
+        changed = [index for index, step in enumerate(self.steps) if type(step).form is not UpdateStep.form]
+        self._pass(update, sent, len(self.steps), inspect, min(changed, default=len(self.steps)))
+
+    def merge(self, other: Any) -> None:
+        """Joins the :attr:`part` of another process."""
+        self.part.merge(other)
+
+    @property
+    def part(self) -> Any:
+        """What has been received in this process: the outermost step's that holds it back, or the rule's."""
+        return next((held for held in reversed(self.held) if held is not None), self.rule)
+
+    def aggregate(self) -> State | None:
+        """Has all go on that was held back, and makes the new state.
+
+        Raises:
+            BadUpdates: If clients do not fit, now that all updates are there; the chain is to be asked again.
+
+        """
+        faults: dict[Client, str] = {}
+        for index in reversed(range(len(self.steps))):
+            held = self.held[index]
+            if held is None:
+                continue
+            released = held.release()
+            self.held[index] = None
+            for update, sent in released:
+                try:
+                    self._pass(update, sent, index)
+                except BadUpdate as error:
+                    faults |= dict.fromkeys(update.clients, str(error))
+        if faults:
+            raise BadUpdates(faults)
+        new = self.rule.aggregate()
+        if new is None:
+            return None
+        for step in reversed(self.steps):
+            new = step.on_aggregate(new, self._state)
+        return {
+            name: value if value.dtype == self._state[name].dtype else cast_back(value, self._state[name])
+            for name, value in new.items()
+        }
+
+    def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
+        """Numbers of the round that was just aggregated.
+
+        Args:
+            norms: Lengths of the clients' steps as they came.
+
+        """
+        metrics = self.rule.metrics()
+        for step in self.steps:
+            metrics |= step.metrics(norms)
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of rule and steps."""
+        return {"rule": self.rule.state_dict(), "steps": [step.state_dict() for step in self.steps]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores them.
+
+        Raises:
+            ValueError: If they are of another number of steps.
+
+        """
+        states = state.get("steps", [])
+        if len(states) != len(self.steps):
+            raise ValueError(f"Expected the state of {len(self.steps)} update steps, but got that of {len(states)}.")
+        self.rule.load_state_dict(state["rule"])
+        for step, step_state in zip(self.steps, states, strict=True):
+            step.load_state_dict(step_state)
+
+    def _pass(
+        self,
+        update: ClientUpdate,
+        sent: State,
+        start: int,
+        inspect: Callable[[ClientUpdate, State], None] = lambda update, sent: None,
+        plain: int = -1,
+    ) -> None:
+        """Takes an update inwards from a layer to the next one that holds it back, or to the rule."""
+        for index in reversed(range(start)):
+            if index + 1 == plain:
+                inspect(update, sent)
+            step, held = self.steps[index], self.held[index]
+            if index >= self._hidden:  # elsewhere the client has done it
+                update = step.on_server(update, sent)
+            if held is not None:
+                held.add(update, sent)
+                return
+        if plain == 0:
+            inspect(update, sent)
+        self.rule.receive(update)
