@@ -750,7 +750,7 @@ def test_the_signatures_agree():
 
 
 def test_every_option_reaches_the_federation():
-    aggregator, partition = FairAvg(), Dirichlet(3, alpha=1.0)
+    aggregator, partition = FedAvg(), Dirichlet(3, alpha=1.0)
     options = {
         "method": aggregator, "partition": partition, "clients_per_round": 2, "local_epochs": 3, "stragglers": 0.5,
         "partial_work": "drop", "dropout": 0.25, "min_clients": 2, "max_failed_rounds": 7, "personal": ["a"],

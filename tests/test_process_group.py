@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning_fed.server.rule import Aggregator
+from lightning_fed.rule import Aggregator
 
 from lightning_fed.algorithms import METHODS, FeSEM, FLTrust, Krum, ServerOptimizer
 from lightning_fed.client.client_store import ClientStore, FolderStore, MemoryStore

@@ -182,7 +182,7 @@ class Ditto(Method):
             model. The authors tune it in {0.05, 0.1, 0.2, 1, 2}.
         local_epochs: Epochs of a visit that train the global model.
         personal_epochs: Epochs of a visit that train the client's own; ``None`` for as many.
-        aggregator: The rule for the global model, by name or as an object.
+        aggregator: The method for the global model, by name or as an object.
 
     Raises:
         ValueError: If ``lam`` is negative or not finite, or epochs are below 1.
@@ -202,7 +202,7 @@ class Ditto(Method):
         lam: float = 0.1,
         local_epochs: int = 1,
         personal_epochs: int | None = None,
-        aggregator: str | Aggregator = "fedavg",
+        aggregator: str | Method | Aggregator = "fedavg",
     ) -> None:
         check_count("local_epochs", local_epochs)
         personal_epochs = local_epochs if personal_epochs is None else check_count("personal_epochs", personal_epochs)

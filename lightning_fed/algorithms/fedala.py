@@ -219,7 +219,7 @@ class FedALA(Method):
         num_layers: Number of layers, from the end, that are mixed.
         share: Share of a client's batches that the weights learn from, in (0, 1].
         eta: Rate of the weights.
-        aggregator: The server's rule, by name or as an object.
+        aggregator: The method to begin from, by name or as an object.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -235,6 +235,10 @@ class FedALA(Method):
     """
 
     def __init__(
-        self, num_layers: int = 1, share: float = 0.8, eta: float = 1.0, aggregator: str | Aggregator = "fedavg"
+        self,
+        num_layers: int = 1,
+        share: float = 0.8,
+        eta: float = 1.0,
+        aggregator: str | Method | Aggregator = "fedavg",
     ) -> None:
         super().__init__(aggregator, [AdaptiveAggregation(num_layers, share, eta)])

@@ -22,7 +22,7 @@ class FedBN(Method):
     - For: clients whose inputs look different: scanners, cameras, drawings and photographs.
 
     Args:
-        aggregator: The rule for the other layers, by name or as an object.
+        aggregator: The method for the other layers, by name or as an object.
 
     Raises:
         ValueError: In ``fit``, if the model has no BatchNorm.
@@ -37,5 +37,5 @@ class FedBN(Method):
 
     """
 
-    def __init__(self, aggregator: str | Aggregator = "fedavg") -> None:
+    def __init__(self, aggregator: str | Method | Aggregator = "fedavg") -> None:
         super().__init__(aggregator, batch_norm="personal")

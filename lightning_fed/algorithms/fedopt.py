@@ -132,7 +132,7 @@ class FedAdagrad(Method):
         lr: Learning rate of the server; the authors tune it and the clients' on a grid of powers of ten.
         beta1: Decay of the first moment; the authors have none in their experiments.
         tau: How adaptive the step is: the smaller, the more.
-        aggregator: The averaging rule, by name or as an object; the algorithm in the paper weighs clients equally
+        aggregator: The averaging method, by name or as an object; the algorithm in the paper weighs clients equally
             (``"fairavg"``).
         lazy_rows: See :class:`ServerOptimizer`.
 
@@ -177,7 +177,7 @@ class FedAdam(Method):
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
         tau: How adaptive the step is: the smaller, the more.
-        aggregator: The averaging rule, by name or as an object; the algorithm in the paper weighs clients equally
+        aggregator: The averaging method, by name or as an object; the algorithm in the paper weighs clients equally
             (``"fairavg"``).
         lazy_rows: See :class:`ServerOptimizer`.
 
@@ -223,7 +223,7 @@ class FedYogi(Method):
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
         tau: How adaptive the step is: the smaller, the more.
-        aggregator: The averaging rule, by name or as an object; the algorithm in the paper weighs clients equally
+        aggregator: The averaging method, by name or as an object; the algorithm in the paper weighs clients equally
             (``"fairavg"``).
         lazy_rows: See :class:`ServerOptimizer`.
 

@@ -31,7 +31,7 @@ class FedPer(Method):
     Args:
         head: The personal entries: a name pattern (``"head.*"``), a module type, or several. ``"auto"`` is the layer
             that makes the logits (:func:`~lightning_fed.modules.find_classifier`), which is named in the log.
-        aggregator: The rule for the base, by name or as an object.
+        aggregator: The method for the base, by name or as an object.
 
     Raises:
         ValueError: In ``fit``, if a selector matches nothing.
@@ -46,7 +46,9 @@ class FedPer(Method):
 
     """
 
-    def __init__(self, head: Selector | Sequence[Selector] = "auto", aggregator: str | Aggregator = "fedavg") -> None:
+    def __init__(
+        self, head: Selector | Sequence[Selector] = "auto", aggregator: str | Method | Aggregator = "fedavg"
+    ) -> None:
         super().__init__(aggregator, personal=head_selectors(head))
 
 

@@ -148,7 +148,7 @@ class FedRep(Method):
         body_epochs: Epochs of a visit that train the body; 0 leaves the body as it is. ``None`` for 1, or for what
             ``local_epochs`` and ``head_epochs`` leave.
         local_epochs: Epochs of a visit, where both together are given.
-        aggregator: The rule for the body, by name or as an object.
+        aggregator: The method for the body, by name or as an object.
 
     Raises:
         ValueError: If ``head_epochs`` is below 1 or ``body_epochs`` below 0, or they do not add up to ``local_epochs``;
@@ -170,7 +170,7 @@ class FedRep(Method):
         head_epochs: int | None = None,
         body_epochs: int | None = None,
         local_epochs: int | None = None,
-        aggregator: str | Aggregator = "fedavg",
+        aggregator: str | Method | Aggregator = "fedavg",
     ) -> None:
         head_epochs, body_epochs = _divide_epochs(head_epochs, body_epochs, local_epochs)
         super().__init__(

@@ -25,7 +25,7 @@ class FixBN(Method):
 
     Args:
         fixed_after: Rounds of the first stage. The paper takes half of all.
-        aggregator: The rule, by name or as an object.
+        aggregator: The method, by name or as an object.
 
     Example:
         >>> from lightning_fed import Federation
@@ -37,5 +37,5 @@ class FixBN(Method):
 
     """
 
-    def __init__(self, fixed_after: int, aggregator: str | Aggregator = "fedavg") -> None:
+    def __init__(self, fixed_after: int, aggregator: str | Method | Aggregator = "fedavg") -> None:
         super().__init__(aggregator, batch_norm="fixed", fixed_after=fixed_after)

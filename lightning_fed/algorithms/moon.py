@@ -261,7 +261,7 @@ class MOON(Method):
         mu: Strength :math:`\mu` of the term; the authors tune it in {0.1, 1, 5, 10}.
         temperature: :math:`\tau` of the term.
         layer: Layer whose output is the features: its name, or ``"auto"``.
-        aggregator: The server's rule, by name or as an object.
+        aggregator: The method to begin from, by name or as an object.
 
     Raises:
         ValueError: If ``mu`` is negative or ``temperature`` not positive, or either is not finite.
@@ -281,6 +281,6 @@ class MOON(Method):
         mu: float = 1.0,
         temperature: float = 0.5,
         layer: str = "auto",
-        aggregator: str | Aggregator = "fedavg",
+        aggregator: str | Method | Aggregator = "fedavg",
     ) -> None:
         super().__init__(aggregator, [ContrastiveTerm(mu, temperature, layer)])

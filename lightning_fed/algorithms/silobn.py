@@ -26,7 +26,7 @@ class SiloBN(Method):
 
     Args:
         unseen_statistics: What normalises data of no known client: see :class:`~lightning_fed.callbacks.Federation`.
-        aggregator: The rule for what travels, by name or as an object.
+        aggregator: The method for what travels, by name or as an object.
 
     Raises:
         ValueError: In ``fit``, if the model has no BatchNorm.
@@ -44,6 +44,6 @@ class SiloBN(Method):
     def __init__(
         self,
         unseen_statistics: Literal["batch", "pooled", "nearest"] = "batch",
-        aggregator: str | Aggregator = "fedavg",
+        aggregator: str | Method | Aggregator = "fedavg",
     ) -> None:
         super().__init__(aggregator, batch_norm="local", unseen_statistics=unseen_statistics)

@@ -36,6 +36,12 @@ class Attack:
         self.clients = tuple(clients) if isinstance(clients, Sequence) else check_count("clients", clients, lowest=0)
         self.seed = check_count("seed", seed, lowest=0)
 
+    @property
+    def needs_population(self) -> str:
+        """Reason why all clients must be known where the attack is; empty if they need not be."""
+        drawn = isinstance(self.clients, int)
+        return "it draws the malicious clients among all: name them instead" if drawn else ""
+
     def malicious(self, population: Sequence[Client]) -> frozenset[Client]:
         """The malicious clients.
 
@@ -75,10 +81,10 @@ class AttackStep(Attack, UpdateStep):
 
 
 class AttackCheck(FederatedCallback):
-    """Makes sure, where all clients are known, that the malicious ones are among them.
+    """Makes sure, where all clients are known, that the malicious ones of all attacks on updates are among them.
 
     Args:
-        attack: The attack.
+        attack: The attack that asks for it; a Trainer needs one such callback.
 
     """
 
@@ -86,13 +92,14 @@ class AttackCheck(FederatedCallback):
     keeps_privacy = True
 
     def __init__(self, attack: Attack) -> None:
-        self.attack = attack
-        if isinstance(attack.clients, int):
-            self.needs_local_clients = "it draws the malicious clients among all: name them instead"
+        self.needs_local_clients = attack.needs_population
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Checks the names."""
-        self.attack.check_clients(find_federation(trainer).population.clients)
+        federation = find_federation(trainer)
+        for step in federation.server.chain.steps:
+            if isinstance(step, Attack):
+                step.check_clients(federation.population.clients)
 
 
 def attacked_entries(state: State) -> list[str]:

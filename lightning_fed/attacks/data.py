@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count, check_number
-from lightning_fed.attacks.attack import Attack, AttackCheck
+from lightning_fed.attacks.attack import Attack
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.messages import Client
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.synchronisation import process_group_of
 
 
-class DataAttack(Attack, AttackCheck):
+class DataAttack(Attack, FederatedCallback):
     """Base class of attacks on the data: callbacks.
 
     Args:
@@ -26,12 +27,13 @@ class DataAttack(Attack, AttackCheck):
 
     """
 
-    supports_vectorize = False
-    keeps_privacy = False
-
     def __init__(self, clients: Sequence[Client] | int, seed: int = 0) -> None:
-        Attack.__init__(self, clients, seed)
-        AttackCheck.__init__(self, self)
+        super().__init__(clients, seed)
+        self.needs_local_clients = self.needs_population
+
+    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Checks the names."""
+        self.check_clients(find_federation(trainer).population.clients)
 
     def is_malicious(self, trainer: L.Trainer, client: Client) -> bool:
         """True for a malicious client."""

@@ -16,8 +16,9 @@ from lightning_fed.attacks.attack import AttackStep, attacked_entries
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client, State
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rule import Aggregator, ClusteredAggregator, PlanningAggregator, ResizingAggregator
+from lightning_fed.rule import Aggregator, ClusteredAggregator, PlanningAggregator, ResizingAggregator, RoundInfo
 from lightning_fed.server.schedule import client_key
+from lightning_fed.steps.bounds import refuse_rows
 from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
@@ -101,6 +102,11 @@ class OmniscientAttack(AttackStep, CollectingStep):
             )
         self._trusted = frozenset(rule.plan(0).always) if isinstance(rule, PlanningAggregator) else frozenset[Client]()
 
+    def start(self, info: RoundInfo, state: State) -> None:
+        """Starts a round; refuses entries of which the clients hold different rows."""
+        refuse_rows(self, info)
+        super().start(info, state)
+
     @torch.no_grad()
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
         """Has the malicious clients send what they make of the others' steps."""
@@ -115,9 +121,9 @@ class OmniscientAttack(AttackStep, CollectingStep):
         fake = self.fake(honest) if honest.count else {}
         for update, _ in updates:
             if update.client in malicious:
-                for name, step in fake.items():
+                for name, value in fake.items():
                     old = self.state[name]
-                    update.state[name] = cast_back(to_float64(old) + step.to(old.device), old)
+                    update.state[name] = cast_back(to_float64(old) + value.to(old.device), old)
         return updates
 
 

@@ -23,6 +23,7 @@ from lightning_fed.compare.central import check_central
 from lightning_fed.compare.method_options import CENTRAL, MethodChoice
 from lightning_fed.compare.run import Run, evaluate, quiet, train
 from lightning_fed.data.federated import FederatedDataModule
+from lightning_fed.method import Method
 from lightning_fed.model.entries import entry_policies
 from lightning_fed.recipe import FederatedCLI
 
@@ -214,7 +215,7 @@ def _check_method(method: MethodChoice, cli: FederatedCLI) -> None:
         raise MisconfigurationException(str(error)) from error
     if method.name == CENTRAL:
         return
-    replaceable = () if method.options else federation.method.aggregator.required_callbacks()
+    replaceable = () if method.options else Method(federation.method.aggregator).callbacks  # those of its rule
     for brought in federation.method.callbacks:
         in_recipe = any(isinstance(callback, type(brought)) for callback in trainer.callbacks)
         if in_recipe and type(brought) not in map(type, replaceable):

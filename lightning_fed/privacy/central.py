@@ -34,7 +34,7 @@ from lightning_fed.rounds.lightning_internals import is_overridden
 from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.schedule import SecretSampling
-from lightning_fed.steps.update_step import Arrived, Held, UpdateStep
+from lightning_fed.steps.update_step import Arrived, CollectingStep, Held, UpdateStep
 
 _log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class CentralDP(UpdateStep):
         return self.step_noise * self.sensitivity * self.clip
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses a rule that makes more of updates than their average, and a second noise."""
+        """Refuses a rule that makes more of updates than their average, a second noise, and steps that compare clients."""
         if type(rule) is not FedAvg:
             raise OptionError(
                 "Expected a method whose result is a sum of clients' steps for differential privacy, but"
@@ -247,6 +247,12 @@ class CentralDP(UpdateStep):
             )
         if sum(isinstance(step, CentralDP) for step in steps) > 1:
             raise OptionError("Expected one `CentralDP`, but got several.")
+        comparing = next((step for step in steps if isinstance(step, CollectingStep)), None)
+        if comparing is not None:  # outside; the chain refuses those inside
+            raise OptionError(
+                f"Expected no `{type(comparing).__name__}` with `CentralDP`: through it one client changes what others"
+                " send, and the noise covers the step of one alone."
+            )
 
     def callbacks(self) -> Sequence[Any]:
         """The budget, which is settled before a fit and watched in it."""

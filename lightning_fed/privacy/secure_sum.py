@@ -30,6 +30,7 @@ from lightning_fed.privacy.central import (
 )
 from lightning_fed.privacy.ring import CLIENTS, SCALE, Ring, in_ring, ring_form
 from lightning_fed.rounds.federated_callback import FederatedCallback
+from lightning_fed.rounds.lightning_internals import is_overridden
 from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.schedule import client_key, derive_seed
 from lightning_fed.steps.update_step import Arrived, Held, UpdateStep
@@ -92,14 +93,23 @@ class SecureSum(UpdateStep):
         self.least = 0
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses a rule that makes more of updates than their average, and weights without a bound."""
+        """Refuses a rule that makes more of updates than their average, and steps among which it cannot be right.
+
+        These are steps outside that work on updates, and weights without a bound.
+        """
         if type(rule) is not FedAvg:
             raise OptionError(
                 f"Expected a method whose result is a sum of clients' steps for a secure sum, but {type(rule).__name__}"
                 " is none: take 'fedavg', 'fedprox', or a server's optimizer after them."
             )
         position = next(index for index, step in enumerate(steps) if step is self)
-        inside = steps[:position]
+        inside, outside = steps[:position], steps[position + 1 :]
+        blind = next((step for step in outside if _looks_at_updates(step)), None)
+        if blind is not None:
+            raise OptionError(
+                f"Expected `{type(blind).__name__}` inside of a secure sum, before it in `steps`, but it is outside,"
+                " where updates are whole numbers that say nothing."
+            )
         self._private = next((step for step in inside if isinstance(step, CentralDP)), None)
         if (self.clip is None) != (self._private is not None):
             raise OptionError(
@@ -176,7 +186,7 @@ class SecureSum(UpdateStep):
             )
         names = self._names(sent.state)
         steps = {name: to_float64(update.state[name]) - to_float64(sent.state[name]) for name in names}
-        length, weight = step_length(steps), update.num_samples
+        length, weight = step_length(steps), 1 if self.is_private else update.num_samples
         if not math.isfinite(length):
             raise ClientFault("its step has NaN or infinite values")
         # So much shorter that rounding makes it no longer than the noise covers.
@@ -236,6 +246,10 @@ class SecureSum(UpdateStep):
     def _names(self, state: State) -> list[str]:
         untrained = self.info.untrained
         return [name for name, value in state.items() if value.is_floating_point() and name not in untrained]
+
+
+def _looks_at_updates(step: UpdateStep) -> bool:
+    return any(is_overridden(hook, step, UpdateStep) for hook in ("on_client", "on_server", "hold"))
 
 
 class RingSum(Held):

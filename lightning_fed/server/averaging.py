@@ -8,10 +8,10 @@ from lightning_fed.argument_checks import check_option
 from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
 from lightning_fed.numerics.row_sums import RowWeighting
 from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.rule import Aggregator, RoundInfo, RowAggregator
+from lightning_fed.rule import Aggregator, RoundInfo
 
 
-class AveragingAggregator(RowAggregator):
+class AveragingAggregator(Aggregator):
     """Weighted mean of the clients' states, in the memory of one state. A rule implements :meth:`weight`.
 
     Args:

@@ -13,6 +13,7 @@ from lightning_fed.argument_checks import check_number
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import distance, is_running_statistic
+from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.rule import Aggregator, ResizingAggregator, RoundInfo
 from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
@@ -65,8 +66,8 @@ class MaxNorm(UpdateStep):
         return _shortened(update, sent, self.info, self.bound)
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Number of steps that were shortened."""
-        return {"fed/shortened": sum(length > self.bound for length in norms.values())}
+        """Number of steps that were shortened, where their lengths may be known."""
+        return {"fed/shortened": sum(length > self.bound for length in norms.values())} if norms else {}
 
 
 class MaxMedianNorm(CollectingStep):
@@ -104,7 +105,7 @@ class MaxMedianNorm(CollectingStep):
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
         """Number of steps that were shortened."""
         bound = self._bound(list(norms.values()))
-        return {"fed/shortened": sum(length > bound for length in norms.values())}
+        return {"fed/shortened": sum(length > bound for length in norms.values())} if norms else {}
 
     def _bound(self, norms: Sequence[float]) -> float:
         median = sorted(norms)[(len(norms) - 1) // 2] if norms else 0.0
@@ -115,8 +116,25 @@ def _shortened(update: ClientUpdate, sent: State, info: RoundInfo, bound: float)
     names = [name for name in trained_entries(info, sent) if name in update.state]
     length = distance(update.state, sent, names) or 0.0
     if length > bound:
-        update.state |= {name: sent[name] + (update.state[name] - sent[name]) * (bound / length) for name in names}
+        for name in names:  # in float64: the difference of two large numbers of float16 is not one of its own
+            start = to_float64(sent[name])
+            step = (to_float64(update.state[name]) - start) * (bound / length)
+            update.state[name] = cast_back(start + step, update.state[name])
     return update
+
+
+def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
+    """Refuses entries of which every client holds rows of its own, for a step that compares whole entries.
+
+    Raises:
+        ValueError: If there are any.
+
+    """
+    if info.sliced:
+        raise OptionError(
+            f"Expected no `{type(step).__name__}` where clients hold some rows of {sorted(info.sliced)} only: it"
+            " compares whole entries."
+        )
 
 
 def _refuse_shapes(step: UpdateStep, rule: Aggregator) -> None:

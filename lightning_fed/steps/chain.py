@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from lightning_fed.errors import BadUpdate, BadUpdates, OptionError
+from lightning_fed.errors import BadUpdate, BadUpdates, ClientFault, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.precision import cast_back
 from lightning_fed.rule import Aggregator, ResizingAggregator, RoundInfo
@@ -113,7 +113,10 @@ class Chain:
             known = {key.removeprefix(prefix): memory.pop(key) for key in list(memory) if key.startswith(prefix)}
             update = step.on_client(update, sent, known)
             if index < self._hidden:
-                update = step.on_server(update, sent.state)
+                try:
+                    update = step.on_server(update, sent.state)
+                except BadUpdate as error:
+                    raise ClientFault(str(error)) from error
             memory |= {f"{prefix}{key}": value for key, value in known.items()}
         return update
 
@@ -188,12 +191,13 @@ class Chain:
         """Numbers of the round that was just aggregated.
 
         Args:
-            norms: Lengths of the clients' steps as they came.
+            norms: Lengths of the clients' steps as they came. Where the server does not see single updates, or must not
+                tell of them, the steps are not given them.
 
         """
         metrics = self.rule.metrics()
         for step in self.steps:
-            metrics |= step.metrics(norms)
+            metrics |= step.metrics(norms if self.reveals == "update" else {})
         return metrics
 
     def state_dict(self) -> dict[str, Any]:

@@ -33,9 +33,11 @@ from lightning_fed.messages import ClientUpdate
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
+from lightning_fed.steps import UniformWeights
 from lightning_fed.steps.chain import Chain
 from tests import models
 from tests.breadth import quick
+from tests.chains import chain_of, one_round, receive
 from tests.recorders import Recorder, assert_same, state_of
 from tests.references_baselines import fedprox_reference
 from tests.references_server import ServerReference, adaptive_step, momentum_step, rows_reference
@@ -69,18 +71,21 @@ def round_of(number, count=3, dtype=torch.float32):
     return [ClientUpdate(f"c{seed % 100}", 1 + 7 * seed % 11, net_state(seed, dtype)) for seed in seeds]
 
 
-def one_round(rule, number, state, received):
-    rule.start(RoundInfo(number), state)
-    for update in copy.deepcopy(list(received)):
-        rule.receive(update)
-    return rule.aggregate()
+def stepping(optimizer, **options):
+    """A chain of averaging and a step."""
+    return Chain(FedAvg(), [ServerOptimizer(optimizer, **options)])
 
 
-def trained(rule, rounds=5, dtype=torch.float32, start=None):
+def memory_of(chain):
+    """What the optimizer remembers, by entry."""
+    return chain.steps[-1].state_dict()["entries"]
+
+
+def trained(chain, rounds=5):
     """Global states after each of several rounds."""
-    states = [net_state(0, dtype) if start is None else start]
+    states = [net_state(0)]
     for number in range(rounds):
-        states.append(one_round(rule, number, states[-1], round_of(number, dtype=dtype)))
+        states.append(one_round(chain, number, states[-1], round_of(number)))
     return states[1:]
 
 
@@ -89,23 +94,23 @@ def trained(rule, rounds=5, dtype=torch.float32, start=None):
 
 def test_the_example_of_momentum():
     """Constant g = -1.25: v = -1.25, -2.375; w = 2.25, 4.625."""
-    rule, w, velocities = FedAvgM(), torch.tensor(1.0), []
+    chain, w, velocities = chain_of("fedavgm"), torch.tensor(1.0), []
     for expected in (2.25, 4.625):
-        w = one_round(rule, 0, {"w": w}, [ClientUpdate("a", 1, {"w": w - 1}), ClientUpdate("b", 3, {"w": w + 2})])["w"]
-        velocities.append(rule.state_dict()["entries"]["w"]["momentum_buffer"].item())
+        w = one_round(chain, 0, {"w": w}, [ClientUpdate("a", 1, {"w": w - 1}), ClientUpdate("b", 3, {"w": w + 2})])["w"]
+        velocities.append(memory_of(chain)["w"]["momentum_buffer"].item())
         assert w.item() == expected
     assert velocities == [-1.25, -2.375]
 
 
 @pytest.mark.parametrize(
-    ("rule", "expected"),
+    ("method", "expected"),
     [(FedAdam(), 1.0992032314), (FedYogi(lr=0.1), 1.0992031999), (FedAdagrad(), 1.0999200320)],
 )
-def test_the_examples_of_the_adaptive_steps(rule, expected):
+def test_the_examples_of_the_adaptive_steps(method, expected):
     """From 1, with the mean change 1.25 and rate 0.1."""
     start = {"w": torch.tensor(1.0, dtype=torch.float64)}
     received = [ClientUpdate(place, size, {"w": 0 * start["w"] + w}) for place, size, w in ((1, 1, 0), (2, 3, 3))]
-    assert one_round(rule, 0, start, received)["w"].item() == pytest.approx(expected, abs=1e-10)
+    assert one_round(chain_of(method), 0, start, received)["w"].item() == pytest.approx(expected, abs=1e-10)
 
 
 @pytest.mark.parametrize("inner", ["fedavg", "fairavg"])
@@ -126,7 +131,7 @@ def test_against_a_plain_implementation(name, options, inner):
     """Five rounds of other clients each, every entry of a state with BatchNorm."""
     preset, step = PRESETS[name]
     reference, state = ServerReference(step, equal=inner == "fairavg", **options), net_state(0)
-    for number, ours in enumerate(trained(preset(aggregator=inner, **options))):
+    for number, ours in enumerate(trained(chain_of(preset(aggregator=inner, **options)))):
         updates = round_of(number)
         state = reference(state, [update.state for update in updates], [update.num_samples for update in updates])
         assert ours.keys() == state.keys()
@@ -161,11 +166,11 @@ def test_against_a_plain_optimizer(optimizer, options):
         mean = sum(update.num_samples * update.state["weight"] for update in updates) / total
         parameter.grad = parameter.detach() - mean
         plain.step()
-        rule = ServerOptimizer(optimizer, **options)
-        rule.load_state_dict(kept)
-        state = one_round(rule, number, state, updates)
+        chain = stepping(optimizer, **options)
+        chain.load_state_dict(kept or chain.state_dict())
+        state = one_round(chain, number, state, updates)
         file = io.BytesIO()
-        torch.save(rule.state_dict(), file)
+        torch.save(chain.state_dict(), file)
         file.seek(0)
         kept = torch.load(file, weights_only=True)
         precision = 1e-6 if optimizer == "NAdam" else 1e-12  # it keeps a product in float32, until it is loaded
@@ -201,12 +206,12 @@ def test_rows_step_alone_as_they_do_together(optimizer, options, lazy, monkeypat
     monkeypatch.setattr(server_optimizer, "to_float64", lambda value: sizes.append(value.numel()) or to_float64(value))
     for elements in (10**6, 7 * 13 + 3):
         monkeypatch.setattr(server_optimizer, "_ELEMENTS", elements)
-        rule = ServerOptimizer(optimizer, lazy_rows=lazy, **options)
+        chain = stepping(optimizer, lazy_rows=lazy, **options)
         state, seen = {"w": torch.linspace(-4, 4, 7000).view(1000, 7)}, {}
         sizes.clear()
         for number, updates in large_rounds(lazy):
-            state = one_round(rule, number, state, updates)
-            memory = rule.state_dict()["entries"]["w"]
+            state = one_round(chain, number, state, updates)
+            memory = memory_of(chain)["w"]
             seen |= {f"{name}, {number}": torch.as_tensor(value) for name, value in {**state, **memory}.items()}
         assert max(sizes) == (7000 if elements > 7000 else 7 * 13)
         results.append(seen)
@@ -232,13 +237,12 @@ def test_steps_that_look_at_a_whole_entry(optimizer, monkeypatch):
     make = getattr(torch.optim, optimizer) if isinstance(optimizer, str) else optimizer
     optimizing, state = make([plain]), net_state(0, torch.float64)
     monkeypatch.setattr(server_optimizer, "_ELEMENTS", 6)
-    rule = ServerOptimizer(optimizer)
+    chain = stepping(optimizer)
     for number in range(3):
-        plain.grad = (
-            plain.detach() - one_round(FedAvg(), number, state, round_of(number, dtype=torch.float64))["weight"]
-        )
+        updates = round_of(number, dtype=torch.float64)
+        plain.grad = plain.detach() - one_round(chain_of("fedavg"), number, state, updates)["weight"]
         optimizing.step()
-        state = one_round(rule, number, state, round_of(number, dtype=torch.float64))
+        state = one_round(chain, number, state, updates)
         torch.testing.assert_close(state["weight"], plain.detach(), rtol=1e-12, atol=1e-14)
 
 
@@ -264,8 +268,8 @@ def test_the_adaptive_optimizer_in_local_training():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rule", [FedAvgM(momentum=0.0), ServerOptimizer("SGD", lr=1)])
-def test_a_plain_step_is_the_average_bit_for_bit(rule, dtype):
+@pytest.mark.parametrize("steps", [FedAvgM(momentum=0.0).steps, [ServerOptimizer("SGD", lr=1)]])
+def test_a_plain_step_is_the_average_bit_for_bit(steps, dtype):
     """Also where the model is so much larger than the average that float64 cannot hold their difference."""
     generator = torch.Generator().manual_seed(0)
     wide = 15 if dtype == torch.float16 else 100
@@ -276,16 +280,16 @@ def test_a_plain_step_is_the_average_bit_for_bit(rule, dtype):
 
     start = {"w": numbers().to(dtype)}
     received = [ClientUpdate(place, place + 1, {"w": numbers().to(dtype)}) for place in range(3)]
-    expected = one_round(FedAvg(), 0, start, received)
+    expected, chain = one_round(chain_of("fedavg"), 0, start, received), Chain(FedAvg(), steps)
     difference = (start["w"].double() - expected["w"].double()).to(dtype)
     assert not torch.equal(start["w"] - difference, expected["w"])
-    assert_same(expected, one_round(rule, 0, start, received))
-    assert not rule.state_dict()["entries"]
+    assert_same(expected, one_round(chain, 0, start, received))
+    assert not memory_of(chain)
 
 
 @pytest.mark.parametrize("inner", ["fedavg", FairAvg(), FedProx(mu=0.3), FedAtt(step_size=1.0), "fedmargin"])
 def test_a_fit_with_a_plain_step_is_the_averaging_rules(inner, federated_trainer):
-    """BatchNorm, momentum of the clients, stragglers; the callbacks of the rule come with it."""
+    """BatchNorm, momentum of the clients, stragglers; the callbacks of the inner method come with it."""
     runs = []
     for aggregator in (inner, FedAvgM(momentum=0.0, aggregator=copy.deepcopy(inner))):
         module = models.Module(models.norm_mlp(), models.momentum)
@@ -319,20 +323,20 @@ class Frozen(models.Module):
         self.register_buffer("constant", torch.tensor([0.485, 0.229]))
 
 
-@pytest.mark.parametrize("outer", [{}, {"aggregator": ServerOptimizer("SGD", lr=1.0, weight_decay=0.1)}])
-def test_what_does_not_train_is_averaged(outer, federated_trainer):
+@pytest.mark.parametrize("inner", [[], [ServerOptimizer("SGD", lr=1.0, weight_decay=0.1)]])
+def test_what_does_not_train_is_averaged(inner, federated_trainer):
     """Weight decay would shrink it; momentum and adaptive steps leave it alone only as long as all clients agree."""
-    rule, module, recorder = ServerOptimizer("AdamW", lr=0.1, weight_decay=0.1, **outer), Frozen(), Recorder()
+    steps, module, recorder = [*inner, ServerOptimizer("AdamW", lr=0.1, weight_decay=0.1)], Frozen(), Recorder()
     start = state_of(module)
-    trainer = federated_trainer(max_rounds=2, method=rule, batch_norm="average", callbacks=[recorder])
+    trainer = federated_trainer(max_rounds=2, steps=steps, batch_norm="average", callbacks=[recorder])
     trainer.fit(module, models.as_datasets(models.vectors()))
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    assert set(rule.state_dict()["entries"]) == trained
+    assert set(memory_of(trainer.federation.server.chain)) == trained
     end, still = state_of(module), {"net.0.weight", "net.0.bias", "constant"}
     for name, value in start.items():
         assert torch.equal(value, end[name]) == (name in still), name
     updates = [ClientUpdate(visit.client, visit.num_samples, visit.update) for visit in recorder.round(1)]
-    means = one_round(FedAvg(), 1, recorder.aggregates[0], updates)
+    means = one_round(chain_of("fedavg"), 1, recorder.aggregates[0], updates)
     for name in means.keys() - trained:
         assert torch.equal(means[name], recorder.aggregates[1][name]), name
 
@@ -356,35 +360,32 @@ def test_the_pictures_of_fedmargin_find_it(federated_trainer, monkeypatch):
 def test_order_shards_and_copies_do_not_matter(name):
     make = PRESETS[name][0]
     received = round_of(0, 4)
-    (before,) = trained(make(), rounds=1)
+    (before,) = trained(chain_of(make()), rounds=1)
     whole = None
     for order in itertools.permutations(received):
-        rule = make()
-        trained(rule, rounds=1)
-        new = one_round(rule, 1, before, order)
+        chain = chain_of(make())
+        trained(chain, rounds=1)
+        new = one_round(chain, 1, before, order)
         whole = whole or new
         assert_same(whole, new)
     for cut in range(5):
-        rule, shard = make(), make()
-        trained(rule, rounds=1)
-        for part, updates in ((rule, received[:cut]), (shard, received[cut:])):
+        chain, shard = chain_of(make()), chain_of(make())
+        trained(chain, rounds=1)
+        for part, updates in ((chain, received[:cut]), (shard, received[cut:])):
             part.start(RoundInfo(1), before)
-            for update in copy.deepcopy(updates):
-                part.receive(update)
-        rule.merge(shard)
-        assert_same(whole, rule.aggregate())
+            receive(part, before, updates)
+        chain.merge(shard.part)
+        assert_same(whole, chain.aggregate())
     copies = [[ClientUpdate(place, place + 1, net_state(9)) for place in range(count)] for count in (1, 2, 7)]
-    first, *others = [one_round(make(), 0, before, some) for some in copies]
+    first, *others = [one_round(chain_of(make()), 0, before, some) for some in copies]
     for other in others:
         assert_same(first, other)
-    with pytest.raises(TypeError, match="`other` to be a ServerOptimizer, but got FedAvg"):
-        make().merge(FedAvg())
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def rows_round(rule, number, table, clients):
+def rows_round(chain, number, table, clients):
     """A round of clients that hold some rows, each (number of examples, {row: its new value})."""
     updates = [
         ClientUpdate(
@@ -393,18 +394,18 @@ def rows_round(rule, number, table, clients):
         )
         for place, (size, values) in enumerate(clients)
     ]  # fmt: skip
-    return one_round(rule, number, {"w": table}, updates)["w"]
+    return one_round(chain, number, {"w": table}, updates)["w"]
 
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_the_example_of_untouched_rows(lazy):
     """Changes +1, +1 and none: v = -1, -1.9, -1.71 and w = 1, 2.9, 4.61; lazy, the third round changes nothing."""
-    rule, table = FedAvgM(lazy_rows=lazy), torch.zeros(2, 1, dtype=torch.float64)
+    chain, table = chain_of(FedAvgM(lazy_rows=lazy)), torch.zeros(2, 1, dtype=torch.float64)
     seen = []
     for number in range(3):
         clients = [(1, {0: table[0].item() + 1})] if number < 2 else [(1, {1: 5.0})]
-        table = rows_round(rule, number, table, clients)
-        seen.append((rule.state_dict()["entries"]["w"]["momentum_buffer"][0].item(), table[0].item()))
+        table = rows_round(chain, number, table, clients)
+        seen.append((memory_of(chain)["w"]["momentum_buffer"][0].item(), table[0].item()))
     third = (-1.9, 2.9) if lazy else (-1.71, 4.61)
     for found, expected in zip(seen, [(-1.0, 1.0), (-1.9, 2.9), third], strict=True):
         assert found == pytest.approx(expected)
@@ -434,11 +435,11 @@ def drawn_rows(rounds=8, rows=9, clients=3):
 def test_rows_against_a_plain_implementation(name, lazy):
     """Every row by itself, with a memory that starts when it is first held."""
     preset, step = PRESETS[name]
-    rounds, rule = drawn_rows(), preset(lazy_rows=lazy)
+    rounds, chain = drawn_rows(), chain_of(preset(lazy_rows=lazy))
     start = torch.randn(9, 1, dtype=torch.float64)
     table = start
     for number, clients in enumerate(rounds):
-        table = rows_round(rule, number, table, clients)
+        table = rows_round(chain, number, table, clients)
         held = {row for _, values in clients for row in values}
         assert len(held) < 8
     expected = rows_reference(step, start[:, 0].tolist(), rounds, lazy)
@@ -449,12 +450,12 @@ def test_rows_against_a_plain_implementation(name, lazy):
 @pytest.mark.parametrize("lazy", [False, True])
 def test_rows_and_the_whole_table(lazy):
     """A client that sends the whole table holds every row; other entries know nothing of rows."""
-    rule = FedAvgM(lazy_rows=lazy)
+    chain = chain_of(FedAvgM(lazy_rows=lazy))
     state = {"w": torch.zeros(4, 1), "bias": torch.zeros(3)}
     some = ClientUpdate("a", 1, {"w": torch.ones(1, 1), "bias": torch.ones(3)}, rows={"w": torch.tensor([2])})
     every = ClientUpdate("b", 1, {"w": torch.full((4, 1), 2.0), "bias": torch.ones(3)})
     for number, updates in enumerate([[some, every], [some]]):
-        state = one_round(rule, number, state, updates)
+        state = one_round(chain, number, state, updates)
         if number == 0:
             assert state["w"].flatten().tolist() == [1, 1, 1.5, 1]
     # w: the velocity was -1; where nobody held the row it is now -0.9, unless it is left alone.
@@ -466,45 +467,40 @@ def test_rows_and_the_whole_table(lazy):
 def test_lazy_rows_in_shards():
     """What any of the shards held was held."""
     clients = drawn_rows(rounds=2)
-    whole, parts = FedAvgM(lazy_rows=True), [FedAvgM(lazy_rows=True), FedAvgM(lazy_rows=True)]
+    whole, *parts = [chain_of(FedAvgM(lazy_rows=True)) for _ in range(3)]
     first = rows_round(whole, 0, torch.zeros(9, 1), clients[0])
     parts[0].load_state_dict(whole.state_dict())
     expected = rows_round(whole, 1, first, clients[1])
     for place, part in enumerate(parts):
-        part.start(RoundInfo(1), {"w": first})
+        part.start(RoundInfo(1, sliced=frozenset({"w"})), {"w": first})
         for size, values in clients[1][2 * place : 2 * place + 2]:
             rows, value = torch.tensor(list(values)), torch.tensor([[value] for value in values.values()])
-            part.receive(ClientUpdate(size, size, {"w": value}, rows={"w": rows}))
-    parts[0].merge(parts[1])
+            part.receive(ClientUpdate(size, size, {"w": value}, rows={"w": rows}), {"w": first[rows]})
+    parts[0].merge(parts[1].part)
     assert torch.equal(parts[0].aggregate()["w"], expected)
 
 
 @pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS)
 def test_lazy_rows_of_every_optimizer(optimizer, options):
     """Where all rows are held all is as usual; where none of some is, neither they nor their memory change."""
-    lazy, dense = (ServerOptimizer(optimizer, lazy_rows=flag, **options) for flag in (True, False))
+    lazy, dense = (stepping(optimizer, lazy_rows=flag, **options) for flag in (True, False))
     tables = [torch.randn(3, 2, dtype=torch.float64)] * 2
     rows = {"w": torch.arange(3)}
     for number in range(3):
         new = torch.randn(3, 2, dtype=torch.float64)
-        for place, rule in enumerate((lazy, dense)):
+        for place, chain in enumerate((lazy, dense)):
             update = ClientUpdate("a", 1, {"w": new.clone()}, rows=rows)
-            tables[place] = one_round(rule, number, {"w": tables[place]}, [update])["w"]
+            tables[place] = one_round(chain, number, {"w": tables[place]}, [update])["w"]
     assert torch.equal(*tables)
-    before, memory = tables[0], lazy.state_dict()["entries"]["w"]
+    before, memory = tables[0], memory_of(lazy)["w"]
     update = ClientUpdate("a", 1, {"w": torch.randn(1, 2, dtype=torch.float64)}, rows={"w": torch.tensor([1])})
     after = one_round(lazy, 3, {"w": before}, [update])["w"]
     assert torch.equal(after[[0, 2]], before[[0, 2]])
     assert not torch.equal(after[1], before[1])
-    for name, value in lazy.state_dict()["entries"]["w"].items():
+    for name, value in memory_of(lazy)["w"].items():
         if isinstance(value, torch.Tensor) and value.ndim:
             assert torch.equal(value[[0, 2]], memory[name][[0, 2]]), name
             assert not torch.equal(value[1], memory[name][1]) or optimizer == "Rprop", name
-
-
-def test_rules_that_take_no_rows():
-    assert FedAvgM().takes_rows
-    assert not FedAvgM(aggregator="fedatt").takes_rows
 
 
 # --- what it remembers ------------------------------------------------------------------------------------------------
@@ -512,24 +508,25 @@ def test_rules_that_take_no_rows():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_its_state_is_replaced_and_taken_back(name):
-    """A state that was returned stays what it was; a rule that goes back to it goes on as from there."""
-    rule = PRESETS[name][0]()
-    states = trained(rule, rounds=2)
-    before = dict(rule.state_dict())
-    noted = copy.deepcopy(before)
-    third = one_round(rule, 2, states[-1], round_of(2))
-    for entry, memory in noted["entries"].items():
-        for key, value in memory.items():
-            assert torch.equal(value, before["entries"][entry][key])
+    """A state that was returned stays what it was; a chain that goes back to it goes on as from there."""
+    chain = chain_of(name)
+    states = trained(chain, rounds=2)
+    before, memory = chain.state_dict(), memory_of(chain)
+    noted = copy.deepcopy(memory)
+    assert noted
+    third = one_round(chain, 2, states[-1], round_of(2))
+    for entry, values in noted.items():
+        for key, value in values.items():
+            assert torch.equal(value, memory[entry][key])
             assert value.any()
-            assert not torch.equal(value, rule.state_dict()["entries"][entry][key])
-    rule.load_state_dict(before)
-    assert_same(third, one_round(rule, 2, states[-1], round_of(2)))
+            assert not torch.equal(value, memory_of(chain)[entry][key])
+    chain.load_state_dict(before)
+    assert_same(third, one_round(chain, 2, states[-1], round_of(2)))
 
 
 def test_an_aggregate_that_is_not_finite_is_taken_back():
     """A velocity that leaves half precision: the model stays as it was, and the next round starts from its memory."""
-    server, state, seen = Server(Chain(FedAvgM())), {"w": torch.tensor([4e4], dtype=torch.float16)}, []
+    server, state, seen = Server(chain_of("fedavgm")), {"w": torch.tensor([4e4], dtype=torch.float16)}, []
     for number, change in enumerate((1e4, 15e3, -1e4)):
         server.start_round(RoundInfo(number), state)
         server.prepare("a")
@@ -537,7 +534,7 @@ def test_an_aggregate_that_is_not_finite_is_taken_back():
         assert server.count(update)
         assert server.accept(update)
         state = server.finish_round() or state
-        seen.append((state["w"].item(), server.rule.state_dict()["entries"]["w"]["momentum_buffer"].item()))
+        seen.append((state["w"].item(), memory_of(server.chain)["w"]["momentum_buffer"].item()))
     assert seen[0] == seen[1] == pytest.approx((5e4, -1e4), rel=1e-2)  # 5e4 + 0.9 * 1e4 + 15e3 would be too much
     assert seen[2] == pytest.approx((49e3, 1e3), rel=2e-2)
 
@@ -549,18 +546,21 @@ def test_a_second_fit_starts_afresh(plain_trainer):
         trainer = plain_trainer(max_epochs=2, callbacks=[federation])
         trainer.fit(module, datamodule=FederatedDataModule(models.as_datasets(models.vectors())))
         states.append(state_of(module))
-    assert federation.server.rule.state_dict()["entries"]
+    assert memory_of(federation.server.chain)
     assert_same(*states)
 
 
 def test_states_of_others():
-    """That of a rule without optimizer is an empty memory; that of another optimizer is refused."""
-    rule = FedAdam()
-    trained(rule, rounds=1)
-    rule.load_state_dict(FedAvg().state_dict())
-    assert not rule.state_dict()["entries"]
+    """An empty state is an empty memory; that of another optimizer is refused, and that of another number of steps."""
+    chain = chain_of("fedadam")
+    trained(chain, rounds=1)
+    assert memory_of(chain)
+    chain.steps[0].load_state_dict({})
+    assert not memory_of(chain)
     with pytest.raises(ValueError, match="state of the server's optimizer AdaptiveOptimizer, but it is of SGD"):
-        rule.load_state_dict(FedAvgM().state_dict())
+        chain.load_state_dict(chain_of("fedavgm").state_dict())
+    with pytest.raises(ValueError, match="the state of 1 update steps, but got that of 0"):
+        chain.load_state_dict(chain_of("fedavg").state_dict())
 
 
 # --- in a fit ---------------------------------------------------------------------------------------------------------
@@ -584,8 +584,10 @@ def test_a_fit_against_a_plain_loop(name, federated_trainer):
 
 
 def test_methods_on_the_command_line():
-    rule = MethodChoice.parse("fedavgm:momentum=0.5:aggregator=fairavg").federation(Federation()).server.rule
-    assert (type(rule), rule.optimizer_kwargs["momentum"], type(rule.inner)) == (FedAvgM, 0.5, FairAvg)
+    federation = MethodChoice.parse("fedavgm:momentum=0.5:aggregator=fairavg").federation(Federation())
+    weights, step = federation.server.chain.steps
+    assert type(federation.method) is FedAvgM
+    assert (type(weights), step.optimizer_kwargs["momentum"]) == (UniformWeights, 0.5)
     with pytest.raises(ValueError, match=r"Expected `momentum` to be in \[0, 1\), but got 2"):
         MethodChoice.parse("fedavgm:momentum=2")
 
@@ -603,9 +605,9 @@ def test_methods_on_the_command_line():
         (lambda: ServerOptimizer("LBFGS"), "step by gradients alone.* but LBFGS does not: .*closure"),
         (lambda: ServerOptimizer("SparseAdam"), "step by gradients alone.* but SparseAdam does not"),
         (lambda: ServerOptimizer("SGD", lr=float("nan")), "arguments of SGD that are finite, but got {'lr': nan}"),
-        (lambda: ServerOptimizer("SGD", FeSEM(), lr=1.0), "one global model, but FeSEM keeps several"),
-        (lambda: FedAvgM(aggregator=FedMA("permute")), "the same shapes in every round, but FedMA takes several"),
-        (lambda: FedAvgM(aggregator="fedsgd"), "`aggregator` to be one of"),
+        (lambda: chain_of(FedAvgM(aggregator=FeSEM())), "one global model .* for a server's optimizer, but FeSEM does"),
+        (lambda: Federation(FedAvgM(aggregator=FedMA("permute"))), "the same shapes in every round .*, but FedMA does"),
+        (lambda: FedAvgM(aggregator="fedsgd"), "`method` to be one of"),
         (lambda: FedAvgM(lr=0.0), "`lr` to be greater than 0 and finite, but got 0.0"),
         (lambda: FedAvgM(momentum=1.0), r"`momentum` to be in \[0, 1\), but got 1.0"),
         (lambda: FedAdam(lr=float("inf")), "`lr` to be greater than 0 and finite, but got inf"),
@@ -623,14 +625,10 @@ def test_options_that_cannot_be(make, message):
 @pytest.mark.parametrize("kind", ["fedadam", "fedyogi", "fedadagrad"])
 def test_a_huge_mean_is_not_lost_in_rounding(kind):
     """The step of an adaptive optimizer is small whatever the mean is; it left zeros where that was 3e38."""
-    rule, _ = PRESETS[kind]
-    server, start = rule(), torch.tensor([0.5, -2.0])
-    server.start_round(RoundInfo(0), {"w": start})
-    server.receive(ClientUpdate("a", 1, {"w": torch.tensor([3e38, 3e38])}))
-    first = server.aggregate()["w"]
-    rate = server.optimizer_kwargs["lr"]
+    chain, start = chain_of(kind), torch.tensor([0.5, -2.0])
+    first = one_round(chain, 0, {"w": start}, [ClientUpdate("a", 1, {"w": torch.tensor([3e38, 3e38])})])["w"]
+    rate = chain.steps[0].optimizer_kwargs["lr"]
     assert torch.all((first - start).abs() <= 10.5 * rate)  # m / sqrt(v) is at most (1 - beta1) / sqrt(1 - beta2)
     assert torch.all(first > start)
-    server.start_round(RoundInfo(1), {"w": first})
-    server.receive(ClientUpdate("a", 1, {"w": first}))
-    assert torch.all((server.aggregate()["w"] - first).abs() <= 10.5 * rate)
+    second = one_round(chain, 1, {"w": first}, [ClientUpdate("a", 1, {"w": first})])["w"]
+    assert torch.all((second - first).abs() <= 10.5 * rate)

@@ -24,7 +24,6 @@ from lightning_fed.attacks import (
     Scaling,
     SignFlip,
 )
-from lightning_fed.attacks.omniscient import AttackedRule
 from lightning_fed.process_group import pack, unpack
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.schedule import client_key
@@ -40,10 +39,11 @@ MALICIOUS = ["ann", "cid"]
 NET = models.norm_mlp
 
 
-def fit(trainer, callbacks=(), method="fairavg", rounds=1, net=NET, **options):
+def fit(trainer, steps=(), method="fairavg", rounds=1, net=NET, **options):
+    """A fit with update steps; the recorder sees what comes out of the chain on the client's side."""
     recorder, module = Recorder(), models.Module(net(), models.momentum)
     fitted = trainer(
-        max_rounds=rounds, method=method, seed=1, batch_norm="average", callbacks=[*callbacks, recorder], **options
+        max_rounds=rounds, method=method, seed=1, batch_norm="average", steps=steps, callbacks=[recorder], **options
     )
     fitted.fit(module, models.as_datasets(models.vectors()))
     return recorder, module, fitted

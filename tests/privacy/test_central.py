@@ -2,25 +2,29 @@
 
 import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning_fed.privacy.mean import CLIP, IS_SHORT
+from torch import nn
 
 from lightning_fed import ClientUpdate, FederatedCallback, FederatedTrainer, Federation, Method
-from lightning_fed.algorithms import FedAvg, FedAvgM, FedProx, FedSS, ServerOptimizer
+from lightning_fed.algorithms import METHODS, FedAvg, FedAvgM, FedProx, ServerOptimizer
+from lightning_fed.attacks import ALIE, Scaling
 from lightning_fed.errors import BadUpdate
-from lightning_fed.messages import Request
-from lightning_fed.method import build_method
-from lightning_fed.privacy import Budget, CentralDP, PrivateMean
+from lightning_fed.messages import Broadcast, Request
+from lightning_fed.privacy import Budget, CentralDP, SecureSum
+from lightning_fed.privacy.central import CLIP, IS_SHORT, PrivateSum
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.schedule import Schedule, SecretSampling
 from lightning_fed.server.server import Server
-from lightning_fed.steps.chain import Chain
+from lightning_fed.steps import Chain, MaxMedianNorm, MaxNorm, MaxSamples, UniformWeights
+from lightning_fed.tasks import ClassificationTask
 from tests import models
-from tests.recorders import Recorder, assert_same, loading, state_of
+from tests.privacy.helpers import KEY, KnownKey, WireRecorder
+from tests.recorders import assert_same, loading, state_of
 from tests.references_privacy import adaptive_clip_reference, noise_reference, private_mean_reference
 
 pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
@@ -28,7 +32,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
 ]
-KEY = 0x0123456789ABCDEF0123456789ABCDEF
 BUDGET = Budget(1.0, 1e-3, 100, 10)
 START = {"w": torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), "b": torch.zeros(2), "n": torch.tensor(3)}
 SHAPES = {"w": (4, 3), "b": (2,)}
@@ -53,17 +56,17 @@ def clipped(step, clip):
     return {name: value * min(1.0, clip / length) for name, value in step.items()} if length else step
 
 
-def rule_of(clip=1.0, budget=BUDGET, key=KEY, **options):
-    rule = PrivateMean(clip, **options)
-    rule.begin(budget, key)
-    return rule
+def chain_of(clip=1.0, budget=BUDGET, key=KEY, **options):
+    dp = KnownKey(clip, budget.delta, budget.noise_multiplier, sampling=budget.sampling, **options)
+    dp.begin(budget, key)
+    return Chain(FedAvg(), [dp])
 
 
-def aggregated(rule, updates, round=0, start=START):
-    rule.start(RoundInfo(round), start)
+def aggregated(chain, updates, round=0, start=START):
+    chain.start(RoundInfo(round), start)
     for update in updates:
-        rule.receive(copy.deepcopy(update))
-    return rule.aggregate()
+        chain.receive(copy.deepcopy(update), start)
+    return chain.aggregate()
 
 
 def moved(new, start=START):
@@ -77,23 +80,23 @@ def moved(new, start=START):
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 def test_against_a_plain_implementation(count, sampling):
     """Of nobody it is noise alone; the divisor is the expected cohort. Fixed cohorts have twice the noise."""
-    rule = rule_of(0.7, Budget(1.3, 1e-3, 100, 10, sampling))
+    chain = chain_of(0.7, Budget(1.3, 1e-3, 100, 10, sampling))
     sent = [clipped(step, 0.7) for step in steps(count)]
-    new = aggregated(rule, [update_of(step) for step in sent], round=4)
+    new = aggregated(chain, [update_of(step, str(number)) for number, step in enumerate(sent)], round=4)
     std = 1.3 * 0.7 * (2 if sampling == "fixed" else 1)
     expected = private_mean_reference(sent, 0.7, std, 10, KEY, 4, SHAPES)
     for name, value in moved(new).items():
         np.testing.assert_allclose(value, expected[name], atol=1e-6)  # of float32 models
     assert new["n"].item() == 3  # integers keep the server's value
-    assert rule.metrics()["privacy/noise_std"] == pytest.approx(std)
+    assert chain.metrics({})["privacy/noise_std"] == pytest.approx(std)
 
 
 def test_noise_is_normal_and_independent():
     """Standard deviation and kurtosis of every entry over 700 rounds; no correlation between entries and rounds."""
-    rule, count = rule_of(0.5), 700
+    chain, count = chain_of(0.5), 700
     draws = []
     for round in range(count):
-        new = aggregated(rule, [], round)
+        new = aggregated(chain, [], round)
         draws.append(np.concatenate([moved(new)[name].reshape(-1) for name in SHAPES]) * 10 / 0.5)
     draws = np.array(draws)
     size = draws.shape[1]
@@ -118,24 +121,37 @@ def test_one_client_changes_the_sum_by_the_clip_at_most(adaptive, scale):
         extras = {IS_SHORT: torch.tensor(1.0)} if adaptive else {}
         budget = Budget(0.2, 1e-3, 100, 10)
         options = {"adaptive": adaptive, "count_noise": 0.5}
-        whole = moved(aggregated(rule_of(0.7, budget, **options), [update_of(step, extras=extras) for step in sent]))
-        rest = moved(aggregated(rule_of(0.7, budget, **options), [update_of(step, extras=extras) for step in sent[1:]]))
+        updates = [update_of(step, str(number), extras) for number, step in enumerate(sent)]
+        whole = moved(aggregated(chain_of(0.7, budget, **options), updates))
+        rest = moved(aggregated(chain_of(0.7, budget, **options), updates[1:]))
         change = math.sqrt(sum(float(np.square(whole[name] - rest[name]).sum()) for name in SHAPES)) * 10
         assert change <= 0.7 + 1e-5  # of models in float32
 
 
 def test_what_is_too_long_or_says_more_is_left_out():
-    rule = rule_of(1.0)
-    rule.start(RoundInfo(0), START)
+    chain = chain_of(1.0)
+    chain.start(RoundInfo(0), START)
     with pytest.raises(BadUpdate, match=r"its step is 1\.5 long, longer than the clip of 1"):
-        rule.receive(update_of({"w": np.zeros((4, 3)), "b": np.array([1.5, 0.0])}))
+        chain.receive(update_of({"w": np.zeros((4, 3)), "b": np.array([1.5, 0.0])}), START)
     with pytest.raises(BadUpdate, match=r"it sends \['prototypes'\] along, and not \[\]: no noise covers it"):
-        rule.receive(update_of(steps(1, scale=0.01)[0], extras={"prototypes": torch.zeros(3)}))
-    assert rule.total == {}
-    adaptive = rule_of(1.0, Budget(0.3, 1e-3, 100, 10), adaptive=True)
+        chain.receive(update_of(steps(1, scale=0.01)[0], extras={"prototypes": torch.zeros(3)}), START)
+    assert chain.held[0].total == {}
+    adaptive = chain_of(1.0, Budget(0.3, 1e-3, 100, 10), adaptive=True)
     adaptive.start(RoundInfo(0), START)
     with pytest.raises(BadUpdate, match="along, and not"):
-        adaptive.receive(update_of(steps(1, scale=0.01)[0]))
+        adaptive.receive(update_of(steps(1, scale=0.01)[0]), START)
+
+
+def test_a_client_counts_once_whatever_it_reports():
+    """Nor does a step inside, or outside, give it another weight."""
+    sent = [update_of(step, str(number)) for number, step in enumerate(steps(3, scale=0.05))]
+    expected = aggregated(chain_of(), sent)
+    heavy = copy.deepcopy(sent)
+    heavy[0].num_samples = 10**9
+    assert_same(aggregated(chain_of(), heavy), expected)
+    (dp,) = chain_of().steps
+    for around in ([MaxSamples(5), dp], [dp, MaxSamples(5)], [UniformWeights(), dp]):
+        assert_same(aggregated(Chain(FedAvg(), around), heavy), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -148,55 +164,18 @@ def test_what_is_longer_by_rounding_is_taken(dtype):
         step = torch.randn(3000, generator=generator, dtype=torch.float64)
         trained = (start["w"].double() + step / step.norm()).to(dtype)
         longer += float((trained.double() - start["w"].double()).norm()) > 1
-        rule = rule_of(1.0)
-        rule.start(RoundInfo(0), start)
-        rule.receive(ClientUpdate("a", 1, {"w": trained}))
-        assert float(rule.total["w"].norm()) <= 1 + 1e-12
+        chain = chain_of(1.0)
+        chain.start(RoundInfo(0), start)
+        chain.receive(ClientUpdate("a", 1, {"w": trained}), start)
+        assert float(chain.held[0].total["w"].norm()) <= 1 + 1e-12
     assert longer
-
-
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_the_noise_of_a_larger_cohort(adaptive):
-    """A tenth of the noise on the mean of 10 is that of 100 on theirs; what is accounted is the 100."""
-    options = {"adaptive": adaptive, "count_noise": 0.2} if adaptive else {}
-    extras = {IS_SHORT: torch.tensor(1.0)} if adaptive else {}
-    updates = [update_of(step, str(number), extras) for number, step in enumerate(steps(8, scale=0.01))]
-    few, many = PrivateMean(1.0, **options), PrivateMean(1.0, **options)
-    few.begin(Budget(1.0, 1e-3, 1000, 100), KEY, 10)
-    many.begin(Budget(1.0, 1e-3, 1000, 100), KEY)
-    assert many.noise_std == pytest.approx(10 * few.noise_std)
-    simulated, real = moved(aggregated(few, updates)), moved(aggregated(many, updates))
-    silent = PrivateMean(1.0, **options)
-    silent.begin(Budget(1.0, 1e-3, 1000, 100), KEY, 10)
-    silent.noise = lambda name, shape, std: torch.zeros(tuple(shape), dtype=torch.float64)
-    plain = moved(aggregated(silent, updates))
-    for name in SHAPES:  # the mean of 8 over 100 hardly moves: both have the same noise
-        expected = plain[name] + real[name] - plain[name] / 10
-        np.testing.assert_allclose(simulated[name], expected, atol=1e-6)
-    assert few.metrics()["privacy/simulated_epsilon"] == many.metrics()["privacy/epsilon"]
-    assert "privacy/epsilon" not in few.metrics()
-    if adaptive:  # 8 short ones: (8 / 2 + noise) / 10, and a tenth of the noise of 100
-        noise = many.noise("", torch.Size([1]), 0.2)
-        assert few.metrics()["privacy/clipped_share"] == pytest.approx(0.5 - 4 / 10 - float(noise))
-
-
-def test_a_fit_with_the_noise_of_a_larger_cohort(federated_trainer, caplog):
-    privacy = CentralDP(0.5, 1e-3, noise_multiplier=1.0, noise_cohort=100, noise_population=5000, key_for_tests=KEY)
-    _, _, trainer = fit(federated_trainer, privacy)
-    assert "epsilon is simulated, and bounds nothing of these clients" in caplog.text
-    simulated = float(trainer.callback_metrics["privacy/simulated_epsilon"])
-    assert simulated == pytest.approx(Budget(1.0, 1e-3, 5000, 100).epsilon(4))
-    assert "privacy/epsilon" not in trainer.callback_metrics
-    assert float(trainer.callback_metrics["privacy/noise_std"]) == pytest.approx(0.5 * 3 / 100)
-    with pytest.raises(ValueError, match="`noise_cohort` to be from 3 clients, which train, to `noise_population`"):
-        fit(federated_trainer, CentralDP(0.5, 1e-3, noise_multiplier=1.0, noise_cohort=1))
 
 
 def test_a_zero_step_and_an_empty_round():
     zero = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    one, nobody = (aggregated(rule_of(), updates) for updates in ([update_of(zero)], []))
+    one, nobody = (aggregated(chain_of(), updates) for updates in ([update_of(zero)], []))
     assert_same(one, nobody)
-    server = Server(Chain(rule_of()))
+    server = Server(chain_of())
     server.start_round(RoundInfo(0), START)
     state = server.finish_round()
     assert_same(state, nobody)
@@ -204,71 +183,76 @@ def test_a_zero_step_and_an_empty_round():
 
 
 def test_the_clip_follows_the_lengths():
-    rule, clip = rule_of(2.0, Budget(0.5, 1e-3, 100, 10), adaptive=True, count_noise=0.3, clip_rate=0.4), 2.0
+    chain, clip = chain_of(2.0, Budget(0.5, 1e-3, 100, 10), adaptive=True, count_noise=0.3, clip_rate=0.4), 2.0
     for round, is_short in enumerate(([True] * 9, [False, True], [])):
         updates = [
-            update_of(step, extras={IS_SHORT: torch.tensor(float(short))})
-            for step, short in zip(steps(len(is_short), round, 1e-3), is_short, strict=True)
+            update_of(step, str(number), {IS_SHORT: torch.tensor(float(short))})
+            for number, (step, short) in enumerate(zip(steps(len(is_short), round, 1e-3), is_short, strict=True))
         ]
-        new = aggregated(rule, updates, round)
+        new = aggregated(chain, updates, round)
         noise = noise_reference(KEY, round, "", (1,), 3.0)[0]
         std = (0.5**-2 - (2 * 3.0) ** -2) ** -0.5 * clip
-        assert rule.metrics()["privacy/noise_std"] == pytest.approx(std)
-        assert rule.metrics()["privacy/clip"] == pytest.approx(clip)
+        assert chain.metrics({})["privacy/noise_std"] == pytest.approx(std)
+        assert chain.metrics({})["privacy/clip"] == pytest.approx(clip)
         clip, share = adaptive_clip_reference(clip, is_short, 10, noise, 0.4, 0.5)
-        assert rule.metrics()["privacy/clipped_share"] == pytest.approx(1 - share)
-        assert rule.clip == pytest.approx(clip)
+        assert chain.metrics({})["privacy/clipped_share"] == pytest.approx(1 - share)
+        assert chain.steps[0].clip == pytest.approx(clip)
         assert new["w"].isfinite().all()
-    assert rule.broadcast(Request("a")).extras[CLIP].item() == pytest.approx(clip)
+    broadcast = chain.rule.broadcast(Request("a"))
+    chain.on_send(broadcast)
+    assert broadcast.extras[CLIP].item() == pytest.approx(clip)
     with pytest.raises(ValueError, match="a noise multiplier below 1, twice the noise of the count"):
-        rule_of(1.0, Budget(1.0, 1e-3, 100, 10), adaptive=True)
+        chain_of(1.0, Budget(1.0, 1e-3, 100, 10), adaptive=True)
 
 
 def test_done_again_a_round_has_the_same_noise_and_costs_once():
     """As after a crash between the noise and the checkpoint."""
-    rule = rule_of()
-    aggregated(rule, [], 0)
-    before = copy.deepcopy(rule.state_dict())
-    first = aggregated(rule, [update_of(steps(1, scale=0.1)[0])], 1)
-    again = PrivateMean(9.9)
+    chain = chain_of()
+    aggregated(chain, [], 0)
+    before = copy.deepcopy(chain.state_dict())
+    first = aggregated(chain, [update_of(steps(1, scale=0.1)[0])], 1)
+    again = Chain(FedAvg(), [CentralDP(9.9, 1e-3, 7.0)])
     again.load_state_dict(before)
     second = aggregated(again, [update_of(steps(1, scale=0.1)[0])], 1)
     assert_same(first, second)
-    assert (rule.rounds, again.rounds) == (2, 2)
-    assert rule.metrics() == again.metrics()
+    assert (chain.steps[0].rounds, again.steps[0].rounds) == (2, 2)
+    assert chain.metrics({}) == again.metrics({})
     with pytest.raises(ValueError, match="Expected the budget that the rounds so far had"):
-        again.begin(Budget(0.1, 1e-3, 100, 10), KEY)
+        again.steps[0].begin(Budget(0.1, 1e-3, 100, 10), KEY)
 
 
 def test_in_several_processes():
     """One noise for the sum of all."""
-    sent = [update_of(step) for step in steps(5, scale=0.05)]
-    whole = aggregated(rule_of(), sent)
-    parts = [rule_of() for _ in range(3)]
+    sent = [update_of(step, str(number)) for number, step in enumerate(steps(5, scale=0.05))]
+    whole = aggregated(chain_of(), sent)
+    parts = [chain_of() for _ in range(3)]
     for part, share in zip(parts, (sent[:2], [], sent[2:]), strict=True):
         part.start(RoundInfo(0), START)
         for update in share:
-            part.receive(copy.deepcopy(update))
-    merged = rule_of()
+            part.receive(copy.deepcopy(update), START)
+    merged = chain_of()
     merged.start(RoundInfo(0), START)
     for part in parts:
-        merged.merge(part)
+        assert isinstance(part.part, PrivateSum)
+        merged.merge(pickle.loads(pickle.dumps(part.part)))  # noqa: S301 - as it travels between processes
     for name, value in merged.aggregate().items():
         torch.testing.assert_close(value, whole[name], rtol=1e-6, atol=1e-7)
-    with pytest.raises(TypeError, match="`other` to be a PrivateMean, but got FedAvg"):
-        merged.merge(FedAvg())
 
 
 # --- draws of clients -------------------------------------------------------------------------------------------------
 
 
+def secret_schedule(key, is_poisson=True, seed=0):
+    schedule = Schedule(seed, clients_per_round=3)
+    schedule.secret = SecretSampling(key, is_poisson)
+    return schedule
+
+
 def test_every_client_is_drawn_by_itself():
     """Number and pairs of clients over 4,000 rounds, within five standard deviations; the seed plays no part."""
     clients, rounds = [f"c{number}" for number in range(20)], 4000
-    sampling, schedule = SecretSampling(KEY), Schedule(0, clients_per_round=3)
-    cohorts = [
-        {visit.client for visit in schedule.cohort(round, clients, sampling=sampling).visits} for round in range(rounds)
-    ]
+    schedule = secret_schedule(KEY)
+    cohorts = [{visit.client for visit in schedule.cohort(round, clients).visits} for round in range(rounds)]
     q = 3 / 20
     sizes = np.array([len(cohort) for cohort in cohorts])
     assert abs(sizes.mean() - 3) < 5 * math.sqrt(20 * q * (1 - q) / rounds)
@@ -279,14 +263,15 @@ def test_every_client_is_drawn_by_itself():
         assert abs(share - q) < 5 * math.sqrt(q * (1 - q) / rounds)
     both = np.mean([{"c0", "c1"} <= cohort for cohort in cohorts])
     assert abs(both - q**2) < 5 * math.sqrt(q**2 / rounds)
-    other = Schedule(7, clients_per_round=3)
-    assert [visit.client for visit in other.cohort(5, clients, sampling=sampling).visits] == [
-        visit.client for visit in schedule.cohort(5, clients, sampling=sampling).visits
+    other = secret_schedule(KEY, seed=7)
+    assert [visit.client for visit in other.cohort(5, clients).visits] == [
+        visit.client for visit in schedule.cohort(5, clients).visits
     ]
-    fixed = [schedule.cohort(round, clients, sampling=SecretSampling(KEY, False)) for round in range(20)]
+    schedule = secret_schedule(KEY, is_poisson=False)
+    fixed = [schedule.cohort(round, clients) for round in range(20)]
     assert {len(cohort.visits) for cohort in fixed} == {3}
     assert [visit.client for visit in fixed[0].visits] != [
-        visit.client for visit in schedule.cohort(0, clients, sampling=SecretSampling(KEY + 1, False)).visits
+        visit.client for visit in secret_schedule(KEY + 1, is_poisson=False).cohort(0, clients).visits
     ]
 
 
@@ -294,14 +279,14 @@ def test_every_client_is_drawn_by_itself():
 
 CLIENTS = {f"c{number}": 6 + number for number in range(12)}
 SHORT = 0.02  # shorter than most steps
-DP = CentralDP(SHORT, 1e-3, noise_multiplier=1.0, key_for_tests=KEY)
+DP = KnownKey(SHORT, 1e-3, noise_multiplier=1.0)
 
 
-def fit(trainer, privacy=DP, method="fedavg", rounds=4, module=None, callbacks=(), **options):
-    recorder = Recorder()
+def fit(trainer, privacy=DP, method="fedavg", rounds=4, module=None, callbacks=(), steps=(), **options):
+    recorder = WireRecorder()
     module = models.Module(models.mlp(), models.momentum) if module is None else module
     fitted = trainer(
-        method=method, max_rounds=rounds, clients_per_round=3, seed=1, privacy=privacy,
+        method=method, max_rounds=rounds, clients_per_round=3, seed=1, steps=[*steps, privacy],
         callbacks=[*callbacks, recorder], **options,
     )  # fmt: skip
     fitted.fit(module, models.as_datasets(models.vectors(CLIENTS)))
@@ -310,6 +295,7 @@ def fit(trainer, privacy=DP, method="fedavg", rounds=4, module=None, callbacks=(
 
 def test_a_fit_round_by_round(federated_trainer):
     recorder, _, trainer = fit(federated_trainer, rounds=8)
+    assert recorder.visits[0].extras == ()
     sizes, long = [], 0
     for round, new in enumerate(recorder.aggregates):
         visits = recorder.round(round)
@@ -338,15 +324,19 @@ def test_a_fit_round_by_round(federated_trainer):
     assert trainer.callback_metrics["privacy/epsilon"] == pytest.approx(Budget(1.0, 1e-3, 12, 3).epsilon(8))
 
 
+def key_of(trainer):
+    return trainer.federation.server.chain.steps[-1].key
+
+
 def test_every_fit_has_a_key_of_its_own(federated_trainer):
     secret = CentralDP(0.3, 1e-3, noise_multiplier=1.0)
     states = [state_of(fit(federated_trainer, secret, rounds=1)[1]) for _ in range(2)]
     assert all(not torch.equal(value, states[1][name]) for name, value in states[0].items())
     _, module, trainer = fit(federated_trainer, secret, rounds=1)
-    keys = [trainer.federation.server.rule.key]
+    keys = [key_of(trainer)]
     again = federated_trainer(federation=trainer.federation, max_rounds=1)
     again.fit(module, models.as_datasets(models.vectors(CLIENTS)))
-    keys.append(again.federation.server.rule.key)
+    keys.append(key_of(again))
     assert keys[0] != keys[1]
     assert max(keys) > 2**100
 
@@ -362,7 +352,7 @@ def test_resume_is_exact_and_the_budget_goes_on(federated_trainer, tmp_path):
 
     _, module, trainer = fit(federated_trainer, secret, "fedavgm", 4, callbacks=[Saves()])
     resumed = models.Module(models.mlp(), models.momentum)
-    again = federated_trainer(method="fedavgm", max_rounds=4, clients_per_round=3, seed=1, privacy=secret)
+    again = federated_trainer(method="fedavgm", max_rounds=4, clients_per_round=3, seed=1, steps=[secret])
     again.fit(resumed, models.as_datasets(models.vectors(CLIENTS)), ckpt_path=path, **loading(weights_only=True))
     assert_same(state_of(module), state_of(resumed))
     assert trainer.callback_metrics["privacy/epsilon"] == again.callback_metrics["privacy/epsilon"]
@@ -371,7 +361,7 @@ def test_resume_is_exact_and_the_budget_goes_on(federated_trainer, tmp_path):
 
 def test_the_fit_ends_with_its_budget(federated_trainer, tmp_path, caplog):
     limit = Budget(1.0, 1e-3, 12, 3).epsilon(3)
-    privacy = CentralDP(0.3, 1e-3, noise_multiplier=1.0, max_epsilon=limit, key_for_tests=KEY)
+    privacy = KnownKey(0.3, 1e-3, noise_multiplier=1.0, max_epsilon=limit)
     recorder, module, trainer = fit(federated_trainer, privacy, rounds=9)
     assert trainer.current_epoch == len(recorder.aggregates) == 3
     assert "The fit ends after 3 rounds" in caplog.text
@@ -379,7 +369,7 @@ def test_the_fit_ends_with_its_budget(federated_trainer, tmp_path, caplog):
     assert_same(recorder.aggregates[-1], state_of(module), recorder.aggregates[-1])
     path = tmp_path / "spent.ckpt"
     trainer.save_checkpoint(path)
-    again = federated_trainer(method="fedavg", max_rounds=9, clients_per_round=3, seed=1, privacy=privacy)
+    again = federated_trainer(method="fedavg", max_rounds=9, clients_per_round=3, seed=1, steps=[privacy])
     after = models.Module(models.mlp(), models.momentum)
     again.fit(after, models.as_datasets(models.vectors(CLIENTS)), ckpt_path=path, **loading(weights_only=True))
     assert_same(state_of(after), state_of(module))
@@ -389,7 +379,12 @@ def test_a_servers_optimizer_works_on_what_is_noised(federated_trainer):
     """With a rate of one and no momentum it is the noised mean."""
     states = [
         state_of(fit(federated_trainer, method=method, rounds=3)[1])
-        for method in ("fedavg", FedAvgM(momentum=0.0), "fairavg", ServerOptimizer("SGD", FedProx(mu=0.0), lr=1.0))
+        for method in (
+            "fedavg",
+            FedAvgM(momentum=0.0),
+            "fairavg",
+            Method(FedProx(mu=0.0), steps=[ServerOptimizer("SGD", lr=1.0)]),
+        )
     ]
     for state in states[1:]:
         for name, value in state.items():
@@ -409,7 +404,7 @@ def test_clients_at_once(federated_trainer, caplog):
     states = []
     for size in (1, 4):
         module = models.Module(models.mlp(), models.momentum)
-        trainer = federated_trainer(max_rounds=4, clients_per_round=4, seed=1, privacy=DP, vectorize=size)
+        trainer = federated_trainer(max_rounds=4, clients_per_round=4, seed=1, steps=[DP], vectorize=size)
         trainer.fit(module, models.as_datasets(models.vectors(CLIENTS)))
         states.append(state_of(module))
     assert "one after another all the same" not in caplog.text
@@ -430,28 +425,100 @@ def test_clients_at_once(federated_trainer, caplog):
         ("feddane", "FedDANE is none"),
         ("krum", "Krum is none"),
         (FedAvgM(aggregator="fedatt"), "FedAtt is none"),
-        (FedSS(num_negatives=3), "SampledSoftmax sends more"),
-        ("fedfusion", "FeatureFusion sends more"),
+        ("scaffold", "SCAFFOLD is none"),
+        ("fednova", "FedNova is none"),
+        ("median", "Median is none"),
     ],
 )
 def test_methods_that_cannot_be_protected(method, words):
     with pytest.raises(ValueError, match=words):
-        Federation(method, privacy=DP)
+        Federation(method, steps=[DP])
+
+
+SEND_STEPS_ALONE = {
+    "fedavg", "fairavg", "fedprox", "fedper", "fedrep", "fedbn", "silobn", "fixbn", "ditto", "fedavgm", "fedadam",
+    "fedadagrad", "fedyogi",
+}  # fmt: skip
+NEEDED = {"fedss": "num_negatives=3", "fixbn": "fixed_after=2", "fltrust": "trusted=c0"}
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_methods_that_are_not_refused_send_steps_alone(name, federated_trainer):
+    """All others are: when the federation is built, or before the first round."""
+    method = f"{name}:{NEEDED[name]}" if name in NEEDED else name
+    if name in SEND_STEPS_ALONE:
+        recorder, _, trainer = fit(federated_trainer, method=method, rounds=2)
+        assert {visit.extras for visit in recorder.visits} == {()}
+        assert trainer.federation.server.report.failed == {}
+        return
+    make = (
+        models.Module(models.mlp())
+        if name not in ("fedss", "fedaws")
+        else ClassificationTask(
+            nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 12)), num_classes=12, head="sampled_softmax"
+        )
+    )
+    words = (
+        r"is none: take|compares single updates|clients that send steps alone, but `\w+\.on_client_\w+` may send more"
+    )
+    with pytest.raises((ValueError, MisconfigurationException), match=words):
+        fit(federated_trainer, method=method, module=make)
 
 
 def test_methods_that_can():
-    for method in ("fedavg", "fairavg", "fedprox", "fedper", "fedrep", "fedbn", "fedadam"):
-        federation = Federation(method, privacy=DP)
-        names = [type(callback).__name__ for callback in federation.method.callbacks]
-        assert names[-2:] == ["ClippedSteps", "PrivacyBudget"]
-        assert federation.server.rule.is_private
-        assert federation.evaluate_clients_every == 0
-    method = build_method("fedavg")
-    assert isinstance(DP.protect(method).aggregator, PrivateMean)
-    assert isinstance(method.aggregator, FedAvg)  # as it was
-    assert [type(c).__name__ for c in DP.protect(Method(FedProx(0.5))).aggregator.required_callbacks()] == [
-        "ProximalTerm"
-    ]
+    for method in SEND_STEPS_ALONE - {"fixbn"}:
+        chain = Federation(method, steps=[DP]).server.chain
+        assert type(chain.rule) is FedAvg
+        assert isinstance(chain.steps[-1], KnownKey)
+        assert chain.steps[-1] is not DP  # each federation has its own
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([DP, DP], "Expected one `CentralDP`, but got several"),
+        ([MaxMedianNorm(2.0), DP], "no `MaxMedianNorm` inside of `KnownKey`: it compares single updates"),
+        ([DP, MaxMedianNorm(2.0)], "no `MaxMedianNorm` with `CentralDP`: through it one client changes what others"),
+        ([DP, ALIE(1)], "no `ALIE` with `CentralDP`"),
+        ([UniformWeights(), SecureSum(1.0), DP], "Expected `KnownKey` inside of a secure sum"),
+    ],
+)
+def test_steps_beside_which_it_cannot_be_right(steps, words):
+    with pytest.raises(ValueError, match=words):
+        Federation(steps=steps)
+
+
+def test_a_bound_inside_acts_on_the_client(federated_trainer):
+    """Whose step is then no longer than either; the log does not say how many were shortened."""
+    recorder, _, trainer = fit(federated_trainer, steps=[MaxNorm(SHORT / 4)])
+    lengths = [
+        math.sqrt(sum(float((visit.update[name].double() - value.double()).square().sum())
+                      for name, value in visit.broadcast.items()))
+        for visit in recorder.visits
+    ]  # fmt: skip
+    assert lengths
+    assert max(lengths) == pytest.approx(SHORT / 4, rel=1e-3)
+    assert "fed/shortened" not in trainer.callback_metrics
+    alone, _, _ = fit(federated_trainer, KnownKey(SHORT / 4, 1e-3, noise_multiplier=4.0))
+    for one, other in zip(recorder.aggregates, alone.aggregates, strict=True):
+        for name, value in one.items():
+            torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_client_that_does_not_clip_is_left_out():
+    """The server checks what it gets, whatever a client does after its steps."""
+    chain = Chain(FedAvg(), [*chain_of(0.5).steps, Scaling(["a"], scale=3.0)])
+    chain.start(RoundInfo(0, clients=["a", "b"]), START)
+    sent = Broadcast(0, dict(START))
+    chain.on_send(sent)
+    for client in ("a", "b"):
+        update = chain.on_client(update_of(steps(1)[0], client), sent, {})
+        if client == "b":
+            chain.receive(update, START)
+            continue
+        with pytest.raises(BadUpdate, match=r"its step is 1\.5 long"):
+            chain.receive(update, START)
+    assert chain.held[0].members == ("b",)
 
 
 def warm_up(optimizer):
@@ -505,6 +572,7 @@ def test_options_that_cannot_be(options, message):
         CentralDP(**{"clip": 1.0, "delta": 1e-3, **options})
 
 
-def test_the_first_argument_of_both_doors():
-    assert isinstance(FederatedTrainer(privacy=DP, logger=False).federation.server.rule, PrivateMean)
-    assert isinstance(Federation(privacy=DP).replace(local_epochs=2).server.rule, PrivateMean)
+def test_both_doors():
+    trainer = FederatedTrainer(steps=[DP], logger=False)
+    for federation in (trainer.federation, Federation(steps=[DP]).replace(local_epochs=2)):
+        assert isinstance(federation.server.chain.steps[0], CentralDP)

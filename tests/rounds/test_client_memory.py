@@ -5,12 +5,10 @@ import math
 import lightning as L
 import pytest
 import torch
-from lightning_fed.server.rule import Aggregator
 
 from lightning_fed import FederatedCallback, Federation, FolderStore, MemoryStore
-from lightning_fed.algorithms import FairAvg
-from lightning_fed.messages import Request
-from lightning_fed.rule import RoundInfo
+from lightning_fed.algorithms import FedAvg
+from lightning_fed.rule import Aggregator
 from tests import models
 from tests.recorders import MemoryLogger, Recorder
 
@@ -144,17 +142,17 @@ def test_an_error_in_the_answer_names_the_visit(federated_trainer):
 
 
 class Reporting(Aggregator):
-    """FairAvg that reports how many clients it has averaged, in all rounds."""
+    """FedAvg that reports how many clients it has averaged, in all rounds."""
 
     def __init__(self):
-        self.inner = FairAvg()
+        self.inner = FedAvg()
         self.count = 0
 
     def start(self, info, state):
-        self.inner.start(RoundInfo(round), state)
+        self.inner.start(info, state)
 
     def broadcast(self, request):
-        return self.inner.broadcast(Request(client))
+        return self.inner.broadcast(request)
 
     def receive(self, update):
         self.inner.receive(update)

@@ -12,7 +12,7 @@ from lightning_fed import FederatedDataModule, FederatedTrainer
 from tests.models import Module, as_datasets, mlp, vectors
 
 OWN = {
-    *(f"fed/{name}" for name in ("clients", "stragglers", "dropped", "failed", "shortened", "num_samples", "drift")),
+    *(f"fed/{name}" for name in ("clients", "stragglers", "dropped", "failed", "num_samples", "drift")),
     *(f"fed/{name}" for name in ("update_norm", "global_update_norm")),
     *(f"comm/{name}" for name in ("up_bytes", "down_bytes", "total_up_bytes", "total_down_bytes")),
 }

@@ -236,16 +236,16 @@ def test_a_client_that_fails_has_not_got_it(fit):
     assert logged(recorder, "down")[4:] == [2 * (adapters + base), 2 * adapters + base]
 
 
-@pytest.mark.parametrize("options", [{}, {"secure_sum": SecureSum()}], ids=["central", "secure"])
-def test_differential_privacy_adds_no_noise_to_what_does_not_train(options, fit):
+@pytest.mark.parametrize("outside", [[], [SecureSum()]], ids=["central", "secure"])
+def test_differential_privacy_adds_no_noise_to_what_does_not_train(outside, fit):
     pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
     """Nor does what a module writes into such entries leave a client."""
-    privacy = CentralDP(clip=0.5, delta=1e-3, noise_multiplier=1.0, key_for_tests=5, sampling="fixed")
+    privacy = CentralDP(clip=0.5, delta=1e-3, noise_multiplier=1.0, sampling="fixed")
     module = Following()
-    recorder, trainer = fit(module, privacy=privacy, clients_per_round=3, batch_norm="frozen", **options)
+    recorder, trainer = fit(module, steps=[privacy, *outside], clients_per_round=3, batch_norm="frozen")
     report = find_federation(trainer).server.report
     assert (len(report.received), report.failed) == (3, {})
-    clip, ring = 8, 12 if "secure_sum" in options else 0  # a count of int32 and a scale of float64
+    clip, ring = 8, 12 if outside else 0  # a count of int32 and a scale of float64
     assert recorder.up_bytes == [3 * bytes_of(module, *ADAPTERS)] * 3
     assert recorder.down_bytes == [3 * (bytes_of(module, *ADAPTERS) + clip + ring)] * 3
     start = state_of(Following())

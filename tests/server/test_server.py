@@ -8,7 +8,7 @@ from lightning_fed.algorithms import FedAvg, FeSEM
 from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import Broadcast, Request
 from lightning_fed.model.entries import norm
-from lightning_fed.rule import RoundInfo
+from lightning_fed.rule import ResizingAggregator, RoundInfo
 from lightning_fed.server.server import RoundReport, Server
 from lightning_fed.steps.chain import Chain
 
@@ -213,7 +213,7 @@ def test_a_round_that_comes_to_nothing_is_taken_back():
     server = Server(Chain(Counting()))
     for number, value in enumerate((1.0, 1e20, 2.0)):
         server.start_round(RoundInfo(number), {"w": torch.zeros(1)})
-        assert server.state_before == {"rounds": min(number, 1)}
+        assert server.state_before == {"rule": {"rounds": min(number, 1)}, "steps": []}
         send(server, "a")
         receive(server, ClientUpdate("a", 1, {"w": torch.tensor([value])}))
         state = server.finish_round()
@@ -246,13 +246,13 @@ def test_a_client_is_sent_the_rows_that_it_asked_for():
 def test_a_rule_answers_what_a_client_says_of_itself():
     """And what it says is counted, whoever uses it."""
 
-    class Brief(FedAvg):
-        def respond(self, request):
-            message = self.broadcast(request.client)
+    class Brief(FedAvg, ResizingAggregator):
+        def broadcast(self, request):
+            message = super().broadcast(request)
             return Broadcast(message.round, {n: v for n, v in message.state.items() if n not in request.extras})
 
         def expected(self, broadcast):
-            return self.broadcast("").state
+            return super().broadcast(Request("")).state
 
     for rule, size in ((Brief(), 8), (FedAvg(), 20)):
         server = Server(Chain(rule))

@@ -77,7 +77,9 @@ class FedAwS(Method):
         target: int | str | Callable[[Any], Tensor] | None = None,
         classes: ClientClasses | None = None,
     ) -> None:
-        rule = FedAvgM(server_lr, server_momentum, aggregator=FedAvg(row_weighting), lazy_rows=lazy_rows)
+        averaging = FedAvgM(server_lr, server_momentum, aggregator=FedAvg(row_weighting), lazy_rows=lazy_rows)
         softmax = SampledSoftmax(0, "posonly", head=head, target=target, classes=classes)
         entry = "auto" if head == "auto" else f"{head}.weight"
-        super().__init__(rule, [softmax, SpreadOut(variant, k, strength, margin, lr, comparison, normalize, entry)])
+        super().__init__(
+            averaging, [softmax, SpreadOut(variant, k, strength, margin, lr, comparison, normalize, entry)]
+        )

@@ -32,7 +32,7 @@ class FedFusion(Method):
         conv_init: How "conv" starts.
         conv_bias: Whether "conv" has a bias.
         clamp: Range in which the weights of "multi" and "single" stay.
-        aggregator: The rule, by name or as an object.
+        aggregator: The method, by name or as an object.
 
     Raises:
         ValueError: If an option is unknown or out of its range.
@@ -57,7 +57,7 @@ class FedFusion(Method):
         conv_init: ConvInit = "default",
         conv_bias: bool = True,
         clamp: Range | None = None,
-        aggregator: str | Aggregator = "fedavg",
+        aggregator: str | Method | Aggregator = "fedavg",
     ) -> None:
         fusion = FeatureFusion(
             at=at,

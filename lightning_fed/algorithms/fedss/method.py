@@ -70,6 +70,6 @@ class FedSS(Method):
         log_q: LogQ = "negatives",
         q_support: QSupport = "complement",
     ) -> None:
-        rule = FedAvgM(server_lr, server_momentum, aggregator=FedAvg(row_weighting), lazy_rows=lazy_rows)
+        averaging = FedAvgM(server_lr, server_momentum, aggregator=FedAvg(row_weighting), lazy_rows=lazy_rows)
         softmax = SampledSoftmax(num_negatives, objective, resample, head, target, classes, log_q, q_support)
-        super().__init__(rule, [softmax])
+        super().__init__(averaging, [softmax])

@@ -6,7 +6,9 @@ A step is what an update adds to the broadcast. The clients' numbers of examples
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,6 +26,23 @@ from lightning_fed.rule import Aggregator, RoundInfo, TolerantAggregator
 from lightning_fed.server.schedule import client_key
 
 _MAX_CLIENTS_BY_NAME = 20
+
+
+@dataclass
+class MixedUpdate(ClientUpdate):
+    """An update that a mixture has made of several.
+
+    Args:
+        shares: How much of each client's step is in it, the weight of a sum.
+
+    """
+
+    shares: dict[Client, float] = field(default_factory=dict)
+
+
+def shares_of(update: ClientUpdate) -> dict[Client, float]:
+    """How much of each client's step is in an update: nothing but its own, unless it is mixed."""
+    return update.shares if isinstance(update, MixedUpdate) else dict.fromkeys(update.clients, 1.0)
 
 
 class RobustAggregator(TolerantAggregator):
@@ -46,6 +65,8 @@ class RobustAggregator(TolerantAggregator):
     Attributes:
         least: Least number n of updates, as ``(a, b)``: n must be at least a f + b. Without malicious clients, f = 0,
             one is enough.
+        updates: The states that were received in the round.
+        origins: The clients that each of them stands for, and how much of each client's step is in it.
         memory: What the rule keeps from round to round: float64 entries.
         excluded: For every client that has taken part, the sum over its rounds of the share of it that did not count,
             and the number of these rounds.
@@ -88,7 +109,7 @@ class RobustAggregator(TolerantAggregator):
         """Starts a round from ``state``."""
         self._info, self._state = info, state
         self.updates: dict[Client, State] = {}
-        self._members: dict[Client, tuple[Client, ...]] = {}
+        self.origins: dict[Client, tuple[tuple[Client, ...], dict[Client, float]]] = {}
         self._gram: Tensor | None = None
 
     def broadcast(self, request: Request) -> Broadcast:
@@ -97,7 +118,8 @@ class RobustAggregator(TolerantAggregator):
 
     def receive(self, update: ClientUpdate) -> None:
         """Keeps the update until all are there."""
-        self.updates[update.client], self._members[update.client] = update.state, update.clients
+        self.updates[update.client] = update.state
+        self.origins[update.client] = update.clients, shares_of(update)
 
     def merge(self, other: Aggregator) -> None:
         """Joins the updates that another rule of the same kind has received.
@@ -109,7 +131,7 @@ class RobustAggregator(TolerantAggregator):
         if not isinstance(other, type(self)):
             raise TypeError(f"Expected `other` to be a {type(self).__name__}, but got {type(other).__name__}.")
         self.updates |= other.updates
-        self._members |= other._members
+        self.origins |= other.origins
 
     @torch.no_grad()
     def aggregate(self) -> State:
@@ -122,8 +144,9 @@ class RobustAggregator(TolerantAggregator):
         """
         faults = self._find_faults()
         if faults:
-            members = self._members
-            raise BadUpdates({member: reason for client, reason in faults.items() for member in members[client]})
+            raise BadUpdates(
+                {member: reason for client, reason in faults.items() for member in self.origins[client][0]}
+            )
         clients = self.clients
         states = [self.updates[client] for client in clients]
         num_malicious = self._allowed(len(clients))
@@ -218,9 +241,12 @@ class RobustAggregator(TolerantAggregator):
         )
 
     def _note(self, clients: Sequence[Client], kept: Tensor) -> None:
-        shares = 1 - (kept / kept.max() if kept.max() > 0 else kept)
-        pairs = zip(clients, shares.tolist(), strict=True)
-        self._excluded_now = {member: share for client, share in pairs for member in self._members[client]}
+        counted: dict[Client, float] = defaultdict(float)
+        for client, share in zip(clients, kept.tolist(), strict=True):
+            for member, part in self.origins[client][1].items():
+                counted[member] += share * part
+        most = max(counted.values(), default=0.0) or 1.0
+        self._excluded_now = {client: 1 - share / most for client, share in counted.items()}
         noted = dict(self.excluded)
         for client, share in self._excluded_now.items():
             total, count = noted.get(client, (0.0, 0))

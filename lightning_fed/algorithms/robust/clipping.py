@@ -26,15 +26,21 @@ class NormClipping(Method):
 
     .. math:: w_{t+1} = w_t + \frac{1}{n} \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right)
 
-    A client can still pull in a wrong direction, by C / n in a round at most.
+    A client can still pull in a wrong direction, by C / n in a round at most. Running statistics of BatchNorm are
+    averaged, and not protected.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: the training alone; without ``max_norm`` the server holds a round's updates until all are there.
     - For: updates that are too long, more than those that point elsewhere.
 
+    It is averaging with two update steps: :class:`~lightning_fed.steps.UniformWeights`, and
+    :class:`~lightning_fed.steps.MaxNorm` or :class:`~lightning_fed.steps.MaxMedianNorm`, which logs
+    ``fed/shortened``.
+
     Args:
-        max_norm: Length C; ``None`` for the median length of the round's steps.
+        max_norm: Length C; ``None`` for the median length of the round's steps, of an even number the lower of
+            the middle two.
 
     Raises:
         ValueError: If ``max_norm`` is not positive.

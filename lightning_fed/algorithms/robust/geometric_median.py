@@ -23,8 +23,8 @@ class GeometricMedian(RobustAggregator):
     .. math:: \arg\min_v \sum_i \lVert v - u_i \rVert
 
     It needs at least ``2 f + 1`` clients. The iterations go on until no client's weight changes any more. The paper
-    weighs clients by their examples; here they all count the same. The number of malicious clients matters for mixtures
-    before it, and for running statistics of BatchNorm.
+    weighs clients by their examples; here they all count the same. The number of malicious clients matters for running
+    statistics of BatchNorm alone.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -32,7 +32,7 @@ class GeometricMedian(RobustAggregator):
     - For: fewer than half malicious, without their number being known.
 
     Args:
-        num_malicious: See :class:`RobustAggregator`, as those behind ``smoothing``.
+        num_malicious: See :class:`RobustAggregator`.
         smoothing: Distance :math:`\nu` below which a client's weight does not grow any more.
 
     Raises:

@@ -9,21 +9,23 @@ Federated Learning", ICLR 2025.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.algorithms.robust.aggregator import majority, number_entries
+from lightning_fed.algorithms.robust.aggregator import MixedUpdate, majority, number_entries, shares_of
 from lightning_fed.algorithms.robust.equations import adaptive_clipping, bucketing, nearest_neighbor_mixing
 from lightning_fed.algorithms.robust.steps import Steps
 from lightning_fed.argument_checks import check_count
 from lightning_fed.errors import BadUpdates, OptionError
-from lightning_fed.messages import ClientUpdate
+from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import to_float64
-from lightning_fed.rule import Aggregator, PlanningAggregator
+from lightning_fed.rule import Aggregator, ClusteredAggregator, PlanningAggregator, ResizingAggregator, RoundInfo
+from lightning_fed.steps.bounds import refuse_rows
 from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
@@ -50,9 +52,19 @@ class Mixture(CollectingStep):
         """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses a rule with trusted clients, whose steps would be mixed with the others'."""
+        """Refuses a rule with trusted clients, whose steps would be mixed, or with models that have no steps."""
+        if isinstance(rule, ClusteredAggregator | ResizingAggregator):
+            raise OptionError(
+                f"Expected a rule that makes one model of the same shapes for {type(self).__name__}, but got"
+                f" {type(rule).__name__}."
+            )
         if isinstance(rule, PlanningAggregator) and rule.plan(0).always:
             raise OptionError(f"Expected no `{type(self).__name__}` with {type(rule).__name__}, which trusts a client.")
+
+    def start(self, info: RoundInfo, state: State) -> None:
+        """Starts a round; refuses entries of which the clients hold different rows."""
+        refuse_rows(self, info)
+        super().start(info, state)
 
     @torch.no_grad()
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
@@ -82,8 +94,18 @@ class Mixture(CollectingStep):
                 values = [update.state[name] for update in joined]
                 is_number = values[0].is_floating_point()
                 state[name] = torch.stack([to_float64(v) for v in values]).mean(0) if is_number else majority(values)
-        clients = tuple(client for update in joined for client in update.clients)
-        return ClientUpdate(joined[0].client, joined[0].num_samples, state, members=clients)
+        shares: dict[Client, float] = defaultdict(float)
+        for weight, (update, _) in zip(row.tolist(), updates, strict=True):
+            for client, share in shares_of(update).items():
+                shares[client] += weight * share
+        return MixedUpdate(
+            joined[0].client,
+            sum(update.num_samples for update in joined),
+            state,
+            extras={} if self.joins else joined[0].extras,
+            members=tuple(client for update in joined for client in update.clients),
+            shares=dict(shares),
+        )
 
 
 class NearestNeighborMixing(Mixture):
@@ -105,7 +127,7 @@ class NearestNeighborMixing(Mixture):
 
     def mixing(self, gram: Tensor) -> Tensor:
         """The means."""
-        return nearest_neighbor_mixing(gram, most_malicious(len(gram), self.num_malicious))
+        return nearest_neighbor_mixing(gram, most_malicious(len(gram), self.num_malicious, len(self.info.refused)))
 
 
 class AdaptiveClipping(Mixture):
@@ -127,7 +149,7 @@ class AdaptiveClipping(Mixture):
 
     def mixing(self, gram: Tensor) -> Tensor:
         """The factors."""
-        return adaptive_clipping(gram, most_malicious(len(gram), self.num_malicious))
+        return adaptive_clipping(gram, most_malicious(len(gram), self.num_malicious, len(self.info.refused)))
 
 
 class Bucketing(Mixture):
@@ -157,6 +179,8 @@ class Bucketing(Mixture):
         return bucketing(len(gram), self.bucket_size, generator)
 
 
-def most_malicious(count: int, num_malicious: int | None) -> int:
-    """Number of clients that may send anything: as given, or fewer than half of ``count``."""
-    return max(0, (count - 1) // 2) if num_malicious is None else min(num_malicious, max(0, count - 1))
+def most_malicious(count: int, num_malicious: int | None, refused: int) -> int:
+    """Number of clients that may send anything, without those whose answers were refused; or fewer than half."""
+    if num_malicious is None:
+        return (count - 1) // 2
+    return min(max(0, num_malicious - refused), count - 1)

@@ -18,29 +18,27 @@ from lightning_fed.algorithms import (
 )
 from lightning_fed.attacks import ALIE, IPM, HonestSteps
 from tests.algorithms.robust.test_rules import WIDTH, aggregated, joined, matrix, split
+from tests.algorithms.robust.test_rules import mixtures as steps
 
 aggregators = pytest.importorskip("byzfl.aggregators.aggregators", reason="byzfl is not installed")
 mixtures = pytest.importorskip("byzfl.aggregators.preaggregators", reason="byzfl is not installed")
 attacks = pytest.importorskip("byzfl.attacks.attacks", reason="byzfl is not installed")
 
 PAIRS = {
-    "median": (lambda f, **more: Median(f, **more), lambda f: aggregators.Median()),
+    "median": (Median, lambda f: aggregators.Median()),
     "trimmed mean": (TrimmedMean, aggregators.TrMean),
     "krum": (Krum, lambda f: aggregators.Krum(f + 1)),
-    "multi-krum": (
-        lambda f, **more: MultiKrum(f, len_of_selected(f), **more),
-        lambda f: aggregators.MultiKrum(f + 1),
-    ),
+    "multi-krum": (lambda f: MultiKrum(f, len_of_selected(f)), lambda f: aggregators.MultiKrum(f + 1)),
     "geometric median": (
-        lambda f, **more: GeometricMedian(f, 1e-6, **more),
+        lambda f: GeometricMedian(f, 1e-6),
         lambda f: aggregators.GeometricMedian(nu=1e-6, T=3000),
     ),
     "centered clipping": (
-        lambda f, **more: CenteredClipping(3.0, 4, f, **more),
+        lambda f: CenteredClipping(3.0, 4, f),
         lambda f: aggregators.CenteredClipping(L=4, tau=3.0),
     ),
     "norm clipping": (
-        lambda f, **more: NormClipping(2.5, f, **more),
+        lambda f: NormClipping(2.5),
         lambda f: lambda rows: mixtures.Clipping(c=2.5)(rows).mean(0),
     ),
 }
@@ -61,7 +59,7 @@ def test_the_rules_are_byzfls(name, f, before):
         expected = rows.copy()
         for mixture in before:
             expected = {"nnm": mixtures.NNM, "arc": mixtures.ARC}[mixture](f)(expected)
-        result = aggregated(make(f, before=before), rows)
+        result = aggregated(make(f), rows, steps=steps(before, f))
         np.testing.assert_allclose(result, oracle(f)(expected), rtol=1e-6, atol=1e-6)
 
 

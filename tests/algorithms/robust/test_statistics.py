@@ -105,9 +105,9 @@ def test_one_liar_in_a_fit(name, mode, federated_trainer, monkeypatch):
 
     monkeypatch.setattr(batch_norm, "client_statistics", lying)
     options = {} if mode == "recalibrate" else {"unseen_statistics": "pooled"}
-    callbacks = [ALIE([LIAR])] if name == "as many as it stands" else []
+    steps = [ALIE([LIAR])] if name == "as many as it stands" else []
     trainer = federated_trainer(
-        max_rounds=2, method=RULES.get(name, lambda: name)(), batch_norm=mode, seed=1, callbacks=callbacks, **options
+        max_rounds=2, method=RULES.get(name, lambda: name)(), batch_norm=mode, seed=1, steps=steps, **options
     )
     module = models.Module(models.norm_mlp(), models.momentum)
     trainer.fit(module, models.as_datasets(models.vectors(SIZES)))

@@ -1,25 +1,26 @@
-"""Limits of one client's influence: the length of its step, and what it counts by; and what no update may be."""
+"""Update steps that bound a client's influence: the length of its step, and what it counts by; and bad updates."""
 
 import copy
-from types import SimpleNamespace
+import pickle
 
 import pytest
 import torch
-from lightning_fed.server.limits import UpdateLimits
 
 from lightning_fed import Federation
-from lightning_fed.algorithms import FairAvg, FedAvg, FedMA
+from lightning_fed.algorithms import FedAvg, FedMA
 from lightning_fed.messages import ClientUpdate
-from lightning_fed.method import build_aggregator
+from lightning_fed.method import build_method
 from lightning_fed.model.batch_norm import limit_counts
-from lightning_fed.rule import RoundInfo
+from lightning_fed.rule import ResizingAggregator, RoundInfo
 from lightning_fed.server.server import RoundReport, Server
+from lightning_fed.steps import MaxMedianNorm, MaxNorm, MaxSamples, UniformWeights
 from lightning_fed.steps.chain import Chain
 from tests.recorders import assert_same
 
 START = {"w": torch.tensor([[1.0, -1.0], [0.5, 0.0]]), "b": torch.tensor([0.5]), "steps": torch.tensor(3)}
 STEPS = {"a": 1.0, "b": 2.0, "c": -3.0, "bad": 100.0}
 SAMPLES = {"a": 10, "b": 20, "c": 5, "bad": 1000}
+BOUNDS = [MaxNorm(2.5), MaxMedianNorm(1.25)]
 RULES = ["fedavg", "fairavg", "fedprox", "fedavgm", "fedadam", "fedatt", "fesem", "fedmargin"]
 
 
@@ -29,9 +30,9 @@ def moved(step):
     return {name: value + step * direction[name] if name in direction else value + 1 for name, value in START.items()}
 
 
-def serve(server, steps=STEPS, samples=SAMPLES):
+def serve(server, steps=STEPS, samples=SAMPLES, trainable=None):
     """One round of a server with these clients; returns the aggregate."""
-    server.start_round(RoundInfo(0), {name: value.clone() for name, value in START.items()})
+    server.start_round(RoundInfo(0, trainable=trainable), {name: value.clone() for name, value in START.items()})
     for client in steps:
         server.prepare(client)
     for client, step in steps.items():
@@ -39,6 +40,16 @@ def serve(server, steps=STEPS, samples=SAMPLES):
         assert server.count(update)
         server.accept(update)
     return server.finish_round()
+
+
+def server_of(method="fedavg", *steps):
+    """A server of a method, with steps outside of the method's own."""
+    method = build_method(method)
+    return Server(Chain(method.aggregator, [*method.steps, *steps]))
+
+
+def shortened(server):
+    return server.chain.metrics(server.report.norms)["fed/shortened"]
 
 
 def close(state, expected):
@@ -49,10 +60,10 @@ def close(state, expected):
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [2.5, "1.25 * median", "1.25*median"])
+@pytest.mark.parametrize("limit", BOUNDS)
 def test_a_long_step_is_shortened(limit):
     """By hand: the median of 1, 2, 3 and 100 is 2, of even numbers the lower."""
-    server = Server(Chain(FedAvg()), limits=UpdateLimits(limit))
+    server = server_of("fedavg", limit)
     state = serve(server)
     steps = {client: max(-2.5, min(2.5, step)) for client, step in STEPS.items()}
     total = sum(SAMPLES.values())
@@ -60,17 +71,17 @@ def test_a_long_step_is_shortened(limit):
         mean = sum(SAMPLES[client] * moved(step)[name].double() for client, step in steps.items()) / total
         torch.testing.assert_close(state[name].double(), mean, rtol=1e-5, atol=1e-6)
     assert server.report.norms == pytest.approx({client: abs(step) for client, step in STEPS.items()}, rel=1e-5)
-    assert server.report.clipped == pytest.approx({"c": 3.0, "bad": 100.0}, rel=1e-5)
+    assert shortened(server) == 2
 
 
-@pytest.mark.parametrize("limit", [2.5, "1.25 * median"])
+@pytest.mark.parametrize("limit", BOUNDS)
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_sees_the_shortened_steps(rule, limit):
     """The result is that of the clients that have gone no further, whatever the rule makes of it."""
     honest = {client: max(-2.5, min(2.5, step)) for client, step in STEPS.items()}
-    limited = serve(Server(Chain(build_aggregator(rule)), limits=UpdateLimits(limit)))
-    close(limited, serve(Server(Chain(build_aggregator(rule))), honest))
-    free = serve(Server(Chain(build_aggregator(rule))))
+    limited = serve(server_of(rule, limit))
+    close(limited, serve(server_of(rule), honest))
+    free = serve(server_of(rule))
     # FedAtt and the adaptive optimizers bound or rescale steps themselves; the others follow the long one.
     if rule not in ("fedadam", "fedatt", "fesem"):
         assert float((free["w"] - limited["w"]).norm()) > 1
@@ -78,33 +89,30 @@ def test_every_rule_sees_the_shortened_steps(rule, limit):
 
 def test_without_a_long_step_nothing_changes():
     steps = {"a": 1.0, "b": -2.0, "c": 2.0}
-    for limit in (2.1, "2 * median"):
-        server = Server(Chain(FedAvg()), limits=UpdateLimits(limit))
-        assert_same(serve(server, steps), serve(Server(Chain(FedAvg())), steps))
-        assert server.report.clipped == {}
+    for limit in (MaxNorm(2.1), MaxMedianNorm(2.0)):
+        server = server_of("fedavg", limit)
+        assert_same(serve(server, steps), serve(server_of(), steps))
+        assert shortened(server) == 0
 
 
 def test_a_median_of_nothing_limits_nothing():
     steps = {"a": 0.0, "b": 0.0, "c": 2.0}
-    assert_same(
-        serve(Server(Chain(FedAvg()), limits=UpdateLimits("2 * median")), steps), serve(Server(Chain(FedAvg())), steps)
-    )
+    assert_same(serve(server_of("fedavg", MaxMedianNorm(2.0)), steps), serve(server_of(), steps))
 
 
 def test_one_of_two_clients_cannot_raise_the_limit():
-    server = Server(Chain(FairAvg()), limits=UpdateLimits("1 * median"))
-    serve(server, {"a": 1.0, "bad": 100.0})
-    assert list(server.report.clipped) == ["bad"]
+    server = server_of("fairavg", MaxMedianNorm(1.0))
+    close(serve(server, {"a": 1.0, "bad": 100.0}), {name: moved(1.0)[name] for name in ("w", "b")})
+    assert shortened(server) == 1
 
 
 def test_only_what_trains_is_measured_and_shortened():
-    server = Server(Chain(FedAvg()), limits=UpdateLimits(2.0))
-    server.rule.trainable = frozenset({"w"})
-    state = serve(server, {"bad": 100.0}, {"bad": 1})
+    server = server_of("fedavg", MaxNorm(2.0))
+    state = serve(server, {"bad": 100.0}, {"bad": 1}, frozenset({"w"}))
     assert state["b"].tolist() == moved(100.0)["b"].tolist()
     assert float((state["w"] - START["w"]).norm()) == pytest.approx(2.0, rel=1e-5)
     running = {"w": torch.ones(2), "1.running_mean": torch.ones(2)}
-    server = Server(Chain(FedAvg()), limits=UpdateLimits(1.0))
+    server = server_of("fedavg", MaxNorm(1.0))
     server.start_round(RoundInfo(0), running)
     server.prepare("a")
     update = ClientUpdate("a", 1, {name: 11 * value for name, value in running.items()})
@@ -116,25 +124,21 @@ def test_only_what_trains_is_measured_and_shortened():
 
 
 def test_the_median_is_that_of_all_processes():
-    """Each has some of the clients; the aggregates are joined when all steps are known."""
-    whole = serve(Server(Chain(FedAvg()), limits=UpdateLimits("1.25 * median")))
-    servers = [Server(Chain(FedAvg()), limits=UpdateLimits("1.25 * median")) for _ in range(2)]
-    shares = [("a", "bad"), ("b", "c")]
-    for server, share in zip(servers, shares, strict=True):
+    """Each has some of the clients; the chains are joined when all have come."""
+    whole = serve(server_of("fedavg", MaxMedianNorm(1.25)))
+    servers = [server_of("fedavg", MaxMedianNorm(1.25)) for _ in range(2)]
+    for server, share in zip(servers, [("a", "bad"), ("b", "c")], strict=True):
         server.start_round(RoundInfo(0), {name: value.clone() for name, value in START.items()})
         for client in share:
             server.prepare(client)
             update = ClientUpdate(client, SAMPLES[client], moved(STEPS[client]))
             assert server.count(update)
             assert server.accept(update)
-    norms = [list(server.report.norms.values()) for server in servers]
-    for server in servers:
-        server.end_visits(SimpleNamespace(gather=lambda value: norms))
-    servers[0].aggregator.merge(servers[1].aggregator)
+    servers[0].chain.merge(pickle.loads(pickle.dumps(servers[1].chain.part)))
     reports = [server.report for server in servers]
     servers[0].report = RoundReport.joined(reports, {client: index for index, client in enumerate(STEPS)})
     close(servers[0].finish_round(), whole)
-    assert list(servers[0].report.clipped) == ["c", "bad"]
+    assert shortened(servers[0]) == 2
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -144,17 +148,15 @@ def test_the_median_is_that_of_all_processes():
 def test_every_rule_counts_what_counts(rule):
     steps = {client: step for client, step in STEPS.items() if client != "bad"} | {"bad": 4.0}
     capped = {client: min(samples, 20) for client, samples in SAMPLES.items()}
-    server = Server(Chain(build_aggregator(rule)), limits=UpdateLimits(max_samples=20))
-    assert_same(serve(server, steps), serve(Server(Chain(build_aggregator(rule))), steps, capped))
+    server = server_of(rule, MaxSamples(20))
+    assert_same(serve(server, steps), serve(server_of(rule), steps, capped))
     assert server.report.received == SAMPLES  # what they report is in the log
-    server = Server(Chain(build_aggregator(rule)), limits=UpdateLimits(weighting="uniform"))
-    assert_same(serve(server, steps), serve(Server(Chain(build_aggregator(rule))), steps, dict.fromkeys(SAMPLES, 1)))
+    server = server_of(rule, UniformWeights())
+    assert_same(serve(server, steps), serve(server_of(rule), steps, dict.fromkeys(SAMPLES, 1)))
 
 
 def test_uniform_fedavg_is_fairavg():
-    assert_same(
-        serve(Server(Chain(FedAvg()), limits=UpdateLimits(weighting="uniform"))), serve(Server(Chain(FairAvg())))
-    )
+    assert_same(serve(server_of("fedavg", UniformWeights())), serve(server_of("fairavg")))
 
 
 def test_counts_of_statistics_follow():
@@ -168,27 +170,17 @@ def test_counts_of_statistics_follow():
     assert limit_counts(missing, [10, 20], [1, 1]) == [{"batch_norm:0:count": torch.tensor(64.0)}, {}]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"max_update_norm": 0}, "Expected `max_update_norm` to be a number greater than 0"),
-        ({"max_update_norm": float("nan")}, "Expected `max_update_norm`"),
-        ({"max_update_norm": "3 * mean"}, "multiple of the median such as '3 \\* median', but got '3 \\* mean'"),
-        ({"max_update_norm": "median"}, "Expected `max_update_norm`"),
-        ({"max_update_norm": True}, "Expected `max_update_norm` to be a number"),
-        ({"max_samples": 0}, "Expected `max_samples` to be at least 1"),
-        ({"weighting": "equal"}, "Expected `weighting` to be one of"),
-        ({"weighting": "uniform", "max_samples": 3}, "Expected one of `max_samples` and weighting='uniform'"),
-    ],
-)
-def test_limits_that_make_no_sense(arguments, text):
-    with pytest.raises(ValueError, match=text):
-        Federation(**arguments)
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "3 * median"])
+@pytest.mark.parametrize(("step", "argument"), [(MaxNorm, "bound"), (MaxMedianNorm, "multiple"), (MaxSamples, "most")])
+def test_bounds_that_make_no_sense(step, argument, value):
+    with pytest.raises(ValueError, match=f"Expected `{argument}`"):
+        step(value)
 
 
-def test_models_of_any_shape_have_no_steps():
-    with pytest.raises(ValueError, match="Expected no `max_update_norm` with FedMA"):
-        Federation(FedMA(), max_update_norm=1.0)
+@pytest.mark.parametrize("step", BOUNDS, ids=lambda step: type(step).__name__)
+def test_models_of_any_shape_have_no_steps(step):
+    with pytest.raises(ValueError, match=f"Expected no `{type(step).__name__}` with FedMA"):
+        Federation(FedMA(), steps=[step])
 
 
 # --- what no update may be --------------------------------------------------------------------------------------------
@@ -205,13 +197,18 @@ BAD = {
 }
 
 
+class Resizing(FedAvg, ResizingAggregator):
+    """A rule whose clients' models may have shapes of their own."""
+
+    def expected(self, broadcast):
+        return broadcast.state
+
+
 @pytest.mark.parametrize("resizes", [False, True])
 @pytest.mark.parametrize(("change", "samples", "reason"), BAD.values(), ids=BAD)
 def test_what_no_training_can_make_is_left_out(change, samples, reason, resizes):
     start = START | {"n.running_var": torch.ones(2), "n.num_batches_tracked": torch.tensor(0)}
-    rule = FedAvg()
-    rule.resizes = resizes
-    server = Server(Chain(rule))
+    server = Server(Chain(Resizing() if resizes else FedAvg()))
     server.start_round(RoundInfo(0), start)
     for client, state, count in (("good", start, 1), ("bad", start | change, samples)):
         server.prepare(client)

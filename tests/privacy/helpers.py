@@ -1,0 +1,32 @@
+"""What tests of privacy share: a key that is known, and a recorder of what travels."""
+
+from lightning_fed.privacy import CentralDP
+from tests.recorders import Recorder
+
+KEY = 0x0123456789ABCDEF0123456789ABCDEF
+
+
+class KnownKey(CentralDP):
+    """Central differential privacy with a key that is known, and, if need be, other noise of the count."""
+
+    def __init__(self, clip, delta, noise_multiplier=None, key=KEY, count_noise=0.05, **options):
+        super().__init__(clip, delta, noise_multiplier, **options)
+        self.known_key, self.count_noise = key, count_noise
+
+    def draw_key(self):
+        return self.known_key
+
+
+class WireRecorder(Recorder):
+    """Notes of each visit what the server gets: after the update steps of the client's side.
+
+    It sends nothing of its own.
+    """
+
+    keeps_privacy = True
+
+    def on_server_receive(self, trainer, module, update):
+        super().on_server_receive(trainer, module, update)
+        (visit,) = [visit for visit in self.round(trainer.current_epoch) if visit.client == update.client]
+        visit.update = {name: value.cpu().clone() for name, value in update.state.items()}
+        visit.num_samples, visit.extras = update.num_samples, tuple(update.extras)
