@@ -171,7 +171,7 @@ class FederatedFit:
         """Draws the clients of a round, as the schedule and the rule have it."""
         aggregator = self.server.aggregator
         plan = aggregator.plan(round)
-        draw = plan.drawn, plan.local_epochs, aggregator.always, aggregator.sampling()
+        draw = plan.drawn, aggregator.always, aggregator.sampling()
         cohort = self.schedule.cohort(round, self.population.clients, *draw)
         if plan.present is None:
             return cohort
