@@ -48,14 +48,12 @@ class RoundPlan:
 
     Args:
         drawn: Index of the round whose cohort is visited again; ``None`` for a cohort of the round's own.
-        local_epochs: Passes over a client's data in the round's visits; ``None`` for the federation's.
         present: The clients of that cohort that the rule can still use; ``None`` for all.
         always: Clients that take part beside those that are drawn, with all of their work.
 
     """
 
     drawn: int | None = None
-    local_epochs: int | None = None
     present: frozenset[Client] | None = None
     always: Sequence[Client] = ()
 

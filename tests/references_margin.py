@@ -24,7 +24,7 @@ def distance(a, b):
     return length([float(x) - float(y) for x, y in zip(a, b, strict=True)])
 
 
-def prototypes_reference(features, labels, ignore_index, excluded, min_count, normalize):
+def prototypes_reference(features, labels, ignore_index, excluded):
     """(1): means and counts per class, of features (N, d) or (N, d, h, w) and labels (N,) or (N, H, W)."""
     vectors = {}
     for feature, label in zip(np.asarray(features, np.float64), np.asarray(labels), strict=True):
@@ -40,12 +40,9 @@ def prototypes_reference(features, labels, ignore_index, excluded, min_count, no
             ]
         for name, vector in pixels:
             if name != ignore_index and name not in excluded:
-                size = max(length(vector), 1e-12) if normalize else 1.0
-                vectors.setdefault(name, []).append([float(x) / size for x in vector])
+                vectors.setdefault(name, []).append([float(x) for x in vector])
     means = {c: [math.fsum(column) / len(v) for column in zip(*v, strict=True)] for c, v in vectors.items()}
-    counts = {c: len(v) for c, v in vectors.items()}
-    kept = {c for c in counts if counts[c] >= min_count}
-    return {c: means[c] for c in kept}, {c: counts[c] for c in kept}
+    return means, {c: len(v) for c, v in vectors.items()}
 
 
 def class_margins_reference(query, reference, margin, fallback=None):
@@ -123,18 +120,18 @@ def aggregate_reference(clients, counts, sizes, weighting):
     return result
 
 
-def memory_reference(previous, current, decay):
+def memory_reference(previous, current):
     """(7): class to vector."""
     result = dict(previous)
     for c, vector in current.items():
         if c in previous:
-            result[c] = [decay * float(p) + (1 - decay) * float(q) for p, q in zip(previous[c], vector, strict=True)]
+            result[c] = [0.1 * float(p) + 0.9 * float(q) for p, q in zip(previous[c], vector, strict=True)]
         else:
             result[c] = list(vector)
     return result
 
 
-def attention_reference(values, kind, temperature=1.0, standardize=True):
+def attention_reference(values, kind):
     """(8) and the notes of section 4; None is missing."""
     count = len(values)
     if kind == "sum":
@@ -146,10 +143,8 @@ def attention_reference(values, kind, temperature=1.0, standardize=True):
     if kind == "sum":
         total = sum(values)
         return [v / total if total else 1 / count for v in values]
-    if standardize:
-        scale = sum(abs(v) for v in values) / count
-        values = [v / scale if scale else 0.0 for v in values]
-    powers = [math.exp(v / temperature) for v in values]
+    scale = sum(abs(v) for v in values) / count
+    powers = [math.exp(v / scale if scale else 0.0) for v in values]
     return [power / sum(powers) for power in powers]
 
 
@@ -169,9 +164,7 @@ def combine_reference(local, aggregate, combine, sizes=None):
     return [a / sum(weights) for a in weights]
 
 
-def fedmargin_reference(
-    net, features, clients, loss, optimizer, rounds, cohort_size, seed, batch_size, epochs=1, decay=0.1
-):
+def fedmargin_reference(net, features, clients, loss, optimizer, rounds, cohort_size, seed, batch_size, epochs=1):
     """The rounds of section 4 with the options' defaults, one plain PyTorch loop per client; the net is changed.
 
     Args:
@@ -185,7 +178,6 @@ def fedmargin_reference(
         seed: Seed of the schedule.
         batch_size: Examples per batch.
         epochs: Local epochs.
-        decay: Weight of the old aggregate prototypes.
 
     Returns:
         Of every round the global state and a dictionary: LPM, APM and attention by client, and AMM.
@@ -195,7 +187,7 @@ def fedmargin_reference(
     def prototypes(tensors):
         net.eval()
         with torch.no_grad():
-            return prototypes_reference(features(tensors[0]), tensors[1], None, (), 1, False)
+            return prototypes_reference(features(tensors[0]), tensors[1], None, ())
 
     history, known = [], {}
     for round in range(rounds):
@@ -214,7 +206,7 @@ def fedmargin_reference(
             lpm.append(reduce_reference(class_margins_reference(after, before, "semantic"), count, "mean"))
         current = aggregate_reference(sets, counts, None, "class_count")
         reference = {**current, **known}
-        known = memory_reference(known, current, decay)
+        known = memory_reference(known, current)
         apm = [
             reduce_reference(class_margins_reference(after, reference, "semantic"), count, "mean")
             for after, count in zip(sets, counts, strict=True)

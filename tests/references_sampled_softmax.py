@@ -11,16 +11,14 @@ import math
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def corrected_reference(o, positives, negatives, t, n, log_q="negatives", q_support="complement"):
-    """(3), and which logits it is for: class to o'."""
+def corrected_reference(o, positives, negatives, n):
+    """(3), for the negatives: class to o'."""
     corrected = dict(o)
     if not negatives:
         return corrected
-    q = 1 / (n - len(positives)) if q_support == "complement" else 1 / n
-    shift = -math.log(len(negatives) * q)
-    for j in [*positives, *negatives]:
-        if (log_q == "negatives" and j in negatives) or (log_q == "all_but_target" and j != t):
-            corrected[j] = o[j] + shift
+    shift = -math.log(len(negatives) / (n - len(positives)))
+    for j in negatives:
+        corrected[j] = o[j] + shift
     return corrected
 
 
@@ -34,20 +32,18 @@ def pushing_reference(positives, negatives, t, n, objective):
     }[objective]
 
 
-def loss_reference(o, positives, negatives, t, n, objective="fedss", log_q="negatives", q_support="complement"):
+def loss_reference(o, positives, negatives, t, n, objective="fedss"):
     """(2), (6), (7), (8): ln(1 + sum exp(o'_j - o'_t)) of one example."""
-    if objective in ("posonly", "full"):  # no negative is drawn: o' = o
-        log_q = "none"
-    corrected = corrected_reference(o, positives, negatives, t, n, log_q, q_support)
+    drawn = [] if objective in ("posonly", "full") else negatives  # where none is drawn, o' = o
+    corrected = corrected_reference(o, positives, drawn, n)
     terms = [math.exp(corrected[j] - corrected[t]) for j in pushing_reference(positives, negatives, t, n, objective)]
     return math.log1p(math.fsum(terms))
 
 
-def gradient_reference(o, positives, negatives, t, n, objective="fedss", log_q="negatives", q_support="complement"):
+def gradient_reference(o, positives, negatives, t, n, objective="fedss"):
     """Its derivatives by the logits: class to number."""
-    if objective in ("posonly", "full"):
-        log_q = "none"
-    corrected = corrected_reference(o, positives, negatives, t, n, log_q, q_support)
+    drawn = [] if objective in ("posonly", "full") else negatives
+    corrected = corrected_reference(o, positives, drawn, n)
     pushing = pushing_reference(positives, negatives, t, n, objective)
     shares = {j: math.exp(corrected[j] - corrected[t]) for j in pushing}
     total = 1 + math.fsum(shares.values())

@@ -102,10 +102,10 @@ def test_options_in_the_text_and_beside_it(given):
 
 
 def test_options_of_its_callbacks():
-    method = build_method("fedmargin:margin=relative:layer=body", min_count=3)
+    method = build_method("fedmargin:margin=relative:layer=body", max_batches=3)
     (callback,) = method.callbacks
     assert isinstance(callback, ClassPrototypes)
-    assert (callback.margin, callback.layer, callback.min_count) == ("relative", "body", 3)
+    assert (callback.margin, callback.layer, callback.max_batches) == ("relative", "body", 3)
     assert method.aggregator.margin == "relative"
 
 

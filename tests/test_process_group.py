@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning_fed.rule import Aggregator
 
 from lightning_fed.algorithms import METHODS, FeSEM, FLTrust, Krum, ServerOptimizer
 from lightning_fed.client.client_store import ClientStore, FolderStore, MemoryStore
@@ -17,7 +16,7 @@ from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.data.visit_costs import VisitCosts, balance_loads
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.process_group import ProcessGroup, pack, unpack
-from lightning_fed.rule import RoundInfo
+from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.schedule import Schedule, Visit
 from lightning_fed.server.server import RoundReport
 from tests import models

@@ -90,7 +90,7 @@ def merge_parser() -> LightningArgumentParser:
     parser.add_argument("--weights", type=list[float] | None, help="weight of each checkpoint: [100,250]")
     parser.add_argument("--num_batches", type=int | None, help="batches for BatchNorm's statistics; null for all")
     parser.add_argument("--seed_everything", type=bool | int, default=0, help="seed of what is random in the data")
-    parser.add_class_arguments(MatchedAverage, skip={"inputs", "extra_groups"}, instantiate=False)
+    parser.add_class_arguments(MatchedAverage, skip={"inputs"}, instantiate=False)
     parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
     parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=False)
     for name in _READ_PAST:
@@ -99,8 +99,7 @@ def merge_parser() -> LightningArgumentParser:
 
 
 def _options() -> list[str]:
-    names = inspect.signature(MatchedAverage).parameters
-    return [name for name in names if name not in ("inputs", "extra_groups")]
+    return [name for name in inspect.signature(MatchedAverage).parameters if name != "inputs"]
 
 
 def _take_hyperparameters(parser: LightningArgumentParser, args: Sequence[str]) -> None:

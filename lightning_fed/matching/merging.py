@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.matching.checkpoints import Checkpoint, check_entries, read_checkpoint, state_of
 from lightning_fed.matching.neuron_matching import MatchScore
-from lightning_fed.matching.one_shot import MatchMode, MatchOrder, WidthLimit, check_width_limit, match_states
-from lightning_fed.matching.permutation import PermutationGroup
+from lightning_fed.matching.one_shot import MatchMode, MatchOrder, match_states
 from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.model.batch_norm import batch_norm_layers, recalibrate_batch_norm
 from lightning_fed.model.batches import BatchKey, find_inputs
@@ -80,21 +79,17 @@ class MatchedAverage:
     Averages of BatchNorm's running statistics are those of no network: they are measured with the merged one.
 
     Args:
-        mode: ``"grow"``: neurons without a match are added; ``"permute"``: every neuron has one partner in
-            every other network, and widths stay; ``"none"``: the plain average. Groups that cannot grow are permuted
-            with ``"grow"``.
+        mode: ``"grow"``: neurons without a match are added, with the marginal score up to 1.25 times those of a
+            network; ``"permute"``: every neuron has one partner in every other network, and widths stay; ``"none"``:
+            the plain average. Groups that cannot grow are permuted with ``"grow"``.
         order: Order in which groups are matched, and the weights that count: ``"fedma"`` or ``"pfnm"``.
         score: Score of a match, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: The larger, the more neurons are added; ``None`` for the score's own.
         passes: Most passes over the networks in the matching of a group.
         sweeps: Most sweeps over all networks and groups that order them anew, each like the mean of the others; they
             end when nothing changes. With ``"grow"`` they come before the matching. 0 to order every group once.
-        max_growth: Most neurons of a group, as a multiple of those of a network; ``None`` for no limit; ``"auto"``:
-            1.25 with the marginal score, and no limit with the published one.
         batch_norm: BatchNorm's running statistics are measured with data (``"recalibrate"``) or averaged.
         inputs: Index, key or function of a batch's inputs; ``None`` for the usual ones.
-        pin: Patterns of entry names whose neurons stay where they are.
-        extra_groups: Groups of neurons that are not found automatically.
         seed: Seed of the order in which networks are matched and ordered.
 
     Raises:
@@ -121,11 +116,8 @@ class MatchedAverage:
         gamma: float | None = None,
         passes: int = 5,
         sweeps: int = 30,
-        max_growth: WidthLimit = "auto",
         batch_norm: Literal["recalibrate", "average"] = "recalibrate",
         inputs: BatchKey = None,
-        pin: Sequence[str] = (),
-        extra_groups: Sequence[PermutationGroup] = (),
         seed: int = 0,
     ) -> None:
         check_option("mode", mode, get_args(MatchMode))
@@ -140,11 +132,8 @@ class MatchedAverage:
         self.gamma = gamma
         self.passes = check_count("passes", passes, 0)
         self.sweeps = check_count("sweeps", sweeps, 0)
-        self.max_growth = check_width_limit("max_growth", max_growth)
         self.batch_norm = batch_norm
         self.inputs = inputs
-        self.pin = pin
-        self.extra_groups = extra_groups
         self.seed = check_count("seed", seed, 0)
 
     @torch.no_grad()
@@ -202,7 +191,6 @@ class MatchedAverage:
             self.order,
             mode=self.mode,
             weights=weights,
-            max_growth=self.max_growth,
             sweeps=self.sweeps,
             score=self.score,
             gamma=self.gamma,
@@ -222,7 +210,7 @@ class MatchedAverage:
     def _groups(self, module: nn.Module, example: Any) -> PermutationGroups:
         if self.mode == "none":  # no groups are needed
             return PermutationGroups(())
-        groups = PermutationGroups.of(module, example, pin=self.pin, extra_groups=self.extra_groups)
+        groups = PermutationGroups.of(module, example)
         if not len(groups):
             raise ValueError("Expected neurons that can change places, but found none; mode='none' averages as it is.")
         return groups

@@ -272,7 +272,7 @@ def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], nam
         if unused:
             rank_zero_warn(
                 f"What `forward` does not run is not known to read any neurons: {_some(unused)}. If training feeds it"
-                " features, name the layers that make these in `pin`."
+                " features, name the layers that make these in `pin` of `PermutationGroups.of` or `LayerwiseTraining`."
             )
     return tracer
 

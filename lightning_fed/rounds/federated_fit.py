@@ -172,7 +172,7 @@ class FederatedFit:
         """Draws the clients of a round, as the schedule and the rule have it."""
         rule = self.server.rule
         plan = rule.plan(round) if isinstance(rule, PlanningAggregator) else RoundPlan()
-        draw = plan.drawn, plan.local_epochs, plan.always
+        draw = plan.drawn, plan.always
         cohort = self.schedule.cohort(round, self.population.clients, *draw)
         if plan.present is None:
             return cohort

@@ -208,7 +208,6 @@ class Schedule:
         round: int,
         clients: Sequence[Client],
         drawn: int | None = None,
-        local_epochs: int | None = None,
         always: Sequence[Client] = (),
     ) -> Cohort:
         """The cohort of a round.
@@ -217,19 +216,12 @@ class Schedule:
             round: Index of the round, from 0.
             clients: All clients, in a fixed order; only the drawn positions are looked up.
             drawn: Index of the round whose clients are visited again; ``None`` for clients of the round's own.
-            local_epochs: Passes over a client's data in this round; ``None`` for as many as in all.
             always: Clients that take part beside those that are drawn, or if they are drawn: they do all of their work.
 
         Raises:
-            ValueError: If ``local_epochs`` is given where the work is counted in steps, or a client that is always to
-                take part is none of the clients.
+            ValueError: If a client that is always to take part is none of the clients.
 
         """
-        if local_epochs is not None and self.local_steps is not None:
-            raise OptionError(
-                f"Expected no `local_steps` where a method has epochs of its own, but got {self.local_steps}."
-            )
-        epochs = self.local_epochs if local_epochs is None else local_epochs
         chosen = self._draw(_COHORT, round if drawn is None else drawn, clients)
         straggling = self._stragglers(round, len(chosen))
         visits, dropped = [], []
@@ -238,12 +230,12 @@ class Schedule:
                 dropped.append(client)
             else:
                 is_straggler = position in straggling and client not in always
-                visits.append(self._visit(round, client, is_straggler, epochs))
+                visits.append(self._visit(round, client, is_straggler))
         for client in always:
             if client not in chosen:
                 if client not in clients:
                     raise OptionError(f"Expected a client {client!r}, which is to take part in every round.")
-                visits.append(self._visit(round, client, False, epochs))
+                visits.append(self._visit(round, client, False))
         return Cohort(tuple(visits), tuple(dropped))
 
     def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
@@ -289,10 +281,10 @@ class Schedule:
     def _drops_out(self, round: int, client: Client) -> bool:
         return bool(self._generator(_DROPOUT, round, client_key(client)).random() < self.dropout)
 
-    def _visit(self, round: int, client: Client, is_straggler: bool, epochs: int) -> Visit:
+    def _visit(self, round: int, client: Client, is_straggler: bool) -> Visit:
         key = client_key(client)
         seed = derive_seed(self.seed, round, _VISIT, key)
-        steps, portion = self.local_steps, None
+        epochs, steps, portion = self.local_epochs, self.local_steps, None
         if is_straggler:
             draw = self._generator(_STRAGGLERS, round, key)
             if steps is not None:

@@ -38,11 +38,9 @@ class Task(L.LightningModule, ABC):
         momentum: Momentum, for an optimizer that has it. None: the optimizer's own default.
         weight_decay: Weight decay. None: the optimizer's own default (0 for SGD, 0.01 for AdamW).
         optimizer_kwargs: Any other arguments of the optimizer.
-        scheduler: Name of a class in `torch.optim.lr_scheduler`; None for a constant rate.
+        scheduler: Name of a class in `torch.optim.lr_scheduler`, which counts epochs (rounds, in federated training);
+            a ``ReduceLROnPlateau`` watches ``val_loss``. None for a constant rate.
         scheduler_kwargs: Arguments of the scheduler.
-        scheduler_interval: Unit of the schedule: it counts ``"epoch"``s (rounds, in federated training) or optimizer
-            ``"step"``s.
-        scheduler_monitor: Logged value that `torch.optim.lr_scheduler.ReduceLROnPlateau` watches.
 
     Raises:
         ValueError: If the optimizer or the scheduler is unknown, or refuses its arguments.
@@ -64,11 +62,8 @@ class Task(L.LightningModule, ABC):
         optimizer_kwargs: dict[str, Any] | None,
         scheduler: str | None,
         scheduler_kwargs: dict[str, Any] | None,
-        scheduler_interval: Literal["epoch", "step"],
-        scheduler_monitor: str,
     ) -> None:
         super().__init__()
-        check_option("scheduler_interval", scheduler_interval, ("epoch", "step"))
         if scheduler_kwargs and scheduler is None:
             raise ValueError(
                 f"Expected `scheduler` to be given with `scheduler_kwargs` {scheduler_kwargs}, but got None."
@@ -80,8 +75,6 @@ class Task(L.LightningModule, ABC):
         self._optimizer_kwargs.update(optimizer_kwargs or {})
         self._scheduler_class = _class_named("scheduler", scheduler, lr_scheduler, LRScheduler) if scheduler else None
         self._scheduler_kwargs = dict(scheduler_kwargs or {})
-        self._scheduler_interval = scheduler_interval
-        self._scheduler_monitor = scheduler_monitor
         try:  # bad arguments are refused now and not after the data are loaded
             self._build_optimizer([nn.Parameter(torch.zeros(1, 1))])
         except (TypeError, ValueError) as error:
@@ -138,14 +131,7 @@ class Task(L.LightningModule, ABC):
         optimizer, scheduler = self._build_optimizer(self.parameters())
         if scheduler is None:
             return optimizer
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {
-                "scheduler": scheduler,
-                "interval": self._scheduler_interval,
-                "monitor": self._scheduler_monitor,
-            },
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
     def _build_optimizer(self, parameters: Iterable[nn.Parameter]) -> tuple[Optimizer, LRScheduler | None]:
         optimizer = self._optimizer_class(parameters, **{"lr": self.lr, **self._optimizer_kwargs})

@@ -46,11 +46,9 @@ class ClassificationTask(Task):
         momentum: Momentum, for an optimizer that has it. None: the optimizer's own default.
         weight_decay: Weight decay. None: the optimizer's own default.
         optimizer_kwargs: Any other arguments of the optimizer.
-        scheduler: Name of a class in `torch.optim.lr_scheduler`; None for a constant rate.
+        scheduler: Name of a class in `torch.optim.lr_scheduler`, which counts epochs (rounds, in federated training);
+            a ``ReduceLROnPlateau`` watches ``val_loss``. None for a constant rate.
         scheduler_kwargs: Arguments of the scheduler.
-        scheduler_interval: Unit of the schedule: it counts ``"epoch"``s (rounds, in federated training) or optimizer
-            ``"step"``s.
-        scheduler_monitor: Logged value that a ``ReduceLROnPlateau`` watches.
 
     Raises:
         ValueError: If a name or a choice is unknown, or an argument does not fit its network, optimizer or scheduler.
@@ -85,8 +83,6 @@ class ClassificationTask(Task):
         optimizer_kwargs: dict[str, Any] | None = None,
         scheduler: str | None = None,
         scheduler_kwargs: dict[str, Any] | None = None,
-        scheduler_interval: Literal["epoch", "step"] = "epoch",
-        scheduler_monitor: str = "val_loss",
     ) -> None:
         super().__init__(
             optimizer=optimizer,
@@ -96,8 +92,6 @@ class ClassificationTask(Task):
             optimizer_kwargs=optimizer_kwargs,
             scheduler=scheduler,
             scheduler_kwargs=scheduler_kwargs,
-            scheduler_interval=scheduler_interval,
-            scheduler_monitor=scheduler_monitor,
         )
         self.save_hyperparameters(ignore=["model"] if isinstance(model, nn.Module) else None)
         if num_classes < 2:

@@ -78,11 +78,9 @@ class SegmentationTask(Task):
         momentum: Momentum, for an optimizer that has it. None: the optimizer's own default.
         weight_decay: Weight decay. None: the optimizer's own default.
         optimizer_kwargs: Any other arguments of the optimizer.
-        scheduler: Name of a class in `torch.optim.lr_scheduler`; None for a constant rate.
+        scheduler: Name of a class in `torch.optim.lr_scheduler`, which counts epochs (rounds, in federated training);
+            a ``ReduceLROnPlateau`` watches ``val_loss``. None for a constant rate.
         scheduler_kwargs: Arguments of the scheduler.
-        scheduler_interval: Unit of the schedule: it counts ``"epoch"``s (rounds, in federated training) or optimizer
-            ``"step"``s.
-        scheduler_monitor: Logged value that a ``ReduceLROnPlateau`` watches.
 
     Raises:
         ValueError: If a name or a choice is unknown, or an argument does not fit its network, optimizer or scheduler.
@@ -117,8 +115,6 @@ class SegmentationTask(Task):
         optimizer_kwargs: dict[str, Any] | None = None,
         scheduler: str | None = None,
         scheduler_kwargs: dict[str, Any] | None = None,
-        scheduler_interval: Literal["epoch", "step"] = "epoch",
-        scheduler_monitor: str = "val_loss",
         mode: Literal["multiclass", "binary", "multilabel"] = "multiclass",
         per_class: bool = False,
         class_names: list[str] | None = None,
@@ -134,8 +130,6 @@ class SegmentationTask(Task):
             optimizer_kwargs=optimizer_kwargs,
             scheduler=scheduler,
             scheduler_kwargs=scheduler_kwargs,
-            scheduler_interval=scheduler_interval,
-            scheduler_monitor=scheduler_monitor,
         )
         given = {"model": isinstance(model, nn.Module), "loss": not isinstance(loss, str)}
         self.save_hyperparameters(ignore=[name for name, is_object in given.items() if is_object])

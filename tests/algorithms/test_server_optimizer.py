@@ -343,7 +343,7 @@ def test_what_does_not_train_is_averaged(inner, federated_trainer):
 
 def test_the_pictures_of_fedmargin_find_it(federated_trainer, monkeypatch):
     """Behind the server's optimizer: its aggregate prototypes, which remember, and its attention."""
-    drawn, attention, rule = [], AttentionMap(), FedMargin(proto_ema=0.5)
+    drawn, attention, rule = [], AttentionMap(), FedMargin()
     monkeypatch.setattr(PrototypePlots, "_draw", lambda self, trainer, prototypes, title: drawn.append(prototypes))
     trainer = federated_trainer(max_rounds=2, method=FedAvgM(aggregator=rule), callbacks=[attention, PrototypePlots()])
     trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))

@@ -236,8 +236,7 @@ def test_what_is_wrong_is_one_line(capsys):
         (["unsafe.ckpt", "a.ckpt", "-o", "b.ckpt", *named], 2, "unsafe.ckpt to be a checkpoint with nothing but"),
         (["a.ckpt", "a.ckpt", "-o", "b.ckpt", "--model", "no.such.Model"], 2, "class to be found, but got 'no.such.M"),
         (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--mode", "shrink"], 2, "grow"),
-        (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--max_growth", "0.5"], 2, "`max_growth` to be at least 1"),
-        (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--pin", "['none.*']"], 1, "`pin` to match entries"),
+        (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--sweeps", "-1"], 2, "`sweeps` to be at least 0"),
         (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--model.num_classes", "1"], 2, "`num_classes` to be at least 2"),
     ):
         assert words in fails(capsys, status, *arguments), arguments
@@ -274,6 +273,6 @@ def test_help(capsys):
     assert error.value.code == 0
     said = capsys.readouterr().out
     assert "lightning-fed merge CHECKPOINT CHECKPOINT ... -o CHECKPOINT" in said
-    assert "--max_growth" in said
+    assert "--sweeps" in said
     main(["--help"])
     assert "  merge CKPT CKPT -o CKPT" in capsys.readouterr().out

@@ -574,8 +574,8 @@ def test_the_guide_names_all_methods():
 
 
 def test_values_of_options():
-    options = MethodChoice.parse("fedmargin:proto_ema=1e-1:combine=lpm:size_weighting=true:min_clients=2").options
-    assert options == {"proto_ema": 0.1, "combine": "lpm", "size_weighting": True, "min_clients": 2}
+    options = MethodChoice.parse("fedmargin:server_lr=5e-1:combine=lpm:size_weighting=true:min_clients=2").options
+    assert options == {"server_lr": 0.5, "combine": "lpm", "size_weighting": True, "min_clients": 2}
     federation = MethodChoice.parse("fedper:head=[head.*,body.1.*]").federation(Federation())
     assert federation.personal == ("head.*", "body.1.*")
 
@@ -591,10 +591,10 @@ def test_options_of_the_callbacks_that_a_method_brings(tmp_path):
     fedavg, *others = (float(row["comm/up_bytes"]) for row in first.values())
     assert fedavg < min(others)
     recipe = Federation(local_epochs=2)
-    federation = MethodChoice.parse("fedmargin:margin=relative:layer=body:min_count=3").federation(recipe)
+    federation = MethodChoice.parse("fedmargin:margin=relative:layer=body:max_batches=3").federation(recipe)
     (callback,) = federation.method.callbacks
     assert isinstance(callback, ClassPrototypes)
-    assert (callback.margin, callback.layer, callback.min_count, callback.passes) == ("relative", "body", 3, "exact")
+    assert (callback.margin, callback.layer, callback.max_batches, callback.passes) == ("relative", "body", 3, "exact")
     assert not recipe.method.callbacks
 
 

@@ -43,7 +43,7 @@ def pairs(sizes, labelled=False, seed=0):
 CASES = {  # name: (makes the metric, batches of the first process, batches of the second)
     "margin": (lambda: AggregateMeanMargin(4, 3), vectors([5, 8]), vectors([11], seed=1)),
     "margin, nearest": (
-        lambda: AggregateMeanMargin(4, 3, kind="nearest", normalize=True, normalize_features=True, min_count=2),
+        lambda: AggregateMeanMargin(4, 3, kind="nearest", normalize=True),
         vectors([5, 8]),
         vectors([11, 1, 2], seed=1),
     ),

@@ -15,14 +15,11 @@ from tests.metrics.cases import filled, maps, pairs, vectors
 
 @pytest.mark.parametrize("kind", ["pairs", "nearest"])
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("options", [{}, {"exclude_classes": [2]}, {"normalize_features": True}, {"min_count": 5}])
+@pytest.mark.parametrize("options", [{}, {"exclude_classes": [2]}])
 def test_margin_of_all_batches(kind, normalize, options):
     batches = vectors([9, 14, 1])
     features, labels = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
-    means, _ = references.prototypes_reference(
-        features, labels, 255, options.get("exclude_classes", ()), options.get("min_count", 1),
-        options.get("normalize_features", False),
-    )  # fmt: skip
+    means, _ = references.prototypes_reference(features, labels, 255, options.get("exclude_classes", ()))
     expected = references.mean_margin_reference(means, kind, normalize)
     result = filled(AggregateMeanMargin(4, 3, kind=kind, normalize=normalize, **options), batches).compute()
     assert result.item() == pytest.approx(expected, rel=1e-6)
@@ -31,7 +28,7 @@ def test_margin_of_all_batches(kind, normalize, options):
 def test_margin_of_feature_maps():
     batches = maps([2, 3])
     features, labels = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
-    means, _ = references.prototypes_reference(features, labels, 255, (), 1, False)
+    means, _ = references.prototypes_reference(features, labels, 255, ())
     result = filled(AggregateMeanMargin(3, 3), batches).compute()
     assert result.item() == pytest.approx(references.mean_margin_reference(means, "pairs", False), rel=1e-6)
 
@@ -41,7 +38,7 @@ def test_one_class_has_no_margin():
 
 
 def test_what_the_margin_refuses():
-    for name in ("num_classes", "num_features", "min_count"):
+    for name in ("num_classes", "num_features"):
         with pytest.raises(ValueError, match=f"`{name}` to be at least 1, but got 0"):
             AggregateMeanMargin(**{"num_classes": 4, "num_features": 3, name: 0})
     with pytest.raises(ValueError, match=r"`kind` to be one of \['pairs', 'nearest'\], but got 'all'"):

@@ -234,7 +234,7 @@ def test_in_several_processes():
     merged.start(RoundInfo(0), START)
     for part in parts:
         assert isinstance(part.part, PrivateSum)
-        merged.merge(pickle.loads(pickle.dumps(part.part)))  # noqa: S301 - as it travels between processes
+        merged.merge(pickle.loads(pickle.dumps(part.part)))
     for name, value in merged.aggregate().items():
         torch.testing.assert_close(value, whole[name], rtol=1e-6, atol=1e-7)
 

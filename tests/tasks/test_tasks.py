@@ -351,10 +351,6 @@ class Rates(L.Callback):
         ({}, [0.8] * 6),
         ({"scheduler": "ExponentialLR", "scheduler_kwargs": {"gamma": 0.5}}, [0.8, 0.8, 0.4, 0.4, 0.2, 0.2]),
         (
-            {"scheduler": "ExponentialLR", "scheduler_kwargs": {"gamma": 0.5}, "scheduler_interval": "step"},
-            [0.8, 0.4, 0.2, 0.1, 0.05, 0.025],
-        ),
-        (
             {"scheduler": "MultiStepLR", "scheduler_kwargs": {"milestones": [1], "gamma": 0.25}},
             [0.8, 0.8, 0.2, 0.2, 0.2, 0.2],
         ),
@@ -362,7 +358,6 @@ class Rates(L.Callback):
             {
                 "scheduler": "ReduceLROnPlateau",
                 "scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 1e9, "threshold_mode": "abs"},
-                "scheduler_monitor": "train_loss",
             },
             [0.8, 0.8, 0.8, 0.8, 0.4, 0.4],
         ),
@@ -394,8 +389,6 @@ def test_optimizer_options_reach_the_optimizer():
     # an option that is not given is the optimizer's own default
     (group,) = ClassificationTask("mlp", 10, optimizer="AdamW").configure_optimizers().param_groups
     assert group["weight_decay"] == 0.01
-    plateau = ClassificationTask("mlp", 10, scheduler="ReduceLROnPlateau", scheduler_monitor="val_acc")
-    assert plateau.configure_optimizers()["lr_scheduler"]["monitor"] == "val_acc"
     # Lightning's learning-rate finder writes here
     task.lr = 0.9
     assert task.configure_optimizers().param_groups[0]["lr"] == 0.9
@@ -547,10 +540,6 @@ def test_everything_can_be_said_in_yaml(tmp_path, monkeypatch):
         (
             lambda: ClassificationTask("mlp", 10, scheduler_kwargs={"gamma": 1}),
             "`scheduler` to be given.* but got None",
-        ),
-        (
-            lambda: ClassificationTask("mlp", 10, scheduler_interval="round"),
-            r"`scheduler_interval` to be one of \['epoch', 'step'\], but got 'round'",
         ),
     ],
 )

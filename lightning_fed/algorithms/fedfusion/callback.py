@@ -24,7 +24,7 @@ from lightning_fed.algorithms.fedfusion.extractors import Extractor
 from lightning_fed.algorithms.fedfusion.feature_cache import FeatureCache
 from lightning_fed.algorithms.fedfusion.layers import FusionLayer
 from lightning_fed.algorithms.fedfusion.model_surgery import find_fusion, fuse
-from lightning_fed.algorithms.fedfusion.operators import ConvInit, MixingOperator, OperatorName, Range, build_operator
+from lightning_fed.algorithms.fedfusion.operators import ConvInit, OperatorName, build_operator
 from lightning_fed.algorithms.fedma.aggregator import FedMA
 from lightning_fed.argument_checks import check_option, check_share
 from lightning_fed.callbacks.federation import Federation, find_federation
@@ -73,7 +73,6 @@ class FeatureFusion(FederatedCallback):
             of a client.
         conv_init: Start of "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Whether "conv" has a bias.
-        clamp: Range in which the weights of "multi" and "single" stay; ``None``, as in the paper, for none.
         channel_axis: The axis of the features' channels; ``None`` finds out.
 
     Raises:
@@ -115,11 +114,10 @@ class FeatureFusion(FederatedCallback):
         cache_global_features: bool = False,
         conv_init: ConvInit = "default",
         conv_bias: bool = True,
-        clamp: Range | None = None,
         channel_axis: int | None = None,
     ) -> None:
         with torch.device("meta"):  # draws nothing
-            build_operator(operator, 1, conv_init=conv_init, clamp=clamp)  # checks the options
+            build_operator(operator, 1, conv_init=conv_init)  # checks the options
         check_option("eval_reference", eval_reference, ("previous", "current"))
         check_share("ema", ema)
         self.at = at
@@ -132,7 +130,6 @@ class FeatureFusion(FederatedCallback):
         self.cache_global_features = cache_global_features
         self.conv_init: ConvInit = conv_init
         self.conv_bias = conv_bias
-        self.clamp = clamp
         self.channel_axis = channel_axis
         self._fusion: FusionLayer | None = None
         self._reference: State = {}  # of the global model before the current one
@@ -204,9 +201,7 @@ class FeatureFusion(FederatedCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Brings the weights back into their range; counts the hits of the cache."""
-        for operator in self.fusion.mixing_operators().values():
-            operator.project()
+        """Counts the hits of the cache."""
         if self.fusion.cache is not None and self._batch > self._per_epoch:
             self._late_hits += self.fusion.cache.hits - self._hits
 
@@ -242,8 +237,10 @@ class FeatureFusion(FederatedCallback):
         """Notes the global model's extractor and weights."""
         self._stage = "training"
         self._round_reference = self.fusion.frozen.state(self.fusion.network) if self._uses_previous(trainer) else {}
+        prefix = f"{_name_of(self.fusion, module)}.operators"
         self._weights = {
-            name: operator.weight.detach().clone() for name, operator in self._mixing_operators(module).items()
+            f"{prefix}.{name}.weight": operator.weight.detach().clone()
+            for name, operator in self.fusion.mixing_operators().items()
         }
 
     def on_client_start(
@@ -293,9 +290,9 @@ class FeatureFusion(FederatedCallback):
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Smooths the weights of "multi" and "single"; from now on the replaced model's extractor is E_g."""
-        for name, operator in self._mixing_operators(module).items():
+        for name, weight in self._weights.items():
             if name in state:
-                state[name] = operator.projected(smooth_weight(state[name], self._weights[name], self.ema))
+                state[name] = smooth_weight(state[name], weight, self.ema)
         self._stage = "aggregated"
         self._use_global_reference()
 
@@ -350,7 +347,6 @@ class FeatureFusion(FederatedCallback):
                 self.network,
                 conv_init=self.conv_init,
                 conv_bias=self.conv_bias,
-                clamp=self.clamp,
                 channel_axis=self.channel_axis,
             )
         except ValueError as error:
@@ -385,10 +381,6 @@ class FeatureFusion(FederatedCallback):
         """True if the global model is evaluated with the extractor of the one before it; never with several models."""
         rule = type(find_federation(trainer).server.rule)
         return self.eval_reference == "previous" and not issubclass(rule, ClusteredAggregator)
-
-    def _mixing_operators(self, module: nn.Module) -> dict[str, MixingOperator]:
-        prefix = f"{_name_of(self.fusion, module)}.operators"
-        return {f"{prefix}.{name}.weight": value for name, value in self.fusion.mixing_operators().items()}
 
     def _reset_cache(self) -> None:
         self._caches = self.cache_global_features and self.operator != "none"

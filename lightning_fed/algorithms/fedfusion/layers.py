@@ -23,7 +23,6 @@ from lightning_fed.algorithms.fedfusion.operators import (
     FusionOperator,
     MixingOperator,
     OperatorName,
-    Range,
     build_operator,
 )
 from lightning_fed.model.features import FeatureLayer
@@ -48,7 +47,6 @@ class FusionLayer(nn.Module):
             or keys; ``"all"`` but the data itself, which some encoders return too.
         conv_init: Start of "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Whether "conv" has a bias.
-        clamp: Range of the weights of "multi" and "single".
         channel_axis: The axis of the channels; ``None`` finds out.
         example: Arguments to run the network with, those with names apart; ``None`` for a guess from its first layer.
 
@@ -79,12 +77,11 @@ class FusionLayer(nn.Module):
         *,
         conv_init: ConvInit = "default",
         conv_bias: bool = True,
-        clamp: Range | None = None,
         channel_axis: int | None = None,
         example: Example | None = None,
     ) -> None:
         super().__init__()
-        self.arguments = {"levels": levels, "conv_bias": conv_bias, "clamp": clamp, "channel_axis": channel_axis}
+        self.arguments = {"levels": levels, "conv_bias": conv_bias, "channel_axis": channel_axis}
         self.operator = operator
         self.layer = layer
         self.cache: FeatureCache | None = None
@@ -98,11 +95,10 @@ class FusionLayer(nn.Module):
         self._reference: dict[str, Tensor] | None = None
         self.ndims: dict[str, int] = {}
         self.is_plain: bool | None = None
-        options = {"conv_init": conv_init, "conv_bias": conv_bias, "clamp": clamp}
         sizes = self._find_channels(channels, levels, channel_axis, example) if has_fusion else {}
         self.operators = nn.ModuleDict(
             {
-                name: build_operator(operator, count, channel_axis=axis, **options)  # type: ignore[arg-type]
+                name: build_operator(operator, count, conv_init=conv_init, conv_bias=conv_bias, channel_axis=axis)
                 for name, (count, axis) in sizes.items()
             }
         )

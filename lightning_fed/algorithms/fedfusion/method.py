@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from lightning_fed.algorithms.fedfusion.callback import FeatureFusion
-from lightning_fed.algorithms.fedfusion.operators import ConvInit, OperatorName, Range
+from lightning_fed.algorithms.fedfusion.operators import ConvInit, OperatorName
 from lightning_fed.method import Method, register
 from lightning_fed.rule import Aggregator
 
@@ -31,7 +31,6 @@ class FedFusion(Method):
         cache_global_features: Whether the global features of a client's examples are kept during its visit.
         conv_init: How "conv" starts.
         conv_bias: Whether "conv" has a bias.
-        clamp: Range in which the weights of "multi" and "single" stay.
         aggregator: The method, by name or as an object.
 
     Raises:
@@ -56,7 +55,6 @@ class FedFusion(Method):
         cache_global_features: bool = False,
         conv_init: ConvInit = "default",
         conv_bias: bool = True,
-        clamp: Range | None = None,
         aggregator: str | Method | Aggregator = "fedavg",
     ) -> None:
         fusion = FeatureFusion(
@@ -68,6 +66,5 @@ class FedFusion(Method):
             cache_global_features=cache_global_features,
             conv_init=conv_init,
             conv_bias=conv_bias,
-            clamp=clamp,
         )
         super().__init__(aggregator, [fusion])

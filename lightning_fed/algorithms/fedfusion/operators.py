@@ -7,7 +7,7 @@ equations are in :mod:`lightning_fed.algorithms.fedfusion.equations`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from lightning_fed.argument_checks import check_count, check_option
 
 OperatorName = Literal["conv", "multi", "single", "none"]
 ConvInit = Literal["default", "local", "average"]
-Range: TypeAlias = tuple[float, float]
 
 
 class FusionOperator(nn.Module, ABC):
@@ -41,17 +40,6 @@ class MixingOperator(FusionOperator):
     """
 
     weight: nn.Parameter
-    clamp: Range | None
-
-    def projected(self, weight: Tensor) -> Tensor:
-        """Weights in the operator's range, if it has one."""
-        return weight if self.clamp is None else weight.clamp(*self.clamp)
-
-    @torch.no_grad()
-    def project(self) -> None:
-        """Brings its weights back into their range."""
-        if self.clamp is not None:
-            self.weight.clamp_(*self.clamp)
 
     @torch.no_grad()
     def summary(self) -> dict[str, float]:
@@ -66,11 +54,10 @@ class MixingOperator(FusionOperator):
 class MultiFusion(MixingOperator):
     r"""A weight for every channel, see :func:`~lightning_fed.algorithms.fedfusion.fuse_multi`.
 
-    The weights start from 0, where the operator is the identity, or from what is nearest to it in their range.
+    The weights start from 0, where the operator is the identity, and have no bounds, as in the paper.
 
     Args:
         channels: Number of channels :math:`C`.
-        clamp: Range that training leaves the weights in; ``None``, as in the paper, for any numbers.
         channel_axis: The axis of the channels; ``None`` for the second, or of three axes the last.
 
     Raises:
@@ -84,12 +71,10 @@ class MultiFusion(MixingOperator):
 
     """
 
-    def __init__(self, channels: int, clamp: Range | None = None, channel_axis: int | None = None) -> None:
+    def __init__(self, channels: int, channel_axis: int | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(check_count("channels", channels)))
-        self.clamp = _check_range(clamp)
         self.channel_axis = channel_axis
-        self.project()
 
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
         """The fused features, in the shape of ``local``."""
@@ -99,23 +84,15 @@ class MultiFusion(MixingOperator):
 class SingleFusion(MixingOperator):
     r"""One weight for all channels, see :func:`~lightning_fed.algorithms.fedfusion.fuse_single`; it starts from 0.
 
-    Args:
-        clamp: Range that training leaves the weight in; ``None``, as in the paper, for any number.
-
-    Raises:
-        ValueError: If the range is empty.
-
     Example:
         >>> SingleFusion()(torch.ones(2, 4), torch.zeros(2, 4)).sum().item()
         8.0
 
     """
 
-    def __init__(self, clamp: Range | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
-        self.clamp = _check_range(clamp)
-        self.project()
 
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
         """The fused features, in the shape of ``local``."""
@@ -204,7 +181,6 @@ def build_operator(
     *,
     conv_init: ConvInit = "default",
     conv_bias: bool = True,
-    clamp: Range | None = None,
     channel_axis: int | None = None,
 ) -> FusionOperator:
     """An operator by name.
@@ -214,7 +190,6 @@ def build_operator(
         channels: Number of channels.
         conv_init: Of "conv", see :class:`ConvFusion`.
         conv_bias: Of "conv", see :class:`ConvFusion`.
-        clamp: Of "multi" and "single": the range that training leaves the weights in.
         channel_axis: The axis of the channels; ``None`` for the second, or of three axes the last.
 
     Raises:
@@ -229,13 +204,5 @@ def build_operator(
     if name == "conv":
         return ConvFusion(channels, conv_init, conv_bias, channel_axis)
     if name == "multi":
-        return MultiFusion(channels, clamp, channel_axis)
-    return SingleFusion(clamp) if name == "single" else NoFusion()
-
-
-def _check_range(clamp: Range | None) -> Range | None:
-    if clamp is None:
-        return None
-    if len(clamp) != 2 or not clamp[0] < clamp[1]:
-        raise ValueError(f"Expected `clamp` to be a range such as (0, 1), but got {clamp!r}.")
-    return (float(clamp[0]), float(clamp[1]))
+        return MultiFusion(channels, channel_axis)
+    return SingleFusion() if name == "single" else NoFusion()

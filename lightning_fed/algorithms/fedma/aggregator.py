@@ -78,9 +78,6 @@ class FedMA(ResizingAggregator, PlanningAggregator):
             freezing and training without matching. Groups that cannot grow are permuted with ``"grow"``.
         stages: ``"auto"``; the most that there are to be (1 for all layers in one exchange, without training in
             between); or patterns of entry names for each stage.
-        retrain_epochs: Local epochs after the first round of a pass; ``None`` for as many as in that.
-        last_epochs: Local epochs before the last stage is averaged; ``None`` for ``retrain_epochs``. The authors have
-            three times as many.
         last_layer: Whether output layers are averaged by the clients' shares of every class, for which they send their
             numbers of examples (or pixels) per class, or by their numbers of examples (``"size"``), as are models
             without classes. Class counts say something of the clients' labels. Labels are numbers of classes: several
@@ -115,7 +112,7 @@ class FedMA(ResizingAggregator, PlanningAggregator):
         the end of a pass also ``fedma/growth``, the global model's numbers over a client's.
 
     Example:
-        >>> rule = FedMA("permute", retrain_epochs=5)
+        >>> rule = FedMA("permute")
         >>> from lightning_fed.method import build_method
         >>> rule.initial, [type(callback).__name__ for callback in build_method(rule).callbacks]
         ('shared', ['LayerwiseTraining'])
@@ -130,8 +127,6 @@ class FedMA(ResizingAggregator, PlanningAggregator):
         self,
         mode: MatchMode = "grow",
         stages: StageChoice = "auto",
-        retrain_epochs: int | None = None,
-        last_epochs: int | None = None,
         last_layer: Literal["class", "size"] = "class",
         initial: Literal["shared", "independent"] = "shared",
         order: MatchOrder = "fedma",
@@ -150,8 +145,6 @@ class FedMA(ResizingAggregator, PlanningAggregator):
             raise ValueError(f"Expected `gamma` to be greater than 0 and finite, but got {gamma}.")
         self.mode: MatchMode = mode
         self.stages = check_stages(stages)
-        self.retrain_epochs = None if retrain_epochs is None else check_count("retrain_epochs", retrain_epochs)
-        self.last_epochs = None if last_epochs is None else check_count("last_epochs", last_epochs)
         self.last_layer = last_layer
         self.initial = initial
         self.order: MatchOrder = order
@@ -223,14 +216,9 @@ class FedMA(ResizingAggregator, PlanningAggregator):
         return self._stages[current.stage - 1], current
 
     def plan(self, round: int) -> RoundPlan:
-        """The clients of the pass that is under way, and their epochs."""
+        """The clients of the pass that is under way."""
         current = self._pass(round)
-        if not current.stage:
-            return RoundPlan()
-        epochs = self.retrain_epochs
-        if current.stage == len(self._stages) - 1 and self.last_epochs is not None:
-            epochs = self.last_epochs
-        return RoundPlan(current.origin, epochs, frozenset(current.assignments))
+        return RoundPlan(current.origin, frozenset(current.assignments)) if current.stage else RoundPlan()
 
     def start(self, info: RoundInfo, state: State) -> None:
         """Goes on with the pass that is under way, or begins one from ``state``.

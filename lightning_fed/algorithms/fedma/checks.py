@@ -39,13 +39,6 @@ def check_options(federation: Federation, rule: FedMA, local: LocalModel) -> Non
         raise MisconfigurationException(f"FedMA needs whole entries, but clients hold rows of {list(local.sliced)}.")
     if not local.shared:
         raise MisconfigurationException("Expected entries that clients send, but got none: all are personal or frozen.")
-    epochs_of_rule = {name: getattr(rule, name) for name in ("retrain_epochs", "last_epochs")}
-    given = ", ".join(f"{name}={epochs}" for name, epochs in epochs_of_rule.items() if epochs is not None)
-    if given and federation.schedule.local_steps is not None:
-        raise MisconfigurationException(
-            f"Expected no `local_steps` where FedMA has epochs of its own, but got {federation.schedule.local_steps}"
-            f" with {given}."
-        )
 
 
 def check_optimizers(trainer: L.Trainer, grows: bool) -> None:

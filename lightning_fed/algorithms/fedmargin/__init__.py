@@ -1,7 +1,11 @@
 """FedMargin: clients count by how far their class prototypes move (Michieli, Toldo and Ozay, IEEE IoT Journal 2022).
 
-The published text that could be read gives no equation: the method here is a reconstruction from its words, and every
-reading of them is an option. The files, in reading order:
+The published text that could be read gives no equation: the method here is a reconstruction from its words. Where they
+leave more than one reading, there is an option: ``margin``, ``class_reduction``, ``attention``, ``combine``,
+``proto_weighting``, ``size_weighting``, ``server_lr`` and ``amm`` of ``FedMargin``, ``lpm_before`` of
+``ClassPrototypes``, and ``proto_memory``, because both a moving average and the mean over all rounds are "aggregated
+over previous rounds and clients". What only tunes a reading (the scale of the softmax, the weight of the moving
+average) is fixed. The files, in reading order:
 
 - equations: ``prototypes`` (means of features by class, over clients and rounds), ``margins`` (LPM, APM, AMM),
   ``attention`` (weights of the clients);
@@ -16,7 +20,6 @@ from lightning_fed.algorithms.fedmargin.aggregate_margin import AggregateMeanMar
 from lightning_fed.algorithms.fedmargin.aggregator import FedMargin as FedMargin
 from lightning_fed.algorithms.fedmargin.aggregator import MarginReport as MarginReport
 from lightning_fed.algorithms.fedmargin.attention import combine_attention as combine_attention
-from lightning_fed.algorithms.fedmargin.attention import limit_attention as limit_attention
 from lightning_fed.algorithms.fedmargin.attention import margin_attention as margin_attention
 from lightning_fed.algorithms.fedmargin.attention_map import AttentionMap as AttentionMap
 from lightning_fed.algorithms.fedmargin.callback import ClassPrototypes as ClassPrototypes
@@ -61,7 +64,6 @@ __all__ = [
     "find_invalid_prototypes",
     "find_mismatched_prototypes",
     "find_outlying_prototypes",
-    "limit_attention",
     "local_prototype_margin",
     "lpm_key",
     "margin_attention",

@@ -35,8 +35,6 @@ class AggregateMeanMargin(Float64States):
             matter.
         ignore_index: Label of void pixels; ``None`` for none, ``"auto"`` for 255 unless that is a class.
         exclude_classes: Classes that are left out, such as a background.
-        normalize_features: Whether every feature vector is divided by its Euclidean length first.
-        min_count: Fewest feature vectors of a class that counts as seen, at least 1.
         **kwargs: Arguments of ``torchmetrics.Metric``.
 
     Raises:
@@ -69,14 +67,11 @@ class AggregateMeanMargin(Float64States):
         normalize: bool = False,
         ignore_index: VoidLabel = "auto",
         exclude_classes: Sequence[int] = (),
-        normalize_features: bool = False,
-        min_count: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         check_option("kind", kind, get_args(MeanMarginKind))
-        for name, value in (("num_features", num_features), ("min_count", min_count)):
-            check_count(name, value)
+        check_count("num_features", num_features)
         class_indices(torch.zeros(0, dtype=torch.int64), num_classes, ignore_index, exclude_classes)
         self.num_classes = num_classes
         self.num_features = num_features
@@ -84,8 +79,6 @@ class AggregateMeanMargin(Float64States):
         self.normalize = normalize
         self.ignore_index = void_label(ignore_index, num_classes)
         self.exclude_classes = tuple(exclude_classes)
-        self.normalize_features = normalize_features
-        self.min_count = min_count
         self.add_state("sums", torch.zeros(num_classes, num_features, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("counts", torch.zeros(num_classes, dtype=torch.int64), dist_reduce_fx="sum")
 
@@ -108,12 +101,11 @@ class AggregateMeanMargin(Float64States):
             self.num_classes,
             ignore_index=self.ignore_index,
             exclude_classes=self.exclude_classes,
-            normalize_features=self.normalize_features,
         )
         self.sums = self.sums + sums
         self.counts = self.counts + counts
 
     def compute(self) -> Tensor:
         """The margin; NaN with fewer than two classes."""
-        prototypes = class_prototypes(self.sums, self.counts, min_count=self.min_count, dtype=torch.float64)
+        prototypes = class_prototypes(self.sums, self.counts, dtype=torch.float64)
         return aggregate_mean_margin(prototypes, self.kind, normalize=self.normalize).to(self.dtype).to(self.device)

@@ -3,7 +3,7 @@
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
 of Things Journal 2022. The published text that could be read gives no equation: those here are reconstructions from its
 words (see :mod:`lightning_fed.algorithms.fedmargin.margins` and :mod:`lightning_fed.algorithms.fedmargin.attention`),
-and every alternative is an option.
+with options for different readings of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from lightning_fed.algorithms.fedmargin.attention import (
     AttentionKind,
     Combination,
     combine_attention,
-    limit_attention,
     margin_attention,
 )
 from lightning_fed.algorithms.fedmargin.margins import (
@@ -41,14 +40,13 @@ from lightning_fed.algorithms.fedmargin.prototype_messages import (
 )
 from lightning_fed.algorithms.fedmargin.prototypes import (
     PrototypeMemory,
-    PrototypeReference,
     Prototypes,
     PrototypeWeighting,
     aggregate_prototypes,
     reference_prototypes,
     update_prototypes,
 )
-from lightning_fed.argument_checks import check_count, check_number, check_option
+from lightning_fed.argument_checks import check_number, check_option
 from lightning_fed.errors import BadUpdate, BadUpdates, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import is_running_statistic
@@ -57,6 +55,8 @@ from lightning_fed.numerics.weighted_mean import WeightedMean
 from lightning_fed.rule import Aggregator, RoundInfo, RowAggregator
 
 _log = logging.getLogger(__name__)
+
+_CLIENTS_BY_NAME = 20
 
 
 @dataclass
@@ -109,21 +109,13 @@ class FedMargin(RowAggregator):
         margin: Margin of a class, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
         class_reduction: Reduction of the margins of a client's classes to one.
         attention: ``"sum"``, or ``"softmax"`` as in FedAtt.
-        temperature: Of the softmax.
-        standardize: Whether the softmax divides the margins by their mean first.
         combine: Combination of the attention by LPM and by APM.
         proto_weighting: Weights of the clients in the round's prototypes.
-        proto_memory: Memory of earlier rounds in the aggregate prototypes.
-        proto_ema: Weight of the old value, for ``proto_memory="ema"``.
-        apm_reference: Aggregate prototypes before the round, or after it.
+        proto_memory: Memory of earlier rounds in the aggregate prototypes: a moving average, or the mean over all
+            rounds.
         size_weighting: Whether the attention is multiplied by the clients' numbers of examples.
-        max_attention: Largest weight of one client, as a share of all; what others have above it is shared out among
-            the rest. Margins are what clients say, and grow with what they change: without a limit a client that
-            deviates most counts most. ``None`` for no limit.
         server_lr: Step :math:`\eta` towards the weighted mean.
         amm: Margin among the aggregate prototypes, for the log: over all pairs, or to the nearest.
-        amm_normalize: Whether to divide it by the prototypes' mean length.
-        clients_by_name: Most clients in a round that are logged by name.
 
     Attributes:
         prototypes: Aggregate prototypes over clients and rounds; ``None`` before the first.
@@ -137,7 +129,7 @@ class FedMargin(RowAggregator):
 
     Note:
         Logged are ``fedmargin/amm``, ``fedmargin/attention_entropy`` (1 where all clients count alike) and, with at
-        most ``clients_by_name`` clients in a round, ``fedmargin/lpm/<client>``, ``fedmargin/apm/<client>`` and
+        most 20 clients in a round, ``fedmargin/lpm/<client>``, ``fedmargin/apm/<client>`` and
         ``fedmargin/attention/<client>``.
 
     Example:
@@ -157,19 +149,12 @@ class FedMargin(RowAggregator):
         margin: MarginKind = "semantic",
         class_reduction: ClassReduction = "mean",
         attention: AttentionKind = "sum",
-        temperature: float = 1.0,
-        standardize: bool = True,
         combine: Combination = "mean",
         proto_weighting: PrototypeWeighting = "class_count",
         proto_memory: PrototypeMemory = "ema",
-        proto_ema: float = 0.1,
-        apm_reference: PrototypeReference = "previous",
         size_weighting: bool = False,
-        max_attention: float | None = None,
         server_lr: float = 1.0,
         amm: MeanMarginKind = "pairs",
-        amm_normalize: bool = False,
-        clients_by_name: int = 20,
     ) -> None:
         for name, value, kinds in (
             ("margin", margin, MarginKind),
@@ -178,34 +163,20 @@ class FedMargin(RowAggregator):
             ("combine", combine, Combination),
             ("proto_weighting", proto_weighting, PrototypeWeighting),
             ("proto_memory", proto_memory, PrototypeMemory),
-            ("apm_reference", apm_reference, PrototypeReference),
             ("amm", amm, MeanMarginKind),
         ):
             check_option(name, value, get_args(kinds))
-        if not 0 < check_number("temperature", temperature) < math.inf:
-            raise ValueError(f"Expected `temperature` to be greater than 0 and finite, but got {temperature}.")
-        if not 0 <= check_number("proto_ema", proto_ema) <= 1:
-            raise ValueError(f"Expected `proto_ema` to be in 0 to 1, but got {proto_ema}.")
         if not 0 < check_number("server_lr", server_lr) < math.inf:
             raise ValueError(f"Expected `server_lr` to be greater than 0 and finite, but got {server_lr}.")
         self.margin: MarginKind = margin
         self.class_reduction: ClassReduction = class_reduction
         self.attention: AttentionKind = attention
-        self.temperature = temperature
-        self.standardize = standardize
         self.combine: Combination = combine
         self.proto_weighting: PrototypeWeighting = proto_weighting
         self.proto_memory: PrototypeMemory = proto_memory
-        self.proto_ema = proto_ema
-        self.apm_reference: PrototypeReference = apm_reference
         self.size_weighting = size_weighting
-        if max_attention is not None and not 0 < check_number("max_attention", max_attention) <= 1:
-            raise ValueError(f"Expected `max_attention` to be in (0, 1], but got {max_attention}.")
-        self.max_attention = max_attention
         self.server_lr = server_lr
         self.amm: MeanMarginKind = amm
-        self.amm_normalize = amm_normalize
-        self.clients_by_name = check_count("clients_by_name", clients_by_name, lowest=0)
         self.prototypes: Prototypes | None = None
         self.last = MarginReport()
         self.num_classes: int | None = None
@@ -281,7 +252,7 @@ class FedMargin(RowAggregator):
         if len(last.clients) > 1:
             entropy = -sum(weight * math.log(weight) for weight in last.attention if weight)
             values["fedmargin/attention_entropy"] = entropy / math.log(len(last.clients))
-        if len(last.clients) <= self.clients_by_name:
+        if len(last.clients) <= _CLIENTS_BY_NAME:
             for name in ("lpm", "apm", "attention"):
                 numbers = zip(last.clients, getattr(last, name), strict=True)
                 values |= {f"fedmargin/{name}/{client}": value for client, value in numbers}
@@ -304,36 +275,28 @@ class FedMargin(RowAggregator):
         if sets:
             num_samples = [updates[position].num_samples for position in positions]
             current = aggregate_prototypes(sets, self.proto_weighting, num_samples)
-            aggregate = update_prototypes(self.prototypes, current, decay=self.proto_ema, memory=self.proto_memory)
-            reference = reference_prototypes(self.prototypes, current, aggregate, self.apm_reference)
+            reference = reference_prototypes(self.prototypes, current)
             for position, prototypes in zip(positions, sets, strict=True):
                 apm[position] = float(
                     aggregate_prototype_margin(
                         prototypes, reference, margin=self.margin, class_reduction=self.class_reduction
                     )
                 )
-            self.prototypes = aggregate
+            self.prototypes = update_prototypes(self.prototypes, current, self.proto_memory)
         weights = self._weights(lpm, apm, [update.num_samples for update in updates])
         amm = math.nan
         if self.prototypes is not None:
-            amm = float(aggregate_mean_margin(self.prototypes, self.amm, normalize=self.amm_normalize))
+            amm = float(aggregate_mean_margin(self.prototypes, self.amm))
         self.last = MarginReport([update.client for update in updates], lpm, apm, weights.tolist(), amm)
         return weights
 
     def _weights(self, lpm: Sequence[float], apm: Sequence[float], num_samples: Sequence[int]) -> Tensor:
         local, aggregate = (
-            margin_attention(
-                torch.tensor(margins, dtype=torch.float64),
-                self.attention,
-                temperature=self.temperature,
-                standardize=self.standardize,
-            )
-            for margins in (lpm, apm)
+            margin_attention(torch.tensor(margins, dtype=torch.float64), self.attention) for margins in (lpm, apm)
         )
-        weights = combine_attention(
+        return combine_attention(
             local, aggregate, self.combine, num_samples=num_samples if self.size_weighting else None
         )
-        return weights if self.max_attention is None else limit_attention(weights, self.max_attention)
 
     def _local_margin(self, update: ClientUpdate) -> float:
         name = lpm_key(self.margin, self.class_reduction)

@@ -2,7 +2,7 @@
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
 of Things Journal 2022. The published text that could be read gives no equation. All equations of this file are a
-reconstruction from its description in words; every alternative that fits the words is an option. Attention by softmax
+reconstruction from its description in words, with options for different readings of it. Attention by softmax
 is that of Ji et al., "Learning Private Neural Language Modeling with Attentive Aggregation" (FedAtt), IJCNN 2019.
 """
 
@@ -21,34 +21,29 @@ Combination = Literal["mean", "product", "lpm", "apm"]
 
 
 @torch.no_grad()
-def margin_attention(
-    margins: Tensor, kind: AttentionKind = "sum", *, temperature: float = 1.0, standardize: bool = True
-) -> Tensor:
+def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
     r"""Attention to the clients of a round from their margins: the larger, the more.
 
     The equation is a reconstruction of "as prototypes deviate from reference prototypes in terms of margin, higher
     attention is applied".
 
     .. math:: \text{sum: } a_k = \frac{v_k}{\sum_j v_j} \qquad
-        \text{softmax: } a_k = \frac{e^{v_k / T}}{\sum_j e^{v_j / T}}
+        \text{softmax: } a_k = \frac{e^{v_k / s}}{\sum_j e^{v_j / s}}
 
-    For "sum" negative margins count as 0 (only "semantic" ones are never negative), and the scale of the features does
-    not matter. A margin that is missing is replaced by the mean of the others, after negative ones became 0. Equal
-    margins, all of them 0 or all missing give every client exactly one over their number.
+    For "sum" negative margins count as 0 (only "semantic" ones are never negative). For "softmax" :math:`s` is the mean
+    of the margins' absolute values. With both, the scale of the features does not matter. A margin that is missing is
+    replaced by the mean of the others, after negative ones became 0 for "sum". Equal margins, all of them 0 or all
+    missing give every client exactly one over their number.
 
     Args:
         margins: One margin per client, shape ``(K,)``; NaN for one that is missing.
         kind: Ratio, or softmax as in FedAtt.
-        temperature: :math:`T`, greater than 0, for "softmax".
-        standardize: Whether "softmax" divides the margins by the mean of their absolute values first. Without it the
-            result depends on the scale of the features and is close to one client alone for large ones.
 
     Returns:
         Attention, shape ``(K,)``, float64, not negative, with sum 1.
 
     Raises:
-        ValueError: If there is no client, a margin is infinite, ``kind`` is unknown or ``temperature`` is out of its
-            range.
+        ValueError: If there is no client, a margin is infinite or ``kind`` is unknown.
 
     Example:
         >>> margin_attention(torch.tensor([3.0, 1.0, torch.nan]))
@@ -56,8 +51,6 @@ def margin_attention(
 
     """
     check_option("kind", kind, get_args(AttentionKind))
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"Expected `temperature` to be greater than 0 and finite, but got {temperature}.")
     if margins.ndim != 1 or not len(margins):
         raise ValueError(f"Expected `margins` to be one number per client, but got the shape {tuple(margins.shape)}.")
     values = margins.double()
@@ -72,10 +65,8 @@ def margin_attention(
     values = values.where(~values.isnan(), mean)
     if kind == "sum":
         return _normalized(_over_largest(values))
-    if standardize:
-        scale = values.abs().mean()
-        values = values / scale.where(scale > 0, 1.0)
-    return torch.softmax(values / temperature, dim=0)
+    scale = values.abs().mean()
+    return torch.softmax(values / scale.where(scale > 0, 1.0), dim=0)
 
 
 @torch.no_grad()
@@ -136,34 +127,6 @@ def combine_attention(
             f" got {num_samples}."
         )
     return _normalized(_over_largest(weights) * weights.new_tensor(list(num_samples)))
-
-
-@torch.no_grad()
-def limit_attention(weights: Tensor, largest: float) -> Tensor:
-    """Weights of which none is above a limit: what is above it is shared out among the others in proportion.
-
-    Args:
-        weights: Weights, shape ``(K,)``, not negative, with sum 1.
-        largest: The limit; with one below ``1 / K`` all weights are equal.
-
-    Returns:
-        Weights, shape ``(K,)``, with sum 1.
-
-    Example:
-        >>> limit_attention(torch.tensor([0.7, 0.2, 0.1]), 0.5)
-        tensor([0.5000, 0.3333, 0.1667])
-
-    """
-    if largest * len(weights) <= 1:
-        return torch.full_like(weights, 1 / len(weights))
-    is_held = torch.zeros_like(weights, dtype=torch.bool)
-    while bool((weights > largest * (1 + 1e-12)).any()):
-        is_held |= weights > largest * (1 + 1e-12)
-        free = weights.masked_fill(is_held, 0)
-        left = 1 - largest * float(is_held.sum())
-        shares = free / free.sum() if float(free.sum()) > 0 else (~is_held).to(weights) / (~is_held).sum()
-        weights = torch.where(is_held, largest, left * shares)
-    return weights
 
 
 def _over_largest(values: Tensor) -> Tensor:

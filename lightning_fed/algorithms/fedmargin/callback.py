@@ -80,8 +80,6 @@ class ClassPrototypes(FederatedCallback):
             ``(N,)`` or ``(N, [1,] *size)``; maps are brought to the features' size by nearest neighbour.
         passes: ``"exact"`` or ``"online"``.
         max_batches: Largest number of batches of an exact pass; ``None`` for all.
-        normalize_features: Whether feature vectors are divided by their length.
-        min_count: Fewest feature vectors of a class that is not taken to be absent.
         margin: Margin of a class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
         class_reduction: Reduction of the margins of the classes to one number, LPM.
         lpm_before: Prototypes that LPM compares with: those under the weights that were downloaded, or those that the
@@ -117,8 +115,6 @@ class ClassPrototypes(FederatedCallback):
         target: int | str | Callable[[Any], Tensor] | None = None,
         passes: Literal["exact", "online"] = "exact",
         max_batches: int | None = None,
-        normalize_features: bool = False,
-        min_count: int = 1,
         margin: MarginKind = "semantic",
         class_reduction: ClassReduction = "mean",
         lpm_before: Literal["download", "last_local"] = "download",
@@ -131,7 +127,6 @@ class ClassPrototypes(FederatedCallback):
             check_count("num_classes", num_classes)
         if max_batches is not None:
             check_count("max_batches", max_batches)
-        check_count("min_count", min_count)
         self.layer = layer
         self.num_classes = num_classes
         self.ignore_index: VoidLabel = ignore_index
@@ -139,8 +134,6 @@ class ClassPrototypes(FederatedCallback):
         self.target = target
         self.passes = passes
         self.max_batches = max_batches
-        self.normalize_features = normalize_features
-        self.min_count = min_count
         self.margin: MarginKind = margin
         self.class_reduction: ClassReduction = class_reduction
         self.lpm_before = lpm_before
@@ -184,9 +177,7 @@ class ClassPrototypes(FederatedCallback):
         classes = find_num_classes(pl_module) if self.num_classes == "auto" else self.num_classes
         if classes is None:
             raise ValueError("The number of classes cannot be found: pass `num_classes` to `ClassPrototypes`.")
-        self._options = FeatureSumOptions(
-            classes, self.ignore_index, self.exclude_classes, self.target, self.normalize_features, self.min_count
-        )
+        self._options = FeatureSumOptions(classes, self.ignore_index, self.exclude_classes, self.target)
         self.classes_found = classes
         rule = find_federation(trainer).server.rule if is_federated(trainer) else None
         if isinstance(rule, FedMargin):

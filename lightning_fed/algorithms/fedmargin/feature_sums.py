@@ -30,8 +30,6 @@ class FeatureSumOptions:
         ignore_index: Label of void pixels.
         exclude_classes: Classes that are left out.
         target: Index, key or function that finds a batch's labels.
-        normalize_features: Whether feature vectors are divided by their length.
-        min_count: Fewest feature vectors of a class that is not taken to be absent.
 
     Raises:
         ValueError: If the classes do not fit each other.
@@ -42,8 +40,6 @@ class FeatureSumOptions:
     ignore_index: VoidLabel
     exclude_classes: tuple[int, ...]
     target: BatchKey
-    normalize_features: bool
-    min_count: int
 
     def __post_init__(self) -> None:
         no_labels = torch.zeros(0, dtype=torch.int64)
@@ -75,7 +71,6 @@ class FeatureSums:
             options.num_classes,
             ignore_index=options.ignore_index,
             exclude_classes=options.exclude_classes,
-            normalize_features=options.normalize_features,
         )
         self._sums = sums if self._sums is None else self._sums + sums
         self._counts = counts if self._counts is None else self._counts + counts
@@ -98,7 +93,7 @@ class FeatureSums:
         """The means; ``None`` if there was no batch."""
         if self._sums is None or self._counts is None:
             return None
-        return class_prototypes(self._sums.cpu(), self._counts.cpu(), min_count=self._options.min_count)
+        return class_prototypes(self._sums.cpu(), self._counts.cpu())
 
 
 def measure_feature_sums(

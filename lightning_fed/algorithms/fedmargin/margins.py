@@ -2,7 +2,7 @@
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
 of Things Journal 2022. The published text that could be read gives no equation. All equations of this file are a
-reconstruction from its description in words; every alternative that fits the words is an option.
+reconstruction from its description in words, with options for different readings of it.
 
 References:
     - Crammer, Gilad-Bachrach, Navot and Tishby, "Margin Analysis of the LVQ Algorithm", NIPS 2002 (the hypothesis

@@ -2,7 +2,7 @@
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations" (FedMargin),
 IEEE Internet of Things Journal 2022. The published text that could be read gives no equation: what is called a
-reconstruction here is ours, made from the description in words, and its alternatives are options.
+reconstruction here is ours, made from the description in words, with options for different readings.
 
 Prototypes are tensors over *all* classes; a class that a client does not have has count 0, and its row of zeros is
 never looked at. The labels of segmentation follow the code of Michieli and Zanuttigh, "Continual Semantic Segmentation
@@ -16,16 +16,16 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.argument_checks import check_option
 from lightning_fed.model.label_maps import VoidLabel, class_indices, resize_labels
 from lightning_fed.numerics.chunks import chunk_steps
 from lightning_fed.numerics.precision import float64_device
 
 PrototypeWeighting = Literal["class_count", "num_samples", "uniform"]
 PrototypeMemory = Literal["ema", "cumulative"]
-PrototypeReference = Literal["previous", "current"]
+
+_DECAY = 0.1  # weight of the old value in the moving average
 
 
 class Prototypes(NamedTuple):
@@ -58,7 +58,6 @@ def class_sums(
     *,
     ignore_index: VoidLabel = "auto",
     exclude_classes: Sequence[int] = (),
-    normalize_features: bool = False,
 ) -> tuple[Tensor, Tensor]:
     r"""Sums the feature vectors of every class in float64, and counts them.
 
@@ -73,7 +72,6 @@ def class_sums(
         ignore_index: Label of void pixels, outside of :math:`0 \dots C - 1`; ``None`` for none, ``"auto"`` for 255
             unless that is a class.
         exclude_classes: Classes that are left out, such as a background.
-        normalize_features: Whether every feature vector is divided by its Euclidean length first.
 
     Returns:
         Sums, shape ``(C, d)``, float64, and counts, shape ``(C,)``, int64.
@@ -106,20 +104,17 @@ def class_sums(
         for pixel_features, pixel_indices in zip(
             torch.split(image_features, pixels, 2), torch.split(image_indices, pixels, 1), strict=True
         ):
-            rows = (
+            vectors = (
                 pixel_features.to(device)
                 .transpose(1, 2)
                 .to(torch.float64, memory_format=torch.contiguous_format)
                 .reshape(-1, width)
             )
-            vectors = F.normalize(rows, dim=1) if normalize_features else rows
             sums.index_add_(0, pixel_indices.flatten().to(device), vectors)
     return sums[:-1], torch.bincount(indices.flatten(), minlength=num_classes + 1)[:-1].to(device)
 
 
-def class_prototypes(
-    sums: Tensor, counts: Tensor, *, min_count: int = 1, dtype: torch.dtype = torch.float32
-) -> Prototypes:
+def class_prototypes(sums: Tensor, counts: Tensor, *, dtype: torch.dtype = torch.float32) -> Prototypes:
     r"""The class-wise means of features.
 
     .. math:: p_k[c] = \frac{1}{n_{k,c}} \sum_{(x, u): \text{label} = c} E(x)_u
@@ -127,14 +122,10 @@ def class_prototypes(
     Args:
         sums: Sums of the features per class, shape ``(C, d)``, see :func:`class_sums`.
         counts: Number of feature vectors per class :math:`n_{k,c}`, shape ``(C,)``.
-        min_count: Fewest feature vectors of a class that is not taken to be absent, at least 1.
         dtype: Type of the means.
 
     Returns:
         Prototypes.
-
-    Raises:
-        ValueError: If ``min_count`` is below 1.
 
     Example:
         >>> class_prototypes(torch.tensor([[2.0, 4.0], [5.0, 5.0]]), torch.tensor([2, 0]))
@@ -142,8 +133,6 @@ def class_prototypes(
                 [0., 0.]]), counts=tensor([2, 0]))
 
     """
-    check_count("min_count", min_count)
-    counts = torch.where(counts >= min_count, counts, 0)
     means = sums / counts.clamp(min=1).unsqueeze(1)
     return Prototypes(means.where(counts.unsqueeze(1) > 0, 0).to(dtype), counts)
 
@@ -200,9 +189,7 @@ def aggregate_prototypes(
 
 
 @torch.no_grad()
-def update_prototypes(
-    previous: Prototypes | None, current: Prototypes, *, decay: float = 0.1, memory: PrototypeMemory = "ema"
-) -> Prototypes:
+def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: PrototypeMemory = "ema") -> Prototypes:
     r"""The aggregate prototypes after a round, which remember the rounds before it.
 
     .. math:: \bar P_t[c] = \begin{cases}
@@ -210,38 +197,36 @@ def update_prototypes(
         P_t[c] & \text{if } c \text{ is seen for the first time} \\
         \bar P_{t-1}[c] & \text{if } c \text{ is not seen now} \end{cases}
 
-    The rule is a reconstruction of "over previous rounds and clients". The default weighs the new value 0.9, as the
-    code of FedSpace (of one of FedMargin's authors) does; ``memory="cumulative"`` is the running mean weighted by
-    counts, as in SDR's code.
+    The rule is a reconstruction of "over previous rounds and clients". With :math:`\beta = 0.1` the default weighs the
+    new value 0.9, as the code of FedSpace (of one of FedMargin's authors) does; ``memory="cumulative"`` is the running
+    mean weighted by counts, as in SDR's code.
 
     Args:
         previous: Aggregate prototypes before the round :math:`\bar P_{t-1}`; ``None`` in the first.
         current: Prototypes of the round :math:`P_t`, see :func:`aggregate_prototypes`.
-        decay: Weight of the old value :math:`\beta` in 0 to 1, for ``memory="ema"``.
         memory: Moving average, or mean over all rounds weighted by counts.
 
     Returns:
         Aggregate prototypes, with the counts of all rounds added up.
 
     Raises:
-        ValueError: If ``decay`` is out of its range, ``memory`` is unknown or the shapes differ.
+        ValueError: If ``memory`` is unknown or the shapes differ.
 
     Example:
         >>> old = Prototypes(torch.tensor([[0.0], [5.0]]), torch.tensor([1, 1]))
         >>> new = Prototypes(torch.tensor([[1.0], [0.0]]), torch.tensor([1, 0]))
-        >>> update_prototypes(old, new, decay=0.25).means.tolist()
-        [[0.75], [5.0]]
+        >>> update_prototypes(old, new).means
+        tensor([[0.9000],
+                [5.0000]])
 
     """
     check_option("memory", memory, get_args(PrototypeMemory))
-    if not 0 <= decay <= 1:
-        raise ValueError(f"Expected `decay` to be in 0 to 1, but got {decay}.")
     if previous is None:
         return current
     check_same_shape(previous, current)
     counts = previous.counts + current.counts
     if memory == "ema":
-        share = torch.full(counts.shape, decay, dtype=torch.float64, device=counts.device)
+        share = torch.full(counts.shape, _DECAY, dtype=torch.float64, device=counts.device)
     else:
         share = previous.counts / counts.clamp(min=1).to(torch.float64)
     share = torch.where(previous.present, share.where(current.present, 1.0), 0.0).unsqueeze(1)
@@ -252,35 +237,29 @@ def update_prototypes(
     return Prototypes((share * old + (1 - share) * new).to(current.means.dtype), counts)
 
 
-def reference_prototypes(
-    previous: Prototypes | None, current: Prototypes, aggregate: Prototypes, reference: PrototypeReference = "previous"
-) -> Prototypes:
+def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Prototypes:
     r"""Prototypes that the clients' are compared with in the aggregate prototype margin.
 
-    The choice is a reconstruction: the published text says "the aggregate set of prototypes" and no more.
+    Those "aggregated over previous rounds and clients", with :math:`P_t` for classes never seen before, which is a
+    reconstruction.
 
     Args:
         previous: Aggregate prototypes before the round :math:`\bar P_{t-1}`; ``None`` in the first.
         current: Prototypes of the round :math:`P_t`.
-        aggregate: Aggregate prototypes after the round :math:`\bar P_t`, see :func:`update_prototypes`.
-        reference: The aggregate before the round, with :math:`P_t` for classes never seen before, or the one after it.
 
     Returns:
-        Prototypes of the same classes for either reference.
+        Prototypes of all classes that are known now.
 
     Raises:
-        ValueError: If ``reference`` is unknown or the shapes differ.
+        ValueError: If the shapes differ.
 
     Example:
         >>> old = Prototypes(torch.tensor([[0.0], [0.0]]), torch.tensor([1, 0]))
         >>> new = Prototypes(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 1]))
-        >>> reference_prototypes(old, new, update_prototypes(old, new)).means.tolist()
+        >>> reference_prototypes(old, new).means.tolist()
         [[0.0], [2.0]]
 
     """
-    check_option("reference", reference, get_args(PrototypeReference))
-    if reference == "current":
-        return aggregate
     if previous is None:
         return current
     check_same_shape(previous, current)

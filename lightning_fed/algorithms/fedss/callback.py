@@ -8,7 +8,7 @@ The losses are in :mod:`lightning_fed.algorithms.fedss.losses`, the layer is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import lightning as L
 import numpy as np
@@ -18,7 +18,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_fed.algorithms.fedss.head import SampledSoftmaxHead, find_sampled_softmax_head
-from lightning_fed.algorithms.fedss.losses import LogQ, Objective, QSupport, sample_negatives
+from lightning_fed.algorithms.fedss.losses import Objective, sample_negatives
 from lightning_fed.algorithms.fedss.sampled_classes import ForeignLabelError, SampledClasses
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.federation import find_federation
@@ -64,8 +64,6 @@ class SampledSoftmax(FederatedCallback):
             numbers; negative ones are none, as in cross-entropy's ``ignore_index=-100``.
         classes: The clients' classes, a mapping or a function of the client; ``None`` looks for the labels in a
             pass over a client's data, when it first takes part.
-        log_q: Logits that are corrected, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`.
-        q_support: Classes that the drawn ones count as drawn from, see there.
 
     Raises:
         ValueError: If an option is unknown or out of its range; in ``fit``, if the head or the labels are not found,
@@ -97,20 +95,15 @@ class SampledSoftmax(FederatedCallback):
         head: str = "auto",
         target: int | str | Callable[[Any], Tensor] | None = None,
         classes: ClientClasses | None = None,
-        log_q: LogQ = "negatives",
-        q_support: QSupport = "complement",
     ) -> None:
         self.num_negatives = check_count("num_negatives", num_negatives, lowest=0)
         check_option("resample", resample, ("round", "batch"))
-        one = torch.zeros(1, dtype=torch.int64)
-        SampledClasses(one, torch.ones(1, dtype=torch.bool), objective, log_q, q_support)  # checks the options
+        check_option("objective", objective, get_args(Objective))
         self.objective: Objective = objective
         self.resample = resample
         self.head = head
         self.target = target
         self.classes = classes
-        self.log_q: LogQ = log_q
-        self.q_support: QSupport = q_support
         self._client_classes: dict[Client, Tensor] = {}
         self._head_name: str | None = None
         self._held: SampledClasses | None = None
@@ -150,7 +143,7 @@ class SampledSoftmax(FederatedCallback):
         num_classes = self._head(module).num_classes
         drawn = [sample_negatives(positives, num_classes, count, generator) for _ in range(draws)]
         rows = torch.unique(torch.cat([positives, *drawn]))
-        self._held = SampledClasses(rows, torch.isin(rows, positives), self.objective, self.log_q, self.q_support)
+        self._held = SampledClasses(rows, torch.isin(rows, positives), self.objective)
         if self.resample == "batch":
             self._columns = [
                 torch.searchsorted(rows, torch.cat([positives, negatives]).sort().values) for negatives in drawn

@@ -289,13 +289,13 @@ class SampledSoftmaxHead(LogitsLayer):
         if held.needs_target:
             if batch.target is None or batch.target.numel() != len(rows):
                 raise ValueError(
-                    f"Expected a label for each of {len(rows)} examples with objective={held.objective!r} and"
-                    f" log_q={held.log_q!r}, but got {0 if batch.target is None else batch.target.numel()}: see"
-                    " `begin_batch`, or use `loss` for other examples than the batch's."
+                    f"Expected a label for each of {len(rows)} examples with objective={held.objective!r}, but got"
+                    f" {0 if batch.target is None else batch.target.numel()}: see `begin_batch`, or use `loss` for"
+                    " other examples than the batch's."
                 )
             target = batch.target.reshape(-1).to(rows.device)
         is_positive, correction = held.is_positive.to(rows.device), held.correction(self.num_classes)
-        rows = sampled_logits(rows, is_positive, correction, target, objective=held.objective, log_q=held.log_q)
+        rows = sampled_logits(rows, is_positive, correction, target, objective=held.objective)
         return rows.reshape(logits.shape)
 
     def _check_rows(self) -> None:

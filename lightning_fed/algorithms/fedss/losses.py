@@ -3,7 +3,7 @@
 "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, equations 1
 to 8. A client holds its own classes P (positives) and m of the others N (negatives), drawn uniformly without
 replacement, instead of all n. The equations define the correction for negatives only, and a target is always a
-positive: no positive is corrected by default. That is the choice with which the sum over the held classes estimates the
+positive: no positive is corrected here. That is the choice with which the sum over the held classes estimates the
 full softmax's without bias, because a negative is drawn with probability m q, and a positive with probability 1.
 
 References:
@@ -28,8 +28,6 @@ from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.numerics.precision import at_least_float32, to_float64
 
 Objective = Literal["fedss", "negonly", "posonly", "full"]
-LogQ = Literal["negatives", "all_but_target", "none"]
-QSupport = Literal["complement", "all"]
 Reduction = Literal["mean", "sum", "none"]
 Norm = Literal["l2", "mean_abs"]
 
@@ -75,31 +73,27 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
     return ranks + torch.searchsorted(known - torch.arange(len(known)), ranks, right=True)
 
 
-def log_correction(
-    num_positives: int, num_negatives: int, num_classes: int, q_support: QSupport = "complement"
-) -> float:
+def log_correction(num_positives: int, num_negatives: int, num_classes: int) -> float:
     r"""The number added to the logit of a sampled class (eq. 3).
 
-    .. math:: -\ln(m q), \qquad q = \frac{1}{n - |P|} \text{ (complement) or } \frac{1}{n} \text{ (all)}
+    .. math:: -\ln(m q), \qquad q = \frac{1}{n - |P|}
 
     Args:
         num_positives: Number of the client's own classes, :math:`|P|`.
         num_negatives: Number of drawn classes, :math:`m`.
         num_classes: Number of all classes, :math:`n`.
-        q_support: Whether the negatives count as drawn from the other classes, as they are, or from all.
 
     Returns:
         The correction; 0 if nothing was drawn.
 
     Raises:
-        ValueError: If ``q_support`` is unknown, or there are more classes than all.
+        ValueError: If there are more classes than all.
 
     Example:
         >>> round(log_correction(2, 2, 6), 6), log_correction(2, 4, 6)
         (0.693147, 0.0)
 
     """
-    check_option("q_support", q_support, get_args(QSupport))
     if num_positives + num_negatives > num_classes:
         raise ValueError(
             f"Expected `num_classes` to be at least the number of positives and negatives"
@@ -107,8 +101,7 @@ def log_correction(
         )
     if num_negatives == 0:
         return 0.0
-    support = num_classes - num_positives if q_support == "complement" else num_classes
-    return math.log(support / num_negatives)
+    return math.log((num_classes - num_positives) / num_negatives)
 
 
 def sampled_logits(
@@ -118,27 +111,26 @@ def sampled_logits(
     target: Tensor | None = None,
     *,
     objective: Objective = "fedss",
-    log_q: LogQ = "negatives",
 ) -> Tensor:
     r"""The logits whose cross-entropy is the client's loss.
 
-    Corrected ones are :math:`o'_j = o_j - \ln(m q)`, and classes that an objective leaves out are :math:`-\infty`: the
-    negatives for "posonly", for "negonly" the positives but for the target, of examples that have one.
+    Those of the negatives are :math:`o'_j = o_j - \ln(m q)`, and classes that an objective leaves out are
+    :math:`-\infty`: the negatives for "posonly", for "negonly" the positives but for the target, of examples that have
+    one.
 
     Args:
         logits: Logits :math:`o` of the held classes, shape ``(N, S)``.
         is_positive: Mask of the client's own classes, bool, shape ``(S,)``.
         correction: Result of :func:`log_correction`.
-        target: Columns of the examples' classes, shape ``(N,)``; negative where an example has none. Only "negonly" and
-            "all_but_target" need it.
+        target: Columns of the examples' classes, shape ``(N,)``; negative where an example has none. Only "negonly"
+            needs it.
         objective: See :func:`sampled_softmax_loss`.
-        log_q: See :func:`sampled_softmax_loss`.
 
     Returns:
         Logits, shape ``(N, S)``; float32 for smaller types. Gradients flow.
 
     Raises:
-        ValueError: If an option is unknown, shapes do not fit, or the target is needed and missing.
+        ValueError: If the objective is unknown, shapes do not fit, or the target is needed and missing.
 
     Example:
         >>> sampled_logits(torch.zeros(1, 3), torch.tensor([True, True, False]), 0.5)
@@ -149,24 +141,21 @@ def sampled_logits(
 
     """
     check_option("objective", objective, get_args(Objective))
-    check_option("log_q", log_q, get_args(LogQ))
     _check_columns(logits, is_positive)
     logits = at_least_float32(logits)
     if objective == "full":
         return logits
     if objective == "posonly":
         return logits.masked_fill(~is_positive, -torch.inf)
-    if objective == "fedss" and log_q != "all_but_target":
-        return logits if log_q == "none" else logits + (~is_positive).to(logits.dtype) * correction
+    logits = logits + (~is_positive).to(logits.dtype) * correction
+    if objective == "fedss":
+        return logits
     if target is None:
-        raise ValueError(f"Expected `target` with objective={objective!r} and log_q={log_q!r}, but got None.")
+        raise ValueError("Expected `target` with objective='negonly', but got None.")
     _check_rows(logits, target)
     is_other = torch.arange(len(is_positive), device=target.device) != target.unsqueeze(1)
-    if log_q != "none":  # "negonly" masks the positives among them
-        logits = logits + is_other.to(logits.dtype) * correction
-    if objective == "negonly":  # a row without a target keeps its numbers: masked all over, its gradient would be NaN
-        logits = logits.masked_fill(is_positive & is_other & (target >= 0).unsqueeze(1), -torch.inf)
-    return logits
+    # A row without a target keeps its numbers: masked all over, its gradient would be NaN.
+    return logits.masked_fill(is_positive & is_other & (target >= 0).unsqueeze(1), -torch.inf)
 
 
 def sampled_softmax_loss(
@@ -176,8 +165,6 @@ def sampled_softmax_loss(
     num_classes: int,
     *,
     objective: Objective = "fedss",
-    log_q: LogQ = "negatives",
-    q_support: QSupport = "complement",
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""The loss of a client that holds some of the classes (eqs. 2, 5 to 8).
@@ -200,9 +187,6 @@ def sampled_softmax_loss(
         is_positive: Mask of the columns of the client's own classes, bool, shape ``(S,)``.
         num_classes: Number of all classes :math:`n`.
         objective: The loss; "full" needs the logits of all classes.
-        log_q: Logits that are corrected by :math:`-\ln(m q)`: those of the negatives; all but the target's, as a
-            library's sampled softmax would that knows nothing of positives; or none, which is the same as all.
-        q_support: See :func:`log_correction`.
         reduction: Mean over the examples that have a class, their sum, or a value for each.
 
     Returns:
@@ -232,8 +216,8 @@ def sampled_softmax_loss(
     if len(wrong):
         raise ValueError(f"Expected `target` to be columns of positives or -100, but got {wrong.tolist()}.")
     num_positives = int(is_positive.sum())
-    correction = log_correction(num_positives, len(is_positive) - num_positives, num_classes, q_support)
-    logits = sampled_logits(logits, is_positive, correction, target, objective=objective, log_q=log_q)
+    correction = log_correction(num_positives, len(is_positive) - num_positives, num_classes)
+    logits = sampled_logits(logits, is_positive, correction, target, objective=objective)
     return F.cross_entropy(logits, target, reduction=reduction)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_fed.algorithms.fedavg import FedAvg
 from lightning_fed.algorithms.fedavgm import FedAvgM
 from lightning_fed.algorithms.fedss.callback import ClientClasses, SampledSoftmax
-from lightning_fed.algorithms.fedss.losses import LogQ, Objective, QSupport
+from lightning_fed.algorithms.fedss.losses import Objective
 from lightning_fed.method import Method, register
 from lightning_fed.numerics.row_sums import RowWeighting
 
@@ -40,8 +40,6 @@ class FedSS(Method):
         head: Name of the head; ``"auto"`` finds the only one.
         target: Where a batch has its labels, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
         classes: The clients' own classes; ``None`` looks for them in the data.
-        log_q: Which logits are corrected.
-        q_support: What the drawn classes count as drawn from.
 
     Raises:
         ValueError: If an option is unknown or out of its range.
@@ -67,9 +65,7 @@ class FedSS(Method):
         head: str = "auto",
         target: int | str | Callable[[Any], Tensor] | None = None,
         classes: ClientClasses | None = None,
-        log_q: LogQ = "negatives",
-        q_support: QSupport = "complement",
     ) -> None:
         averaging = FedAvgM(server_lr, server_momentum, aggregator=FedAvg(row_weighting), lazy_rows=lazy_rows)
-        softmax = SampledSoftmax(num_negatives, objective, resample, head, target, classes, log_q, q_support)
+        softmax = SampledSoftmax(num_negatives, objective, resample, head, target, classes)
         super().__init__(averaging, [softmax])

@@ -11,7 +11,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from lightning_fed.algorithms.fedss.losses import LogQ, Objective, QSupport, log_correction
+from lightning_fed.algorithms.fedss.losses import Objective, log_correction
 from lightning_fed.argument_checks import check_option
 
 
@@ -21,18 +21,15 @@ class ForeignLabelError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class SampledClasses:
-    r"""The classes :math:`S_k = P_k \cup N_k` that a client holds, and the options of its loss.
+    r"""The classes :math:`S_k = P_k \cup N_k` that a client holds, and its loss.
 
     Args:
         classes: Their numbers among all classes, int64, strictly increasing, shape ``(S,)``.
         is_positive: Mask of the client's own classes, bool, shape ``(S,)``; the others were drawn.
         objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`.
-        log_q: Logits that are corrected, see there.
-        q_support: Classes that the drawn ones count as drawn from, see
-            :func:`~lightning_fed.algorithms.fedss.log_correction`.
 
     Raises:
-        ValueError: If the classes are not in order, none is the client's own, or an option is unknown.
+        ValueError: If the classes are not in order, none is the client's own, or the objective is unknown.
 
     Example:
         >>> held = SampledClasses(torch.tensor([2, 5, 7]), torch.tensor([True, True, False]))
@@ -44,13 +41,9 @@ class SampledClasses:
     classes: Tensor
     is_positive: Tensor
     objective: Objective = "fedss"
-    log_q: LogQ = "negatives"
-    q_support: QSupport = "complement"
 
     def __post_init__(self) -> None:
         check_option("objective", self.objective, get_args(Objective))
-        check_option("log_q", self.log_q, get_args(LogQ))
-        check_option("q_support", self.q_support, get_args(QSupport))
         _check_increasing("classes", self.classes)
         if self.is_positive.dtype != torch.bool or self.is_positive.shape != self.classes.shape:
             raise ValueError(
@@ -63,7 +56,7 @@ class SampledClasses:
     @property
     def needs_target(self) -> bool:
         """True if the logits of an example depend on its label."""
-        return self.objective == "negonly" or (self.objective == "fedss" and self.log_q == "all_but_target")
+        return self.objective == "negonly"
 
     def check_among(self, num_classes: int) -> None:
         """Refuses classes that a layer does not have.
@@ -91,7 +84,7 @@ class SampledClasses:
 
         """
         num_positives = int(self.is_positive.sum())
-        return log_correction(num_positives, len(self.classes) - num_positives, num_classes, self.q_support)
+        return log_correction(num_positives, len(self.classes) - num_positives, num_classes)
 
     def subset(self, columns: Tensor) -> SampledClasses:
         """The client's own classes and fewer of those that were drawn.

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule
-from lightning_fed.algorithms import FedAvgM, FedBN, FedFusion
+from lightning_fed.algorithms import FedBN, FedFusion
 from lightning_fed.callbacks import FeatureFusion, Federation, SampledSoftmax
 from lightning_fed.compare import MethodChoice
 from lightning_fed.data import IID
@@ -236,21 +236,6 @@ def test_convolutions_are_not_smoothed(federated_trainer):
         aggregates.append(recorder.aggregates)
     for ours, expected in zip(*aggregates, strict=True):
         assert_same(ours, expected)
-
-
-def test_weights_stay_in_their_range(federated_trainer):
-    class Range(FederatedCallback):
-        def on_client_end(self, trainer, module, client, update):
-            values.append(update.state[WEIGHT])
-
-    extremes = []
-    for clamp in (None, (-0.001, 0.002)):
-        values = []
-        fit(federated_trainer, make("multi", clamp=clamp, ema=0), callbacks=[Range()], local_epochs=4)
-        extremes.append((torch.stack(values).min().item(), torch.stack(values).max().item()))
-    assert extremes[0][0] < -0.001
-    assert extremes[0][1] > 0.002
-    assert extremes[1] == pytest.approx((-0.001, 0.002))
 
 
 # --- rounds that come to nothing, checkpoints -------------------------------------------------------------------------
@@ -571,7 +556,7 @@ def test_the_preset_is_the_callback(federated_trainer):
 def test_the_presets_arguments_are_the_callbacks():
     given = {
         "operator": "multi", "at": "net.features.0", "levels": [0], "ema": 0.5, "eval_reference": "current",
-        "cache_global_features": True, "conv_init": "local", "conv_bias": False, "clamp": (0, 1),
+        "cache_global_features": True, "conv_init": "local", "conv_bias": False,
     }  # fmt: skip
     parameters = [name for name in inspect.signature(FedFusion).parameters if name != "aggregator"]
     assert sorted(parameters) == sorted(given)
@@ -745,17 +730,6 @@ def test_no_operator_and_few_classes_of_many(federated_trainer):
         assert not torch.equal(task.model.fc.weight, before)
 
 
-def test_weights_stay_in_their_range_whatever_the_server_does(federated_trainer):
-    recorder = Recorder()
-    fit(
-        federated_trainer, make("multi", clamp=(-0.001, 0.002), ema=0.0), callbacks=[recorder], local_epochs=3,
-        rounds=4, method=FedAvgM(lr=3.0, momentum=0.9),
-    )  # fmt: skip
-    sent = torch.stack([visit.broadcast[WEIGHT] for visit in recorder.visits])
-    assert sent.min().item() == pytest.approx(-0.001)
-    assert sent.max().item() == pytest.approx(0.002)
-
-
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
@@ -892,7 +866,7 @@ def test_another_fusion_is_refused(federated_trainer):
     with pytest.raises(MisconfigurationException, match=r"with 'multi' at 'net.features.0', but it has"):
         fit(federated_trainer, make("multi", at="net.features.0"), module, rounds=1)
     fit(federated_trainer, make("multi", at="net.features"), module, rounds=1)
-    for options in ({"clamp": (0, 1)}, {"levels": [0]}, {"channel_axis": 2}):
+    for options in ({"levels": [0]}, {"channel_axis": 2}):
         (name,) = options
         with pytest.raises(MisconfigurationException, match=rf"with {name}=.*, but its fusion has {name}="):
             fit(federated_trainer, make("multi", **options), module, rounds=1)
@@ -952,7 +926,6 @@ def test_neurons_that_change_places_are_refused(federated_trainer):
         ({"ema": 1.0}, r"Expected `ema` to be in \[0, 1\), but got 1.0"),
         ({"eval_reference": "next"}, "Expected `eval_reference` to be one of"),
         ({"conv_init": "zeros"}, "Expected `init` to be one of"),
-        ({"operator": "multi", "clamp": (1, 0)}, "Expected `clamp` to be a range"),
     ],
 )
 def test_options_that_cannot_be(options, message):

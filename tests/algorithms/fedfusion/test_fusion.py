@@ -96,25 +96,12 @@ def test_starts_of_operators():
     torch.testing.assert_close(ConvFusion(4, "average")(local, reference), (local + reference) / 2)
 
 
-def test_weights_are_brought_back_into_their_range():
-    operator = MultiFusion(3, clamp=(0, 1))
-    operator.weight.data = torch.tensor([-0.5, 0.5, 1.5])
-    operator.project()
-    assert operator.weight.tolist() == [0, 0.5, 1]
-    assert SingleFusion(clamp=(0.25, 1)).weight.item() == MultiFusion(1, clamp=(0.25, 1)).weight.item() == 0.25
-    free = SingleFusion()
-    free.weight.data.fill_(7)
-    free.project()
-    assert free.weight.item() == 7
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: build_operator("sum", 2), "Expected `operator` to be one of"),
         (lambda: ConvFusion(2, "zeros"), "Expected `init` to be one of"),
         (lambda: MultiFusion(0), "Expected `channels` to be at least 1"),
-        (lambda: SingleFusion(clamp=(1, 0)), r"Expected `clamp` to be a range such as \(0, 1\)"),
     ],
 )
 def test_operators_that_cannot_be(make, message):

@@ -110,7 +110,6 @@ def test_a_checkpoint_with_other_classes_is_refused(federated_trainer, tmp_path,
         ({"mode": "shrink"}, "mode"),
         ({"last_layer": "mean"}, "last_layer"),
         ({"start": "zero"}, "start"),
-        ({"retrain_epochs": 0}, "retrain_epochs"),
         ({"max_width": 0.5}, "max_width"),
         ({"max_width": float("inf")}, "`max_width` to be at least 1 and finite, 'auto' or None, but got inf"),
         ({"seed": -1}, "`seed` to be at least 0, but got -1"),
@@ -152,9 +151,6 @@ def test_what_cannot_be_in_a_fit(federated_trainer):
         def on_train_start(self, trainer, pl_module):
             raise AssertionError("it was to be refused before anything trains")
 
-    for options in ({"retrain_epochs": 2}, {"last_epochs": 3}):
-        with pytest.raises(MisconfigurationException, match=rf"no `local_steps` .* got 2 with {next(iter(options))}="):
-            run(FedMA(**options), local_steps=2, callbacks=[Never()])
     with pytest.raises(MisconfigurationException, match="LBFGS, which remembers"):
         run(FedMA(), torch.optim.LBFGS, callbacks=[Never()])
 

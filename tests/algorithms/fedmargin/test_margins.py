@@ -26,7 +26,7 @@ from tests.breadth import quick
 
 MARGINS = ["semantic", "hypothesis", "relative", "gain"]
 REDUCTIONS = ["mean", "sum", "count", "max"]
-ATTENTIONS = [("sum", {}), ("softmax", {}), ("softmax", {"standardize": False}), ("softmax", {"temperature": 0.3})]
+ATTENTIONS = ["sum", "softmax"]
 COMBINATIONS = ["mean", "product", "lpm", "apm"]
 
 
@@ -37,7 +37,7 @@ def clients(means=references.AFTER, **options):
 def margins_of_a_round(after, before, previous, margin="semantic", reduction="mean"):
     """LPM and APM of all clients, shape (K,)."""
     current = aggregate_prototypes(after)
-    reference = reference_prototypes(previous, current, update_prototypes(previous, current))
+    reference = reference_prototypes(previous, current)
     options = {"margin": margin, "class_reduction": reduction}
     lpm = [local_prototype_margin(a, b, fallback=reference, **options) for a, b in zip(after, before, strict=True)]
     apm = [aggregate_prototype_margin(a, reference, **options) for a in after]
@@ -90,30 +90,25 @@ def test_class_margins_of_the_example():
     close(class_margins(after[2], before[2], "hypothesis", fallback=reference), (math.nan, math.nan, 0.5))
 
 
-EXAMPLES = [  # margin, attention, options of it, combination, sizes, a^L, a^A, a, w
+EXAMPLES = [  # margin, attention, combination, sizes, a^L, a^A, a, w
     (
-        "semantic", "sum", {}, "mean", None,
+        "semantic", "sum", "mean", None,
         (0.384090, 0.231819, 0.384090), (0.345594, 0.395210, 0.259196), (0.364842, 0.313515, 0.321643), 2.278444,
     ),
-    ("semantic", "sum", {}, "product", None, None, None, (0.409802, 0.282847, 0.307351), 2.204901),
-    ("semantic", "sum", {}, "mean", [40, 40, 20], None, None, (0.434761, 0.373597, 0.191642), 1.948522),
+    ("semantic", "sum", "product", None, None, None, (0.409802, 0.282847, 0.307351), 2.204901),
+    ("semantic", "sum", "mean", [40, 40, 20], None, None, (0.434761, 0.373597, 0.191642), 1.948522),
     (
-        "semantic", "softmax", {"standardize": False}, "mean", None,
-        (0.354586, 0.290827, 0.354586), (0.339337, 0.373420, 0.287243), None, 2.294867,
-    ),
-    (
-        "semantic", "softmax", {}, "mean", None,
+        "semantic", "softmax", "mean", None,
         (0.379752, 0.240496, 0.379752), (0.341045, 0.395781, 0.263175), (0.360398, 0.318138, 0.321463), 2.282528,
     ),
-    ("hypothesis", "sum", {}, "mean", None, None, None, (0.742652, 0.010369, 0.246979), 1.751306),
-    ("relative", "sum", {}, "mean", None, None, None, (0.612318, 0.028040, 0.359641), 2.106964),
-    ("relative", "softmax", {"standardize": False}, "mean", None, None, None, (0.421922, 0.244964, 0.333114), 2.244305),
+    ("hypothesis", "sum", "mean", None, None, None, (0.742652, 0.010369, 0.246979), 1.751306),
+    ("relative", "sum", "mean", None, None, None, (0.612318, 0.028040, 0.359641), 2.106964),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("margin", "kind", "options", "combine", "sizes", "local", "aggregate", "both", "w"), EXAMPLES)
-def test_attention_of_the_example(margin, kind, options, combine, sizes, local, aggregate, both, w):
-    lpm, apm = (margin_attention(values, kind, **options) for values in example_margins(margin))
+@pytest.mark.parametrize(("margin", "kind", "combine", "sizes", "local", "aggregate", "both", "w"), EXAMPLES)
+def test_attention_of_the_example(margin, kind, combine, sizes, local, aggregate, both, w):
+    lpm, apm = (margin_attention(values, kind) for values in example_margins(margin))
     attention = combine_attention(lpm, apm, combine, num_samples=sizes)
     for result, expected in ((lpm, local), (apm, aggregate), (attention, both)):
         if expected is not None:
@@ -201,13 +196,11 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), ATTENTIONS)
+@pytest.mark.parametrize("kind", ATTENTIONS)
 @pytest.mark.parametrize("values", VALUES, ids=str)
-def test_attention_against_the_reference(values, kind, options):
-    if max((abs(v) for v in values if v is not None), default=0) > 1e99 and options.get("standardize") is False:
-        return  # the reference's powers overflow
-    result = margin_attention(torch.tensor([as_nan(v) for v in values], dtype=torch.float64), kind, **options)
-    close(result, references.attention_reference(values, kind, **options), atol=1e-12)
+def test_attention_against_the_reference(values, kind):
+    result = margin_attention(torch.tensor([as_nan(v) for v in values], dtype=torch.float64), kind)
+    close(result, references.attention_reference(values, kind), atol=1e-12)
     assert result.min() >= 0
     assert result.sum().item() == pytest.approx(1)
 
@@ -245,14 +238,14 @@ def random_round(seed=0, scale=1.0, count=6):
 
 
 @pytest.mark.parametrize("margin", MARGINS)
-@pytest.mark.parametrize(("kind", "options"), ATTENTIONS)
-def test_permuted_clients_have_permuted_attention(margin, kind, options):
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_permuted_clients_have_permuted_attention(margin, kind):
     after, before, previous = random_round()
     order = [4, 0, 5, 2, 1, 3]
     results = []
     for indices in (range(6), order):
         rounds = [after[k] for k in indices], [before[k] for k in indices], previous
-        results.append([margin_attention(values, kind, **options) for values in margins_of_a_round(*rounds, margin)])
+        results.append([margin_attention(values, kind) for values in margins_of_a_round(*rounds, margin)])
     for plain, permuted in zip(*results, strict=True):
         torch.testing.assert_close(plain[order], permuted, atol=1e-12, rtol=0)
 
@@ -285,24 +278,21 @@ COUNTS = [1, 2, 3, 10, 49]
 
 
 @pytest.mark.parametrize(
-    ("count", "margin", "kind", "options", "combine"),
+    ("count", "margin", "kind", "combine"),
     quick(
-        [
-            (count, margin, *attention, combine)
-            for count, margin, attention, combine in itertools.product(COUNTS, MARGINS, ATTENTIONS, COMBINATIONS)
-        ],
+        list(itertools.product(COUNTS, MARGINS, ATTENTIONS, COMBINATIONS)),
         [  # all triples
-            (COUNTS[i], MARGINS[j], *ATTENTIONS[k], COMBINATIONS[(i + j + k) % 4])
-            for i, j, k in itertools.product(range(5), range(4), range(4))
+            (COUNTS[i], MARGINS[j], ATTENTIONS[k], COMBINATIONS[(i + j + k) % 4])
+            for i, j, k in itertools.product(range(5), range(4), range(2))
         ],
     ),
 )
-def test_equal_clients_count_the_same_exactly(count, margin, kind, options, combine):
+def test_equal_clients_count_the_same_exactly(count, margin, kind, combine):
     """FairAvg, to the last bit; also where the margin is missing or not positive."""
     after, before, previous = random_round(1)
     for client in (0, 1):  # the second has one class
         rounds = [after[client]] * count, [before[client]] * count, previous
-        lpm, apm = (margin_attention(values, kind, **options) for values in margins_of_a_round(*rounds, margin))
+        lpm, apm = (margin_attention(values, kind) for values in margins_of_a_round(*rounds, margin))
         weights = combine_attention(lpm, apm, combine)
         assert weights.tolist() == [1 / count] * count
 
@@ -453,12 +443,6 @@ def test_unknown_options():
         margin_attention(values, "max")
     with pytest.raises(ValueError, match=r"one of \['mean', 'product', 'lpm', 'apm'\], but got 'sum'"):
         combine_attention(values, values, "sum")
-
-
-@pytest.mark.parametrize("temperature", [0, -1, float("inf"), float("nan")])
-def test_temperatures_out_of_range(temperature):
-    with pytest.raises(ValueError, match="`temperature` to be greater than 0 and finite"):
-        margin_attention(torch.ones(2), "softmax", temperature=temperature)
 
 
 def test_what_cannot_be_attended_to():

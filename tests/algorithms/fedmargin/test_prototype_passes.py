@@ -141,7 +141,7 @@ def test_batches_that_a_step_leaves_out(name, passes, plain_trainer):
 
     def of(indices):
         features, targets = (torch.cat(pair) for pair in zip(*(parts[index] for index in indices), strict=True))
-        return prototypes_reference(features, targets, 255, (), 1, False)
+        return prototypes_reference(features, targets, 255, ())
 
     halves = [kept, kept] if passes == "exact" else [[p for p in kept if p < 3], [p for p in kept if p >= 3]]
     (before, _), (after, counts) = (of(indices) for indices in halves)

@@ -121,7 +121,7 @@ class StopAt(L.Callback):
 
 def federate(callbacks, logger, rounds, data=None, ckpt_path=None, **options):
     """A federation with FedMargin, unless told otherwise; returns the module."""
-    arguments = {**QUIET, "logger": logger, "method": FedMargin(proto_ema=0.5), "seed": 3, **options}
+    arguments = {**QUIET, "logger": logger, "method": FedMargin(proto_memory="cumulative"), "seed": 3, **options}
     trainer = FederatedTrainer(**arguments, max_rounds=rounds, callbacks=callbacks)
     module = models.Module(net(), models.momentum)
     trainer.fit(

@@ -30,7 +30,7 @@ def test_the_parts_arguments_are_the_presets(preset):
     """All of them, under their names and with their defaults; what each gets is what was said."""
     said = {
         "objective": "negonly", "resample": "batch", "head": "logits", "target": "label", "classes": {"a": [1]},
-        "log_q": "none", "q_support": "all", "row_weighting": "per_row", "server_lr": 0.5, "server_momentum": 0.25,
+        "row_weighting": "per_row", "server_lr": 0.5, "server_momentum": 0.25,
         "lazy_rows": True, "strength": 3.0, "variant": "margin", "k": 4, "margin": 0.7, "lr": 0.01, "comparison": 6,
         "normalize": False,
     }  # fmt: skip

@@ -591,8 +591,6 @@ def test_a_mobile_net_of_timm(federated_trainer):
         ({"num_negatives": 2.5}, "Expected `num_negatives` to be a whole number"),
         ({"num_negatives": 1, "objective": "both"}, "Expected `objective` to be one of"),
         ({"num_negatives": 1, "resample": "epoch"}, "Expected `resample` to be one of"),
-        ({"num_negatives": 1, "log_q": "yes"}, "Expected `log_q` to be one of"),
-        ({"num_negatives": 1, "q_support": "some"}, "Expected `q_support` to be one of"),
     ],
 )
 def test_options_that_cannot_be_right(arguments, message):
