@@ -21,6 +21,7 @@ from typing import Any
 import lightning as L
 import torch
 from common import QUIET, Curve, load_json, machine, parser, prepare, run_all, spread, table, write_section
+from simulated_privacy import SimulatedDP
 from speed_peers import SCRIPTS, environment, installed
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -28,7 +29,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.data import IID, ByGroup, Dirichlet, Partition
 from lightning_fed.datasets import CIFAR10, FEMNIST, FashionMNIST
-from lightning_fed.privacy import CentralDP
 from lightning_fed.privacy.accounting import calibrate
 from lightning_fed.tasks import ClassificationTask
 
@@ -121,18 +121,17 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
         found = beside(study, task, clients, test, rounds, multiplier, seed, arguments)
     else:
         curve = Curve()
-        privacy = None
+        steps = []
         if multiplier is not None:
-            privacy = CentralDP(
-                clip=study.clip, delta=DELTA, noise_multiplier=multiplier, noise_cohort=study.noise_cohort,
-                noise_population=study.noise_cohort * SHARE, key_for_tests=seed,
-            )  # fmt: skip
+            steps.append(
+                SimulatedDP(study.clip, DELTA, multiplier, study.noise_cohort, study.noise_cohort * SHARE, key=seed)
+            )
         trainer = FederatedTrainer(
             "fairavg",  # as with privacy, clients count the same
             max_rounds=rounds,
             clients_per_round=COHORT,
             local_epochs=1,
-            privacy=privacy,
+            steps=steps,
             vectorize=COHORT if kind == "mlp" else 1,
             seed=seed,
             callbacks=[curve],
@@ -244,7 +243,7 @@ def main() -> None:
     text = (
         "`python benchmarks/privacy_utility.py --data DATA --out docs/results/privacy.md`. Central differential"
         f" privacy, delta {DELTA:g}: {COHORT} clients train in a round, with the noise of 1,000 drawn from 1,000,000,"
-        " or of 100 drawn from 100,000 (`noise_cohort`), so that epsilon is simulated. Every client counts the same."
+        " or of 100 drawn from 100,000, so that epsilon is simulated. Every client counts the same."
         f" Accuracy in % on held-out images, mean of the last {LAST} rounds, ± standard deviation over seeds. `pfl`"
         f" {installed('pfl', environment('pfl', arguments.runs / 'peers'))} has the same clients, first weights, clip"
         " and noise multiplier; it draws other clients, as many in every round. Seconds are medians of rounds without"

@@ -22,12 +22,15 @@ from common import QUIET, machine, parser, prepare, run_all, spread, table, writ
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FederatedDataModule, FederatedTrainer, Method
+from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed.algorithms.robust import AdaptiveClipping, NearestNeighborMixing
+from lightning_fed.algorithms.robust.mixtures import Mixture
 from lightning_fed.attacks import ALIE, IPM, BadValues, GaussianNoise, Mimic, Scaling, SignFlip, flip_labels
 from lightning_fed.data import Dirichlet
 from lightning_fed.datasets import FashionMNIST
 from lightning_fed.method import build_method
 from lightning_fed.server.schedule import derive_seed
+from lightning_fed.steps import UpdateStep
 from lightning_fed.tasks import ClassificationTask
 
 CLIENTS, IMAGES, TRUSTED, TEST = 10, 10_000, 100, 2_000
@@ -44,13 +47,14 @@ RULES = {  # and the most malicious clients of 10 that a rule stands
     "bulyan": ("bulyan:num_malicious={f}", 1),
     "geometric_median": ("geometric_median:num_malicious={f}", 4),
     "centered_clipping": ("centered_clipping:num_malicious={f}", 4),
-    "norm_clipping": ("norm_clipping:num_malicious={f}", 4),
+    "norm_clipping": ("norm_clipping", 4),
     "fltrust": ("fltrust:trusted=server:num_malicious={f}", 4),
-    "nnm, trimmed_mean": ("trimmed_mean:num_malicious={f}:before=[nnm]", 4),
-    "nnm, multikrum": ("multikrum:num_malicious={f}:before=[nnm]", 3),
-    "arc, nnm, geometric_median": ("geometric_median:num_malicious={f}:before=[arc, nnm]", 4),
+    "nnm, trimmed_mean": ("trimmed_mean:num_malicious={f}", 4),
+    "nnm, multikrum": ("multikrum:num_malicious={f}", 3),
+    "arc, nnm, geometric_median": ("geometric_median:num_malicious={f}", 4),
 }
-ATTACKS: dict[str, Callable[[Sequence[str]], Any]] = {
+MIXTURES: dict[str, Callable[[int], Mixture]] = {"nnm": NearestNeighborMixing, "arc": AdaptiveClipping}
+ATTACKS: dict[str, Callable[[Sequence[str]], UpdateStep | None]] = {
     "sign flip": lambda clients: SignFlip(clients),
     "scaling 10": lambda clients: Scaling(clients, 10.0),
     "noise": lambda clients: GaussianNoise(clients, 0.1),
@@ -104,10 +108,14 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
         of_client = labels[indices]
         is_wrong = attack == "label flip" and client in malicious
         clients[client] = TensorDataset(images[indices], flip_labels(of_client, 10) if is_wrong else of_client)
-    method: Method = build_method(RULES[rule][0].format(f=number))
+    method = build_method(RULES[rule][0].format(f=number))
+    # The first mixture to be applied is the outermost, and outside of it come the malicious clients.
+    steps: list[UpdateStep] = [MIXTURES[mixture](number) for mixture in reversed(rule.split(", ")[:-1])]
     if rule == "fltrust":
         clients["server"] = TensorDataset(images[IMAGES:], labels[IMAGES:])
-    callback = ATTACKS[attack](malicious) if number and attack != NONE else None
+    step = ATTACKS[attack](malicious) if number and attack != NONE else None
+    if step is not None:
+        steps.append(step)
     L.seed_everything(seed, verbose=False)
     task = ClassificationTask("mlp", 10, 1, 28, lr=LR)
     trainer = FederatedTrainer(
@@ -117,7 +125,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
         vectorize=CLIENTS + 1,
         max_failed_rounds=None,  # a model that is carried away ends with the accuracy that it has
         seed=seed,
-        callbacks=[] if callback is None else [callback],
+        steps=steps,
         limit_val_batches=0,
         num_sanity_val_steps=0,
         **QUIET,

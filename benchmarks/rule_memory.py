@@ -18,6 +18,7 @@ from lightning_fed.algorithms import build_method
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
+from lightning_fed.steps import Chain
 
 RULES = (
     "fedavg", "fairavg", "fedavgm", "fedadam", "fedatt", "normclipping", "centeredclipping", "median", "trimmedmean",
@@ -30,7 +31,8 @@ def round_of(rule: str, parameters: int, clients: int) -> float:
     """Peak memory of a round above the global model's, in models."""
     generator = torch.Generator().manual_seed(0)
     state = {f"{entry}.weight": torch.randn(parameters // ENTRIES, generator=generator) for entry in range(ENTRIES)}
-    server = Server(build_method(rule).aggregator)
+    method = build_method(rule)
+    server = Server(Chain(method.aggregator, method.steps))
     before = peak_bytes()
     server.start_round(RoundInfo(0), state)
     for number in range(clients):

@@ -32,7 +32,7 @@ from lightning_fed.backends.flower.secure_sum_protocol import (
     open_share,
     share_secrets,
 )
-from lightning_fed.privacy import Ring, RingSteps
+from lightning_fed.privacy import Ring, SecureSum
 
 SIZES = {"1.7 million": 1_663_370, "12 million": 12_000_000}  # McMahan's CNN, and a ResNet or DeepLab
 CLIENTS = (5, 10, 50)
@@ -51,7 +51,7 @@ def seconds_of(function: Callable[[], Any], repetitions: int) -> tuple[float, An
 
 def measure(size: int, count: int, repetitions: int) -> dict[str, Any]:
     """A round of ``count`` clients with vectors of ``size`` numbers."""
-    least, names = RingSteps().least_clients(count), list(range(count))
+    least, names = SecureSum(1.0).least_clients(count), list(range(count))
     secrets = {name: make_secrets() for name in names}
     public = {name: secret.public for name, secret in secrets.items()}
 

@@ -23,7 +23,7 @@ from lightning_fed.steps.update_step import UpdateStep
 
 
 class Method:
-    """A server's rule, the update steps and callbacks that belong to it, and the arguments of a federation that it sets.
+    """A server's rule, its update steps and callbacks, and the arguments of a federation that it sets.
 
     An :class:`~lightning_fed.Aggregator` by itself is a method too: it has the callbacks that it was registered with,
     and sets nothing. All others are objects of this class, or of a subclass whose ``__init__`` takes the method's

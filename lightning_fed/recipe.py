@@ -25,6 +25,7 @@ import lightning_fed.tasks  # noqa: F401
 from lightning_fed import __version__
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.model.entries import Selector
+from lightning_fed.steps.update_step import UpdateStep
 from lightning_fed.trainer import FederatedTrainer
 
 COMMANDS = {
@@ -171,6 +172,7 @@ def federated_trainer(
     federation: Federation | None = None,
     personal: Sequence[Selector] = (),
     frozen: Sequence[Selector] = (),
+    steps: Sequence[UpdateStep] = (),
     callbacks: list[Callback] | Callback | None = None,
     enable_progress_bar: bool | None = None,
     **options: Any,
@@ -183,6 +185,7 @@ def federated_trainer(
             ``{class_path: lightning_fed.Federation, init_args: {method: fedbn}}``.
         personal: Entries that stay with their client: name patterns, or module types by class path.
         frozen: Entries that never travel, likewise.
+        steps: Update steps, the innermost first.
         callbacks: Callbacks beside the federation's own.
         enable_progress_bar: Whether to show a progress bar.
         options: Further arguments of ``FederatedTrainer``, and those of ``L.Trainer``.
@@ -193,6 +196,7 @@ def federated_trainer(
         federation=federation,
         personal=tuple(personal),  # an empty list is not the default
         frozen=tuple(frozen),
+        steps=tuple(steps),
         callbacks=callbacks,
         enable_progress_bar=enable_progress_bar is not False,
         **options,

@@ -1,7 +1,7 @@
 """The server's rules: the port from a round's messages to the new global state.
 
-A rule is a monoid between its :meth:`~Aggregator.start` and its :meth:`~Aggregator.aggregate`. What happens to an update
-between a client's training and the rule is not a rule's business but that of :mod:`lightning_fed.steps`.
+A rule is a monoid between its :meth:`~Aggregator.start` and its :meth:`~Aggregator.aggregate`. What happens to an
+update between a client's training and the rule is the business of :mod:`lightning_fed.steps`.
 """
 
 from __future__ import annotations

@@ -22,10 +22,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import Aggregator, FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import METHODS, FedAwS, FedBN, FedFusion, FedPer, FedRep, FedSS
+from lightning_fed.algorithms.robust.mixtures import Bucketing
 from lightning_fed.attacks import ALIE, GaussianNoise
 from lightning_fed.modules import SampledSoftmaxHead
-from lightning_fed.privacy import CentralDP
+from lightning_fed.privacy import SecureSum
+from lightning_fed.steps import MaxMedianNorm, UniformWeights
 from tests.conftest import QUIET
+from tests.privacy.helpers import KnownKey
 
 DROPOUT = 0.2
 SIZES = {"ann": 9, "bob": 22, "cid": 6, "dee": 30, "eve": 13}
@@ -120,7 +123,8 @@ def in_shares(processes):
 
 
 OPTIONS = {"clients_per_round": 3, "seed": 3}
-PRIVACY = CentralDP(0.1, 1e-2, noise_multiplier=0.5, adaptive=True, count_noise=0.5, key_for_tests=1)
+PRIVACY = KnownKey(0.1, 1e-2, noise_multiplier=0.5, adaptive=True, count_noise=0.5, key=1)
+ATTACKS = [GaussianNoise(1), ALIE(1, seed=1)]
 JOBS = {
     **{name: by_rule(name) for name, method in METHODS.items() if issubclass(method, Aggregator)},
     "fedatt with noise": lambda processes: fit(Federation("fedatt:noise=0.1", **OPTIONS), processes),
@@ -130,13 +134,15 @@ JOBS = {
     "moon": lambda processes: fit(Federation("moon", **OPTIONS), processes, rounds=3),
     "fedala": lambda processes: fit(Federation("fedala", **OPTIONS), processes, rounds=3),
     "fedbn": lambda processes: fit(Federation(FedBN(), **OPTIONS), processes, module=Net(batch_norm=True)),
-    "bucketing": lambda processes: fit(Federation("median:before=[bucketing]", **OPTIONS), processes),
-    "attacks": lambda processes: fit(Federation("median", seed=3), processes, [GaussianNoise(1), ALIE(1, seed=1)]),
+    "bucketing": lambda processes: fit(Federation("median", steps=[Bucketing(2, 0)], **OPTIONS), processes),
+    "attacks": lambda processes: fit(Federation("median", seed=3, steps=ATTACKS), processes),
     **(
-        {"private": lambda processes: fit(Federation("fedavgm", privacy=PRIVACY, **OPTIONS), processes, rounds=4)}
+        {"private": lambda processes: fit(Federation("fedavgm", steps=[PRIVACY], **OPTIONS), processes, rounds=4)}
         if find_spec("dp_accounting")
         else {}
     ),
+    "bounded": lambda processes: fit(Federation(steps=[MaxMedianNorm(0.5)], **OPTIONS), processes),
+    "secure sum": lambda processes: fit(Federation(steps=[UniformWeights(), SecureSum(0.1)], **OPTIONS), processes),
     "recalibrated": lambda processes: fit(Federation(**OPTIONS), processes, module=Net(batch_norm=True)),
     "fedfusion": lambda processes: fit(Federation(FedFusion("conv", at="net.1"), **OPTIONS), processes),
     "fedss": lambda processes: fit(Federation(FedSS(2), **OPTIONS), processes, classes=12),

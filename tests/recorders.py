@@ -72,6 +72,8 @@ def travelling(message):
 class Recorder(FederatedCallback):
     """Notes every message, visit, aggregate, and what validation saw."""
 
+    keeps_privacy = True  # it sends nothing
+
     def __init__(self):
         self.visits: list[SeenVisit] = []
         self.aggregates: list[dict] = []

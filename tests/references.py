@@ -200,9 +200,8 @@ def seed_reference(seed):
 
 
 def average_reference(states, sizes, equal=False):
-    """Weighted mean in float64; an integer entry is the one of the largest client."""
+    """Weighted mean in float64; an integer entry is the one of the largest client, of equal ones the largest."""
     weights = [1.0 if equal else float(size) for size in sizes]
-    largest = max(range(len(sizes)), key=lambda place: sizes[place])
     mean = {}
     for name, value in states[0].items():
         if value.is_floating_point():
@@ -211,7 +210,8 @@ def average_reference(states, sizes, equal=False):
                 total += weight * state[name].double()
             mean[name] = (total / sum(weights)).to(value.dtype)
         else:
-            mean[name] = states[largest][name].clone()
+            largest = [state[name] for size, state in zip(sizes, states, strict=True) if size == max(sizes)]
+            mean[name] = torch.stack(largest).amax(0)
     return mean
 
 

@@ -40,12 +40,12 @@ class ServerReference:
     Integers and running statistics are averaged as federated averaging does.
     """
 
-    def __init__(self, step, equal=False, **options):
-        self.step, self.equal, self.options = step, equal, options
+    def __init__(self, step, **options):
+        self.step, self.options = step, options
         self.memory = {}
 
     def __call__(self, start, states, sizes):
-        new = average_reference(states, sizes, self.equal)
+        new = average_reference(states, sizes)
         for name, old in start.items():
             if old.is_floating_point() and "running" not in name:
                 memory = self.memory.setdefault(name, {})

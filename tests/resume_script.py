@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.callbacks import ClassPrototypes, FeatureFusion, SampledSoftmax
+from lightning_fed.compression import Quantized, TopK
 from lightning_fed.data import Dirichlet
 from lightning_fed.modules import SampledSoftmaxHead
 
@@ -59,6 +60,9 @@ RUNS = {
         "model": {"optimizer": "two"},
         "federation": {"batch_norm": "frozen", "optimizer_state": "keep", "clients_per_round": 4},
     },
+    # What compression leaves out is remembered by each client, and the server's momentum is a step like it.
+    "compressed": {"federation": {"method": "fedavgm", "clients_per_round": 3, "steps": [Quantized(4)]}},
+    "compressed-in-folder": {"federation": {"clients_per_round": 3, "steps": [TopK(0.2)], "store": "clients"}},
     # What the server remembers of prototypes, and each client of its own.
     "margins-in-memory": {
         "prototypes": {"lpm_before": "last_local"},

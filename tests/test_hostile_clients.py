@@ -6,6 +6,7 @@ import torch
 from lightning_fed import FederatedCallback
 from lightning_fed.model.batch_norm import find_bad_statistics, pool_statistics
 from lightning_fed.rounds import batch_norm
+from lightning_fed.steps import MaxSamples, UniformWeights
 from tests.models import Module, adam, as_datasets, mlp, norm_mlp, vectors
 from tests.recorders import assert_same, state_of
 
@@ -109,11 +110,11 @@ def test_no_pool_of_good_statistics_is_infinite():
 
 
 @pytest.mark.parametrize(
-    ("limits", "counts"),
-    [({}, [20.0, 12.0, 16.0]), ({"max_samples": 14}, [14.0, 12.0, 14.0]), ({"weighting": "uniform"}, [1.0, 1.0, 1.0])],
-    ids=str,
+    ("steps", "counts"),
+    [([], [20.0, 12.0, 16.0]), ([MaxSamples(14)], [14.0, 12.0, 14.0]), ([UniformWeights()], [1.0, 1.0, 1.0])],
+    ids=["none", "most", "uniform"],
 )
-def test_what_counts_counts_in_pooled_statistics_too(limits, counts, federated_trainer, monkeypatch):
+def test_what_counts_counts_in_pooled_statistics_too(steps, counts, federated_trainer, monkeypatch):
     """Of the three clients that are pooled for every layer."""
 
     def noting(reports, layer, *tolerated, pool=batch_norm.pool_statistics):
@@ -122,7 +123,7 @@ def test_what_counts_counts_in_pooled_statistics_too(limits, counts, federated_t
 
     pooled = []
     monkeypatch.setattr(batch_norm, "pool_statistics", noting)
-    trainer = federated_trainer(max_rounds=1, **limits)
+    trainer = federated_trainer(max_rounds=1, steps=steps)
     trainer.fit(Module(norm_mlp(), adam), as_datasets(vectors(SIZES)))
     assert pooled
     assert all(counted == counts for counted in pooled)

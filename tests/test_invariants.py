@@ -13,11 +13,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import ClientUpdate, FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
-from lightning_fed.algorithms import Ditto, FairAvg, FedAtt, FedAvg, FedAvgM, FedDANE, FedMargin, FedProx, FeSEM
+from lightning_fed.algorithms import Ditto, FedAtt, FedAvgM, Method
+from lightning_fed.algorithms.robust import Bucketing
 from lightning_fed.data import ByGroup, LazyClients
 from lightning_fed.rule import RoundInfo
 from tests import models
 from tests.breadth import quick
+from tests.chains import chain_of, one_round, receive
 from tests.recorders import Recorder, assert_same, bytes_of, fit_fixed, state_of
 from tests.references import average_reference, epoch_reference, fedavg_reference, visit_seed_reference
 
@@ -375,22 +377,21 @@ def test_identical_clients_are_one_of_them(aggregator, either_trainer):
         assert len(recorder.round(number)) == 7
 
 
-@pytest.mark.parametrize("rule", [FedAvg, FairAvg, FedProx, FedDANE, FeSEM, FedMargin, lambda: FedAvgM(momentum=0.0)])
+@pytest.mark.parametrize(
+    "method", ["fedavg", "fairavg", "fedprox", "feddane", "fesem", "fedmargin", "fedavgm:momentum=0.0"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_copies_average_to_themselves(rule, dtype):
+def test_copies_average_to_themselves(method, dtype):
     """Any number of copies with any numbers of examples, exactly, in every dtype a model may have."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(1000, generator=generator) * 10 ** torch.randint(-4, 4, (1000,), generator=generator)
     state = {"w": values.to(dtype), "steps": torch.tensor(5)}
     for sizes in ([1], [3, 3, 3], [1, 10, 100, 17, 23, 91], list(range(1, 60))):
-        aggregator = rule()
-        aggregator.start(RoundInfo(0), state)
-        for client, size in enumerate(sizes):
-            aggregator.receive(ClientUpdate(client, size, {name: value.clone() for name, value in state.items()}))
-        assert_same(state, aggregator.aggregate())
+        updates = [ClientUpdate(client, size, state) for client, size in enumerate(sizes)]
+        assert_same(state, one_round(chain_of(method), 0, state, updates))
 
 
-IN_ANY_ORDER = [*RULES, *STEPS, *OWN_MODELS, "fednova", "krum:before=[bucketing]", "centered_clipping"]
+IN_ANY_ORDER = [*RULES, *STEPS, *OWN_MODELS, "fednova", Method("krum", steps=[Bucketing()]), "centered_clipping"]
 
 
 @pytest.mark.parametrize(
@@ -445,22 +446,23 @@ def test_the_rules_agree_on_equal_sizes(either_trainer):
     assert not torch.equal(states[0]["net.0.weight"], module.net[0].weight)
 
 
-@pytest.mark.parametrize("rule", [FedAvg, FairAvg])
-def test_parts_received_apart_and_merged_are_the_whole(rule):
+@pytest.mark.parametrize("method", ["fedavg", "fairavg"])
+def test_parts_received_apart_and_merged_are_the_whole(method):
     generator = torch.Generator().manual_seed(0)
     updates = [
         ClientUpdate(c, size, {"w": torch.randn(50, generator=generator), "steps": torch.tensor(size // 2)})
         for c, size in enumerate([5, 80, 3, 41, 80])
     ]
-    whole, parts = rule(), [rule(), rule(), rule()]
-    for aggregator in (whole, *parts):
-        aggregator.start(RoundInfo(0), updates[0].state)
+    start, (whole, *parts) = updates[0].state, [chain_of(method) for _ in range(4)]
+    for chain in (whole, *parts):
+        chain.start(RoundInfo(0), start)
+    receive(whole, start, updates)
     for place, update in enumerate(updates):
-        whole.receive(copy.deepcopy(update))
-        parts[place % 2].receive(copy.deepcopy(update))
-    parts[2].merge(parts[0])  # one that received nothing
-    parts[2].merge(parts[1])
-    expected = average_reference([update.state for update in updates], [5, 80, 3, 41, 80], rule is FairAvg)
+        receive(parts[place % 2], start, [update])
+    parts[2].merge(parts[0].part)  # one that received nothing
+    parts[2].merge(parts[1].part)
+    sizes = [1 if method == "fairavg" else update.num_samples for update in updates]
+    expected = average_reference([update.state for update in updates], sizes)
     assert_same(expected, whole.aggregate())
     assert_same(expected, parts[2].aggregate())
 
@@ -527,18 +529,17 @@ def held_bytes(start):
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("rule", [FedAvg, FairAvg])
-def test_an_average_holds_one_state_however_many_clients(rule):
+@pytest.mark.parametrize("method", ["fedavg", "fairavg"])
+def test_an_average_holds_one_state_however_many_clients(method):
     state = {"w": torch.zeros(1000), "steps": torch.tensor(0)}
     held = {}
     for count in (1, 2, 50):
-        aggregator = rule()
-        aggregator.start(RoundInfo(0), state)
+        chain = chain_of(method)
+        chain.start(RoundInfo(0), state)
         for client in range(count):
-            aggregator.receive(
-                ClientUpdate(client, 1 + client, {"w": torch.randn(1000), "steps": torch.tensor(client)})
-            )
-        held[count] = held_bytes(aggregator)
+            update = ClientUpdate(client, 1 + client, {"w": torch.randn(1000), "steps": torch.tensor(client)})
+            chain.receive(update, state)
+        held[count] = held_bytes(chain)
     assert held[1] == held[2] == held[50]
     assert 8000 <= held[1] < 8000 + 4000 + 100  # the sum in float64, and the broadcast state
 

@@ -25,16 +25,26 @@ from lightning_fed.algorithms import (
     FedAvg,
     FedAvgM,
     FedBN,
+    FedDANE,
     FedProx,
     FedSS,
+    ServerOptimizer,
     build_method,
     method_names,
     register,
 )
-from lightning_fed.callbacks import ClassPrototypes, ProximalTerm, SampledSoftmax, find_federation
+from lightning_fed.callbacks import (
+    ClassPrototypes,
+    GradientCorrection,
+    LayerwiseTraining,
+    ProximalTerm,
+    SampledSoftmax,
+    find_federation,
+)
 from lightning_fed.cli.main import main
 from lightning_fed.cli.methods import costs_of
 from lightning_fed.compare import MethodChoice
+from lightning_fed.steps import UniformWeights
 from tests import models, warm_process
 from tests.recorders import Recorder, assert_same, bytes_of, state_of
 
@@ -67,13 +77,26 @@ def test_a_name_builds_its_class(name):
 
 
 def test_a_rule_comes_with_its_callbacks():
-    rule = FedProx(mu=0.3)
+    rule = FedDANE(mu=0.3)
     method = build_method(rule)
-    assert (method.name, method.aggregator, method.settings) == ("FedProx", rule, {})
-    assert [(type(callback), callback.mu) for callback in method.callbacks] == [(ProximalTerm, 0.3)]
-    assert [type(callback) for callback in build_method(FedAvgM(aggregator=rule)).callbacks] == [ProximalTerm]
-    assert [type(callback) for callback in FedBN(aggregator="fedprox").callbacks] == [ProximalTerm]
+    assert (method.name, method.aggregator, method.settings, method.steps) == ("FedDANE", rule, {}, ())
+    assert [type(callback) for callback in method.callbacks] == [GradientCorrection, ProximalTerm]
+    assert method.callbacks[1].mu == 0.3
+    assert [type(callback) for callback in FedBN(aggregator=rule).callbacks] == [GradientCorrection, ProximalTerm]
+    assert [type(callback) for callback in build_method("pfnm").callbacks] == [LayerwiseTraining]  # of FedMA, its base
+
+
+def test_a_method_begins_from_another():
+    """It has all that the other one has: the rule, its callbacks, and its steps inside of those of its own."""
+    prox = FedProx(mu=0.3)
+    method = FedBN(aggregator=FedAvgM(aggregator=Method(prox, steps=[UniformWeights()], local_epochs=2)))
+    assert (method.name, method.aggregator) == ("FedBN", prox.aggregator)
+    assert method.settings == {"batch_norm": "personal", "local_epochs": 2}
+    assert method.callbacks == prox.callbacks
+    assert [type(callback) for callback in prox.callbacks] == [ProximalTerm]
+    assert [type(step) for step in method.steps] == [UniformWeights, ServerOptimizer]
     assert build_method(method) is method
+    assert build_method("ditto:aggregator=fairavg").steps[0].weight(7) == 1
 
 
 def test_a_method_is_registered_once(monkeypatch):
@@ -98,7 +121,7 @@ def test_options_in_the_text_and_beside_it(given):
     method = build_method(given, **options)
     assert isinstance(method.callbacks[0], SampledSoftmax)
     assert method.callbacks[0].num_negatives == 4
-    assert method.aggregator.optimizer_kwargs["momentum"] == 0.5
+    assert method.steps[0].optimizer_kwargs["momentum"] == 0.5
 
 
 def test_options_of_its_callbacks():
@@ -122,7 +145,8 @@ def test_options_of_its_callbacks():
         (lambda: build_method("fedprox:mu=1:mu=2"), ValueError, "every option once, but got 'mu' again"),
         (lambda: build_method(FedAvg(), mu=1), TypeError, r"beside the name of a method, but got \['mu'\] beside"),
         (lambda: build_method(FedBN), TypeError, "a name, a Method or an Aggregator object, but got <class"),
-        (lambda: Method("fedbn"), ValueError, r"`aggregator` to be one of \[.*'fairavg', .*\], but got 'fedbn'"),
+        (lambda: Method("fedsgd"), ValueError, r"`method` to be one of \[.*'fairavg', .*\], but got 'fedsgd'"),
+        (lambda: FedBN(3), TypeError, "a name, a Method or an Aggregator object, but got 3"),
     ],
 )
 def test_what_is_no_method(make, error, message):
@@ -148,7 +172,8 @@ def test_what_means_the_same_trains_the_same(either_trainer):
 
 def test_the_first_argument_of_both_doors():
     for federation in (FederatedTrainer("fairavg", logger=False).federation, Federation("fairavg")):
-        assert type(federation.server.rule) is FairAvg
+        assert type(federation.method) is FairAvg
+        assert [type(step) for step in federation.server.chain.steps] == [UniformWeights]
     trainer = FederatedTrainer(FedSS(num_negatives=4), logger=False)
     assert type(trainer.federation.method) is FedSS
     with pytest.raises(ValueError, match=r"`federation` or its arguments, but got `federation` and \['method'\]"):
@@ -277,7 +302,7 @@ def test_what_a_method_says_of_its_costs_is_what_is_measured(name, federated_tra
     kept = [bytes_of(federation.store.get(client) or {}) / model for client in clients]
     partly = 0.35 if name == "fedala" else 0.0  # the weights of the last layer, a third of this model
     assert kept == pytest.approx([number_in("models? per client", costs["Keeps"]) + partly] * 3, abs=0.06)
-    on_server = sum(bytes_of({"": value}) for value in tensors_in(federation.server.rule.state_dict())) / model
+    on_server = sum(bytes_of({"": value}) for value in tensors_in(federation.server.chain.state_dict())) / model
     expected = number_in("models? on the server", costs["Keeps"])
     expected = federation.server.rule.num_centers if name == "fesem" else expected
     assert on_server == pytest.approx(expected, abs=0.05)

@@ -9,17 +9,21 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.algorithms import METHODS, FeSEM, FLTrust, Krum, ServerOptimizer
+from lightning_fed.algorithms.robust import AdaptiveClipping, Bucketing, NearestNeighborMixing
 from lightning_fed.client.client_store import ClientStore, FolderStore, MemoryStore
 from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.data.visit_costs import VisitCosts, balance_loads
 from lightning_fed.messages import ClientUpdate
+from lightning_fed.method import Method
 from lightning_fed.process_group import ProcessGroup, pack, unpack
-from lightning_fed.rule import Aggregator, RoundInfo
+from lightning_fed.rule import Aggregator, ResizingAggregator, RoundInfo
 from lightning_fed.server.schedule import Schedule, Visit
 from lightning_fed.server.server import RoundReport
+from lightning_fed.steps import MaxMedianNorm
 from tests import models
+from tests.chains import chain_of
 from tests.recorders import assert_same
 
 TENSORS = {
@@ -86,11 +90,17 @@ def updates(round):
 
 
 RULES = {
-    **{name: rule for name, rule in METHODS.items() if issubclass(rule, Aggregator) and not rule.resizes},
+    **{
+        name: rule
+        for name, rule in METHODS.items()
+        if issubclass(rule, Aggregator) and not issubclass(rule, ResizingAggregator)
+    },
     "fltrust": lambda: FLTrust(trusted="c1"),
-    "krum, mixed": lambda: Krum(before=["arc", "nnm", "bucketing"]),
+    "krum, mixed": lambda: Method(Krum(), steps=[Bucketing(), NearestNeighborMixing(), AdaptiveClipping()]),
     "fesem, random": lambda: FeSEM(num_centers=2, init="random"),
-    "Adam of fairavg": lambda: ServerOptimizer("Adam", "fairavg", lr=0.1),
+    "fairavg": lambda: "fairavg",
+    "Adam of fairavg": lambda: Method("fairavg", steps=[ServerOptimizer("Adam", lr=0.1)]),
+    "a median of steps": lambda: Method("fedavgm", steps=[MaxMedianNorm(1.0)]),
 }
 
 
@@ -98,19 +108,19 @@ RULES = {
 @pytest.mark.parametrize("shares", [((0, 1, 2, 3, 4), (), ()), ((3, 1), (), (4, 0, 2)), ((), (2,), (0, 1, 3, 4))])
 def test_parts_that_are_sent_and_merged_are_one(rule, shares):
     """As the processes of a fit do it: every one starts the round anew, and joins all parts in the same order."""
-    one, many = RULES[rule](), [RULES[rule]() for _ in shares]
+    one, many = chain_of(RULES[rule]()), [chain_of(RULES[rule]()) for _ in shares]
     state, states = STATE, [STATE] * len(shares)
     for round in range(3):
         round_updates = list(updates(round))
         one.start(RoundInfo(round), state)
         for update in round_updates:
-            one.receive(pickle.loads(pickle.dumps(update)))
-        for part, share, state in zip(many, shares, states, strict=True):
-            part.start(RoundInfo(round), state)
+            one.receive(pickle.loads(pickle.dumps(update)), state)
+        for part, share, part_state in zip(many, shares, states, strict=True):
+            part.start(RoundInfo(round), part_state)
             for position in share:
-                part.receive(round_updates[position])
+                part.receive(copy.deepcopy(round_updates[position]), part_state)
         known = [[*state.values()] for state in states]
-        sent = [pack(part, known_tensors) for part, known_tensors in zip(many, known, strict=True)]
+        sent = [pack(part.part, known_tensors) for part, known_tensors in zip(many, known, strict=True)]
         for part, state, known_tensors in zip(many, states, known, strict=True):
             part.start(RoundInfo(round), state)
             for rest, tensors in sent:
@@ -119,7 +129,7 @@ def test_parts_that_are_sent_and_merged_are_one(rule, shares):
         for state, part in zip(states, many, strict=True):
             for name, value in state.items():
                 assert torch.allclose(state[name].double(), value.double(), rtol=1e-6, atol=1e-7), name
-            assert part.metrics() == pytest.approx(one.metrics(), rel=1e-5)
+            assert part.metrics({}) == pytest.approx(one.metrics({}), rel=1e-5)
             assert torch.equal(state["net.weight"], states[0]["net.weight"])
 
 

@@ -209,11 +209,8 @@ class Federation(L.Callback):
         self.partial_work: Literal["keep", "drop"] = options.partial_work
         self.store = build_store(store)
         self.evaluate_clients_every = check_count("evaluate_clients_every", evaluate_clients_every, lowest=0)
-        if chain.reveals == "model" and self.evaluate_clients_every:
+        if chain.reveals == "model":  # scores of single clients are nothing that noise covers
             self.evaluate_clients_every = 0
-            _log.info(
-                "Clients are not evaluated one by one: the scores of single clients are nothing that noise covers."
-            )
         self.vectorize = check_count("vectorize", vectorize)
         check_option("visits", visits, get_args(VisitsMode))
         self.visits: VisitsMode = visits
@@ -428,6 +425,8 @@ class Federation(L.Callback):
         self._start, self.round_log.totals = time.monotonic(), Counter()
         if self._fit.has_server and trainer.is_global_zero:
             _log.info(describe_start(self._fit, self.method.name))
+            if self.evaluate_clients_every != self.arguments["evaluate_clients_every"]:
+                _log.info("Clients are not evaluated one by one: no noise covers the scores of single clients.")
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Lets checkpoints inside a round count steps again: the last round's x-axis would name them all alike."""

@@ -8,16 +8,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lightning_fed.callbacks.pictures import has_matplotlib
 from lightning_fed.cli.flower import Recipe, read_recipe
 from lightning_fed.data.federated import FederatedDataModule, split_training_data
 from lightning_fed.data.population import Population
 from lightning_fed.errors import OptionError
-from lightning_fed.privacy.accounting import Budget, calibrate, plan_budget
+from lightning_fed.privacy.accounting import Budget, calibrate
 from lightning_fed.privacy.audit import audit_mean
-from lightning_fed.privacy.callbacks import simulated_counts
 from lightning_fed.privacy.central import CentralDP
 
 _CANARIES = 1000
@@ -67,35 +65,33 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
         OptionError: If it has no differential privacy, or its budget cannot be kept.
 
     """
-    privacy, budget, rounds, trained = _plan(recipe)
-    population, cohort, is_simulated = budget.population, budget.cohort, privacy.noise_cohort is not None
-    setting: Any = (privacy.delta, population, cohort, rounds, privacy.sampling, privacy.accountant)
+    privacy, budget, rounds = _plan(recipe)
+    population, cohort = budget.population, budget.cohort
     num_parameters = sum(parameter.numel() for parameter in recipe.model.parameters())
-    std = budget.noise_multiplier * privacy.clip * (1 if privacy.sampling == "poisson" else 2) * trained / cohort
+    std = budget.noise_multiplier * privacy.clip * (1 if privacy.sampling == "poisson" else 2)
+
+    def needed(epsilon: float) -> float:
+        accounted = (budget.delta, population, cohort, rounds, budget.sampling, budget.accountant)
+        return calibrate(epsilon, *accounted).noise_multiplier
+
     parts = [
-        *([f"**simulated**: {trained} clients train in a round, with the noise of {cohort}"] if is_simulated else []),
-        f"{cohort} of {population} clients in a round ({privacy.sampling}), {rounds} rounds, delta {budget.delta:g}"
-        f" ({privacy.accountant})",
+        f"{cohort} of {population} clients in a round ({budget.sampling}), {rounds} rounds, delta {budget.delta:g}"
+        f" ({budget.accountant})",
         f"noise multiplier {budget.noise_multiplier:.4g}, clip {privacy.clip:g}: the noise of a round's sum has a"
         f" standard deviation of {std:.4g} at every coordinate, and with {num_parameters:,} parameters a length of"
-        f" about {std * math.sqrt(num_parameters):.3g}; {trained} steps of the clip's length that agree have one of"
-        f" {trained * privacy.clip:g}",
-        _table(
-            "rounds",
-            "simulated epsilon" if is_simulated else "epsilon",
-            [(f"{number}", budget.epsilon(number)) for number in _some_rounds(rounds)],
-        ),
+        f" about {std * math.sqrt(num_parameters):.3g}; {cohort} steps of the clip's length that agree have one of"
+        f" {cohort * privacy.clip:g}",
+        _table("rounds", "epsilon", [(f"{number}", budget.epsilon(number)) for number in _some_rounds(rounds)]),
         _table(
             f"epsilon after {rounds} rounds",
             "noise multiplier",
-            [(f"{epsilon:g}", calibrate(epsilon, *setting).noise_multiplier) for epsilon in _EPSILONS],
+            [(f"{epsilon:g}", needed(epsilon)) for epsilon in _EPSILONS],
         ),
     ]
     if has_audit:
         audit = audit_mean(budget, rounds, min(population, _CANARIES))
-        of_what = " of the simulated budget" if is_simulated else ""
         parts.append(
-            f"audit{of_what} with {audit.num_canaries} canary clients: {audit.num_correct} of {audit.num_guesses}"
+            f"audit with {audit.num_canaries} canary clients: {audit.num_correct} of {audit.num_guesses}"
             f" guesses were right, so that epsilon is at least {audit.lower_bound:.4g} (with a probability of 95 %);"
             f" claimed is {audit.claimed:.4g}"
         )
@@ -117,7 +113,7 @@ def draw_epsilon(recipe: Recipe, path: Path) -> None:
         raise OptionError("Expected matplotlib for a figure: pip install 'lightning-fed[demo]'.")
     from matplotlib.figure import Figure  # the extra `demo`
 
-    privacy, budget, rounds, _ = _plan(recipe)
+    privacy, budget, rounds = _plan(recipe)
     numbers = sorted({1, *(math.ceil(rounds * part / 40) for part in range(1, 41))})
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
@@ -127,24 +123,20 @@ def draw_epsilon(recipe: Recipe, path: Path) -> None:
         axes.plot(numbers, [other.epsilon(number) for number in numbers], style, color="C0", label=label)
     if privacy.max_epsilon is not None:
         axes.axhline(privacy.max_epsilon, color="0.3", linewidth=0.8, label=f"max_epsilon {privacy.max_epsilon:g}")
-    name = "epsilon" if privacy.noise_cohort is None else "simulated epsilon"
-    axes.set(xlabel="round", ylabel=f"{name} (delta {budget.delta:g})", ylim=(0, None))
+    axes.set(xlabel="round", ylabel=f"epsilon (delta {budget.delta:g})", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=100)
 
 
-def _plan(recipe: Recipe) -> tuple[CentralDP, Budget, int, int]:
-    """The recipe's protection, its budget, the number of rounds, and that of clients that train in one."""
-    privacy = recipe.federation.arguments["privacy"]
-    if not isinstance(privacy, CentralDP):
-        raise OptionError("Expected a recipe with `privacy: {class_path: CentralDP, ...}` in its `trainer`.")
+def _plan(recipe: Recipe) -> tuple[CentralDP, Budget, int]:
+    """The recipe's differential privacy, its budget, and the number of rounds."""
+    privacy = next((step for step in recipe.federation.server.chain.steps if isinstance(step, CentralDP)), None)
+    if privacy is None:
+        raise OptionError("Expected a recipe with a `CentralDP` among the `steps` of its `trainer`, but there is none.")
     population = len(_population(recipe).clients)
-    trained = recipe.federation.schedule.cohort_size(population)
-    population, cohort = simulated_counts(population, trained, privacy.noise_population, privacy.noise_cohort)
     rounds = int(recipe.server_trainer["max_epochs"])
-    setting: Any = (privacy.delta, population, cohort, rounds, privacy.sampling, privacy.accountant)
-    return privacy, plan_budget(privacy.noise_multiplier, privacy.epsilon, *setting), rounds, trained
+    return privacy, privacy.plan(population, recipe.federation.schedule.cohort_size(population), rounds), rounds
 
 
 def _population(recipe: Recipe) -> Population:

@@ -1,4 +1,4 @@
-"""Differential privacy for clients (``privacy=CentralDP(...)``) and for examples (``callbacks=[DPSGD(...)]``)."""
+"""Differential privacy for clients (``steps=[CentralDP(...)]``) and for examples (``callbacks=[DPSGD(...)]``)."""
 
 from lightning_fed.privacy.accounting import Budget as Budget
 from lightning_fed.privacy.accounting import calibrate as calibrate

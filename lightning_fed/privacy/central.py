@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_fed.algorithms.fedavg import FedAvg
 from lightning_fed.argument_checks import check_number, check_option
 from lightning_fed.callbacks.federation import Federation, find_federation
-from lightning_fed.errors import BadUpdate, OptionError
+from lightning_fed.errors import BadUpdate, ClientFault, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.entries import batch_norm_statistics
 from lightning_fed.numerics.precision import cast_back, to_float64
@@ -239,7 +239,10 @@ class CentralDP(UpdateStep):
         return self.step_noise * self.sensitivity * self.clip
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses a rule that makes more of updates than their average, a second noise, and steps that compare clients."""
+        """Refuses a rule that makes more of updates than their average, a second noise, and steps that compare clients.
+
+        Through these a client would change what others send: a sum would not be as insensitive as it is accounted for.
+        """
         if type(rule) is not FedAvg:
             raise OptionError(
                 "Expected a method whose result is a sum of clients' steps for differential privacy, but"
@@ -277,9 +280,16 @@ class CentralDP(UpdateStep):
         """Clips the step; all else that would tell of the client stays with it.
 
         That is its number of examples, its metrics, and what its module has written into parameters without gradient.
+
+        Raises:
+            ClientFault: If the server has another clip than the client's own federation.
+
         """
+        clip = float(sent.extras[CLIP])
+        if clip != self.clip and not self.adaptive:
+            raise ClientFault(f"its federation has a clip of {self.clip:g}, and the server {clip:g}")
         update.state |= {name: sent.state[name] for name in self.info.untrained if name in update.state}
-        clip, steps = float(sent.extras[CLIP]), self._steps(update, sent.state)
+        steps = self._steps(update, sent.state)
         length = step_length(steps)
         factor = clip_factor(length, clip)
         if factor < 1:
@@ -407,7 +417,10 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped step, or the mean of several times their number; what is longer by rounding is clipped again."""
+        """Adds a clipped step, or the mean of several times their number.
+
+        What is longer by rounding is clipped again.
+        """
         step = self._step
         steps = {name: to_float64(update.state[name]) - to_float64(sent[name]) for name in step.names}
         factor = clip_factor(step_length(steps), step.clip) * update.num_samples

@@ -112,8 +112,8 @@ def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedC
         )
     if federation.server.chain.reveals == "model":
         raise MisconfigurationException(
-            "Expected one of `DPSGD` and `CentralDP`, but got both: clients of the latter say nothing of their steps, from"
-            " which examples' accounts are kept."
+            "Expected one of `DPSGD` and `CentralDP`, but got both: clients of the latter say nothing of their steps,"
+            " from which examples' accounts are kept."
         )
     for callback in federated_callbacks(trainer):
         if callback is own or callback.keeps_privacy:

@@ -54,10 +54,10 @@ class SecureSum(UpdateStep):
     .. math:: w_{t+1} = w_t + \frac{\sum_i a_i u_i}{\sum_i a_i}
 
     The rule is ``fedavg``, with all callbacks that send nothing of their own (``fedprox``, ``fedper``, ``fedrep``), and
-    with steps inside: server optimizers, :class:`CentralDP`, whose noise is then added to the sum, and weights or bounds,
-    which the clients apply themselves. Integer entries keep the server's value. The sums are the same bits in any order and in
-    any number of processes. Clients' metrics, their numbers of examples and the lengths of their steps are not known to
-    the server, and not logged.
+    with steps inside: server optimizers, :class:`CentralDP`, whose noise is then added to the sum, and weights or
+    bounds, which the clients apply themselves. Integer entries keep the server's value. The sums are the same bits in
+    any order and in any number of processes. Clients' metrics, their numbers of examples and the lengths of their steps
+    are not known to the server, and not logged.
 
     Args:
         clip: Longest step of a client, over all floating-point entries that travel; longer ones are shortened to it.
@@ -127,8 +127,8 @@ class SecureSum(UpdateStep):
         self.max_weight = 1 if self._private is not None else weight
         if self.max_weight == _MOST_EXAMPLES:
             raise OptionError(
-                "Expected `MaxSamples`, the most examples that count of a client, or `UniformWeights` inside of a secure"
-                " sum: the weights are part of it, and 32 bits must have room for all."
+                "Expected `MaxSamples`, the most examples that count of a client, or `UniformWeights` inside of a"
+                " secure sum: the weights are part of it, and 32 bits must have room for all."
             )
 
     @property

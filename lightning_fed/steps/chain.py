@@ -180,7 +180,7 @@ class Chain:
         new = self.rule.aggregate()
         if new is None:
             return None
-        for step in reversed(self.steps):
+        for step in self.steps:
             new = step.on_aggregate(new, self._state)
         return {
             name: value if value.dtype == self._state[name].dtype else cast_back(value, self._state[name])

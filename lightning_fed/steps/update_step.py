@@ -1,7 +1,7 @@
 """The port of what changes an update: a layer between a client's training and the new global model.
 
-Layers form an onion, the model inside and the wire outside. An update passes them on its client from the inside out, and
-on the server from the outside in.
+Layers form an onion, the model inside and the wire outside. An update passes them on its client from the inside out,
+and on the server from the outside in.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class UpdateStep:
         return None
 
     def on_aggregate(self, new: State, start: State) -> State:
-        """Server side, after the rule: server optimizers. ``new`` is the step's to change."""
+        """Server side, after the rule, from the inside out: server optimizers. ``new`` is the step's to change."""
         return new
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:

@@ -127,13 +127,13 @@ def test_rates_that_change_with_the_rounds(make, sizes, federated_trainer):
 def test_corrections_of_the_rule_are_not_of_the_clients_own_models(rule, federated_trainer):
     """The global model is the rule's, bit for bit; in the first round clients' own are those with FedAvg."""
     states, own = [], []
-    for method in (rule, Ditto(0.1, aggregator=build_method(rule).aggregator)):
+    for method in (rule, Ditto(0.1, aggregator=build_method(rule))):
         module = models.Module(models.mlp(), models.momentum)
         trainer = federated_trainer(max_rounds=3, method=method)
         trainer.fit(module, models.as_datasets(models.vectors()))
         states.append(state_of(module))
     assert_same(*states)
-    for aggregator in ("fedavg", build_method(rule).aggregator):
+    for aggregator in ("fedavg", build_method(rule)):
         trainer = federated_trainer(max_rounds=1, method=Ditto(0.1, aggregator=aggregator))
         trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors()))
         own.append(own_model(trainer, next(iter(models.SIZES))))

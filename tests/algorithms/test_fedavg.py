@@ -5,12 +5,13 @@ import itertools
 import pytest
 import torch
 
-from lightning_fed.algorithms import FairAvg, FedAvg
+from lightning_fed.algorithms import QFFL, FairAvg, FedAvg
 from lightning_fed.messages import ClientUpdate, Request
-from lightning_fed.method import build_aggregator
+from lightning_fed.method import build_method
 from lightning_fed.rule import RoundInfo
+from tests.chains import chain_of, one_round, receive
 
-RULES = {FedAvg: 2.25, FairAvg: 1.5}  # w_t = 1, w_1 = 0 (n = 1), w_2 = 3 (n = 3)
+METHODS = {FedAvg: 2.25, FairAvg: 1.5}  # w_t = 1, w_1 = 0 (n = 1), w_2 = 3 (n = 3)
 
 
 def updates(count, seed=0):
@@ -26,66 +27,59 @@ def updates(count, seed=0):
     ]
 
 
-def aggregated(rule, received):
-    rule.start(RoundInfo(0), received[0].state)
-    for update in received:
-        rule.receive(update)
-    return rule.aggregate()
+def aggregated(method, received):
+    return one_round(chain_of(method), 0, received[0].state, received)
 
 
 def equal(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_the_example_of_the_spec(rule):
-    aggregator = rule()
-    aggregator.start(RoundInfo(0), {"w": torch.tensor(1.0)})
-    aggregator.receive(ClientUpdate(1, 1, {"w": torch.tensor(0.0)}))
-    aggregator.receive(ClientUpdate(2, 3, {"w": torch.tensor(3.0)}))
-    assert aggregator.aggregate()["w"].item() == RULES[rule]
+@pytest.mark.parametrize("method", METHODS)
+def test_the_example_of_the_spec(method):
+    received = [ClientUpdate(1, 1, {"w": torch.tensor(0.0)}), ClientUpdate(2, 3, {"w": torch.tensor(3.0)})]
+    assert one_round(chain_of(method()), 0, {"w": torch.tensor(1.0)}, received)["w"].item() == METHODS[method]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("cuts", [(0, 3), (2, 5), (1, 2), (5, 5)])
-def test_shards_merge_to_the_whole(rule, cuts):
+def test_shards_merge_to_the_whole(method, cuts):
     received = updates(6)
-    whole = aggregated(rule(), received)
+    whole = aggregated(method(), received)
     shards = []
     for start, stop in itertools.pairwise((0, *cuts, 6)):
-        shard = rule()
+        shard = chain_of(method())
         shard.start(RoundInfo(0), received[0].state)
-        for update in received[start:stop]:
-            shard.receive(update)
+        receive(shard, received[0].state, received[start:stop])
         shards.append(shard)
     first, *others = shards
     for other in others:
-        first.merge(other)
+        first.merge(other.part)
     assert equal(first.aggregate(), whole)
-    nested = rule()
+    nested = chain_of(method())
     nested.start(RoundInfo(0), received[0].state)
-    nested.merge(first)
+    nested.merge(first.part)
     assert equal(nested.aggregate(), whole)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_order_does_not_matter(rule):
+@pytest.mark.parametrize("method", METHODS)
+def test_order_does_not_matter(method):
     received = updates(4)
-    whole = aggregated(rule(), received)
-    assert all(equal(aggregated(rule(), list(order)), whole) for order in itertools.permutations(received))
+    whole = aggregated(method(), received)
+    assert all(equal(aggregated(method(), list(order)), whole) for order in itertools.permutations(received))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_identical_clients(rule):
+@pytest.mark.parametrize("method", METHODS)
+def test_identical_clients(method):
     state = updates(1)[0].state
     received = [ClientUpdate(place, place + 1, {**state}) for place in range(7)]
-    assert equal(aggregated(rule(), received), state)
+    assert equal(aggregated(method(), received), state)
 
 
 def test_a_round_forgets_the_one_before():
-    rule = FedAvg()
-    aggregated(rule, updates(3))
-    assert equal(aggregated(rule, updates(1, seed=5)), updates(1, seed=5)[0].state)
+    chain, (last,) = chain_of(FedAvg()), updates(1, seed=5)
+    one_round(chain, 0, last.state, updates(3))
+    assert equal(one_round(chain, 1, last.state, [last]), last.state)
 
 
 def test_broadcasts():
@@ -100,9 +94,8 @@ def test_broadcasts():
 
 
 def test_merging_other_kinds():
-    fedavg, fairavg = FedAvg(), FairAvg()
-    with pytest.raises(TypeError, match="`other` to be a FedAvg, but got FairAvg"):
-        fedavg.merge(fairavg)
+    with pytest.raises(TypeError, match="`other` to be a FedAvg, but got QFFL"):
+        FedAvg().merge(QFFL())
 
 
 def test_nothing_received():
@@ -112,17 +105,11 @@ def test_nothing_received():
         rule.aggregate()
 
 
-def test_averages_keep_no_state():
-    assert FedAvg().state_dict() == {}
-    assert FedAvg().required_callbacks() == ()
-
-
-def test_by_name():
-    assert type(build_aggregator("fedavg")) is FedAvg
-    assert type(build_aggregator("FairAvg")) is FairAvg
-    rule = FedAvg()
-    assert build_aggregator(rule) is rule
-    with pytest.raises(ValueError, match=r"one of .*'fairavg', 'fedadagrad', 'fedadam'.*, but got 'fedsgd'"):
-        build_aggregator("fedsgd")
-    with pytest.raises(TypeError, match="a name or an Aggregator"):
-        build_aggregator(3)
+@pytest.mark.parametrize("method", METHODS)
+def test_averages_keep_no_state(method):
+    chain = chain_of(method())
+    before = chain.state_dict()
+    one_round(chain, 0, updates(1)[0].state, updates(3))
+    assert chain.rule.state_dict() == {}
+    assert chain.state_dict() == before
+    assert build_method(method()).callbacks == ()

@@ -79,10 +79,9 @@ def test_what_travels_and_what_stays(federated_trainer):
 def test_messages_alone():
     """Buffers are averaged; a client counts by its share of all, not of the round."""
     rule, x, h = FedDyn(alpha=0.5), torch.zeros(4), torch.zeros(4)
-    rule.num_clients = 6
     generator = torch.Generator().manual_seed(0)
     for round in range(3):
-        rule.start(RoundInfo(round), {"w": x, "running_mean": torch.zeros(2)})
+        rule.start(RoundInfo(round, clients="abcdef"), {"w": x, "running_mean": torch.zeros(2)})
         values = [torch.randn(4, generator=generator) for _ in range(3)]
         for client, value in enumerate(values):
             rule.receive(

@@ -1,24 +1,21 @@
-"""FedProx as an aggregator: an average by sizes that brings the proximal term."""
+"""FedProx as a method: an average by sizes that brings the proximal term."""
 
 import pytest
 import torch
 
 from lightning_fed.algorithms import FedAvg, FedDANE, FedProx, FeSEM
 from lightning_fed.messages import ClientUpdate
-from lightning_fed.rule import RoundInfo
 from tests import models
 from tests.algorithms.test_fedavg import aggregated, equal, updates
+from tests.chains import chain_of, one_round
 from tests.recorders import Recorder, assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 
 def test_messages_are_averaged_by_sizes():
-    rule = FedProx(mu=5.0)
-    rule.start(RoundInfo(0), {"w": torch.tensor(1.0)})
-    rule.receive(ClientUpdate(1, 1, {"w": torch.tensor(0.0)}))
-    rule.receive(ClientUpdate(2, 3, {"w": torch.tensor(3.0)}))
-    assert rule.aggregate()["w"].item() == 2.25
+    received = [ClientUpdate(1, 1, {"w": torch.tensor(0.0)}), ClientUpdate(2, 3, {"w": torch.tensor(3.0)})]
+    assert one_round(chain_of(FedProx(mu=5.0)), 0, {"w": torch.tensor(1.0)}, received)["w"].item() == 2.25
     received = updates(6)
     assert equal(aggregated(FedProx(), received), aggregated(FedAvg(), received))
 

@@ -7,12 +7,13 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule
-from lightning_fed.algorithms import SCAFFOLD, FairAvg, ServerOptimizer
+from lightning_fed.algorithms import SCAFFOLD, ServerOptimizer
 from lightning_fed.callbacks import ControlVariates, FederatedCallback
 from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import ClientUpdate, Request
 from lightning_fed.rule import RoundInfo
 from tests import models
+from tests.chains import chain_of
 from tests.recorders import Recorder, assert_same, bytes_of, state_of
 from tests.references_correction import Visits, scaffold_reference
 from tests.test_invariants import held_bytes
@@ -110,13 +111,12 @@ def test_two_optimizers_by_hand(federated_trainer):
 
 
 def test_a_step_of_the_server(federated_trainer):
-    """The paper's global step size is that of an optimizer around it: half a step is half way."""
+    """The paper's global step size is that of an optimizer on the server: half a step is half way."""
     recorders = []
-    for method in (SCAFFOLD(), ServerOptimizer("SGD", "scaffold", lr=0.5)):
+    for steps in ([], [ServerOptimizer("SGD", lr=0.5)]):
         recorders.append(Recorder())
-        trainer = federated_trainer(max_rounds=1, method=method, callbacks=[recorders[-1]])
+        trainer = federated_trainer(max_rounds=1, method="scaffold", steps=steps, callbacks=[recorders[-1]])
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
-    assert trainer.federation.server.rule.inner.num_clients == 5
     start = recorders[0].visits[0].broadcast
     for name, value in recorders[1].aggregates[0].items():
         half = (start[name] + recorders[0].aggregates[0][name]) / 2
@@ -141,16 +141,17 @@ def test_bad_updates(extras, reason):
 
 def test_weights_are_those_of_averaging():
     """Messages are averaged alike, in every round; the control variate moves by the share of the clients."""
-    rule, fair, generator = SCAFFOLD(), FairAvg(), torch.Generator().manual_seed(0)
-    rule.num_clients, state, control = 8, {"w": torch.zeros(5)}, torch.zeros(5)
+    rule, fair, generator = SCAFFOLD(), chain_of("fairavg"), torch.Generator().manual_seed(0)
+    state, control = {"w": torch.zeros(5)}, torch.zeros(5)
     for round in range(3):
-        rule.start(RoundInfo(round), state)
-        fair.start(RoundInfo(round), state)
+        info = RoundInfo(round, clients=range(8))
+        rule.start(info, state)
+        fair.start(info, state)
         assert bool(rule.broadcast(Request("a")).extras) == (round > 0)
         for client in range(4):
             value = torch.randn(5, generator=generator)
             rule.receive(ClientUpdate(client, client + 1, {"w": value}, {"control:w": value}))
-            fair.receive(ClientUpdate(client, client + 1, {"w": value}))
+            fair.receive(ClientUpdate(client, client + 1, {"w": value}), state)
             control = control + value / 8
         state = rule.aggregate()
         assert_same(fair.aggregate(), state)

@@ -130,14 +130,27 @@ def test_the_examples_of_the_adaptive_steps(method, expected):
 def test_against_a_plain_implementation(name, options, inner):
     """Five rounds of other clients each, every entry of a state with BatchNorm."""
     preset, step = PRESETS[name]
-    reference, state = ServerReference(step, equal=inner == "fairavg", **options), net_state(0)
+    reference, state = ServerReference(step, **options), net_state(0)
     for number, ours in enumerate(trained(chain_of(preset(aggregator=inner, **options)))):
         updates = round_of(number)
-        state = reference(state, [update.state for update in updates], [update.num_samples for update in updates])
+        sizes = [1 if inner == "fairavg" else update.num_samples for update in updates]
+        state = reference(state, [update.state for update in updates], sizes)
         assert ours.keys() == state.keys()
         for entry, value in state.items():
             assert ours[entry].dtype == value.dtype
             assert torch.allclose(ours[entry], value, rtol=1e-6, atol=1e-7), (number, entry)
+
+
+def test_the_step_of_an_inner_method_comes_first():
+    """The outer one steps towards the inner one's result."""
+    chain, memories = chain_of(FedAvgM(aggregator=FedAdam())), ({}, {})
+    state = {"w": torch.zeros(3, dtype=torch.float64)}
+    for number in range(3):
+        mean = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) * (number + 1)
+        inner = adaptive_step(memories[0], state["w"].numpy(), mean.numpy(), "adam")
+        expected = momentum_step(memories[1], state["w"].numpy(), inner)
+        state = one_round(chain, number, state, [ClientUpdate("a", 1, {"w": mean})])
+        assert state["w"].tolist() == pytest.approx(expected.tolist(), rel=1e-12)
 
 
 OPTIMIZERS = [
@@ -309,7 +322,7 @@ def test_a_fit_with_a_plain_step_is_the_averaging_rules(inner, federated_trainer
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_is_no_parameter_is_averaged(name):
     """A velocity or an adaptive step would take running variances below zero."""
-    ours, average = (trained(rule)[-1] for rule in (PRESETS[name][0](), FedAvg()))
+    ours, average = (trained(chain_of(method))[-1] for method in (name, "fedavg"))
     for entry, value in ours.items():
         assert torch.equal(value, average[entry]) == entry.startswith("norm."), entry
 

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import pickle
 
 import numpy as np
 import pytest
@@ -11,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import ClientUpdate, FederatedDataModule
-from lightning_fed.algorithms import FairAvg, FedAvg, FedAvgM, FLTrust, GeometricMedian, Krum, TrimmedMean
+from lightning_fed.algorithms import FedAvg, FedAvgM, FLTrust, GeometricMedian, Krum, TrimmedMean
+from lightning_fed.algorithms.robust import AdaptiveClipping, Bucketing, NearestNeighborMixing
 from lightning_fed.attacks import (
     ALIE,
     IPM,
@@ -24,6 +24,7 @@ from lightning_fed.attacks import (
     Scaling,
     SignFlip,
 )
+from lightning_fed.method import build_method
 from lightning_fed.process_group import pack, unpack
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.schedule import client_key
@@ -32,6 +33,7 @@ from lightning_fed.steps.chain import Chain
 from tests import models
 from tests.breadth import quick
 from tests.recorders import Recorder, assert_same, loading, state_of
+from tests.references_robust import arc_reference, bucketing_reference, nnm_reference, trimmed_mean_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -39,9 +41,17 @@ MALICIOUS = ["ann", "cid"]
 NET = models.norm_mlp
 
 
+class WireRecorder(Recorder):
+    """Notes updates as they arrive, not as they were trained."""
+
+    def on_server_receive(self, trainer, module, update):
+        super().on_server_receive(trainer, module, update)
+        visit = next(visit for visit in reversed(self.visits) if visit.client == update.client)
+        visit.update = {name: value.cpu().clone() for name, value in update.state.items()}
+
+
 def fit(trainer, steps=(), method="fairavg", rounds=1, net=NET, **options):
-    """A fit with update steps; the recorder sees what comes out of the chain on the client's side."""
-    recorder, module = Recorder(), models.Module(net(), models.momentum)
+    recorder, module = WireRecorder(), models.Module(net(), models.momentum)
     fitted = trainer(
         max_rounds=rounds, method=method, seed=1, batch_norm="average", steps=steps, callbacks=[recorder], **options
     )
@@ -123,7 +133,7 @@ def test_a_number_of_clients_is_drawn(federated_trainer):
             }
             for round in range(2)
         ]
-        assert free[0] == free[1] == attack.malicious(trainer)
+        assert free[0] == free[1] == attack.malicious(trainer.federation.population.clients)
         assert len(free[0]) == 2
         groups.add(frozenset(free[0]))
     assert len(groups) > 1
@@ -147,14 +157,31 @@ def test_options_that_cannot_be(make, message):
         make()
 
 
+UNKNOWN = {"a name": (["ann", "zoe"], "clients of the federation, but got 'zoe'")}
+UNKNOWN |= {"a number": (9, "`clients` to be at most 5, but got 9")}
+
+
 @pytest.mark.parametrize("attack", [SignFlip, IPM])
-@pytest.mark.parametrize(
-    ("clients", "message"),
-    [(["ann", "zoe"], "clients of the federation, but got 'zoe'"), (9, "`clients` to be at most 5, but got 9")],
-)
+@pytest.mark.parametrize(("clients", "message"), UNKNOWN.values(), ids=UNKNOWN)
 def test_clients_that_there_are_not(attack, clients, message, federated_trainer):
     with pytest.raises(ValueError, match=message):
         fit(federated_trainer, [attack(clients)])
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "steps"),
+    [
+        ([LabelFlip(["zoe"], 3)], []),
+        ([LabelFlip(["zoe"], 3)], [SignFlip(["ann"])]),
+        ([LabelFlip(["ann"], 3)], [SignFlip(["zoe"])]),
+        ([], [IPM(["ann"]), ALIE(["zoe"])]),
+        ([], [IPM(["zoe"]), ALIE(["ann"])]),
+    ],
+)
+def test_every_one_of_several_attacks_is_checked(callbacks, steps, federated_trainer):
+    trainer = federated_trainer(max_rounds=1, method="median", steps=steps, callbacks=callbacks)
+    with pytest.raises(ValueError, match="clients of the federation, but got 'zoe'"):
+        trainer.fit(models.Module(NET(), models.momentum), models.as_datasets(models.vectors()))
 
 
 # --- attacks that know the honest steps -------------------------------------------------------------------------------
@@ -191,89 +218,104 @@ def test_what_they_make_of_the_honest_steps(name, federated_trainer):
         else:
             assert torch.equal(value, honest.aggregates[0][key])
     assert trainer.callback_metrics["fed/clients"] == 5
-    assert isinstance(trainer.federation.server.rule, FairAvg)
-
-
-def test_two_attacks_at_once(federated_trainer):
-    """The second attack sees what the first one sends: it is the first in front of the rule."""
-    _, module, trainer = fit(federated_trainer, [IPM(["ann"]), ALIE(["cid"])], "median", rounds=2)
-    assert all(value.isfinite().all() for value in module.state_dict().values())
-    assert type(trainer.federation.server.rule).__name__ == "Median"
-
-
-def test_the_rule_is_given_back(federated_trainer):
-    class Broken(models.Module):
-        def training_step(self, batch, batch_idx):
-            raise KeyError("in a visit")
-
-    trainer = federated_trainer(max_rounds=1, method="krum", callbacks=[IPM(["ann"])])
-    with pytest.raises(KeyError):
-        trainer.fit(Broken(NET()), models.as_datasets(models.vectors()))
-    assert isinstance(trainer.federation.server.rule, Krum)
 
 
 def test_rules_that_an_attack_cannot_know(federated_trainer):
-    with pytest.raises(ValueError, match="a rule that makes one model in every round, but FeSEM does not, and IPM"):
-        fit(federated_trainer, [IPM(1)], "fesem")
+    for rule in ("fesem", "fedma"):
+        with pytest.raises(ValueError, match="a rule that makes one model of the same shapes for IPM, but got Fe"):
+            fit(federated_trainer, [IPM(1)], rule)
+    chain = Chain(FedAvg(), [IPM(MALICIOUS)])
+    with pytest.raises(ValueError, match=r"Expected no `IPM` where clients hold some rows of \['w'\] only"):
+        chain.start(RoundInfo(0, sliced=frozenset(["w"])), {"w": torch.zeros(2)})
 
 
-class Attacked:
-    """An attacked rule without a fit."""
+def vectors_of(clients, width=6, seed=0):
+    """A random step for each client, in float64."""
+    return dict(zip(clients, np.random.default_rng(seed).normal(size=(len(clients), width)), strict=True))
 
-    def __new__(cls, inner, attack):
-        rule = AttackedRule(inner, attack)
-        rule.malicious = frozenset(attack.clients)
-        return rule
+
+def chain_of(method, *steps):
+    method = build_method(method)
+    return Chain(method.aggregator, [*method.steps, *steps])
+
+
+def aggregated(make, start, steps, shares):
+    """The step of a round whose updates came to as many chains as there are shares, which are sent and merged."""
+    state = {"w": torch.tensor(start)}
+    sent = []
+    for share in shares:
+        chain = make()
+        chain.start(RoundInfo(0), state)
+        for client in share:
+            chain.receive(ClientUpdate(client, 1, {"w": torch.tensor(start + steps[client])}), state)
+        sent.append(pack(chain.part, [state["w"]]))
+    whole = make()
+    whole.start(RoundInfo(0), state)
+    for rest, tensors in sent:
+        whole.merge(unpack(rest, [tensor.clone() for tensor in tensors], [state["w"]]))
+    return whole.aggregate()["w"].numpy() - start
+
+
+def test_two_attacks_at_once():
+    """The inner attack sees what the outer one sends, and not the other way round."""
+    steps = vectors_of("abcde")
+    honest = np.stack([steps[client] for client in "abc"])
+    alie = lambda rows: rows.mean(0) + 1.5 * rows.std(0, ddof=1)  # noqa: E731
+    outer = alie(np.stack([*honest, steps["d"]]))
+    inner = -2 * np.stack([*honest, outer]).mean(0)
+    result = aggregated(lambda: chain_of("fairavg", IPM(["d"]), ALIE(["e"])), np.ones(6), steps, ["abcde"])
+    np.testing.assert_allclose(result, np.stack([*honest, outer, inner]).mean(0), rtol=1e-9, atol=1e-12)
+
+
+CLIENTS = [*"abcdefg", *MALICIOUS]
+SHARES = [[CLIENTS], [[*"gca", "cid"], ["ann", *"bdef"]], [[], MALICIOUS, [*"gfedcba"]]]
 
 
 @pytest.mark.parametrize("attack", [IPM(MALICIOUS), ALIE(MALICIOUS), Mimic(MALICIOUS)])
 @pytest.mark.parametrize("inner", [FedAvg, lambda: Krum(1), lambda: FedAvgM(aggregator=TrimmedMean(1))])
 def test_in_several_processes(attack, inner):
     """Parts that are sent and merged are one; order and shares of the updates do not matter."""
-    start = {"w": torch.randn(6, generator=torch.Generator().manual_seed(1))}
-    generator = torch.Generator().manual_seed(0)
-    received = [
-        ClientUpdate(client, 3 + place, {"w": torch.randn(6, generator=generator)})
-        for place, client in enumerate([*"abcde", *MALICIOUS])
-    ]
-    results = []
-    for shares in ([range(7)], [[6, 1, 2], [], [5, 0, 4, 3]], [[5, 6], [4, 3, 2, 1, 0]]):
-        parts = [Attacked(inner(), attack) for _ in shares]
-        for part, share in zip(parts, shares, strict=True):
-            part.start(RoundInfo(0), start)
-            for place in share:
-                part.receive(pickle.loads(pickle.dumps(received[place])))
-        sent = [pack(part, [start["w"]]) for part in parts]
-        whole = Attacked(inner(), attack)
-        whole.start(RoundInfo(0), start)
-        for rest, tensors in sent:
-            whole.merge(unpack(rest, [tensor.clone() for tensor in tensors], [start["w"]]))
-        assert whole.leave_out() == {}
-        results.append(whole.aggregate()["w"])
+    start, steps = vectors_of(["start"], seed=1)["start"], vectors_of(CLIENTS)
+    results = [aggregated(lambda: chain_of(inner(), attack), start, steps, shares) for shares in SHARES]
     for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(result, results[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("shares", SHARES, ids=["one process", "two", "three"])
+@pytest.mark.parametrize("mixture", ["nnm", "arc", "bucketing"])
+def test_an_attack_a_mixture_and_a_rule(mixture, shares):
+    """ALIE, by clients who know the honest steps; then the mixture of all steps; then their trimmed mean."""
+    start, steps = vectors_of(["start"], seed=1)["start"], vectors_of(CLIENTS)
+    honest = np.stack([steps[client] for client in CLIENTS if client not in MALICIOUS])
+    fake = honest.mean(0) + 1.5 * honest.std(0, ddof=1)
+    order = sorted(CLIENTS, key=client_key)
+    rows = np.stack([fake if client in MALICIOUS else steps[client] for client in order])
+    if mixture == "bucketing":
+        groups = np.random.default_rng(np.random.SeedSequence([3, 0])).permutation(len(rows))
+        step, mixed = Bucketing(2, seed=3), bucketing_reference(rows, groups, 2)
+    elif mixture == "nnm":
+        step, mixed = NearestNeighborMixing(2), nnm_reference(rows, 2)
+    else:
+        step, mixed = AdaptiveClipping(2), arc_reference(rows, 2)
+    result = aggregated(lambda: chain_of(TrimmedMean(2), step, ALIE(MALICIOUS)), start, steps, shares)
+    np.testing.assert_allclose(result, trimmed_mean_reference(mixed, 2), rtol=1e-7, atol=1e-9)
+    without = aggregated(lambda: chain_of(TrimmedMean(2), step), start, steps, shares)
+    assert not np.allclose(result, without, rtol=1e-3)
 
 
 def test_a_trusted_client_is_not_among_the_honest():
-    rule = Attacked(FLTrust("server"), Mimic(["bad"]))
-    server = Server(Chain(rule))
+    server = Server(chain_of(FLTrust("server"), Mimic(["bad"])))
     server.start_round(RoundInfo(0), {"w": torch.zeros(2)})
     steps = {"server": [1.0, 0.0], "good": [0.0, 2.0], "bad": [5.0, 5.0]}
-    assert rule.always == ("server",)
     for client, step in steps.items():
         server.sent(client, server.prepare(client))
         assert server.accept(ClientUpdate(client, 1, {"w": torch.tensor(step)}))
     assert server.finish_round()["w"].tolist() == [0.0, 0.0]  # the good one is at a right angle, and so is its copy
-    with pytest.raises(TypeError, match="`other` to be an AttackedRule"):
-        rule.merge(FedAvg())
 
 
 def test_nobody_honest_is_there():
-    rule = Attacked(FairAvg(), IPM(MALICIOUS))
-    rule.start(RoundInfo(0), {"w": torch.zeros(1)})
-    rule.receive(ClientUpdate("ann", 1, {"w": torch.ones(1)}))
-    assert rule.leave_out() == {}
-    assert rule.aggregate()["w"].item() == 1.0
+    result = aggregated(lambda: chain_of("fairavg", IPM(MALICIOUS)), np.zeros(1), {"ann": np.ones(1)}, [["ann"]])
+    assert result == 1.0
 
 
 # --- attacks on data --------------------------------------------------------------------------------------------------
@@ -364,7 +406,7 @@ def test_clients_at_once_are_clients_one_after_another(method, attack, federated
     states = []
     for size in (1, 5):
         module = models.Module(models.mlp(), models.momentum)
-        trainer = federated_trainer(max_rounds=2, method=method, seed=1, vectorize=size, callbacks=[attack(MALICIOUS)])
+        trainer = federated_trainer(max_rounds=2, method=method, seed=1, vectorize=size, steps=[attack(MALICIOUS)])
         trainer.fit(module, models.as_datasets(models.vectors()))
         states.append(state_of(module))
     assert "one after another all the same" not in caplog.text
@@ -379,7 +421,7 @@ def test_a_robust_rule_stands_what_an_average_does_not(rule, federated_trainer):
     distances = {}
     for method in ("fairavg", rule()):
         module = models.Quadratic(lr=0.5)
-        trainer = federated_trainer(max_rounds=10, method=method, callbacks=[SignFlip(["d", "e"], 5.0)], seed=0)
+        trainer = federated_trainer(max_rounds=10, method=method, steps=[SignFlip(["d", "e"], 5.0)], seed=0)
         trainer.fit(module, models.as_datasets(clients))
         distances[method] = float(np.linalg.norm(module.w.detach().numpy() - 1.01))
     assert distances["fairavg"] > 1
@@ -395,7 +437,7 @@ def test_a_resumed_fit_under_attack(federated_trainer, tmp_path):
     first.save_checkpoint(path)
     resumed = models.Module(NET(), models.momentum)
     again = federated_trainer(
-        max_rounds=3, method="centered_clipping", seed=1, batch_norm="average", callbacks=[ALIE(["ann"])]
+        max_rounds=3, method="centered_clipping", seed=1, batch_norm="average", steps=[ALIE(["ann"])]
     )
     again.fit(resumed, models.as_datasets(models.vectors()), ckpt_path=path, **loading(weights_only=True))
     assert_same(state_of(module), state_of(resumed))

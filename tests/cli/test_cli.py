@@ -15,8 +15,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import lightning_fed
 from lightning_fed import FederatedTrainer
-from lightning_fed.algorithms import METHODS, FairAvg, FedAdam, FedAvg, FedAvgM, FedProx, MultiKrum, RobustAggregator
-from lightning_fed.callbacks import HeadThenBody
+from lightning_fed.algorithms import METHODS, FairAvg, FedAvg, MultiKrum, RobustAggregator, ServerOptimizer
+from lightning_fed.algorithms.robust import NearestNeighborMixing
+from lightning_fed.attacks import ALIE
+from lightning_fed.callbacks import HeadThenBody, ProximalTerm
 from lightning_fed.cli.main import main
 from lightning_fed.cli.recipes import absent_recipe
 from lightning_fed.client.client_store import FolderStore
@@ -45,8 +47,9 @@ from lightning_fed.datasets import (
     Synthetic,
 )
 from lightning_fed.errors import OptionError
-from lightning_fed.privacy import PrivateMean, SecureMean
+from lightning_fed.privacy import CentralDP, SecureSum
 from lightning_fed.recipe import FederatedCLI, remembered_subclasses
+from lightning_fed.steps import MaxNorm, UniformWeights
 from lightning_fed.tasks import CharLanguageTask, ClassificationTask, SegmentationTask
 from tests.breadth import quick, slow
 from tests.datasets.test_datasets import write_camvid_npz, write_cifar_npz, write_femnist, write_mnist, write_omniglot
@@ -223,8 +226,9 @@ def test_a_recipe_builds_what_it_says(recipe, task, data, partition, rounds, cli
     assert built.trainer.max_epochs == rounds
     federation = built.trainer.federation
     assert repr(built.datamodule.partition if is_partitioned else federation.partition) == repr(partition)
-    rule = {"omniglot": FedAvgM, "fashion_mnist_attacked": MultiKrum}.get(recipe, FedAvg)
-    assert type(federation.server.rule) is rule
+    assert type(federation.server.rule) is (MultiKrum if recipe == "fashion_mnist_attacked" else FedAvg)
+    steps = {"omniglot": [ServerOptimizer], "fashion_mnist_attacked": [NearestNeighborMixing, ALIE]}.get(recipe, [])
+    assert [type(step) for step in federation.server.chain.steps] == steps
     assert federation.schedule.clients_per_round == clients_per_round
     assert type(federation.schedule.clients_per_round) is type(clients_per_round)
     assert federation.schedule.seed == 0
@@ -396,17 +400,35 @@ def test_fit_validate_test_and_predict(tmp_path, capsys):
 
 
 def test_methods_by_name_and_by_class():
-    assert type(federation_of("--trainer.method", "fairavg").server.rule) is FairAvg
-    assert type(federation_of("--trainer.method", "{class_path: FairAvg}").server.rule) is FairAvg
-    fedprox = federation_of("--trainer.method", "{class_path: FedProx, init_args: {mu: 0.3}}").server.rule
-    assert (type(fedprox), fedprox.mu) == (FedProx, 0.3)
-    for optimizer in ("Adam", "torch.optim.Adam"):
-        given = f"{{class_path: ServerOptimizer, init_args: {{optimizer: {optimizer}}}, dict_kwargs: {{lr: 0.5}}}}"
-        rule = federation_of("--trainer.method", given).server.rule
-        assert (rule.optimizer, rule.optimizer_kwargs) == (torch.optim.Adam, {"lr": 0.5})
-    assert type(federation_of("--trainer.method", "scaffold").server.rule) is METHODS["scaffold"]
-    for text in ("trimmed_mean:num_malicious=2:before=[nnm]", "fltrust:trusted=server"):
+    for text in ("fairavg", "{class_path: FairAvg}"):
+        assert type(federation_of("--trainer.method", text).method) is FairAvg
+    (fedprox,) = federation_of("--trainer.method", "{class_path: FedProx, init_args: {mu: 0.3}}").method.callbacks
+    assert (type(fedprox), fedprox.mu) == (ProximalTerm, 0.3)
+    nested = "{class_path: FedPer, init_args: {head: head, aggregator: {class_path: FedAvgM, init_args: {lr: 0.5}}}}"
+    for text in (nested, "fedbn:aggregator=fedavgm", "{class_path: FedBN, init_args: {aggregator: fedavgm}}"):
+        (step,) = federation_of("--trainer.method", text).server.chain.steps
+        assert step.optimizer_kwargs["lr"] == (0.5 if text == nested else 1.0)
+    for text in ("scaffold", "{class_path: SCAFFOLD}"):
+        assert type(federation_of("--trainer.method", text).server.rule) is METHODS["scaffold"]
+    for text in ("trimmed_mean:num_malicious=2", "fltrust:trusted=server"):
         assert isinstance(federation_of("--trainer.method", text).server.rule, RobustAggregator)
+
+
+def test_update_steps_by_class():
+    """In the order in which they are written, after those of the method."""
+    for optimizer in ("Adam", "torch.optim.Adam"):
+        given = (
+            "[UniformWeights, {class_path: MaxNorm, init_args: {bound: 2.0}},"
+            f" {{class_path: ServerOptimizer, init_args: {{optimizer: {optimizer}}}, dict_kwargs: {{lr: 0.5}}}}]"
+        )
+        federation = federation_of("--trainer.method", "fedavgm", "--trainer.steps", given)
+        momentum, weights, bound, step = federation.server.chain.steps
+        assert (type(momentum), type(weights)) == (ServerOptimizer, UniformWeights)
+        assert (type(bound), bound.bound) == (MaxNorm, 2.0)
+        assert (step.optimizer, step.optimizer_kwargs) == (torch.optim.Adam, {"lr": 0.5})
+    given = "[NearestNeighborMixing, {class_path: ALIE, init_args: {clients: 2}}]"
+    federation = federation_of("--trainer.method", "krum", "--trainer.steps", given)
+    assert [type(step) for step in federation.server.chain.steps] == [NearestNeighborMixing, ALIE]
 
 
 def test_subclasses_are_looked_for_once_until_something_is_imported(monkeypatch, tmp_path):
@@ -436,22 +458,21 @@ def test_a_recipe_looks_for_few_subclasses(monkeypatch):
 
 
 def test_a_protection_of_the_clients():
-    given = "{class_path: CentralDP, init_args: {clip: 1.0, delta: 0.001, noise_multiplier: 1.0}}"
-    federation = federation_of("--trainer.privacy", given, "--trainer.method", "fedadam")
-    rule = federation.server.rule
-    assert (type(rule), type(rule.inner)) == (FedAdam, PrivateMean)
+    given = "[{class_path: CentralDP, init_args: {clip: 1.0, delta: 0.001, noise_multiplier: 1.0}}]"
+    federation = federation_of("--trainer.steps", given, "--trainer.method", "fedadam")
+    assert [type(step) for step in federation.server.chain.steps] == [ServerOptimizer, CentralDP]
     compared = MethodChoice.parse("fedavgm:momentum=0.5").federation(federation)
-    assert isinstance(compared.server.rule.inner, PrivateMean)
-    with pytest.raises(ValueError, match="The method 'krum' does not work: Expected a method whose result is a sum"):
+    assert [type(step) for step in compared.server.chain.steps] == [ServerOptimizer, CentralDP]
+    assert compared.server.chain.steps[0].optimizer is torch.optim.SGD
+    with pytest.raises(ValueError, match="The method 'krum' does not work: Expected "):
         MethodChoice.parse("krum").federation(federation)
 
 
 def test_a_secure_sum_and_private_examples_of_a_recipe():
     dpsgd = "{class_path: DPSGD, init_args: {max_grad_norm: 1.0, noise_multiplier: 1.1, delta: 1.0e-5}}"
-    given = "{class_path: SecureSum, init_args: {clip: 2.0}}"
-    federation = federation_of("--trainer.secure_sum", given, "--trainer.callbacks+", dpsgd)
-    assert isinstance(federation.server.rule, SecureMean)
-    assert federation.server.rule.clip == 2.0
+    given = "[UniformWeights, {class_path: SecureSum, init_args: {clip: 2.0}}]"
+    weights, step = federation_of("--trainer.steps", given, "--trainer.callbacks+", dpsgd).server.chain.steps
+    assert (type(weights), type(step), step.clip) == (UniformWeights, SecureSum, 2.0)
 
 
 def test_another_partition_than_the_recipes():

@@ -16,7 +16,7 @@ RECIPE = str(Path(__file__).parents[2] / "recipes" / "synthetic.yaml")  # 30 cli
 
 
 def said(capsys, privacy, *options):
-    main(["privacy", RECIPE, *options, "--", "--trainer.privacy", privacy, "--trainer.clients_per_round", "1.0"])
+    main(["privacy", RECIPE, *options, "--", "--trainer.steps", privacy, "--trainer.clients_per_round", "1.0"])
     return capsys.readouterr().out
 
 
@@ -31,7 +31,7 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def test_a_given_noise(capsys):
-    text = said(capsys, "{class_path: CentralDP, init_args: {clip: 0.5, delta: 0.01, noise_multiplier: 2.0}}")
+    text = said(capsys, "[{class_path: CentralDP, init_args: {clip: 0.5, delta: 0.01, noise_multiplier: 2.0}}]")
     assert "30 of 30 clients in a round (poisson), 30 rounds, delta 0.01 (rdp)" in text
     assert "noise multiplier 2, clip 0.5: the noise of a round's sum has a standard deviation of 1 " in text
     budget = Budget(2.0, 0.01, 30, 30)
@@ -44,8 +44,8 @@ def test_a_given_noise(capsys):
 
 
 def test_an_audit(capsys):
-    privacy = "{class_path: CentralDP, init_args: {clip: 0.5, delta: 0.01, noise_multiplier: 2.0}}"
-    main(["privacy", RECIPE, "--audit", "--", "--trainer.privacy", privacy, "--trainer.clients_per_round", "1.0"])
+    privacy = "[{class_path: CentralDP, init_args: {clip: 0.5, delta: 0.01, noise_multiplier: 2.0}}]"
+    main(["privacy", RECIPE, "--audit", "--", "--trainer.steps", privacy, "--trainer.clients_per_round", "1.0"])
     claimed = Budget(2.0, 0.01, 30, 30).epsilon(30)
     found = re.search(
         r"audit with 30 canary clients: (\d) of 6 .* at least (\S+) .* claimed is (\S+)", capsys.readouterr().out
@@ -55,22 +55,16 @@ def test_an_audit(capsys):
 
 
 def test_an_epsilon(capsys):
-    text = said(capsys, "{class_path: CentralDP, init_args: {clip: 0.5, delta: 0.01, epsilon: 4.0, sampling: fixed}}")
+    text = said(capsys, "[{class_path: CentralDP, init_args: {clip: 0.5, delta: 0.01, epsilon: 4.0, sampling: fixed}}]")
     assert "30 of 30 clients in a round (fixed)" in text
     assert rows(text, "rounds")["30"] == pytest.approx(4.0, rel=1e-3)
 
 
-def test_the_noise_of_a_larger_cohort(capsys):
-    """It is simulated, and says so wherever it says epsilon."""
-    options = "clip: 0.5, delta: 0.01, noise_multiplier: 2.0, noise_cohort: 100, noise_population: 1000"
-    text = said(capsys, f"{{class_path: CentralDP, init_args: {{{options}}}}}", "--audit")
-    assert "**simulated**: 30 clients train in a round, with the noise of 100" in text
-    assert "the noise of a round's sum has a standard deviation of 0.3 " in text
-    assert "30 steps of the clip's length that agree have one of 15" in text
-    budget = Budget(2.0, 0.01, 1000, 100)
-    assert "| rounds | simulated epsilon |" in text
-    assert rows(text, "rounds")["30"] == pytest.approx(budget.epsilon(30), rel=1e-3)
-    assert "audit of the simulated budget with" in text
+def test_a_step_of_the_method_inside(capsys):
+    """It is the recipe's chain that is looked through, not its first step."""
+    central = "{class_path: CentralDP, init_args: {clip: 0.5, delta: 0.01, noise_multiplier: 2.0}}"
+    others = "{class_path: MaxNorm, init_args: {bound: 1.0}}"
+    assert said(capsys, f"[{others}, {central}]") == said(capsys, f"[{central}]")
 
 
 def test_a_figure(capsys, tmp_path, monkeypatch):
@@ -85,8 +79,8 @@ def test_a_figure(capsys, tmp_path, monkeypatch):
         save(figure, path, **options)
 
     monkeypatch.setattr(Figure, "savefig", seen)
-    privacy = "{class_path: CentralDP, init_args: {clip: 0.5, delta: 0.01, noise_multiplier: 2.0, max_epsilon: 9.0}}"
-    given = ["--", "--trainer.privacy", privacy, "--trainer.clients_per_round", "1.0"]
+    privacy = "[{class_path: CentralDP, init_args: {clip: 0.5, delta: 0.01, noise_multiplier: 2.0, max_epsilon: 9.0}}]"
+    given = ["--", "--trainer.steps", privacy, "--trainer.clients_per_round", "1.0"]
     main(["privacy", RECIPE, "--figure", str(tmp_path / "epsilon.png"), *given])
     assert "noise multiplier 2, clip 0.5" in capsys.readouterr().out
     assert (tmp_path / "epsilon.png").read_bytes().startswith(b"\x89PNG")
@@ -103,4 +97,4 @@ def test_a_recipe_without(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["privacy", RECIPE])
     assert stopped.value.code == 1
-    assert "Expected a recipe with `privacy: {class_path: CentralDP" in capsys.readouterr().err
+    assert "Expected a recipe with a `CentralDP` among the `steps` of its `trainer`" in capsys.readouterr().err

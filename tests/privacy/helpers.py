@@ -27,6 +27,7 @@ class WireRecorder(Recorder):
 
     def on_server_receive(self, trainer, module, update):
         super().on_server_receive(trainer, module, update)
-        (visit,) = [visit for visit in self.round(trainer.current_epoch) if visit.client == update.client]
-        visit.update = {name: value.cpu().clone() for name, value in update.state.items()}
-        visit.num_samples, visit.extras = update.num_samples, tuple(update.extras)
+        for visit in self.round(trainer.current_epoch):  # of a server alone there are none
+            if visit.client == update.client:
+                visit.update = {name: value.cpu().clone() for name, value in update.state.items()}
+                visit.num_samples, visit.extras = update.num_samples, tuple(update.extras)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from lightning_fed.privacy import Budget, PrivateMean, audit_mean, empirical_epsilon
+from lightning_fed.privacy import Budget, CentralDP, audit_mean, empirical_epsilon
 from tests.breadth import quick, slow
 
 
@@ -55,15 +55,15 @@ def test_the_bound_is_below_what_is_claimed(budget, rounds, least):
 @pytest.mark.parametrize("share", quick([0.0, 0.2], [0.2]))
 def test_without_its_noise_a_mechanism_is_found_out(share, monkeypatch):
     """Noise that is left out, or is a fifth of what it is to be, as where it is divided by the number of clients."""
-    made = PrivateMean.noise
+    made = CentralDP.noise
 
-    def less(rule, name, shape, std):
-        return share * made(rule, name, shape, std) if name else torch.zeros(shape, dtype=torch.float64)
+    def less(step, name, shape, std):
+        return share * made(step, name, shape, std) if name else torch.zeros(shape, dtype=torch.float64)
 
     budget = Budget(4.0, 1e-5, 1000, 1000)
     honest = audit_mean(budget, 4, 1000, key_for_tests=5)
     assert honest.lower_bound <= honest.claimed < 3.5
-    monkeypatch.setattr(PrivateMean, "noise", less)
+    monkeypatch.setattr(CentralDP, "noise", less)
     found = audit_mean(budget, 4, 1000, key_for_tests=5)
     assert found.lower_bound > found.claimed
 

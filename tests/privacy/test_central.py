@@ -447,7 +447,8 @@ def test_methods_that_are_not_refused_send_steps_alone(name, federated_trainer):
     """All others are: when the federation is built, or before the first round."""
     method = f"{name}:{NEEDED[name]}" if name in NEEDED else name
     if name in SEND_STEPS_ALONE:
-        recorder, _, trainer = fit(federated_trainer, method=method, rounds=2)
+        module = models.Module(models.norm_mlp() if name in ("fedbn", "silobn") else models.mlp())
+        recorder, _, trainer = fit(federated_trainer, method=method, rounds=2, module=module)
         assert {visit.extras for visit in recorder.visits} == {()}
         assert trainer.federation.server.report.failed == {}
         return

@@ -686,7 +686,7 @@ def test_tied_weights_are_refused(plain_trainer):
         ({"accumulate_grad_batches": 2, "local_steps": 2}, "accumulate_grad_batches=1, but got 2"),
         ({"precision": "bf16-true"}, r"a precision of \['32-true', '64-true', 'bf16-mixed'\], but got 'bf16-true'"),
         ({"vectorize": 2}, "clients that train one after another, but got vectorize=2"),
-        ({"privacy": CentralDP(1.0, 1e-3, noise_multiplier=1.0)}, "Expected one of `DPSGD` and privacy="),
+        ({"steps": [CentralDP(1.0, 1e-3, noise_multiplier=1.0)]}, "Expected one of `DPSGD` and `CentralDP`"),
         ({"method": "qffl"}, "may send, or write into the model"),
         ({"method": "moon"}, "may send, or write into the model"),
         ({"method": "ditto"}, "may send, or write into the model"),

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from importlib.util import find_spec
 
 import numpy as np
@@ -9,20 +10,22 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed import ClientUpdate, FederatedDataModule
+from lightning_fed import ClientUpdate, FederatedDataModule, Federation
 from lightning_fed.algorithms import FedAvg, FedAvgM
-from lightning_fed.errors import BadUpdate
-from lightning_fed.method import build_method
-from lightning_fed.privacy import DPSGD, CentralDP, Ring, RingSteps, SecureMean, SecureSum
-from lightning_fed.privacy.ring import RingSum
+from lightning_fed.algorithms.robust.mixtures import Bucketing
+from lightning_fed.attacks import ALIE, SignFlip
+from lightning_fed.errors import BadUpdate, BadUpdates, ClientFault
+from lightning_fed.messages import Broadcast
+from lightning_fed.privacy import DPSGD, CentralDP, Ring, SecureSum
 from lightning_fed.privacy.secure_sum import WEIGHT
 from lightning_fed.rule import RoundInfo
+from lightning_fed.steps import Chain, MaxMedianNorm, MaxNorm, MaxSamples, UniformWeights, UpdateStep
 from tests import models
-from tests.recorders import Recorder, assert_same, loading, state_of
+from tests.privacy.helpers import KnownKey, WireRecorder
+from tests.recorders import assert_same, loading, state_of
 from tests.references_privacy import clipped_reference, encoded_reference, masked_sum_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-KEY = 0x0123456789ABCDEF0123456789ABCDEF
 needs_accountant = pytest.mark.skipif(find_spec("dp_accounting") is None, reason="dp-accounting is not installed")
 
 
@@ -114,18 +117,20 @@ def test_rings_that_cannot_be(make, message):
         make()
 
 
-# --- the rule ---------------------------------------------------------------------------------------------------------
+# --- the step ---------------------------------------------------------------------------------------------------------
 
 START = {"w": torch.linspace(-1, 1, 12).view(4, 3), "n": torch.tensor(3)}
 
 
-def rule_of(ring, updates):
-    rule = SecureMean(ring.clip, FedAvg())
-    rule.sums = RingSum(ring)
-    rule.start(RoundInfo(0), START)
+def chain_of(ring, updates=(), least=0, steps=None):
+    """A chain whose ring is settled, and which has received updates."""
+    chain = Chain(FedAvg(), [MaxSamples(ring.max_weight), SecureSum(ring.clip)] if steps is None else steps)
+    secure = chain.steps[-1]
+    secure.ring, secure.least = ring, least
+    chain.start(RoundInfo(0), START)
     for update in updates:
-        rule.receive(copy.deepcopy(update))
-    return rule
+        chain.receive(copy.deepcopy(update), START)
+    return chain
 
 
 def update_of(ring, step, weight, seed=0):
@@ -137,23 +142,21 @@ def test_the_mean_and_its_parts():
     ring, weights = Ring(5.0, 6, 40), [3, 40, 0, 7, 1, 22]
     steps = [value[:12] / 3 for value in vectors(6)]
     updates = [update_of(ring, *pair, seed) for seed, pair in enumerate(zip(steps, weights, strict=True))]
-    whole = rule_of(ring, updates).aggregate()
+    whole = chain_of(ring, updates).aggregate()
     mean = sum(weight * step for step, weight in zip(steps, weights, strict=True)) / sum(weights)
     torch.testing.assert_close(whole["w"].double() - START["w"].double(), mean.view(4, 3), atol=2e-7, rtol=0)
     assert whole["n"] == 3
-    assert_same(whole, rule_of(ring, reversed(updates)).aggregate())
-    merged = rule_of(ring, [])
+    assert_same(whole, chain_of(ring, reversed(updates)).aggregate())
+    merged = chain_of(ring)
     for part in (updates[4:], [], updates[:4]):
-        merged.merge(rule_of(ring, part))
-    assert_same(whole, merged.aggregate())
-    with pytest.raises(TypeError, match="`other` to be a SecureMean, but got FedAvg"):
-        merged.merge(FedAvg())
+        merged.merge(pickle.loads(pickle.dumps(chain_of(ring, part).part)))
     with pytest.raises(BadUpdate, match="one more than the 6 clients whose sum has room"):
-        merged.receive(updates[0])
+        merged.receive(updates[0], START)
+    assert_same(whole, merged.aggregate())
 
 
 def test_updates_that_are_left_out():
-    ring, rule = Ring(5.0, 6, 40), rule_of(Ring(5.0, 6, 40), [])
+    ring, chain = Ring(5.0, 6, 40), chain_of(Ring(5.0, 6, 40))
     for extras, words in (
         ({}, "and not its weight alone"),
         ({WEIGHT: torch.tensor(1), "loss": torch.tensor(2.0)}, "and not its weight alone"),
@@ -163,49 +166,111 @@ def test_updates_that_are_left_out():
         update = update_of(ring, torch.zeros(12), 1)
         update.extras = extras
         with pytest.raises(BadUpdate, match=words):
-            rule.receive(update)
-    assert rule.sums.total == {}
+            chain.receive(update, START)
+    assert chain.part.total == {}
 
 
 @pytest.mark.parametrize("weights", [[41, 40], [-1, 0], [0, 0]])
 def test_weights_that_cannot_be_are_those_of_all(weights):
     """Of single clients the server does not see them: the sum is given up."""
     ring = Ring(5.0, 6, 40)
-    rule = rule_of(ring, [update_of(ring, torch.zeros(12), weight, seed) for seed, weight in enumerate(weights)])
+    chain = chain_of(ring, [update_of(ring, torch.zeros(12), weight, seed) for seed, weight in enumerate(weights)])
     reason = f"the sum of the weights, {sum(weights)}, is not from 1 to 80"
-    assert rule.leave_out() == {"c0": reason, "c1": reason}
-    assert rule.sums.total == {}
+    with pytest.raises(BadUpdates) as refused:
+        chain.aggregate()
+    assert refused.value.reasons == {"c0": reason, "c1": reason}
+    assert chain.part.total == {}
 
 
 @pytest.mark.parametrize(("count", "threshold", "least"), [(2, 0.51, 2), (3, 2 / 3, 2), (9, 2 / 3, 6), (10, 2 / 3, 7)])
 def test_a_sum_of_too_few(count, threshold, least):
-    assert RingSteps(threshold).least_clients(count) == least
+    assert SecureSum(1.0, threshold).least_clients(count) == least
     assert 2 * least > count
     ring = Ring(5.0, 12)
     for present in (least - 1, least):
-        rule = rule_of(ring, [])
-        rule.sums.least = least
+        chain = chain_of(ring, least=least)
         for seed in range(present):
-            part = rule_of(ring, [update_of(ring, torch.ones(12) / 4, 1, seed)])
-            rule.merge(part)
-        left_out = rule.leave_out()
-        assert list(left_out) == ([] if present == least else [f"c{seed}" for seed in range(present)])
-        assert bool(rule.sums.total) == (present == least)
+            chain.merge(chain_of(ring, [update_of(ring, torch.ones(12) / 4, 1, seed)]).part)
+        if present == least:
+            assert chain.aggregate()["w"].isfinite().all()
+            continue
+        with pytest.raises(
+            BadUpdates, match=rf"read of {least} clients or more, and of {present} it is not"
+        ) as refused:
+            chain.aggregate()
+        assert list(refused.value.reasons) == [f"c{seed}" for seed in range(present)]
+        assert chain.part.total == {}
+
+
+def sent_by(chain, client, step, num_samples=8):
+    """What a client sends, of a step."""
+    broadcast = Broadcast(0, dict(START))
+    chain.on_send(broadcast)
+    state = {"w": (START["w"].double() + step.view(4, 3)).float(), "n": torch.tensor(9)}
+    return chain.on_client(ClientUpdate(client, num_samples, state), broadcast, {})
+
+
+@pytest.mark.parametrize("bound", [0.4, 50.0])
+@pytest.mark.parametrize("weights", [UniformWeights(), MaxSamples(40)])
+def test_bounds_and_weights_inside_act_on_the_client(bound, weights):
+    """The sum is that of bounded, weighted steps, and the server bounds nothing any more."""
+    counts, steps = [3, 90, 17], [value[:12] for value in vectors(3)]
+    ring = Ring(20.0, 3, 1 if isinstance(weights, UniformWeights) else 40)
+    for inside in ([weights, MaxNorm(bound)], [MaxNorm(bound), weights]):
+        chain = chain_of(ring, steps=[*inside, SecureSum(20.0)])
+        updates = [sent_by(chain, f"c{number}", *pair) for number, pair in enumerate(zip(steps, counts, strict=True))]
+        counted = [weights.weight(count) for count in counts]
+        for update, step, weight in zip(updates, steps, counted, strict=True):
+            expected = weight * clipped_reference(step.numpy(), bound)
+            np.testing.assert_allclose(
+                ring.decode(update.state["w"]).flatten().numpy(), expected, atol=1 / ring.scale + 1e-6 * weight
+            )
+            assert int(update.extras[WEIGHT]) == weight
+            assert update.num_samples == 1
+        total = sum(ring.decode(update.state["w"]) for update in updates)
+        for update in updates:
+            chain.receive(update, START)
+        new = chain.aggregate()
+        assert torch.equal(new["w"], (START["w"].double() + total / sum(counted)).float())
+        assert chain.metrics({}) == {}
+
+
+def test_a_client_that_a_step_inside_refuses_is_left_out():
+    """Not the fit: on the client it is a fault of its own."""
+
+    class Refuses(UpdateStep):
+        def on_server(self, update, sent):
+            raise BadUpdate("it is too loud")
+
+    chain = chain_of(Ring(5.0, 3), steps=[Refuses(), UniformWeights(), SecureSum(5.0)])
+    with pytest.raises(ClientFault, match="it is too loud"):
+        sent_by(chain, "a", vectors(1)[0][:12])
+
+
+def test_a_step_inside_whose_weight_is_too_large_changes_nothing_of_a_private_sum():
+    """Behind the clip a client counts once, whatever a step makes of its number of examples."""
+
+    class Heavy(UpdateStep):
+        def on_client(self, update, sent, memory):
+            update.num_samples = 1000
+            return update
+
+    chain = chain_of(Ring(0.5, 3), steps=[CentralDP(0.5, 1e-3, 1.0), Heavy(), SecureSum()])
+    update = sent_by(chain, "a", vectors(1)[0][:12])
+    assert 0.49 < chain.steps[-1].ring.decode(update.state["w"]).norm() <= 0.5
 
 
 # --- fits -------------------------------------------------------------------------------------------------------------
 
 CLIENTS = {f"c{number}": 6 + 3 * number for number in range(5)}
-WEIGHTS = {"samples": {"max_samples": 15}, "uniform": {"weighting": "uniform"}}
+WEIGHTS = {"samples": MaxSamples(15), "uniform": UniformWeights()}
 
 
-def fit(trainer, rounds=3, secure_sum=None, method="fedavg", module=None, **options):
-    recorder = Recorder()
+def fit(trainer, rounds=3, steps=(), method="fedavg", module=None, **options):
+    recorder = WireRecorder()
     module = models.Module(models.mlp(), models.momentum) if module is None else module
     callbacks = [*options.pop("callbacks", ()), recorder]
-    if secure_sum is not None:
-        options["secure_sum"] = secure_sum
-    fitted = trainer(max_rounds=rounds, method=method, seed=1, callbacks=callbacks, **options)
+    fitted = trainer(max_rounds=rounds, method=method, seed=1, callbacks=callbacks, steps=list(steps), **options)
     fitted.fit(module, models.as_datasets(models.vectors(CLIENTS)))
     return recorder, module, fitted
 
@@ -214,7 +279,7 @@ def fit(trainer, rounds=3, secure_sum=None, method="fedavg", module=None, **opti
 @pytest.mark.parametrize("clip", [0.01, 50.0])
 def test_a_fit_round_by_round(kind, clip, federated_trainer):
     """Against NumPy: clipped, weighted steps; the very numbers that the clients sent are what is added up."""
-    recorder, _, trainer = fit(federated_trainer, 3, SecureSum(clip), clients_per_round=3, **WEIGHTS[kind])
+    recorder, _, trainer = fit(federated_trainer, 3, [WEIGHTS[kind], SecureSum(clip)], clients_per_round=3)
     assert len(recorder.aggregates) == 3
     ring = Ring(clip, 3, 15 if kind == "samples" else 1)
     for round, new in enumerate(recorder.aggregates):
@@ -245,9 +310,9 @@ def test_a_fit_round_by_round(kind, clip, federated_trainer):
 
 @pytest.mark.parametrize("method", ["fedavg", "fairavg", "fedavgm", "fedprox:mu=0.1", "fedper"])
 def test_it_is_the_average_but_for_rounding(method, federated_trainer):
-    options = {} if method == "fairavg" else {"max_samples": 1000}
-    plain, _, _ = fit(federated_trainer, 1, None, method)
-    secure, _, _ = fit(federated_trainer, 1, SecureSum(20.0), method, **options)
+    weights = [] if method == "fairavg" else [MaxSamples(1000)]
+    plain, _, _ = fit(federated_trainer, 1, (), method)
+    secure, _, _ = fit(federated_trainer, 1, [*weights, SecureSum(20.0)], method)
     units = 5 / Ring(20.0, 5, 1 if method == "fairavg" else 1000).scale / (5 if method == "fairavg" else 60)
     for name, value in plain.aggregates[0].items():
         torch.testing.assert_close(secure.aggregates[0][name], value, atol=units + 1e-6, rtol=0)
@@ -255,7 +320,7 @@ def test_it_is_the_average_but_for_rounding(method, federated_trainer):
 
 @pytest.mark.parametrize("vectorize", [1, 3])
 def test_clients_at_once_and_both_doors(vectorize, either_trainer, federated_trainer):
-    states, options = [], {"secure_sum": SecureSum(5.0), "weighting": "uniform", "seed": 1}
+    states, options = [], {"steps": [UniformWeights(), SecureSum(5.0)], "seed": 1}
     for make, more in ((either_trainer, {"vectorize": vectorize}), (federated_trainer, {})):
         module = models.Module(models.mlp())
         data = FederatedDataModule(models.as_datasets(models.vectors(CLIENTS)), batch_size=8)
@@ -268,12 +333,12 @@ def test_clients_at_once_and_both_doors(vectorize, either_trainer, federated_tra
 def test_resume_is_exact(federated_trainer, tmp_path):
     path = tmp_path / "one.ckpt"
 
-    class Saves(Recorder):
+    class Saves(WireRecorder):
         def on_train_epoch_end(self, trainer, module):
             if trainer.current_epoch == 0:
                 trainer.save_checkpoint(path)
 
-    options = {"secure_sum": SecureSum(1.0), "weighting": "uniform", "method": FedAvgM()}
+    options = {"steps": [UniformWeights(), SecureSum(1.0)], "method": FedAvgM()}
     _, module, _ = fit(federated_trainer, 3, callbacks=[Saves()], **options)
     resumed = models.Module(models.mlp(), models.momentum)
     again = federated_trainer(max_rounds=3, seed=1, **options)
@@ -288,8 +353,8 @@ def test_a_step_that_is_not_finite_is_left_out(value, vectorize, federated_train
 
     data = models.vectors(CLIENTS)
     data["c1"][0][:] = value
-    recorder, module = Recorder(), models.Module(models.mlp())
-    options = {"secure_sum": SecureSum(5.0), "weighting": "uniform", "vectorize": vectorize, "callbacks": [recorder]}
+    recorder, module = WireRecorder(), models.Module(models.mlp())
+    options = {"steps": [UniformWeights(), SecureSum(5.0)], "vectorize": vectorize, "callbacks": [recorder]}
     trainer = federated_trainer(max_rounds=1, seed=1, **options)
     trainer.fit(module, models.as_datasets(data))
     assert trainer.callback_metrics["fed/failed"] == 1
@@ -304,15 +369,16 @@ def test_a_step_that_is_not_finite_is_left_out(value, vectorize, federated_train
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 def test_with_central_differential_privacy(sampling, federated_trainer):
     """The same noise is added to the sum; no client's numbers stand for a step longer than the clip."""
-    dp = CentralDP(0.01, 1e-3, noise_multiplier=0.5, sampling=sampling, key_for_tests=KEY)
-    options = {"privacy": dp, "clients_per_round": 3}
-    plain, _, _ = fit(federated_trainer, 3, **options)
-    secure, _, trainer = fit(federated_trainer, 3, SecureSum(), **options)
+    dp = KnownKey(0.01, 1e-3, noise_multiplier=0.5, sampling=sampling)
+    plain, _, _ = fit(federated_trainer, 3, [dp], clients_per_round=3)
+    secure, _, trainer = fit(federated_trainer, 3, [dp, SecureSum()], clients_per_round=3)
     assert len(secure.aggregates) == 3
     assert trainer.callback_metrics["privacy/epsilon"] > 0
-    ring = trainer.federation.server.rule.sums.ring
+    assert not [name for name in trainer.callback_metrics if name.startswith(("fed/", "comm/", "client/"))]
+    ring = trainer.federation.server.chain.steps[-1].ring
     assert ring.clients == 5  # a draw may have all
     for visit in secure.visits:
+        assert visit.extras == ()
         whole = torch.cat([ring.decode(value).flatten() for value in visit.update.values()])
         assert 0.01 * (1 - 1e-5) < whole.norm() <= 0.01
     for name, value in plain.aggregates[0].items():
@@ -320,12 +386,27 @@ def test_with_central_differential_privacy(sampling, federated_trainer):
 
 
 @needs_accountant
+@pytest.mark.parametrize("secure", [[], [SecureSum()]], ids=["", "secure sum"])
+def test_a_private_step_that_is_not_finite_is_left_out(secure, federated_trainer):
+    """Also where the client itself finds it: the fit goes on with the others."""
+    data = models.vectors(CLIENTS)
+    data["c1"][0][:] = math.nan
+    dp = KnownKey(0.01, 1e-3, noise_multiplier=0.5, sampling="fixed")
+    trainer = federated_trainer(max_rounds=1, seed=1, steps=[dp, *secure])
+    module = models.Module(models.mlp())
+    trainer.fit(module, models.as_datasets(data))
+    assert list(trainer.federation.server.report.failed) == ["c1"]
+    assert sorted(trainer.federation.server.report.received) == ["c0", "c2", "c3", "c4"]
+    assert all(value.isfinite().all() for value in state_of(module).values())
+
+
+@needs_accountant
 def test_with_dpsgd(federated_trainer):
     """The clients' steps have their own noise; what is sent of them is whole numbers."""
     pytest.importorskip("opacus", reason="opacus is not installed")
     callback = DPSGD(1.0, 1.0, 1e-3)
-    options = {"max_rounds": 2, "callbacks": [callback], "weighting": "uniform"}
-    trainer = federated_trainer(secure_sum=SecureSum(5.0), **options)
+    steps = [UniformWeights(), SecureSum(5.0)]
+    trainer = federated_trainer(max_rounds=2, callbacks=[callback], steps=steps)
     trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(CLIENTS)))
     assert trainer.callback_metrics["dp/epsilon"] == pytest.approx(callback.epsilon())
 
@@ -335,40 +416,59 @@ def test_with_dpsgd(federated_trainer):
 
 @pytest.mark.parametrize("method", ["median", "krum", "fedatt", "scaffold", "fednova", "fedmargin", "qffl", "fesem"])
 def test_methods_that_are_no_sum(method):
-    with pytest.raises(ValueError, match=r"is none: take 'fedavg'|whose clients send steps alone"):
-        SecureSum(1.0).protect(build_method(method))
+    with pytest.raises(ValueError, match=r"is none: take 'fedavg'"):
+        Federation(method, steps=[UniformWeights(), SecureSum(1.0)])
+
+
+@pytest.mark.parametrize("method", ["moon", "fedala", "fedfusion"])
+def test_methods_that_send_more(method, federated_trainer):
+    with pytest.raises(MisconfigurationException, match=r"clients that send steps alone, but `\w+\.on_client_end`"):
+        fit(federated_trainer, 1, [UniformWeights(), SecureSum(1.0)], method)
+
+
+DP = CentralDP(1.0, 1e-3, noise_multiplier=1.0)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("steps", "message"),
     [
-        ({"secure_sum": SecureSum(1.0)}, "Expected `max_samples`, the most examples that count of a client, or"),
-        (
-            {"secure_sum": SecureSum(1.0), "weighting": "uniform", "clients_per_round": 1},
-            "Expected at least 2 clients in a round of a secure sum, but got 1",
-        ),
-        ({"secure_sum": SecureSum(1.0), "max_samples": 10**7}, "of 32 bits too few are left"),
-        ({"secure_sum": SecureSum()}, "Expected a `clip` of a secure sum, unless there is one of `CentralDP`"),
-        (
-            {"secure_sum": SecureSum(1.0), "privacy": CentralDP(1.0, 1e-3, noise_multiplier=1.0)},
-            "Expected a `clip` of a secure sum, unless there is one of `CentralDP`",
-        ),
-        (
-            {"secure_sum": SecureSum(), "privacy": CentralDP(1.0, 1e-3, noise_multiplier=1.0, adaptive=True)},
-            "of an adaptive one every client says",
-        ),
-        (
-            {"secure_sum": SecureSum(1.0), "weighting": "uniform", "max_update_norm": 1.0},
-            "Expected no `max_update_norm` with a secure sum",
-        ),
+        ([SecureSum(1.0)], "Expected `MaxSamples`, the most examples that count of a client, or `UniformWeights`"),
+        ([SecureSum(1.0), UniformWeights()], "Expected `UniformWeights` inside of a secure sum, before it in `steps`"),
+        ([MaxSamples(9), SecureSum(1.0), MaxNorm(1.0)], "Expected `MaxNorm` inside of a secure sum"),
+        ([MaxSamples(9), SecureSum(1.0), SignFlip(1)], "Expected `SignFlip` inside of a secure sum"),
+        ([MaxSamples(9), SecureSum(1.0), ALIE(1)], "Expected `ALIE` inside of a secure sum"),
+        ([MaxSamples(9), SecureSum(1.0), SecureSum(1.0)], "Expected `SecureSum` inside of a secure sum"),
+        ([UniformWeights(), SecureSum(1.0), DP], "Expected `CentralDP` inside of a secure sum"),
+        ([MaxMedianNorm(1.0), MaxSamples(9), SecureSum(1.0)], "no `MaxMedianNorm` inside of `SecureSum`: it compares"),
+        ([UniformWeights(), Bucketing(2), SecureSum(1.0)], "no `Bucketing` inside of `SecureSum`: it compares"),
+        ([ALIE(1), UniformWeights(), SecureSum(1.0)], "no `ALIE` inside of `SecureSum`: it compares single updates"),
+        ([SecureSum()], "Expected a `clip` of a secure sum, unless there is one of `CentralDP`"),
+        ([DP, SecureSum(1.0)], "Expected a `clip` of a secure sum, unless there is one of `CentralDP`"),
+        ([CentralDP(1.0, 1e-3, 1.0, adaptive=True), SecureSum()], "of an adaptive one every client says"),
+        ([DP, DP, SecureSum()], "Expected one `CentralDP`, but got several"),
     ],
 )
-def test_options_that_cannot_be(options, message, federated_trainer):
+def test_steps_that_cannot_be(steps, message):
     with pytest.raises(ValueError, match=message):
-        fit(federated_trainer, 1, **options)
+        Federation(steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "message"),
+    [
+        (
+            [UniformWeights(), SecureSum(1.0)], {"clients_per_round": 1},
+            "Expected at least 2 clients in a round of a secure sum, but got 1",
+        ),
+        ([MaxSamples(10**7), SecureSum(1.0)], {}, "of 32 bits too few are left"),
+    ],
+)  # fmt: skip
+def test_fits_that_cannot_be(steps, options, message, federated_trainer):
+    with pytest.raises(ValueError, match=message):
+        fit(federated_trainer, 1, steps, **options)
 
 
 def test_statistics_would_travel_alone(federated_trainer):
     module = models.Module(models.norm_mlp())
     with pytest.raises(MisconfigurationException, match="would leave the clients each for itself"):
-        fit(federated_trainer, 1, SecureSum(1.0), module=module, weighting="uniform")
+        fit(federated_trainer, 1, [UniformWeights(), SecureSum(1.0)], module=module)

@@ -202,12 +202,13 @@ class RemoteClientSide(RemoteSide):
             except Exception as error:
                 server.refuse(client, f"its answer cannot be used: {describe(error)}", without_frames(error))
                 continue
+            num_samples = server.chain.counted(update.num_samples)
             if round.receive(update):
                 if said.keeps:
                     self._client_store.note(client, number)
                 add_optimizer_steps(fit.trainer, said.steps)
                 if after is not None:
-                    optimizers.note_visit(update.num_samples, positions[client], after)
+                    optimizers.note_visit(num_samples, positions[client], after)
         if secure_sum is not None:
             secure_sum.unmask([client for client in secure_sum.peers if client in server.report.received])
 

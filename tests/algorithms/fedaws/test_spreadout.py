@@ -8,7 +8,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_fed import FederatedCallback, FederatedDataModule
-from lightning_fed.algorithms import FedAvgM
 from lightning_fed.algorithms.fedaws import callback as spreadout
 from lightning_fed.callbacks import SampledSoftmax, SpreadOut
 from lightning_fed.data import LazyClients
@@ -147,9 +146,10 @@ def test_without_strength_nothing_is_changed(options, federated_trainer):
 def test_the_servers_momentum_does_not_see_it(federated_trainer):
     memories, states = [], []
     for strength in (0.0, 2.0):
-        rule, module = FedAvgM(), models.Module(models.mlp())
-        fit(federated_trainer, module, models.vectors(), SpreadOut(strength=strength), method=rule)
-        memories.append({name: memory["momentum_buffer"] for name, memory in rule.state_dict()["entries"].items()})
+        module = models.Module(models.mlp())
+        *_, trainer = fit(federated_trainer, module, models.vectors(), SpreadOut(strength=strength), method="fedavgm")
+        (step,) = trainer.federation.server.chain.steps
+        memories.append({name: memory["momentum_buffer"] for name, memory in step.state_dict()["entries"].items()})
         states.append(state_of(module))
     assert_same(*memories)
     assert not torch.equal(states[0][HEAD], states[1][HEAD])

@@ -16,6 +16,7 @@ from lightning_fed.matching import PermutationGroups, Stage, find_stages, match_
 from lightning_fed.messages import ClientUpdate, Request
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.schedule import client_key
+from lightning_fed.steps import UniformWeights
 from tests import models
 from tests.algorithms.fedma.fits import WIDTHS, data_of, examples, fit, layers_of, logged, mlp, momentum, parts
 from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
@@ -277,12 +278,12 @@ def test_merged_rules_are_one():
         rules[0].merge(FedAvg())
 
 
-@pytest.mark.parametrize("weighting", ["samples", "uniform"])
-def test_pfnm_is_one_exchange(federated_trainer, weighting):
+@pytest.mark.parametrize("steps", [[], [UniformWeights()]])
+def test_pfnm_is_one_exchange(federated_trainer, steps):
     """All layers of the clients' updates matched at once, from the last to the first, owners weighted or all alike."""
     logger, module, watch = MemoryLogger(), models.Module(mlp(), momentum), Recorder()
     rule = PFNM(last_layer="size", seed=4)
-    trainer = federated_trainer(max_rounds=1, method=rule, logger=logger, callbacks=[watch], weighting=weighting)
+    trainer = federated_trainer(max_rounds=1, method=rule, logger=logger, callbacks=[watch], steps=steps)
     fit(trainer, module, data_of(parts()))
     model = 4 * sum(a * b + b for a, b in itertools.pairwise(WIDTHS))
     assert logged(logger, "comm/up_bytes") == [3 * model]
@@ -293,7 +294,7 @@ def test_pfnm_is_one_exchange(federated_trainer, weighting):
         groups,
         np.random.default_rng([4, 0]),
         "pfnm",
-        weights=[visit.num_samples for visit in visits] if weighting == "samples" else None,
+        weights=None if steps else [visit.num_samples for visit in visits],
         score="published",
         max_growth=None,
     )

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, Federation
-from lightning_fed.algorithms import FairAvg, FedAvg, FedMargin
+from lightning_fed.algorithms import FedAvg, FedAvgM, FedMargin
 from lightning_fed.algorithms.fedmargin import (
     Prototypes,
     find_outlying_prototypes,
@@ -26,11 +26,12 @@ from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.data import ByGroup
 from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.messages import ClientUpdate, Request
-from lightning_fed.method import build_aggregator
+from lightning_fed.method import build_method
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
 from lightning_fed.steps.chain import Chain
 from tests import models
+from tests.chains import chain_of, one_round
 from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, state_of
 from tests.references import average_reference
 from tests.references_margin import AFTER, BEFORE, COUNTS, PREVIOUS, SIZES, WEIGHTS, fedmargin_reference
@@ -211,16 +212,14 @@ def states(count, dtype=torch.float32):
 def test_clients_that_move_alike_are_fairavg(combine, attention, count):
     """To the last bit, whatever their models are, also in float64; and FedAvg, where sizes weigh."""
     sizes = [10, 30, 7, 8, 9, 100, 1][:count]
-    for size_weighting, expected, dtype in ((False, FairAvg(), torch.float64), (True, FedAvg(), torch.float32)):
+    for size_weighting, expected, dtype in ((False, "fairavg", torch.float64), (True, "fedavg", torch.float32)):
         rule = FedMargin(combine=combine, attention=attention, size_weighting=size_weighting)
         received = [
             message(index, state, {0: (0.1, 0.7), 2: (3.3, 0)}, {0: (0.2, 1.1), 2: (3.1, 0.3)}, None, size)
             for index, (state, size) in enumerate(zip(states(count, dtype), sizes, strict=True))
         ]
-        expected.start(RoundInfo(0), received[0].state)
-        for update in received:
-            expected.receive(copy.deepcopy(update))
-        assert_same(expected.aggregate(), aggregated(rule, received, state=received[0].state))
+        start = received[0].state
+        assert_same(one_round(chain_of(expected), 0, start, received), aggregated(rule, received, state=start))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -290,13 +289,8 @@ def test_the_others_prototypes_do_not_notice_them():
 
 def test_nobody_with_prototypes_is_fairavg():
     received = [ClientUpdate(index, 1 + index, state) for index, state in enumerate(states(3))]
-    rule, fair = FedMargin(), FairAvg()
-    rule.start(RoundInfo(0), received[0].state)
-    fair.start(RoundInfo(0), received[0].state)
-    for update in received:
-        rule.receive(copy.deepcopy(update))
-        fair.receive(copy.deepcopy(update))
-    assert_same(fair.aggregate(), rule.aggregate())
+    rule, start = FedMargin(), received[0].state
+    assert_same(one_round(chain_of("fairavg"), 0, start, received), one_round(Chain(rule), 0, start, received))
     assert rule.prototypes is None
     assert rule.state_dict() == {}
     assert rule.metrics() == {
@@ -459,12 +453,12 @@ def test_prototypes_that_cannot_be_used(name, known):
     assert rule.last == without.last
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("steps", [[], [ServerOptimizer("SGD", lr=1.0)]])
 @pytest.mark.parametrize("first", ["k1", "k2"])
-def test_whose_prototypes_have_other_features_is_left_out_by_name(first, wrapped):
+def test_whose_prototypes_have_other_features_is_left_out_by_name(first, steps):
     """Also if they come first, and in the first round: the others' round is what it is without that client."""
     rule, without, state = FedMargin(), FedMargin(), {"w": torch.tensor(0.0)}
-    server = Server(ServerOptimizer("SGD", rule, lr=1.0) if wrapped else rule)
+    server = Server(Chain(rule, steps))
     updates = sorted(example(), key=lambda update: update.client != first)
     server.start_round(RoundInfo(0), state)
     without.start(RoundInfo(0), state)
@@ -595,9 +589,9 @@ def test_resuming_with_another_layer(kind, federated_trainer, tmp_path):
         prototypes = ClassPrototypes(
             layer=layer, num_classes=3, lpm_before="last_local" if kind == "last_local" else "download"
         )
-        rules = {"fedmargin": FedMargin(), "with momentum": ServerOptimizer("SGD", "fedmargin", lr=1.0, momentum=0.9)}
-        aggregator = rules.get(kind, FedAvg())
-        trainer = federated_trainer(max_rounds=rounds, method=aggregator, callbacks=[prototypes, recorder])
+        methods = {"fedmargin": FedMargin(), "with momentum": FedAvgM(aggregator="fedmargin")}
+        method = methods.get(kind, "fedavg")
+        trainer = federated_trainer(max_rounds=rounds, method=method, callbacks=[prototypes, recorder])
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()), ckpt_path=path)
         return trainer
 
@@ -635,8 +629,8 @@ def test_options_that_are_wrong(options, message):
 
 
 def test_by_name():
-    assert type(build_aggregator("FedMargin")) is FedMargin
-    (needed,) = FedMargin(margin="gain", class_reduction="sum").required_callbacks()
+    assert type(build_method("FedMargin").aggregator) is FedMargin
+    (needed,) = build_method(FedMargin(margin="gain", class_reduction="sum")).callbacks
     assert isinstance(needed, ClassPrototypes)
     assert (needed.margin, needed.class_reduction) == ("gain", "sum")
 

@@ -39,12 +39,12 @@ def test_the_parts_arguments_are_the_presets(preset):
     assert set(said) == set(takes) - {"num_negatives"}
     for options in ({}, said):
         method = preset(**options)
-        averaging = method.aggregator
-        assert averaging.lazy_rows == options.get("lazy_rows", False)
-        assert averaging.inner.row_weighting == options.get("row_weighting", "global")
+        (step,) = method.steps
+        assert step.lazy_rows == options.get("lazy_rows", False)
+        assert method.aggregator.row_weighting == options.get("row_weighting", "global")
         expected = {"lr": options.get("server_lr", 1.0), "momentum": options.get("server_momentum")}
-        assert expected["momentum"] in (None, averaging.optimizer_kwargs["momentum"])
-        assert expected["lr"] == averaging.optimizer_kwargs["lr"]
+        assert expected["momentum"] in (None, step.optimizer_kwargs["momentum"])
+        assert expected["lr"] == step.optimizer_kwargs["lr"]
         for part in method.callbacks:
             for name, parameter in inspect.signature(type(part)).parameters.items():
                 if name in takes and name != "num_negatives":

@@ -40,6 +40,7 @@ from lightning_fed.data import IID
 from lightning_fed.messages import Broadcast
 from lightning_fed.modules import SampledSoftmaxHead
 from lightning_fed.privacy import DPSGD, SecureSum
+from lightning_fed.steps import UniformWeights
 from tests import resume_script
 from tests.conftest import QUIET
 from tests.recorders import MemoryLogger
@@ -161,7 +162,7 @@ class Plain(Aggregator):
         self.seen = 0
 
     def start(self, info, state):
-        self.round, self.state, self.updates = round, state, []
+        self.round, self.state, self.updates = info.round, state, []
 
     def broadcast(self, request):
         return Broadcast(self.round, dict(self.state))
@@ -424,7 +425,7 @@ def private_examples(folder, processes):
     """Examples drawn and noised by a key, accounts that the processes join, and a secure sum."""
     private = DPSGD(0.5, 0.8, 1e-3, key_for_tests=7)
     data = FederatedDataModule(clients(), batch_size=4)
-    options = {"clients_per_round": 3, "secure_sum": SecureSum(2.0), "weighting": "uniform"}
+    options = {"clients_per_round": 3, "steps": [UniformWeights(), SecureSum(2.0)]}
     found = train(folder, processes, lambda: Net(batch_norm=False), data, 2, [private], **options)
     return {**found, "accounts": private.state_dict()["accounts"]}
 
@@ -594,6 +595,9 @@ class OwnStore(ClientStore):
         return None
 
     def put(self, client, round, state):
+        pass
+
+    def settle(self, round, clients):
         pass
 
     def checkpoint(self, round):

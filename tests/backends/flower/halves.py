@@ -20,11 +20,13 @@ from lightning_fed.backends.flower.server import run_server
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records
 from lightning_fed.callbacks import ClassPrototypes, LayerwiseTraining, find_federation
 from lightning_fed.messages import tensor_bytes
-from lightning_fed.privacy import CentralDP, SecureSum
+from lightning_fed.privacy import SecureSum
+from lightning_fed.steps import MaxSamples
 from lightning_fed.tasks import ClassificationTask
 from tests import models
 from tests.backends.flower.grids import FakeGrid
 from tests.conftest import QUIET
+from tests.privacy.helpers import KnownKey
 
 OPTIONS = {name: QUIET[name] for name in ("accelerator", "logger", "enable_progress_bar", "enable_model_summary")}
 SIZES = {"ann": 33, "bob": 20, "cid": 48}
@@ -218,15 +220,14 @@ CASES = {
     "moon": Case(lambda: Federation("moon"), base_and_head),
     "fedala": Case(lambda: Federation("fedala")),
     "krum": Case(lambda: Federation("krum")),
-    "attacked": Case(
-        lambda: Federation("centered_clipping"), callbacks=lambda: [SignFlip(["ann"]), IPM(["cid"])]),
+    "attacked": Case(lambda: Federation("centered_clipping", steps=[SignFlip(["ann"]), IPM(["cid"])])),
     "fltrust": Case(lambda: Federation("fltrust:trusted=bob", clients_per_round=1)),
     **({"private": Case(lambda: Federation(
         "fedavgm", clients_per_round=2,
-        privacy=CentralDP(0.5, 1e-3, noise_multiplier=0.5, adaptive=True, count_noise=0.4, key_for_tests=5)))}
+        steps=[KnownKey(0.5, 1e-3, noise_multiplier=0.5, adaptive=True, count_noise=0.4, key=5)]))}
        if find_spec("dp_accounting") else {}),
     "secure sum": Case(
-        lambda: Federation("fedavgm", secure_sum=SecureSum(5.0), max_samples=40, seed=3), has_more_messages=True),
+        lambda: Federation("fedavgm", steps=[MaxSamples(40), SecureSum(5.0)], seed=3), has_more_messages=True),
     "fesem": Case(lambda: Federation("fesem")),
     "fedma": Case(
         lambda: Federation("fedma"), plain_module,

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed import FederatedCallback, Federation
 from lightning_fed.privacy import DPSGD, Budget, SecureSum
+from lightning_fed.steps import UniformWeights
 from tests import models
 from tests.backends.flower.halves import SIZES, in_process, on_flower
 from tests.breadth import quick
@@ -35,14 +36,14 @@ def accounts(folder):
 STEPS = {33: 2, 20: 2, 48: 3}  # of an epoch, by number of examples; the last batch of 33 would have one of them
 
 
-SUMS = [{}, {"secure_sum": SecureSum(5.0), "weighting": "uniform"}]
+SUMS = [[], [UniformWeights(), SecureSum(5.0)]]
 
 
-@pytest.mark.parametrize("options", quick(SUMS, SUMS[1:]), ids=["", "secure sum"])
-def test_its_steps_are_those_of_one_process(options, federated_trainer, tmp_path, caplog):
+@pytest.mark.parametrize("sums", quick(SUMS, SUMS[1:]), ids=["", "secure sum"])
+def test_its_steps_are_those_of_one_process(sums, federated_trainer, tmp_path, caplog):
     """With a key that is known: bit for bit; the accounts are as long."""
     data, callbacks = models.vectors(SIZES), lambda: [DPSGD(1.0, 0.5, 1e-3, key_for_tests=KEY)]
-    federation = lambda: Federation("fedavg", local_epochs=2, seed=3, **options)  # noqa: E731
+    federation = lambda: Federation("fedavg", local_epochs=2, seed=3, steps=sums)  # noqa: E731
     (own,) = callbacks()
     here, trainer = in_process(federated_trainer, module, data, federation(), callbacks=[own])
     with caplog.at_level(logging.INFO, "lightning_fed"):

@@ -13,16 +13,17 @@ from lightning_fed import FederatedCallback, Federation
 from lightning_fed.backends.flower.packets import Packet, read_packet
 from lightning_fed.backends.flower.transport import from_records, to_records
 from lightning_fed.errors import ClientFault
-from lightning_fed.privacy import CentralDP, SecureSum
+from lightning_fed.privacy import SecureSum
+from lightning_fed.steps import MaxNorm, MaxSamples, UniformWeights
 from tests import models
 from tests.backends.flower.halves import in_process, on_flower
 from tests.breadth import quick
-from tests.recorders import Recorder, assert_same, state_of
+from tests.privacy.helpers import KnownKey, WireRecorder
+from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 SIZES = {"ann": 33, "bob": 20, "cid": 48, "dan": 24, "eve": 41}
-KEY = 0x0123456789ABCDEF0123456789ABCDEF
 needs_accountant = pytest.mark.skipif(find_spec("dp_accounting") is None, reason="dp-accounting is not installed")
 
 
@@ -32,6 +33,8 @@ def module():
 
 class Loses(FederatedCallback):
     """In one process: clients that fail at the end of their visits in round 1."""
+
+    keeps_privacy = True
 
     def __init__(self, clients):
         self.clients = clients
@@ -59,26 +62,28 @@ def losing(clients, stage):
     return change
 
 
-def federation(method="fedavg", **options):
-    options = {"secure_sum": SecureSum(5.0), "max_samples": 40, "seed": 3, **options}
-    return Federation(method, **options)
+def federation(method="fedavg", steps=None, **options):
+    steps = [MaxSamples(40), SecureSum(5.0)] if steps is None else steps
+    return Federation(method, **{"steps": steps, "seed": 3, **options})
+
+
+def private(clip=0.05, **options):
+    return federation("fedavgm", [KnownKey(clip, 1e-3, noise_multiplier=0.5), SecureSum()], **options)
 
 
 METHODS = {
     "fedavg": federation,
     "fedadam, three of five": lambda: federation("fedadam", clients_per_round=3),
-    "fedprox, uniform": lambda: federation("fedprox", max_samples=None, weighting="uniform"),
-    **({"private": lambda: federation(
-        "fedavgm", clients_per_round=4, max_samples=None, secure_sum=SecureSum(),
-        privacy=CentralDP(0.05, 1e-3, noise_multiplier=0.5, key_for_tests=KEY))}
-       if find_spec("dp_accounting") else {}),
-}  # fmt: skip
+    "fedprox, uniform": lambda: federation("fedprox", [UniformWeights(), SecureSum(5.0)]),
+    "bounded on the clients": lambda: federation(steps=[MaxNorm(0.05), MaxSamples(40), SecureSum(5.0)]),
+    **({"private": lambda: private(clients_per_round=4)} if find_spec("dp_accounting") else {}),
+}
 
 
 def both(trainer, folder, make, stage="train", lost=(), as_if=None, rounds=3):
     """The two fits, of which the first has no masks; ``as_if`` are those whom it loses, where they are others."""
     data = models.vectors(SIZES)
-    here, there = Recorder(), Recorder()
+    here, there = WireRecorder(), WireRecorder()
     plain, fitted = in_process(
         trainer, module, data, make(), rounds, callbacks=[Loses(lost if as_if is None else as_if), here]
     )
@@ -88,7 +93,9 @@ def both(trainer, folder, make, stage="train", lost=(), as_if=None, rounds=3):
     return (plain, fitted, here), (masked, server, there), transport, grid
 
 
-@pytest.mark.parametrize("name", quick(METHODS, [name for name in ("fedavg", "private") if name in METHODS]))
+@pytest.mark.parametrize(
+    "name", quick(METHODS, [name for name in ("fedavg", "bounded on the clients", "private") if name in METHODS])
+)
 def test_it_is_the_sum_of_one_process(name, federated_trainer, tmp_path):
     (plain, fitted, here), (masked, server, there), transport, _ = both(federated_trainer, tmp_path, METHODS[name])
     assert len(here.aggregates) == len(there.aggregates) == 3
@@ -117,7 +124,7 @@ def test_one_that_is_lost_on_the_way(stage, lost, federated_trainer, tmp_path, c
 @pytest.mark.parametrize("stage", quick(["keys", "shares", "train"], ["train"]))
 def test_as_many_as_the_threshold_allows(stage, federated_trainer, tmp_path):
     """Three of five are left, of a threshold of 0.6."""
-    make = lambda: federation(secure_sum=SecureSum(5.0, threshold=0.6))  # noqa: E731
+    make = lambda: federation(steps=[MaxSamples(40), SecureSum(5.0, threshold=0.6)])  # noqa: E731
     (plain, _, here), (masked, _, there), _, _ = both(federated_trainer, tmp_path, make, stage, ["ann", "eve"])
     assert len(there.aggregates) == 3
     for expected, found in zip(here.aggregates, there.aggregates, strict=True):
@@ -170,7 +177,7 @@ def test_what_the_server_sees_is_no_ones(federated_trainer, tmp_path):
             seen.append((header["client"], tensors, header["num_samples"], header["metrics"]))
         return [content]
 
-    data, here = models.vectors(SIZES), Recorder()
+    data, here = models.vectors(SIZES), WireRecorder()
     in_process(federated_trainer, module, data, federation(), 1, callbacks=[here])
     sent = {visit.client: visit.update for visit in here.visits}
     for run in range(2):
@@ -193,33 +200,37 @@ def test_what_the_server_sees_is_no_ones(federated_trainer, tmp_path):
     assert all((vectors[first] == vectors[second]).mean() < 0.05 for first in range(10) for second in range(first))
 
 
+SUM = [MaxSamples(40), SecureSum(5.0)]
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "words"),
     [
-        ({}, {"secure_sum": None}, "the server has a secure sum, and its federation has none"),
-        ({"secure_sum": None}, {}, "its federation has a secure sum, and the server asks for an update without a mask"),
-        ({"secure_sum": SecureSum(5.0, 0.6)}, {}, "is to be read of 3 of 5 clients, and its federation says 0.667"),
-        ({"secure_sum": SecureSum(10.0)}, {}, "units of a secure sum in 1, and the server"),
-        ({"max_samples": 400}, {}, "units of a secure sum in 1, and the server"),
-        ({}, {"max_samples": None, "weighting": "uniform"}, "units of a secure sum in 1, and the server"),
+        (SUM, [], "the server has a secure sum, and its federation has none"),
+        ([], SUM, "its federation has a secure sum, and the server asks for an update without a mask"),
+        (
+            [MaxSamples(40), SecureSum(5.0, 0.6)], SUM,
+            "is to be read of 3 of 5 clients, and its federation says 0.667",
+        ),
+        ([MaxSamples(40), SecureSum(10.0)], SUM, "units of a secure sum in 1, and the server"),
+        ([MaxSamples(400), SecureSum(5.0)], SUM, "units of a secure sum in 1, and the server"),
+        (SUM, [UniformWeights(), SecureSum(5.0)], "units of a secure sum in 1, and the server"),
     ],
-)
+)  # fmt: skip
 def test_halves_that_do_not_agree(ours, theirs, words, tmp_path):
     """A client whose own federation has a secure sum sends nothing without a mask, nor for a smaller threshold."""
-    halves = iter([federation(**theirs), federation(**theirs), federation(**ours)])
+    halves = iter([federation(steps=theirs), federation(steps=theirs), federation(steps=ours)])
     with pytest.raises(RuntimeError, match=words):
         on_flower(tmp_path, module, models.vectors(SIZES), lambda: next(halves), 1)
 
 
 @needs_accountant
-def test_private_halves_with_other_clips(tmp_path, caplog):
+@pytest.mark.parametrize("clip", [0.025, 0.1])
+@pytest.mark.parametrize("secure", [[], [SecureSum()]], ids=["", "secure sum"])
+def test_private_halves_with_other_clips(clip, secure, tmp_path, caplog):
     """A round of nobody is one of noise: the log says why."""
-
-    def private(clip):
-        dp = CentralDP(clip, 1e-3, noise_multiplier=0.5, key_for_tests=KEY)
-        return federation(secure_sum=SecureSum(), max_samples=None, privacy=dp)
-
-    halves, there = iter([private(0.05), private(0.05), private(0.1)]), Recorder()
-    on_flower(tmp_path, module, models.vectors(SIZES), lambda: next(halves), 1, server_callbacks=[there])
+    halves = iter([Federation(steps=[KnownKey(own, 1e-3, 0.5), *secure]) for own in (0.05, 0.05, clip)])
+    on_flower(tmp_path, module, models.vectors(SIZES), lambda: next(halves), 1)
     for name in SIZES:
-        assert f"client {name!r} is left out: its federation has 8.58993e+09 units of a secure sum in 1" in caplog.text
+        words = f"client {name!r} is left out: its federation has a clip of 0.05, and the server {clip}"
+        assert words in caplog.text

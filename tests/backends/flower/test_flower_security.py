@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from lightning_fed.steps import MaxMedianNorm, MaxNorm, MaxSamples, UniformWeights
+
 pytest.importorskip("flwr")
 
 from lightning_fed import Federation
@@ -29,19 +31,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 @pytest.mark.parametrize(
-    "limits",
-    [{"max_update_norm": "0.9 * median", "max_samples": 30}, {"max_update_norm": 0.05, "weighting": "uniform"}],
-    ids=str,
+    "steps",
+    [[MaxSamples(30), MaxMedianNorm(0.9)], [UniformWeights(), MaxNorm(0.05)]],
+    ids=["median", "fixed"],
 )
-def test_limits_are_those_of_one_process(limits, federated_trainer, tmp_path):
+def test_limits_are_those_of_one_process(steps, federated_trainer, tmp_path):
     """Also of BatchNorm's statistics, and of the schedule, which goes on from the client with the most that counts."""
 
     def module():
         return models.Module(models.norm_mlp(), models.adam, warm_up)
 
     data = models.vectors(SIZES)
-    here, trainer = in_process(federated_trainer, module, data, Federation(seed=1, **limits))
-    there, fitted, _, _ = on_flower(tmp_path, module, data, lambda: Federation(seed=1, **limits))
+    here, trainer = in_process(federated_trainer, module, data, Federation(seed=1, steps=steps))
+    there, fitted, _, _ = on_flower(tmp_path, module, data, lambda: Federation(seed=1, steps=steps))
     assert_same(state_of(there), state_of(here))
     assert fitted.callback_metrics["fed/shortened"] == trainer.callback_metrics["fed/shortened"] > 0
     free, _ = in_process(federated_trainer, module, data, Federation(seed=1))

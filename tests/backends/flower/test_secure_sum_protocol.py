@@ -3,6 +3,7 @@
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ from lightning_fed.backends.flower.secure_sum_protocol import (
 from lightning_fed.errors import ClientFault
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.privacy import Ring
-from lightning_fed.privacy.ring import RingSum
+from lightning_fed.privacy.secure_sum import RingSum
 
 CONTEXT = context_of("0a", 3)
 NAMES = ["ann", "bob", 3, "dan", "eve", "3", "gil"]
@@ -107,14 +108,14 @@ def test_sums_are_those_of_the_simulation(lost):
     """Bit for bit what the ring adds up without masks."""
     ring, generator = Ring(1.0, 7), np.random.default_rng(1)
     parties, survivors = Parties(NAMES, 4), [name for name in NAMES if name not in lost]
-    plain, masked = RingSum(ring), RingSum(ring)
+    step = SimpleNamespace(ring=ring, least=4, vector=lambda update: update.state)
+    plain, masked = RingSum(step), RingSum(step)
     for name in NAMES:
-        step = torch.from_numpy(generator.normal(size=(5, 9))) / 20
-        vector = ring.encode(step, generator)
+        vector = ring.encode(torch.from_numpy(generator.normal(size=(5, 9))) / 20, generator)
         if name in survivors:
-            plain.add(name, {"w": vector})
+            plain.add(ClientUpdate(name, 1, {"w": vector}), {})
             hidden = parties.masked(name, vector.numpy().reshape(-1).view(np.uint32)).view(np.int32).reshape(5, 9)
-            masked.add(name, {"w": torch.from_numpy(hidden)})
+            masked.add(ClientUpdate(name, 1, {"w": torch.from_numpy(hidden)}), {})
     assert not torch.equal(plain.total["w"], masked.total["w"])
     masked.subtract({"w": torch.from_numpy(parties.masks(45, survivors).view(np.int32)).reshape(5, 9)})
     assert torch.equal(plain.total["w"], masked.total["w"])
