@@ -42,8 +42,8 @@ class Compression(UpdateStep, ABC):
         exact = next((step for step in steps if step.reveals != "update"), None)
         if exact is not None:
             raise OptionError(
-                f"Expected no `{type(self).__name__}` with `{type(exact).__name__}`: shortened numbers are neither in its"
-                " bound nor in its sum."
+                f"Expected no `{type(self).__name__}` with `{type(exact).__name__}`: shortened numbers do not keep"
+                " its bound, or are no sum."
             )
 
     @abstractmethod
