@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tuning
 from common import load_json, machine, parser, picture, prepare, spread, table, write_section
 
+from lightning_fed.algorithms import FedMA, Method
 from lightning_fed.compare import CENTRAL, MethodChoice, Plan, load_results, run_comparison
+from lightning_fed.steps import UniformWeights
 
 ROOT = Path(__file__).parents[1]
 METHODS = (
@@ -33,9 +35,17 @@ METHODS = (
     "fedma:mode=permute",
     "fedma:mode=none",
     "fedma:score=published",
-    "fedma:initial=independent:score=published:weighting=uniform",
+    "fedma.PublishedFedMA",
 )
 PUBLISHED_LSTM = f"{METHODS[-1]}:gamma=0.001:last_layer=size"  # as the authors' program for this network has it
+
+
+class PublishedFedMA(Method):
+    """FedMA as the authors' program has it: independent initial models, the published score, clients that weigh alike."""
+
+    def __init__(self, gamma: float | None = None, last_layer: Literal["class", "size"] = "class") -> None:
+        rule = FedMA(initial="independent", score="published", gamma=gamma, last_layer=last_layer)
+        super().__init__(rule, steps=[UniformWeights()])
 
 
 @dataclass(frozen=True)
