@@ -31,8 +31,7 @@ class Method:
         aggregator: The server's rule, by name or as an object.
         callbacks: Callbacks for a Trainer that has none of their kind. Those that the rule requires come after them.
         settings: Arguments of :class:`~lightning_fed.Federation` that the method sets: of ``local_epochs``,
-            ``local_steps``, ``partial_work``, ``personal``, ``frozen``, ``batch_norm``, ``unseen_statistics``,
-            ``fixed_after`` and ``optimizer_state``.
+            ``local_steps``, ``personal``, ``frozen``, ``batch_norm`` and ``optimizer_state``.
 
     Attributes:
         name: The name of its class, or of its rule's.
@@ -40,7 +39,7 @@ class Method:
     Example:
         >>> from lightning_fed import Federation
         >>> method = Method("fedavg", batch_norm="personal")  # what `FedBN()` is
-        >>> Federation(method, clients_per_round=10).batch_norm
+        >>> Federation(method, clients_per_round=10).options.batch_norm
         'personal'
 
     """

@@ -18,6 +18,7 @@ from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.privacy.accounting import Accountant, Budget, Sampling, plan_budget
 from lightning_fed.privacy.mean import CLIP, IS_SHORT, PrivateMean, clip_factor, step_length
 from lightning_fed.rounds.federated_callback import FederatedCallback
+from lightning_fed.rounds.options import LocalStatistics
 from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.server.aggregator import Aggregator
 
@@ -273,11 +274,9 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
 
     """
     statistics = sorted(batch_norm_statistics(module))
-    stay = federation.batch_norm in ("personal", "frozen") or (
-        federation.batch_norm == "local" and federation.unseen_statistics == "batch"
-    )
+    stay = federation.options.batch_norm in ("personal", "frozen", LocalStatistics("batch"))
     if statistics and not stay:
         raise MisconfigurationException(
             f"BatchNorm's statistics ({statistics[0]}, ...) would leave the clients {how}: take"
-            " batch_norm='personal', 'local' or 'frozen', or GroupNorm (`lightning_fed.modules.to_group_norm`)."
+            " batch_norm='personal', 'frozen' or LocalStatistics(), or GroupNorm (`lightning_fed.modules.to_group_norm`)."
         )

@@ -107,7 +107,7 @@ class StackedModel:
                 raise RuntimeError(
                     f"The losses of clients at the places {list(clients)} and {list(those)} of their group are not of"
                     f" the same parameters (as {min(used ^ first)!r}): they cannot be stepped at once. With"
-                    " `vectorize=1` one trains after another."
+                    " `visits='auto'` one trains after another."
                 )
 
     @torch.no_grad()
