@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -143,14 +144,18 @@ class FederatedTrainer(L.Trainer):
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, **options)
 
 
-def _joint_signature() -> inspect.Signature:
-    """Signature of ``FederatedTrainer.__init__`` with the arguments that it forwards, for programs that read it."""
+def _describe_arguments() -> None:
+    """Gives ``FederatedTrainer.__init__`` the signature and descriptions of what it forwards, which programs read."""
     own = inspect.signature(FederatedTrainer.__init__, eval_str=True)
     parameters = {name: parameter for name, parameter in own.parameters.items() if name != "kwargs"}
-    for kind in (Federation, L.Trainer):
+    descriptions = ["Builds the federation and the Trainer.\n\nArgs:\n"]
+    for kind, text in ((Federation, Federation.__doc__), (L.Trainer, L.Trainer.__init__.__doc__)):
         for name, parameter in inspect.signature(kind, eval_str=True).parameters.items():
             parameters.setdefault(name, parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-    return own.replace(parameters=list(parameters.values()))
+        section = re.search(r"^Args:\n((?:    .*\n|\s*\n)*)", inspect.cleandoc(text or "") + "\n", re.MULTILINE)
+        descriptions.append(section[1].rstrip() + "\n" if section else "")
+    setattr(FederatedTrainer.__init__, "__signature__", own.replace(parameters=list(parameters.values())))  # noqa: B010
+    FederatedTrainer.__init__.__doc__ = "".join(descriptions)
 
 
-setattr(FederatedTrainer.__init__, "__signature__", _joint_signature())  # noqa: B010 - a function, for mypy
+_describe_arguments()
