@@ -21,7 +21,7 @@ import torch
 from common import QUIET, Curve, load_json, machine, parser, picture, prepare, save_json, spread, table, write_section
 from torch.utils.data import DataLoader
 
-from lightning_fed import FederatedTrainer
+from lightning_fed import FederatedTrainer, LocalStatistics
 from lightning_fed.data import IID, ByGroup, Dirichlet, Look, Partition, PartitionedData
 from lightning_fed.datasets import CamVid, Shapes
 from lightning_fed.metrics import SegmentationScores
@@ -41,7 +41,7 @@ SETTINGS = ("alike", *LOOKS, "drives", *(f"classes {alpha}" for alpha in ALPHAS)
 TREATMENTS: dict[str, dict[str, Any]] = {
     "average": {"batch_norm": "average"},
     "recalibrate": {"batch_norm": "recalibrate"},
-    "local": {"batch_norm": "local"},
+    "local": {"batch_norm": LocalStatistics()},
     "fixed": {"batch_norm": "fixed"},
     "personal": {"batch_norm": "personal"},
     "frozen": {"batch_norm": "frozen"},

@@ -30,7 +30,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed import FederatedDataModule, FederatedTrainer, Vectorized
 from lightning_fed.data import LazyClients
 from lightning_fed.messages import tensor_bytes
 from lightning_fed.server.schedule import Schedule, Visit
@@ -140,7 +140,7 @@ class Experiment:
         return self._one_fit(DataLoader(TensorDataset(self.inputs, self.targets), batch_sampler=Orders(self._epochs())))
 
     def vectorized(self) -> tuple[float, float]:
-        return self.ours(vectorize=self.cohort)
+        return self.ours(visits=Vectorized(self.cohort))
 
     def vmap_by_hand(self) -> tuple[float, float]:
         """What all clients at once cost at the least: the same steps without Lightning."""
@@ -177,7 +177,7 @@ class Experiment:
         trainer = FederatedTrainer(
             max_rounds=self.rounds + 1,
             clients_per_round=self.cohort,
-            vectorize=vectorize,
+            visits=Vectorized(vectorize),
             visits=visits,
             seed=0,
             callbacks=[watch],

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from work import RATE, WORKS, Work, arguments, batches_of, now, save
 
+from lightning_fed import Vectorized
+
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -110,7 +112,7 @@ def main() -> None:
     if given.contestant == "ours_parallel":
         options = {"strategy": "client_parallel", "devices": 2}
     if given.contestant == "ours_vectorized":
-        options = {"vectorize": min(given.clients, 50)}
+        options = {"visits": Vectorized(min(given.clients, 50))}
     trainer = FederatedTrainer(max_rounds=given.rounds, callbacks=[watch], seed=0, **{**QUIET, **options})
     clients = {f"{client:04}": TensorDataset(*work.make_data(client)) for client in range(given.clients)}
     trainer.fit(net, FederatedDataModule(clients, batch_size=work.batch_size, shuffle=False))

@@ -278,5 +278,6 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
     if statistics and not stay:
         raise MisconfigurationException(
             f"BatchNorm's statistics ({statistics[0]}, ...) would leave the clients {how}: take"
-            " batch_norm='personal', 'frozen' or LocalStatistics(), or GroupNorm (`lightning_fed.modules.to_group_norm`)."
+            " batch_norm='personal', 'frozen' or LocalStatistics(), or GroupNorm"
+            " (`lightning_fed.modules.to_group_norm`)."
         )

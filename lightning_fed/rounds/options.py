@@ -147,7 +147,7 @@ class FitOptions:
         check_option("optimizer_state", self.optimizer_state, ("reset", "keep"))
         for name, kind in (("availability", Availability), ("faults", Faults)):
             if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"Expected `{name}` to be a {kind.__name__} object, but got {getattr(self, name)!r}.")
+                raise ValueError(f"Expected `{name}` to be {kind.__name__}(...), but got {getattr(self, name)!r}.")
         check_count("evaluate_clients_every", self.evaluate_clients_every, lowest=0)
         if self.faults.visit_timeout is not None and self.most_at_once > 1:
             raise ValueError(

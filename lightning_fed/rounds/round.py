@@ -12,8 +12,9 @@
    g. :meth:`Round.receive`: the server counts the update, checks it and adds it to the aggregate;
    h. :meth:`Round.keep`: the client keeps what is its own.
 
-3. :meth:`Round.join`: the processes that shared the visits join; the answers of remote clients arrive;
-   :meth:`Round.close`: :meth:`Round.aggregate`, :meth:`Round.load_global`, :meth:`Round.measure_batch_norm`, :meth:`Round.log`.
+3. :meth:`Round.join`: the processes that shared the visits join, and the answers of remote clients arrive;
+   :meth:`Round.close`: :meth:`Round.aggregate`, :meth:`Round.load_global`, :meth:`Round.measure_batch_norm`,
+   :meth:`Round.log`.
 
 At any time :meth:`Round.abandon` gives the round up and restores the global model with which it began.
 """

@@ -184,7 +184,7 @@ class Schedule:
         clients_per_round: int | float = 1.0,
         local_epochs: int = 1,
         local_steps: int | None = None,
-        availability: Availability = Availability(),  # noqa: B008 - frozen
+        availability: Availability = Availability(),
     ) -> None:
         if seed < 0:
             raise ValueError(f"Expected `seed` to be at least 0, but got {seed}.")

@@ -471,7 +471,7 @@ def test_methods_with_callbacks_and_settings():
             "--trainer.method", f"{{class_path: {path}, init_args: {{head: 'model.segmentation_head.*'}}}}",
             "--trainer.clients_per_round", "3",
         )  # fmt: skip
-        assert federation.personal == ("model.segmentation_head.*",)
+        assert federation.options.personal == ("model.segmentation_head.*",)
         assert federation.schedule.clients_per_round == 3
     federation = federation_of("--trainer.method", "FedSS", "--trainer.method.num_negatives", "7")
     assert federation.method.callbacks[0].num_negatives == 7
@@ -514,7 +514,7 @@ def test_selectors_in_a_recipe(name, tmp_path):
         "model: {class_path: ClassificationTask, init_args: {model: mlp, num_classes: 6}}\n"
         f"data: {{class_path: Shapes, init_args: {{num_train: 20}}}}\ntrainer: {trainer}\n"
     )
-    assert build("-c", str(recipe)).trainer.federation.personal == expected
+    assert build("-c", str(recipe)).trainer.federation.options.personal == expected
 
 
 def test_a_store_by_its_folder(tmp_path):
@@ -576,7 +576,7 @@ MISTAKES_OF_THE_SAME_KINDS = [
     (["--model.lr", "fast"], 2, "Got value: fast"),
     (["--model.optimizer", "SDG"], 2, "Expected `optimizer` to be one of"),
     (["--trainer.local_steps", "0"], 2, "Expected `local_steps` to be at least 1, but got 0"),
-    (["--trainer.min_clients", "5"], 1, "Expected `min_clients` to be at most the clients of a round (4), but got"),
+    (["--trainer.faults.min_clients", "5"], 1, "Expected `min_clients` to be at most the clients of a round (4), but"),
     (["--trainer.overfit_batches", "2"], 1, "`overfit_batches` would take other batches in every round"),
 ]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed import ClientUpdate, FederatedDataModule
+from lightning_fed import ClientUpdate, FederatedDataModule, Vectorized
 from lightning_fed.algorithms import FedAvg, FedAvgM
 from lightning_fed.errors import BadUpdate
 from lightning_fed.method import build_method
@@ -255,7 +255,7 @@ def test_it_is_the_average_but_for_rounding(method, federated_trainer):
 @pytest.mark.parametrize("vectorize", [1, 3])
 def test_clients_at_once_and_both_doors(vectorize, either_trainer, federated_trainer):
     states, options = [], {"secure_sum": SecureSum(5.0), "weighting": "uniform", "seed": 1}
-    for make, more in ((either_trainer, {"vectorize": vectorize}), (federated_trainer, {})):
+    for make, more in ((either_trainer, {"visits": Vectorized(vectorize)}), (federated_trainer, {})):
         module = models.Module(models.mlp())
         data = FederatedDataModule(models.as_datasets(models.vectors(CLIENTS)), batch_size=8)
         make(max_rounds=2, **options, **more).fit(module, datamodule=data)
@@ -288,7 +288,12 @@ def test_a_step_that_is_not_finite_is_left_out(value, vectorize, federated_train
     data = models.vectors(CLIENTS)
     data["c1"][0][:] = value
     recorder, module = Recorder(), models.Module(models.mlp())
-    options = {"secure_sum": SecureSum(5.0), "weighting": "uniform", "vectorize": vectorize, "callbacks": [recorder]}
+    options = {
+        "secure_sum": SecureSum(5.0),
+        "weighting": "uniform",
+        "visits": Vectorized(vectorize),
+        "callbacks": [recorder],
+    }
     trainer = federated_trainer(max_rounds=1, seed=1, **options)
     trainer.fit(module, models.as_datasets(data))
     assert trainer.callback_metrics["fed/failed"] == 1
