@@ -171,7 +171,7 @@ def contestants(key: str, bench: Bench) -> dict[str, Callable[[int], tuple[list[
         "fused visits, CUDA graphs": lambda rounds: bench.federated(rounds, True, visits="fused"),
     }
     for size in STACKS[key]:
-        found[f"vectorised visits, `vectorize={size}`"] = lambda rounds, size=size: bench.federated(
+        found[f"vectorised visits, `Vectorized({size})`"] = lambda rounds, size=size: bench.federated(
             rounds, visits=Vectorized(size)
         )
     return found

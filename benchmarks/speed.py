@@ -44,7 +44,7 @@ WORDS = {
     "ours": "(c) `FederatedTrainer`, fused visits",
     "trainers": "(d) new `L.Trainer` per client",
     "lightning": '(e) `FederatedTrainer(visits="lightning")`',
-    "vectorized": "(f) `FederatedTrainer(vectorize=...)`, all at once",
+    "vectorized": "(f) `FederatedTrainer(visits=Vectorized(...))`, all at once",
     "vmap by hand": "(g) `torch.func.vmap` loop by hand, all at once",
     "loader": "(h) plain `L.Trainer`, the same batches from a `DataLoader`",
 }
@@ -168,7 +168,7 @@ class Experiment:
     def lightning(self) -> tuple[float, float]:
         return self.ours(visits="lightning")
 
-    def ours(self, vectorize: int = 1, visits: str = "fused") -> tuple[float, float]:
+    def ours(self, visits: Any = "fused") -> tuple[float, float]:
         watch = Stopwatch()
         clients = [
             TensorDataset(self.inputs[first : first + SAMPLES], self.targets[first : first + SAMPLES])
@@ -177,7 +177,6 @@ class Experiment:
         trainer = FederatedTrainer(
             max_rounds=self.rounds + 1,
             clients_per_round=self.cohort,
-            visits=Vectorized(vectorize),
             visits=visits,
             seed=0,
             callbacks=[watch],

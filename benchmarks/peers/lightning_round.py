@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from work import RATE, WORKS, Work, arguments, batches_of, now, save
 
-from lightning_fed import Vectorized
-
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -104,7 +102,7 @@ def main() -> None:
         L.Trainer(max_epochs=given.rounds, callbacks=[watch], **QUIET).fit(net, data)
         save(given.out, watch.stamps, net)
         return
-    from lightning_fed import FederatedDataModule, FederatedTrainer
+    from lightning_fed import FederatedDataModule, FederatedTrainer, Vectorized
 
     options: dict[str, Any] = {}
     if given.contestant == "ours_lightning":
