@@ -127,7 +127,9 @@ def writers_of_a_fit():
             for assigned in (node.targets if isinstance(node, ast.Assign) else [node.target])
             for target in (assigned.elts if isinstance(assigned, ast.Tuple) else [assigned])
         ]
-        owners = [ast.unparse(target.value).rpartition(".")[2] for target in targets if isinstance(target, ast.Attribute)]
+        owners = [
+            ast.unparse(target.value).rpartition(".")[2] for target in targets if isinstance(target, ast.Attribute)
+        ]
         if {"fit", "_fit"} & set(owners):
             yield name
 

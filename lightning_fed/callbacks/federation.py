@@ -84,7 +84,7 @@ class Federation(L.Callback):
         optimizer_state: Every visit starts with fresh optimizer state (``"reset"``), or with the client's (``"keep"``).
         availability: Stragglers, and clients that never report (:class:`~lightning_fed.Availability`); ``None`` for
             none.
-        faults: How many clients may fail, and for how long (:class:`~lightning_fed.Faults`); ``None`` for its defaults.
+        faults: Limits to failures of clients (:class:`~lightning_fed.Faults`); ``None`` for its defaults.
         store: Where clients keep what is theirs between visits: a folder (for many clients), a
             :class:`~lightning_fed.client.client_store.ClientStore`, or memory (``None``).
         evaluate_clients_every: Rounds between evaluations client by client, where the validation data are a mapping of

@@ -199,7 +199,7 @@ class FederatedFit:
             self._population.close()  # left to the garbage collector it takes seconds
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later fit needs to go on from here."""
+        """Returns the state from which a later fit goes on, for checkpoints."""
         return {
             "rounds": self.rounds,
             "totals": self.round_log.state_dict(),
@@ -208,7 +208,7 @@ class FederatedFit:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Goes on from it."""
         self.rounds = state["rounds"]
         self.round_log.load_state_dict(state["totals"])
         self.initial_statistics = state.get("initial_statistics", {})  # not in checkpoints of older versions

@@ -14,8 +14,6 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_fed.backends.vectorized.plan import plan_vectorized_visits
-from lightning_fed.backends.vectorized.vectorized_visits import VectorizedVisits
 from lightning_fed.data.federated import FederatedDataModule, split_training_data
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population, seeded_generators
@@ -37,6 +35,8 @@ from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import RoundAverages
 from lightning_fed.rounds.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.rounds.trainer_checks import check_trainer, find_loader_owner
+from lightning_fed.rounds.vectorized.plan import plan_vectorized_visits
+from lightning_fed.rounds.vectorized.vectorized_visits import VectorizedVisits
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Options of a fit: what its user has chosen, which does not change while it lasts."""
+"""Options of a fit: its user's choices, which do not change while it lasts."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Vectorized:
 
 @dataclass(frozen=True)
 class Faults:
-    """``faults=``: what a fit puts up with from clients that fail.
+    """``faults=``: limits to the failures of clients in a fit.
 
     Args:
         min_clients: Least number of good updates; with fewer the global model stays as it was.
@@ -161,7 +161,7 @@ class FitOptions:
 
     @property
     def visits_one_by_one(self) -> VisitsName:
-        """Whose loop trains visits that come one by one."""
+        """Loop that trains visits that come one by one."""
         return "auto" if isinstance(self.visits, Vectorized) else self.visits
 
     @property

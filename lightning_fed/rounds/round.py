@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.backends.vectorized.vectorized_visits import VectorizedVisits
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.data.population import PlannedVisit, seed_everything, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
@@ -52,6 +51,7 @@ from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import is_overridden, tensor_version
 from lightning_fed.rounds.round_start import RoundStart
 from lightning_fed.rounds.synchronisation import process_group_of
+from lightning_fed.rounds.vectorized.vectorized_visits import VectorizedVisits
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)

@@ -125,7 +125,7 @@ class SecretSampling:
 
 @dataclass(frozen=True)
 class Availability:
-    """``availability=``: how much of their work a round's clients do, and whether they report.
+    """``availability=``: stragglers, and clients that never report.
 
     Args:
         stragglers: Fraction of the cohort in [0, 1) that does only part of its work.

@@ -9,11 +9,11 @@ from typing import Any
 import lightning as L
 from torch import Tensor
 
-from lightning_fed.backends.vectorized.stacked_model import StackedModel, joint_loss
 from lightning_fed.data.interleave import ClientGenerators, StackedBatch, batch_tensors
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import VisitGroups
 from lightning_fed.rounds.client_errors import client_fault
+from lightning_fed.rounds.vectorized.stacked_model import StackedModel, joint_loss
 
 _log = logging.getLogger(__name__)
 

@@ -6,15 +6,15 @@ import inspect
 import logging
 from typing import Any
 
-from lightning_fed.backends.vectorized.obstacles import Obstacle, check_entries, check_vectorizable
-from lightning_fed.backends.vectorized.stacked_model import StackedModel
-from lightning_fed.backends.vectorized.vectorisation_check import check_vectorisation
-from lightning_fed.backends.vectorized.vectorized_visits import VectorizedVisits
 from lightning_fed.data.interleave import detect_draws
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything, seeded_generators
 from lightning_fed.data.round_loader import VisitGroups
 from lightning_fed.errors import describe
 from lightning_fed.rounds.federated_fit import FederatedFit
+from lightning_fed.rounds.vectorized.obstacles import Obstacle, check_entries, check_vectorizable
+from lightning_fed.rounds.vectorized.stacked_model import StackedModel
+from lightning_fed.rounds.vectorized.vectorisation_check import check_vectorisation
+from lightning_fed.rounds.vectorized.vectorized_visits import VectorizedVisits
 from lightning_fed.server.schedule import Schedule
 
 _log = logging.getLogger(__name__)
