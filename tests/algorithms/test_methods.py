@@ -142,12 +142,12 @@ class Broken(FederatedCallback):
             raise RuntimeError("in the middle of a visit")
 
 
-@pytest.mark.parametrize("vectorize", [1, 3])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("kind", [ControlVariates, DynamicRegularizer])
-def test_a_fit_that_breaks_off_leaves_nothing_of_a_visit(kind, vectorize, federated_trainer):
+def test_a_fit_that_breaks_off_leaves_nothing_of_a_visit(kind, size, federated_trainer):
     """The tensors of a visit are as large as the model; a callback may be kept for another fit."""
     method = {ControlVariates: "scaffold", DynamicRegularizer: FedDyn(0.1)}[kind]
-    trainer = federated_trainer(max_rounds=2, method=method, visits=Vectorized(vectorize), callbacks=[Broken()])
+    trainer = federated_trainer(max_rounds=2, method=method, visits=Vectorized(size), callbacks=[Broken()])
     with pytest.raises(RuntimeError, match="in the middle"):
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(SIZES)))
     (callback,) = [callback for callback in trainer.callbacks if isinstance(callback, kind)]

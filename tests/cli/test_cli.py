@@ -14,7 +14,7 @@ from jsonargparse import _typehints
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import lightning_fed
-from lightning_fed import FederatedTrainer
+from lightning_fed import Availability, Faults, FederatedTrainer, FixedStatistics, LocalStatistics, Vectorized
 from lightning_fed.algorithms import METHODS, FairAvg, FedAdam, FedAvg, FedAvgM, FedProx, MultiKrum, RobustAggregator
 from lightning_fed.callbacks import HeadThenBody
 from lightning_fed.cli.main import main
@@ -477,6 +477,27 @@ def test_methods_with_callbacks_and_settings():
     assert federation.method.callbacks[0].num_negatives == 7
 
 
+OBJECTS = {  # arguments: option and value
+    ("batch_norm", "average"): "average",
+    ("batch_norm", "LocalStatistics"): LocalStatistics(),
+    ("batch_norm", "{unseen: pooled}"): LocalStatistics("pooled"),
+    ("batch_norm", "{class_path: lightning_fed.LocalStatistics, init_args: {unseen: pooled}}"): LocalStatistics(
+        "pooled"
+    ),
+    ("batch_norm", "{after: 3}"): FixedStatistics(3),
+    ("visits", "{clients: 8}"): Vectorized(8),
+    ("availability.stragglers", "0.5"): Availability(stragglers=0.5),
+    ("availability", "{stragglers: 0.5, partial_work: drop}"): Availability(stragglers=0.5, partial_work="drop"),
+    ("faults.visit_timeout", "60"): Faults(visit_timeout=60.0),
+}
+
+
+@pytest.mark.parametrize(("argument", "value"), OBJECTS)
+def test_options_that_are_objects(argument, value):
+    options = federation_of(f"--trainer.{argument}", value).options
+    assert getattr(options, argument.partition(".")[0]) == OBJECTS[argument, value]
+
+
 def test_personal_entries_by_pattern_and_by_type():
     assert federation_of("--trainer.personal", "['model.head.*', torch.nn.BatchNorm2d]").personal == (
         "model.head.*",
@@ -549,7 +570,7 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch):
 
 MISTAKES = [
     (["--trainer.method", "fedag"], 2, "Expected `method` to be one of ["),
-    (["--trainer.batch_norm", "averge"], 2, "'personal', 'frozen']. Got value: averge"),
+    (["--trainer.batch_norm", "averge"], 2, "Given value: averge"),
     (["--trainer.local_epochs", "two"], 2, 'Parser key "trainer.local_epochs"'),
     (["--trainer.partition.alpha", "-1"], 2, "Expected `alpha` to be greater than 0, but got -1"),
     (["--trainer.partition", "Dirichle"], 2, "Dirichle"),
@@ -576,6 +597,8 @@ MISTAKES_OF_THE_SAME_KINDS = [
     (["--model.lr", "fast"], 2, "Got value: fast"),
     (["--model.optimizer", "SDG"], 2, "Expected `optimizer` to be one of"),
     (["--trainer.local_steps", "0"], 2, "Expected `local_steps` to be at least 1, but got 0"),
+    (["--trainer.faults.min_clients", "0"], 2, "Expected `min_clients` to be at least 1, but got 0"),
+    (["--trainer.availability.straglers", "0.5"], 2, "Option 'straglers' is not accepted"),
     (["--trainer.faults.min_clients", "5"], 1, "Expected `min_clients` to be at most the clients of a round (4), but"),
     (["--trainer.overfit_batches", "2"], 1, "`overfit_batches` would take other batches in every round"),
 ]

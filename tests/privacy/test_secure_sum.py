@@ -252,10 +252,10 @@ def test_it_is_the_average_but_for_rounding(method, federated_trainer):
         torch.testing.assert_close(secure.aggregates[0][name], value, atol=units + 1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("vectorize", [1, 3])
-def test_clients_at_once_and_both_doors(vectorize, either_trainer, federated_trainer):
+@pytest.mark.parametrize("size", [1, 3])
+def test_clients_at_once_and_both_doors(size, either_trainer, federated_trainer):
     states, options = [], {"secure_sum": SecureSum(5.0), "weighting": "uniform", "seed": 1}
-    for make, more in ((either_trainer, {"visits": Vectorized(vectorize)}), (federated_trainer, {})):
+    for make, more in ((either_trainer, {"visits": Vectorized(size)}), (federated_trainer, {})):
         module = models.Module(models.mlp())
         data = FederatedDataModule(models.as_datasets(models.vectors(CLIENTS)), batch_size=8)
         make(max_rounds=2, **options, **more).fit(module, datamodule=data)
@@ -281,8 +281,8 @@ def test_resume_is_exact(federated_trainer, tmp_path):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("vectorize", [1, 5])
-def test_a_step_that_is_not_finite_is_left_out(value, vectorize, federated_trainer):
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_step_that_is_not_finite_is_left_out(value, size, federated_trainer):
     """Whole numbers would not show it: what is added up are the others' numbers, and the new model is theirs."""
 
     data = models.vectors(CLIENTS)
@@ -291,7 +291,7 @@ def test_a_step_that_is_not_finite_is_left_out(value, vectorize, federated_train
     options = {
         "secure_sum": SecureSum(5.0),
         "weighting": "uniform",
-        "visits": Vectorized(vectorize),
+        "visits": Vectorized(size),
         "callbacks": [recorder],
     }
     trainer = federated_trainer(max_rounds=1, seed=1, **options)
