@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lightning_fed import FederatedCallback, FederatedDataModule
+from lightning_fed import Faults, FederatedCallback, FederatedDataModule
 from tests import models
 from tests.recorders import assert_same, state_of
 
@@ -58,7 +58,7 @@ def test_it_comes_in_a_round_without_visits_too(federated_trainer):
             raise OSError("lost")
 
     watch = Watch()
-    trainer = federated_trainer(max_rounds=2, callbacks=[watch], max_failed_rounds=None)
+    trainer = federated_trainer(max_rounds=2, callbacks=[watch], faults=Faults(max_failed_rounds=None))
     trainer.fit(models.Module(models.mlp()), {"a": Lost()})
     assert watch.seen == ["round", "old"] * 2
 
@@ -94,7 +94,7 @@ class Enough(FederatedCallback):
 )
 def test_the_end_comes_where_nothing_comes_of_a_round_too(other, seen, federated_trainer):
     watch, module = Watch(), models.Module(models.mlp(), models.momentum)
-    trainer = federated_trainer(max_rounds=2, callbacks=[watch, other()], max_failed_rounds=None)
+    trainer = federated_trainer(max_rounds=2, callbacks=[watch, other()], faults=Faults(max_failed_rounds=None))
     try:
         trainer.fit(module, models.as_datasets(models.vectors({"a": 40, "b": 5})))
     except KeyError:

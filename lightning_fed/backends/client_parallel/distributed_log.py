@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from lightning_fed.numerics.precision import at_least_float32
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightning_fed.rounds.lightning_internals import (
+    REDUCTIONS,
     IgnoredWarning,
     OverriddenMethod,
     batch_size_of,
@@ -26,11 +27,6 @@ from lightning_fed.rounds.lightning_internals import (
 )
 from lightning_fed.rounds.synchronisation import process_group_of
 
-REDUCTIONS: dict[Any, str] = {
-    **{torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min", sum: "sum", max: "max", min: "min"},
-    **{name: name for name in ("mean", "sum", "max", "min")},
-    "avg": "mean",
-}
 _IRRELEVANT_WARNINGS = (
     r"It is recommended to use `self\.log\(.*, sync_dist=True",  # values are joint already
     "The ``compute`` method of metric",  # called before `update`: a process may have had no client in the round

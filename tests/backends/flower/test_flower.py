@@ -53,7 +53,7 @@ def test_a_global_model_without_statistics_is_validated_as_in_one_process(unseen
     case = CASES["silobn"]
 
     def federation():
-        return Federation(f"silobn:unseen_statistics={unseen}")
+        return Federation(f"silobn:unseen={unseen}")
 
     _, trainer = in_process(federated_trainer, case.module, data, federation(), val=val)
     _, server, _, _ = on_flower(tmp_path, case.module, data, federation, val=val)

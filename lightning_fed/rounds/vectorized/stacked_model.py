@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.optim import Optimizer
 
-from lightning_fed.backends.client_parallel.distributed_log import REDUCTIONS
-from lightning_fed.backends.vectorized.client_random import PerClientRandom
 from lightning_fed.data.interleave import ClientGenerators, StackedBatch, batch_tensors, rebuild_batch
 from lightning_fed.model.entries import copy_state
 from lightning_fed.model.resize import set_tensor_data
 from lightning_fed.numerics.precision import at_least_float32
-from lightning_fed.rounds.lightning_internals import batch_size_of
+from lightning_fed.rounds.lightning_internals import REDUCTIONS, batch_size_of
+from lightning_fed.rounds.vectorized.client_random import PerClientRandom
 
 _LOG_ARGUMENTS = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]  # after the name and the value
 
@@ -107,7 +106,7 @@ class StackedModel:
                 raise RuntimeError(
                     f"The losses of clients at the places {list(clients)} and {list(those)} of their group are not of"
                     f" the same parameters (as {min(used ^ first)!r}): they cannot be stepped at once. With"
-                    " `vectorize=1` one trains after another."
+                    " `visits='auto'` one trains after another."
                 )
 
     @torch.no_grad()
