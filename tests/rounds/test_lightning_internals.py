@@ -1,6 +1,8 @@
 """What Lightning and torch do not promise and the rounds lean on: a test that fails says in a sentence what changed."""
 
 import copy
+import dataclasses
+import inspect
 import warnings
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ from torch.func import vmap
 from torch.utils.data import DataLoader
 
 from lightning_fed.rounds import lightning_internals as internals
+from lightning_fed.rounds.logged_values import LogCall
 from tests.recorders import loading
 
 BATCHES = 3
@@ -367,3 +370,11 @@ def test_every_function_has_a_test():
     names = [name for name, value in vars(internals).items() if getattr(value, "__module__", "") == internals.__name__]
     missing = [name for name in names if not name.startswith("_") and f"internals.{name}(" not in source]
     assert not missing
+
+
+def test_a_call_of_log_has_lightnings_arguments():
+    given = inspect.signature(L.LightningModule.log).parameters
+    defaults = {name: parameter.default for name, parameter in list(given.items())[3:]}
+    fields = dataclasses.fields(LogCall)
+    assert {field.name: field.default for field in fields[2:]} == defaults, "`LightningModule.log` has other arguments"
+    assert [field.name for field in fields] == list(given)[1:], "`LightningModule.log` has another order of arguments"
