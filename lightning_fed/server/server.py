@@ -142,7 +142,7 @@ class Server(ServerInterface):
             return self.refuse(client, f"its step has the length {length:.3g}, and the model {self._length:.3g}")
         self.report.received[client] = update.num_samples
         self.report.metrics[client] = update.metrics
-        update.num_samples = self.limits.counted_samples(update.num_samples)
+        update.num_samples = self.report.counted[client] = self.limits.counted_samples(update.num_samples)
         if self.limits.goes_by_median:
             self._waiting.append((update, sent))
             return True

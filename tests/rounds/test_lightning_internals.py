@@ -224,6 +224,8 @@ def test_metrics_are_where_callbacks_look(fit):
     trainer, _ = fit(lambda trainer, module: internals.show_metrics(trainer, {"fed/clients": torch.tensor(2.0)}))
     assert trainer.callback_metrics["fed/clients"] == 2, "`trainer.callback_metrics` is a copy by now"
     assert trainer.logged_metrics["fed/clients"] == 2, "`trainer.logged_metrics` is a copy by now"
+    internals.hide_metrics(trainer, ["fed/clients", "unknown"])
+    assert not {"fed/clients"} & (trainer.callback_metrics.keys() | trainer.logged_metrics.keys())
 
 
 def test_the_step_is_the_x_axis(plain_trainer, tmp_path):
