@@ -52,7 +52,7 @@ class FederatedTrainer(L.Trainer):
         fixed_after: Rounds before they are fixed, with ``batch_norm="fixed"``.
         optimizer_state: Whether optimizer state is fresh in every visit.
         store: Where clients keep what is theirs.
-        evaluate_clients_every: Rounds between evaluations client by client.
+        evaluate_clients_every: Rounds with a validation between evaluations client by client.
         vectorize: At most how many clients train at once.
         visits: Whose loop trains on the visits' batches.
         privacy: Protection of the clients.
