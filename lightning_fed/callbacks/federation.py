@@ -18,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_fed.callbacks.unseen_data import UnseenData
 from lightning_fed.client.client_store import ClientStore, build_store
 from lightning_fed.client.local_model import LocalModel
+from lightning_fed.data.federated import EvaluationData
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.messages import Client, State
@@ -31,6 +32,7 @@ from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.fit_summary import describe_end, describe_start
 from lightning_fed.rounds.lightning_internals import (
     callbacks_of,
+    datamodule_of,
     forget_step,
     is_fitting,
     is_validating,
@@ -88,8 +90,9 @@ class Federation(L.Callback):
         faults: Limits to failures of clients (:class:`~lightning_fed.Faults`); ``None`` for its defaults.
         store: Where clients keep what is theirs between visits: a folder (for many clients), a
             :class:`~lightning_fed.client.client_store.ClientStore`, or memory (``None``).
-        evaluate_clients_every: Rounds between evaluations client by client, where the validation data are a mapping of
-            clients; 0 for never, also in ``trainer.validate`` and ``trainer.test``.
+        evaluate_clients_every: Of the rounds in which validation runs (``check_val_every_n_epoch``), after every how
+            many-th it runs client by client too, where the validation data are a mapping of clients; 0 for never, also
+            in ``trainer.validate`` and ``trainer.test``. With ``privacy`` it is 0: the log says so.
         visits: Whether the visits' batches are trained in one loop without what nobody looks at (``"fused"``), in
             Lightning's own (``"lightning"``), fused where nothing stands in the way (``"auto"``; else the log says
             what), or those of several clients at once (:class:`~lightning_fed.Vectorized`). The results are the same.
@@ -365,7 +368,9 @@ class Federation(L.Callback):
         self._start, self.round_log.totals = time.monotonic(), Counter()
         if self._fit.has_server and trainer.is_global_zero:
             _log.info(describe_start(self._fit, self.method.name, self._loop.trains_at_once))
-            if self.options.evaluate_clients_every != self.arguments["evaluate_clients_every"]:
+            is_off = self.options.evaluate_clients_every != self.arguments["evaluate_clients_every"]
+            data = datamodule_of(trainer)
+            if is_off and isinstance(data, EvaluationData) and data.val_clients():
                 _log.info("Clients are not evaluated one by one: no noise covers the scores of single clients.")
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -393,7 +398,8 @@ class Federation(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the clients, before any checkpoint is saved by what they reach."""
-        every = 0 if trainer.sanity_checking else self.options.evaluate_clients_every
+        every = self.options.evaluate_clients_every * (trainer.check_val_every_n_epoch or 1)
+        every = 0 if trainer.sanity_checking else every
         if every and (is_validating(trainer) or (trainer.current_epoch + 1) % every == 0):
             with self._loop.averages_in_place():
                 self._models.evaluate(trainer, pl_module, "validation")
@@ -434,11 +440,13 @@ class Federation(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leaves the last complete global model in the module, and names the visit that it ended."""
-        if self.current_visit is not None:
-            exception.add_note(describe_visit(exception, self.current_visit))
-        self._fit.synchronisation.abort()
-        self._loop.end_training(pl_module)
-        self._loop.detach()  # Lightning does not call `teardown` after an exception
+        try:
+            if self.current_visit is not None:
+                exception.add_note(describe_visit(exception, self.current_visit))
+            self._fit.synchronisation.abort()
+            self._loop.end_training(pl_module)
+        finally:
+            self._loop.detach()  # Lightning does not call `teardown` after an exception
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Restores what ``setup`` changed."""

@@ -249,9 +249,9 @@ def measure_statistics(
     visits = list(visits)
     shares = balance_loads([server.report.received[visit.client] for visit in visits], ranks.size)
     for visit in (visits[position] for position in shares[ranks.rank]):
-        load(visit)
-        tell_of_model(trainer, module, visit.client)
         try:
+            load(visit)
+            tell_of_model(trainer, module, visit.client)
             with clock.visit():
                 extras = client_statistics(trainer, module, population, visit, layers, step)
         except Exception as error:

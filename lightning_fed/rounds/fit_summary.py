@@ -101,6 +101,8 @@ def describe_end(method: str, totals: Mapping[str, int], seconds: float, metrics
         "sent to clients": format_bytes(totals["down_bytes"]),
         "sent back": format_bytes(totals["up_bytes"]),
     }
+    if totals.get("numbers"):
+        rows["numbers left out"] = f"{totals['numbers']} of those that clients sent for the log"
     rows |= {name: f"{value:.4g}" for name, value in metrics.items() if name != "step" and not name.startswith(_OWN)}
     width = max(map(len, rows))
     return "\n".join([f"{method}:", *(f"  {name.ljust(width)}  {value}" for name, value in rows.items())])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -200,6 +200,13 @@ def show_metrics(trainer: L.Trainer, values: Mapping[str, Tensor]) -> None:
     """
     trainer.callback_metrics.update(values)
     trainer.logged_metrics.update(values)
+
+
+def hide_metrics(trainer: L.Trainer, names: Iterable[str]) -> None:
+    """Removes values of :func:`show_metrics`."""
+    for name in names:
+        trainer.callback_metrics.pop(name, None)
+        trainer.logged_metrics.pop(name, None)
 
 
 def log_step(module: L.LightningModule, step: int) -> None:

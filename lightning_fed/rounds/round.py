@@ -497,19 +497,19 @@ class Round:
         if state is start:  # there is no new model yet
             return state
         # Callbacks may write into it, and a rule may have chosen one client's update.
-        state = {name: value.clone() if value is start.get(name) else value for name, value in state.items()}
+        new = {name: value.clone() if value is start.get(name) else value for name, value in state.items()}
         form = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
         for callback in self._server_callbacks:
-            callback.on_server_aggregate(self._trainer, self._module, state)
+            callback.on_server_aggregate(self._trainer, self._module, new)
         if any(
             is_overridden("on_server_aggregate", callback, FederatedCallback) for callback in self._server_callbacks
         ):
-            fault = find_fault(state, form, finite=False) or find_implausible(state)
+            fault = find_fault(new, form, finite=False) or find_implausible(new)
             if fault is not None:
                 _log.error("The aggregate is not used after `on_server_aggregate`: %s.", fault)
                 self._server.abandon_round()
                 return None
-        return state
+        return new
 
     def load_global(self, state: State, counting: Collection[int] = ()) -> None:
         """Loads the global model and ends the visits of the optimizers.
