@@ -57,15 +57,15 @@ class Task(L.LightningModule, ABC):
     def __init__(
         self,
         *,
-        optimizer: str,
-        lr: float,
-        momentum: float | None,
-        weight_decay: float | None,
-        optimizer_kwargs: dict[str, Any] | None,
-        scheduler: str | None,
-        scheduler_kwargs: dict[str, Any] | None,
-        scheduler_interval: Literal["epoch", "step"],
-        scheduler_monitor: str,
+        optimizer: str = "SGD",
+        lr: float = 0.01,
+        momentum: float | None = None,
+        weight_decay: float | None = None,
+        optimizer_kwargs: dict[str, Any] | None = None,
+        scheduler: str | None = None,
+        scheduler_kwargs: dict[str, Any] | None = None,
+        scheduler_interval: Literal["epoch", "step"] = "epoch",
+        scheduler_monitor: str = "val_loss",
     ) -> None:
         super().__init__()
         check_option("scheduler_interval", scheduler_interval, ("epoch", "step"))
@@ -242,8 +242,7 @@ def _class_named(kind: str, name: str, module: ModuleType, base: type[T]) -> typ
         for key, value in vars(module).items()
         if inspect.isclass(value) and issubclass(value, base) and value is not base and not key.startswith("_")
     }
-    if name not in classes:
-        raise ValueError(f"Expected `{kind}` to be one of {sorted(classes)}, but got '{name}'.")
+    check_option(kind, name, sorted(classes))
     return classes[name]
 
 

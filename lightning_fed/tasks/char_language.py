@@ -7,7 +7,7 @@ H. Wang et al., "Federated Learning with Matched Averaging", ICLR 2020.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -100,16 +100,8 @@ class CharLanguageTask(Task):
         num_layers: Number of LSTM layers.
         dropout: Dropout between LSTM layers.
         every_step: Predict the next character at every step of a window, and not only at the last one as in LEAF.
-        optimizer: Name of a class in `torch.optim`.
         lr: Learning rate.
-        momentum: Momentum, for an optimizer that has it. None: the optimizer's own default.
-        weight_decay: Weight decay. None: the optimizer's own default.
-        optimizer_kwargs: Any other arguments of the optimizer.
-        scheduler: Name of a class in `torch.optim.lr_scheduler`; None for a constant rate.
-        scheduler_kwargs: Arguments of the scheduler.
-        scheduler_interval: Unit of the schedule: it counts ``"epoch"``s (rounds, in federated training) or optimizer
-            ``"step"``s.
-        scheduler_monitor: Logged value that a ``ReduceLROnPlateau`` watches.
+        **options: Optimizer and schedule, see `Task`: `optimizer`, `lr`, `scheduler`, ...
 
     Raises:
         ValueError: If a choice is unknown, a number is out of its range, or an argument does not fit the optimizer.
@@ -132,27 +124,10 @@ class CharLanguageTask(Task):
         num_layers: int = 1,
         dropout: float = 0.0,
         every_step: bool = False,
-        optimizer: str = "SGD",
         lr: float = 0.25,
-        momentum: float | None = None,
-        weight_decay: float | None = None,
-        optimizer_kwargs: dict[str, Any] | None = None,
-        scheduler: str | None = None,
-        scheduler_kwargs: dict[str, Any] | None = None,
-        scheduler_interval: Literal["epoch", "step"] = "epoch",
-        scheduler_monitor: str = "val_loss",
+        **options: Any,
     ) -> None:
-        super().__init__(
-            optimizer=optimizer,
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            optimizer_kwargs=optimizer_kwargs,
-            scheduler=scheduler,
-            scheduler_kwargs=scheduler_kwargs,
-            scheduler_interval=scheduler_interval,
-            scheduler_monitor=scheduler_monitor,
-        )
+        super().__init__(lr=lr, **options)
         self.save_hyperparameters(ignore=["model"] if isinstance(model, nn.Module) else None)
         if num_classes < 2:
             raise ValueError(f"Expected `num_classes` to be at least 2, but got {num_classes}.")

@@ -41,16 +41,7 @@ class ClassificationTask(Task):
         head_kwargs: Its ``scale`` and ``normalize``, for ``head="sampled_softmax"``.
         class_weights: Weight of each class in the loss; not with ``head="sampled_softmax"``, where labels are columns.
         label_smoothing: Share of a target that is spread evenly over all classes, between 0 and 1.
-        optimizer: Name of a class in `torch.optim`.
-        lr: Learning rate.
-        momentum: Momentum, for an optimizer that has it. None: the optimizer's own default.
-        weight_decay: Weight decay. None: the optimizer's own default.
-        optimizer_kwargs: Any other arguments of the optimizer.
-        scheduler: Name of a class in `torch.optim.lr_scheduler`; None for a constant rate.
-        scheduler_kwargs: Arguments of the scheduler.
-        scheduler_interval: Unit of the schedule: it counts ``"epoch"``s (rounds, in federated training) or optimizer
-            ``"step"``s.
-        scheduler_monitor: Logged value that a ``ReduceLROnPlateau`` watches.
+        **options: Optimizer and schedule, see `Task`: `optimizer`, `lr`, `scheduler`, ...
 
     Raises:
         ValueError: If a name or a choice is unknown, or an argument does not fit its network, optimizer or scheduler.
@@ -78,27 +69,9 @@ class ClassificationTask(Task):
         head_kwargs: dict[str, Any] | None = None,
         class_weights: list[float] | None = None,
         label_smoothing: float = 0.0,
-        optimizer: str = "SGD",
-        lr: float = 0.01,
-        momentum: float | None = None,
-        weight_decay: float | None = None,
-        optimizer_kwargs: dict[str, Any] | None = None,
-        scheduler: str | None = None,
-        scheduler_kwargs: dict[str, Any] | None = None,
-        scheduler_interval: Literal["epoch", "step"] = "epoch",
-        scheduler_monitor: str = "val_loss",
+        **options: Any,
     ) -> None:
-        super().__init__(
-            optimizer=optimizer,
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            optimizer_kwargs=optimizer_kwargs,
-            scheduler=scheduler,
-            scheduler_kwargs=scheduler_kwargs,
-            scheduler_interval=scheduler_interval,
-            scheduler_monitor=scheduler_monitor,
-        )
+        super().__init__(**options)
         self.save_hyperparameters(ignore=["model"] if isinstance(model, nn.Module) else None)
         if num_classes < 2:
             raise ValueError(f"Expected `num_classes` to be at least 2, but got {num_classes}.")
