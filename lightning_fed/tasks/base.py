@@ -189,6 +189,11 @@ class Task(L.LightningModule, ABC):
         """Logs the metrics over the whole of each loader."""
         self._log_metrics(self.test_metrics, len(self.trainer.num_test_batches))
 
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Returns the probabilities of the classes, in the shape of the logits."""
+        logits: Tensor = self(self.inputs_of(batch))
+        return logits.softmax(dim=1)
+
     def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets of a batch: a pair ``(x, y)`` or a dict with the keys of both.
 

@@ -11,7 +11,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed.algorithms.fedss.head_conversion import to_sampled_softmax
-from lightning_fed.argument_checks import check_option
+from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.tasks.base import Task
 from lightning_fed.tasks.networks import build_network
 
@@ -73,8 +73,6 @@ class ClassificationTask(Task):
     ) -> None:
         super().__init__(**options)
         self.save_hyperparameters(ignore=["model"] if isinstance(model, nn.Module) else None)
-        if num_classes < 2:
-            raise ValueError(f"Expected `num_classes` to be at least 2, but got {num_classes}.")
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"Expected `label_smoothing` to be between 0 and 1, but got {label_smoothing}.")
         check_option("head", head, ("linear", "sampled_softmax"))
@@ -85,7 +83,7 @@ class ClassificationTask(Task):
             raise ValueError(
                 f"Expected no `head_kwargs` with head={head!r} but those it has, but got {sorted(unknown)}."
             )
-        self.num_classes = num_classes
+        self.num_classes = check_count("num_classes", num_classes, 2)
         self._in_channels = in_channels
         self._input_size = input_size
         self._pretrained = pretrained
@@ -118,8 +116,3 @@ class ClassificationTask(Task):
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Returns the cross-entropy of logits ``(N, num_classes)`` and class indices ``(N,)``."""
         return F.cross_entropy(logits, target.long(), weight=self.class_weights, label_smoothing=self._label_smoothing)
-
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Returns class probabilities of shape ``(N, num_classes)``."""
-        logits: Tensor = self(self.inputs_of(batch))
-        return logits.softmax(dim=1)
