@@ -197,13 +197,13 @@ def draw(result: DemoResult, task: SegmentationTask, data: ArrayDataModule, coun
     skew.legend(fontsize="small", ncols=3, loc="upper center")
 
     numbers = range(1, len(result.rounds) + 1)
-    for axes, name, label, color in (
-        (loss, "train_loss", "clients, training", None),
-        (loss, "val_loss", "global model, validation", None),
+    for axes, name, label, line_color in (
+        (loss, "train_loss", "clients, training", "tab:blue"),
+        (loss, "val_loss", "global model, validation", "tab:orange"),
         (score, "val_pixel_acc", "pixel accuracy", "tab:green"),
         (score, "val_miou", "mean IoU", "tab:red"),
     ):
-        axes.plot(numbers, [row[name] for row in result.rounds], "o-", label=label, color=color)
+        axes.plot(numbers, [row[name] for row in result.rounds], "o-", label=label, color=line_color)
     loss.set(title="Loss", xlabel="round", ylim=(0, None))
     score.set(title="Global model, validation", xlabel="round", ylim=(0, 1))
     for axes in (loss, score):

@@ -168,7 +168,7 @@ def fedfusion_cifar_cnn(
         raise ValueError(f"Expected `hidden` to be two widths of at least 1, but got {list(hidden)}.")
     _check_widths(channels, *hidden)
     side = (input_size + 3) // 4  # the padded pools halve and round up
-    features = _convolutions(in_channels, channels, 2, kernel_size=3, stride=2, padding=1)
+    features = _convolutions(in_channels, channels, 2, pool=(3, 2, 1))
     network = _network(features, _dense(channels[1] * side**2, hidden, num_classes, dropout))
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
@@ -309,13 +309,14 @@ def _network(features: Sequence[nn.Module], classifier: Sequence[nn.Module]) -> 
     return nn.Sequential(OrderedDict[str, nn.Module](parts))
 
 
-def _convolutions(inputs: int, channels: Sequence[int], border: int = 0, **pool: int) -> list[nn.Module]:
-    """5x5 convolutions, each with ReLU and max-pooling."""
-    pool = pool or {"kernel_size": 2}
+def _convolutions(
+    inputs: int, channels: Sequence[int], border: int = 0, pool: tuple[int, int, int] = (2, 2, 0)
+) -> list[nn.Module]:
+    """5x5 convolutions, each with ReLU and max-pooling of some size, stride and border."""
     return [
         layer
         for width, outputs in pairwise([inputs, *channels])
-        for layer in (nn.Conv2d(width, outputs, 5, padding=border), nn.ReLU(), nn.MaxPool2d(**pool))
+        for layer in (nn.Conv2d(width, outputs, 5, padding=border), nn.ReLU(), nn.MaxPool2d(*pool))
     ]
 
 
