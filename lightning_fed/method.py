@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.callbacks import Callback
 
+from lightning_fed.argument_checks import check_option
 from lightning_fed.rule import Aggregator
 from lightning_fed.steps.update_step import UpdateStep
 
@@ -134,7 +135,7 @@ def find_method(name: str) -> type[Method] | type[Aggregator]:
         return METHODS[method_key(name)]
     module, _, attribute = name.rpartition(".")
     if not module:
-        raise ValueError(f"Expected `method` to be one of {method_names()}, but got {name!r}.")
+        check_option("method", name, method_names())
     try:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:

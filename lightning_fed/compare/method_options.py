@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from lightning_fed.argument_checks import check_option
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.method import build_method, find_method, list_options, method_key, method_names, parse_method
 
@@ -49,7 +50,7 @@ class MethodChoice:
         name, options = parse_method(text)
         name = name if "." in name else name.lower()  # the path of a class is as it is written
         if method_key(name) not in method_choices() and "." not in name:
-            raise ValueError(f"Expected a method of {method_choices()}, but got {name!r}.")
+            check_option("method", name, method_choices())
         if name == CENTRAL and options:
             raise ValueError(f"Expected no options of {CENTRAL!r}, but got {sorted(options)}.")
         choice = cls(":".join([name, *text.strip().split(":")[1:]]), name, options)

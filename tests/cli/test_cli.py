@@ -714,9 +714,9 @@ def test_recipes_are_listed_and_printed(capsys):
         main(["recipes", recipe.stem])
         assert capsys.readouterr().out == recipe.read_text()
     with pytest.raises(SystemExit) as stopped:
-        main(["recipes", "no_such_recipe"])
+        main(["recipes", "shapes_deplab"])
     assert stopped.value.code == 2
-    assert "got 'no_such_recipe'" in capsys.readouterr().err
+    assert "but got 'shapes_deplab'. Did you mean 'shapes_deeplab'?" in capsys.readouterr().err
 
 
 def test_version(capsys):
@@ -728,7 +728,7 @@ def test_an_unknown_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["train"])
     assert stopped.value.code == 2
-    known = ["demo", "compare", "data", "methods", "privacy", "merge", "flower", "recipes", "doctor", "completion"]
+    known = ["demo", "compare", "data", "methods", "privacy", "merge", "flower", "recipes", "doctor"]
     known += ["fit", "validate", "test", "predict"]
     assert f"{known}, but got 'train'" in capsys.readouterr().err
 

@@ -422,7 +422,7 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
     [
         ("own.yaml", 2, "the following arguments are required: --methods"),
         ("nowhere.yaml --methods fedavg", 2, "nowhere.yaml"),
-        ("own.yaml --methods fedag", 2, "Expected a method of ['central', '"),
+        ("own.yaml --methods fedag", 2, "Expected `method` to be one of ['central', '"),
         ("own.yaml --methods fedavg,fedavg", 2, "Expected `methods` to be at least one, each once, but got"),
         ("own.yaml --methods ,", 2, "Expected `methods` to be at least one, each once, but got []"),
         ("own.yaml --methods fedprox:nu=1", 2, "Expected options of 'fedprox' to be of ['mu', "),
