@@ -12,16 +12,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from common import QUIET, Curve, load_json, machine, parser, picture, prepare, save_json, spread, table, write_section
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fed import FederatedTrainer
+from lightning_fed import FederatedTrainer, FixedStatistics, LocalStatistics
 from lightning_fed.data import IID, ByGroup, Dirichlet, Look, Partition, PartitionedData
 from lightning_fed.datasets import CamVid, Shapes
 from lightning_fed.metrics import SegmentationScores
@@ -41,14 +42,45 @@ SETTINGS = ("alike", *LOOKS, "drives", *(f"classes {alpha}" for alpha in ALPHAS)
 TREATMENTS: dict[str, dict[str, Any]] = {
     "average": {"batch_norm": "average"},
     "recalibrate": {"batch_norm": "recalibrate"},
-    "local": {"batch_norm": "local"},
-    "fixed": {"batch_norm": "fixed"},
+    "local": {"batch_norm": LocalStatistics()},
+    "fixed": {},  # after half of the rounds
     "personal": {"batch_norm": "personal"},
     "frozen": {"batch_norm": "frozen"},
     "group": {},
 }
 NAMES = ("central", "alone", *TREATMENTS)
 AGAINST = ("central", "average")
+
+
+class NearestStatistics(UnseenStatistics):
+    """Normalises every example with the statistics of the known client under which it is most likely.
+
+    The likelihood is that of the inputs of the first layer that is run, as independent normal values.
+
+    Args:
+        module: The module.
+        states: The clients' states.
+
+    """
+
+    def __init__(self, module: nn.Module, states: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(module)
+        self._states = states
+        self._first = ""
+        self._nearest: Any = None
+
+    def statistics(self, name: str, layer: nn.BatchNorm2d, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Running mean and variance of every example's nearest client."""
+        means, variances = (
+            torch.stack([state[f"{name}.{entry}"].to(values) for state in self._states])
+            for entry in ("running_mean", "running_var")
+        )
+        self._first = self._first or name
+        if name == self._first:
+            spread = variances + layer.eps
+            moments = values.var(2, correction=0) + (values.mean(2) - means[:, None]).square()  # (clients, N, C)
+            self._nearest = (spread.log().sum(1, keepdim=True) + (moments / spread[:, None]).sum(2)).argmin(0)
+        return means[self._nearest], variances[self._nearest]
 
 
 def data_of(setting: str, seed: int, arguments: argparse.Namespace) -> tuple[PartitionedData, int]:
@@ -97,7 +129,8 @@ def scores_of(
         task: Evaluates.
         states: Client to the state that serves it.
         data: The clients' test data.
-        serve: States of known clients, or "batch", for :class:`UnseenStatistics`; ``None`` for running statistics.
+        serve: States of known clients, for :class:`NearestStatistics`, or "batch", for :class:`UnseenStatistics`;
+            ``None`` for running statistics.
 
     """
     whole, clients = SegmentationScores(task.num_classes), {}
@@ -105,7 +138,7 @@ def scores_of(
     task.to(device).eval()
     adapter = None
     if serve is not None:
-        adapter = UnseenStatistics(task, None if serve == "batch" else serve)
+        adapter = UnseenStatistics(task) if serve == "batch" else NearestStatistics(task, serve)
     for client, dataset in data.test.items():
         task.load_state_dict(states[client])
         own = SegmentationScores(task.num_classes)
@@ -147,7 +180,7 @@ def run(name: str, setting: str, start: str, seed: int, arguments: argparse.Name
     else:
         options = dict(TREATMENTS[name])
         if name == "fixed":
-            options["fixed_after"] = rounds // 2
+            options["batch_norm"] = FixedStatistics(rounds // 2)
         trainer = FederatedTrainer(
             max_rounds=rounds,
             local_epochs=epochs,

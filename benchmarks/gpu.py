@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from lightning_fed import ClientParallelStrategy, FederatedDataModule, FederatedTrainer
+from lightning_fed import ClientParallelStrategy, FederatedDataModule, FederatedTrainer, Vectorized
 
 HERE = Path(__file__).parent
 DEVICE = torch.device("cuda", 0)
@@ -171,8 +171,8 @@ def contestants(key: str, bench: Bench) -> dict[str, Callable[[int], tuple[list[
         "fused visits, CUDA graphs": lambda rounds: bench.federated(rounds, True, visits="fused"),
     }
     for size in STACKS[key]:
-        found[f"vectorised visits, `vectorize={size}`"] = lambda rounds, size=size: bench.federated(
-            rounds, vectorize=size
+        found[f"vectorised visits, `Vectorized({size})`"] = lambda rounds, size=size: bench.federated(
+            rounds, visits=Vectorized(size)
         )
     return found
 

@@ -26,7 +26,7 @@ from speed_peers import SCRIPTS, environment, installed
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed import FederatedDataModule, FederatedTrainer, Vectorized
 from lightning_fed.data import IID, ByGroup, Dirichlet, Partition
 from lightning_fed.datasets import CIFAR10, FEMNIST, FashionMNIST
 from lightning_fed.privacy.accounting import calibrate
@@ -132,7 +132,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
             clients_per_round=COHORT,
             local_epochs=1,
             steps=steps,
-            vectorize=COHORT if kind == "mlp" else 1,
+            visits=Vectorized(COHORT if kind == "mlp" else 1),
             seed=seed,
             callbacks=[curve],
             num_sanity_val_steps=0,

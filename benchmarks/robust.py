@@ -22,7 +22,7 @@ from common import QUIET, machine, parser, prepare, run_all, spread, table, writ
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed import Faults, FederatedDataModule, FederatedTrainer, Vectorized
 from lightning_fed.algorithms.robust import AdaptiveClipping, NearestNeighborMixing
 from lightning_fed.algorithms.robust.mixtures import Mixture
 from lightning_fed.attacks import ALIE, IPM, BadValues, GaussianNoise, Mimic, Scaling, SignFlip, flip_labels
@@ -122,8 +122,8 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
         method,
         max_rounds=1 if arguments.quick else ROUNDS,
         local_steps=STEPS,
-        vectorize=CLIENTS + 1,
-        max_failed_rounds=None,  # a model that is carried away ends with the accuracy that it has
+        visits=Vectorized(CLIENTS + 1),
+        faults=Faults(max_failed_rounds=None),  # a model that is carried away ends with the accuracy that it has
         seed=seed,
         steps=steps,
         limit_val_batches=0,

@@ -30,7 +30,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed import FederatedDataModule, FederatedTrainer, Vectorized
 from lightning_fed.data import LazyClients
 from lightning_fed.messages import tensor_bytes
 from lightning_fed.server.schedule import Schedule, Visit
@@ -44,7 +44,7 @@ WORDS = {
     "ours": "(c) `FederatedTrainer`, fused visits",
     "trainers": "(d) new `L.Trainer` per client",
     "lightning": '(e) `FederatedTrainer(visits="lightning")`',
-    "vectorized": "(f) `FederatedTrainer(vectorize=...)`, all at once",
+    "vectorized": "(f) `FederatedTrainer(visits=Vectorized(...))`, all at once",
     "vmap by hand": "(g) `torch.func.vmap` loop by hand, all at once",
     "loader": "(h) plain `L.Trainer`, the same batches from a `DataLoader`",
 }
@@ -140,7 +140,7 @@ class Experiment:
         return self._one_fit(DataLoader(TensorDataset(self.inputs, self.targets), batch_sampler=Orders(self._epochs())))
 
     def vectorized(self) -> tuple[float, float]:
-        return self.ours(vectorize=self.cohort)
+        return self.ours(visits=Vectorized(self.cohort))
 
     def vmap_by_hand(self) -> tuple[float, float]:
         """What all clients at once cost at the least: the same steps without Lightning."""
@@ -168,7 +168,7 @@ class Experiment:
     def lightning(self) -> tuple[float, float]:
         return self.ours(visits="lightning")
 
-    def ours(self, vectorize: int = 1, visits: str = "fused") -> tuple[float, float]:
+    def ours(self, visits: Any = "fused") -> tuple[float, float]:
         watch = Stopwatch()
         clients = [
             TensorDataset(self.inputs[first : first + SAMPLES], self.targets[first : first + SAMPLES])
@@ -177,7 +177,6 @@ class Experiment:
         trainer = FederatedTrainer(
             max_rounds=self.rounds + 1,
             clients_per_round=self.cohort,
-            vectorize=vectorize,
             visits=visits,
             seed=0,
             callbacks=[watch],

@@ -55,7 +55,7 @@ CONTESTANTS = {
     "trainers": Contestant("a new `L.Trainer` per visit", "lightning_round.py"),
     "ours": Contestant("`FederatedTrainer`", "lightning_round.py"),
     "ours_lightning": Contestant('`FederatedTrainer(visits="lightning")`', "lightning_round.py"),
-    "ours_vectorized": Contestant("`FederatedTrainer(vectorize=...)`", "lightning_round.py"),
+    "ours_vectorized": Contestant("`FederatedTrainer(visits=Vectorized(...))`", "lightning_round.py"),
     "ours_parallel": Contestant('`FederatedTrainer(strategy="client_parallel")`', "lightning_round.py", processes=2),
     "pfl": Contestant("`pfl`", "pfl_round.py", "pfl"),
     "pfl_2": Contestant("`pfl`, two processes", "pfl_round.py", "pfl", 2, (*TORCHRUN, "2")),

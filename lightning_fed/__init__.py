@@ -3,7 +3,6 @@
 from lightning_fed import console as _console  # noqa: F401 - shows the log from now on
 from lightning_fed.aliases import alias_pytorch_lightning as alias_pytorch_lightning
 from lightning_fed.backends.client_parallel.strategy import ClientParallelStrategy as ClientParallelStrategy
-from lightning_fed.backends.vectorized import vectorized_visits as _vectorized_visits  # noqa: F401 - enters itself
 from lightning_fed.callbacks.federation import Federation as Federation
 from lightning_fed.callbacks.federation import scheduler_steps as scheduler_steps
 from lightning_fed.client.client_store import ClientStore as ClientStore
@@ -16,26 +15,36 @@ from lightning_fed.messages import Broadcast as Broadcast
 from lightning_fed.messages import ClientUpdate as ClientUpdate
 from lightning_fed.method import Method as Method
 from lightning_fed.rounds.federated_callback import FederatedCallback as FederatedCallback
+from lightning_fed.rounds.options import Faults as Faults
+from lightning_fed.rounds.options import FixedStatistics as FixedStatistics
+from lightning_fed.rounds.options import LocalStatistics as LocalStatistics
+from lightning_fed.rounds.options import Vectorized as Vectorized
 from lightning_fed.rule import Aggregator as Aggregator
+from lightning_fed.server.schedule import Availability as Availability
 from lightning_fed.trainer import FederatedTrainer as FederatedTrainer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Aggregator",
+    "Availability",
     "BadUpdate",
     "Broadcast",
     "ClientFault",
     "ClientParallelStrategy",
     "ClientStore",
     "ClientUpdate",
+    "Faults",
     "FederatedCallback",
     "FederatedDataModule",
     "FederatedTrainer",
     "Federation",
+    "FixedStatistics",
     "FolderStore",
+    "LocalStatistics",
     "MemoryStore",
     "Method",
+    "Vectorized",
     "alias_pytorch_lightning",
     "scheduler_steps",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import numbers
 from collections.abc import Sequence
 
@@ -19,7 +20,9 @@ def check_option(name: str, value: object, known: Sequence[str]) -> None:
 
     """
     if value not in known:
-        raise ValueError(f"Expected `{name}` to be one of {list(known)}, but got {value!r}.")
+        near = difflib.get_close_matches(str(value), known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"Expected `{name}` to be one of {list(known)}, but got {value!r}.{hint}")
 
 
 def check_count(name: str, value: object, lowest: int = 1) -> int:

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_fed.argument_checks import check_number, check_option
+from lightning_fed.argument_checks import check_number
 from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.messages import Broadcast, ClientUpdate, State
 from lightning_fed.numerics.precision import cast_back, to_float64
@@ -131,7 +131,8 @@ class Quantized(Compression):
     """
 
     def __init__(self, bits: Literal[8, 4] = 8) -> None:
-        check_option("bits", bits, (8, 4))
+        if bits not in (8, 4):
+            raise ValueError(f"Expected `bits` to be 8 or 4, but got {bits!r}.")
         self.bits = bits
 
     def short(self, value: Tensor) -> Tensor:
@@ -158,7 +159,8 @@ class Quantized(Compression):
         if self.bits == 4:
             code = torch.stack([code & 15, code >> 4], 1).flatten()
         offsets = code[: like.numel()].to(torch.float64).reshape(like.shape)
-        return (offsets - (2 ** (self.bits - 1) - 1)).to(like.device) * extra.to(like.device)
+        lowest: int = 2 ** (self.bits - 1) - 1
+        return (offsets - lowest).to(like.device) * extra.to(like.device)
 
 
 class TopK(Compression):

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.callbacks import Callback
 
+from lightning_fed.argument_checks import check_option
 from lightning_fed.rule import Aggregator
 from lightning_fed.steps.update_step import UpdateStep
 
@@ -34,8 +35,7 @@ class Method:
         callbacks: Callbacks for a Trainer that has none of their kind. Those of the rule come after them.
         steps: Update steps, the innermost first; those of the federation are outside of them.
         settings: Arguments of :class:`~lightning_fed.Federation` that the method sets: of ``local_epochs``,
-            ``local_steps``, ``partial_work``, ``personal``, ``frozen``, ``batch_norm``, ``unseen_statistics``,
-            ``fixed_after`` and ``optimizer_state``.
+            ``local_steps``, ``personal``, ``frozen``, ``batch_norm`` and ``optimizer_state``.
 
     Attributes:
         name: The name of its class, or of its rule's.
@@ -43,7 +43,7 @@ class Method:
     Example:
         >>> from lightning_fed import Federation
         >>> method = Method("fedavg", batch_norm="personal")  # what `FedBN()` is
-        >>> Federation(method, clients_per_round=10).batch_norm
+        >>> Federation(method, clients_per_round=10).options.batch_norm
         'personal'
 
     """
@@ -57,14 +57,16 @@ class Method:
     ) -> None:
         base = aggregator if isinstance(aggregator, Aggregator) else build_method(aggregator)
         if isinstance(base, Method):
-            self.aggregator = base.aggregator
+            self.aggregator: Aggregator = base.aggregator
             callbacks, steps = (*callbacks, *base.callbacks), (*base.steps, *steps)
             settings = {**base.settings, **settings}
         else:
             self.aggregator = base
             own = next((COMPANIONS[kind] for kind in type(base).__mro__ if kind in COMPANIONS), None)
             callbacks = (*callbacks, *(own(base) if own is not None else ()))
-        self.callbacks, self.steps, self.settings = tuple(callbacks), tuple(steps), settings
+        self.callbacks: tuple[Callback, ...] = tuple(callbacks)
+        self.steps: tuple[UpdateStep, ...] = tuple(steps)
+        self.settings: dict[str, Any] = settings
 
     @property
     def name(self) -> str:
@@ -133,7 +135,7 @@ def find_method(name: str) -> type[Method] | type[Aggregator]:
         return METHODS[method_key(name)]
     module, _, attribute = name.rpartition(".")
     if not module:
-        raise ValueError(f"Expected `method` to be one of {method_names()}, but got {name!r}.")
+        check_option("method", name, method_names())
     try:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:

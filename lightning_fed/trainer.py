@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -17,54 +17,28 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_fed.aliases import refuse_foreign
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.progress_bar import FederatedProgressBar
-from lightning_fed.client.client_store import ClientStore
 from lightning_fed.data.federated import FederatedDataModule, LoaderDataModule
-from lightning_fed.data.partitions import Partition
 from lightning_fed.method import Method
-from lightning_fed.model.entries import Selector
 from lightning_fed.rule import Aggregator
-from lightning_fed.steps.update_step import UpdateStep
 
 
 class FederatedTrainer(L.Trainer):
     """``L.Trainer`` with federated rounds for epochs.
 
-    It is a thin door to :class:`~lightning_fed.callbacks.Federation`, which does the work and documents the arguments:
-    it builds that callback, takes training data as they are, and counts rounds in the progress bar. All arguments of
-    ``L.Trainer`` pass through.
+    It is a thin door to :class:`~lightning_fed.callbacks.Federation`, which does the work and documents its arguments:
+    it builds that callback, takes training data as they are, and counts rounds in the progress bar. Its signature has
+    the arguments of both.
 
     Args:
-        method: The federated method; see :class:`~lightning_fed.callbacks.Federation`, as for all below ``federation``.
+        method: The federated method.
         max_rounds: Rounds to train: Lightning's ``max_epochs``.
-        federation: A ready callback, instead of ``method`` and the arguments below.
-        partition: How one training loader is split into clients.
-        clients_per_round: Number (int) or fraction (float) of clients in a round.
-        local_epochs: Passes over a client's data in a visit.
-        local_steps: Batches in a visit; replaces ``local_epochs``.
-        stragglers: Fraction of the cohort that does only part of its work.
-        partial_work: Whether the stragglers' partial work is kept.
-        dropout: Probability that a chosen client never reports.
-        min_clients: Least number of good updates that changes the global model.
-        max_failed_rounds: Rounds in a row that may bring no new model because clients fail.
-        personal: Entries that stay with their client.
-        frozen: Entries that never travel.
-        batch_norm: What becomes of BatchNorm's running statistics.
-        unseen_statistics: Which of them normalise data of no known client, with ``batch_norm="local"``.
-        fixed_after: Rounds before they are fixed, with ``batch_norm="fixed"``.
-        optimizer_state: Whether optimizer state is fresh in every visit.
-        store: Where clients keep what is theirs.
-        evaluate_clients_every: Rounds between evaluations client by client.
-        vectorize: At most how many clients train at once.
-        visits: Whose loop trains on the visits' batches.
-        steps: What happens to an update between training and the new global model.
-        visit_timeout: Seconds after which a visit is broken off.
-        seed: Seed of the partition and the schedule.
-        trainer_kwargs: Arguments of ``L.Trainer``. Without a ``strategy``, ``devices`` is 1.
+        federation: A ready callback, instead of ``method`` and arguments of ``Federation``.
+        kwargs: Arguments of ``Federation`` and of ``L.Trainer``. Without a ``strategy``, ``devices`` is 1.
 
     Raises:
         ValueError: If both ``max_rounds`` and ``max_epochs``, or ``federation`` and one of its arguments, are given, or
             a ``Federation`` is among the ``callbacks``.
-        TypeError: If ``federation`` is not a ``Federation``.
+        TypeError: If ``federation`` is not a ``Federation``, or an argument is known to neither class.
 
     Example:
         >>> from lightning_fed.data import Dirichlet
@@ -82,80 +56,34 @@ class FederatedTrainer(L.Trainer):
         *,
         max_rounds: int | None = None,
         federation: Federation | None = None,
-        partition: Partition | None = None,
-        clients_per_round: int | float = 1.0,
-        local_epochs: int = 1,
-        local_steps: int | None = None,
-        stragglers: float = 0.0,
-        partial_work: Literal["keep", "drop"] = "keep",
-        dropout: float = 0.0,
-        min_clients: int = 1,
-        max_failed_rounds: int | None = 3,
-        personal: Sequence[Selector] = (),
-        frozen: Sequence[Selector] = (),
-        batch_norm: Literal["average", "recalibrate", "local", "fixed", "personal", "frozen"] = "recalibrate",
-        unseen_statistics: Literal["batch", "pooled", "nearest"] = "batch",
-        fixed_after: int | None = None,
-        optimizer_state: Literal["reset", "keep"] = "reset",
-        store: str | os.PathLike[str] | ClientStore | None = None,
-        evaluate_clients_every: int = 1,
-        vectorize: int = 1,
-        visits: Literal["auto", "lightning", "fused"] = "auto",
-        steps: Sequence[UpdateStep] = (),
-        visit_timeout: float | None = None,
-        seed: int | None = None,
-        **trainer_kwargs: Any,
+        **kwargs: Any,
     ) -> None:
-        options = {
-            "method": method,
-            "partition": partition,
-            "clients_per_round": clients_per_round,
-            "local_epochs": local_epochs,
-            "local_steps": local_steps,
-            "stragglers": stragglers,
-            "partial_work": partial_work,
-            "dropout": dropout,
-            "min_clients": min_clients,
-            "max_failed_rounds": max_failed_rounds,
-            "personal": personal,
-            "frozen": frozen,
-            "batch_norm": batch_norm,
-            "unseen_statistics": unseen_statistics,
-            "fixed_after": fixed_after,
-            "optimizer_state": optimizer_state,
-            "store": store,
-            "evaluate_clients_every": evaluate_clients_every,
-            "vectorize": vectorize,
-            "visits": visits,
-            "steps": steps,
-            "visit_timeout": visit_timeout,
-            "seed": seed,
-        }
+        defaults = inspect.signature(Federation).parameters
+        options = {"method": method, **{name: kwargs.pop(name) for name in defaults if name in kwargs}}
         if not (federation is None or isinstance(federation, Federation)):
             raise TypeError(f"Expected `federation` to be a Federation object, but got {federation!r}.")
         if federation is None:
-            federation = Federation(**options)  # type: ignore[arg-type]
+            federation = Federation(**options)
         else:
-            defaults = inspect.signature(Federation).parameters
             given = [name for name, value in options.items() if value != defaults[name].default]
             if given:
                 raise ValueError(f"Expected `federation` or its arguments, but got `federation` and {given}.")
         if max_rounds is not None:
-            if trainer_kwargs.get("max_epochs") is not None:
+            if kwargs.get("max_epochs") is not None:
                 raise ValueError("Expected one of `max_rounds` and `max_epochs`, which mean the same, but got both.")
-            trainer_kwargs["max_epochs"] = max_rounds
-        if "strategy" not in trainer_kwargs and trainer_kwargs.get("devices", "auto") == "auto":
-            trainer_kwargs["devices"] = 1  # Lightning would start a process for every device there is
+            kwargs["max_epochs"] = max_rounds
+        if "strategy" not in kwargs and kwargs.get("devices", "auto") == "auto":
+            kwargs["devices"] = 1  # Lightning would start a process for every device there is
         self.federation = federation
-        callbacks = trainer_kwargs.pop("callbacks", None) or []
+        callbacks = kwargs.pop("callbacks", None) or []
         callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
         refuse_foreign(*callbacks)
         if any(isinstance(callback, Federation) for callback in callbacks):
             raise ValueError("Expected a ready `Federation` as the argument `federation`, not among the `callbacks`.")
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
-        if trainer_kwargs.get("enable_progress_bar", True) and not has_bar and not trainer_kwargs.get("barebones"):
+        if kwargs.get("enable_progress_bar", True) and not has_bar and not kwargs.get("barebones"):
             callbacks.append(FederatedProgressBar())
-        super().__init__(callbacks=[federation, *callbacks], **trainer_kwargs)
+        super().__init__(callbacks=[federation, *callbacks], **kwargs)
 
     def fit(
         self,
@@ -214,3 +142,20 @@ class FederatedTrainer(L.Trainer):
             train_dataloaders = val_dataloaders = None
         options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, **options)
+
+
+def _describe_arguments() -> None:
+    """Gives ``FederatedTrainer.__init__`` the signature and descriptions of what it forwards, which programs read."""
+    own = inspect.signature(FederatedTrainer.__init__, eval_str=True)
+    parameters = {name: parameter for name, parameter in own.parameters.items() if name != "kwargs"}
+    descriptions = ["Builds the federation and the Trainer.\n\nArgs:\n"]
+    for kind, text in ((Federation, Federation.__doc__), (L.Trainer, L.Trainer.__init__.__doc__)):
+        for name, parameter in inspect.signature(kind, eval_str=True).parameters.items():
+            parameters.setdefault(name, parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        section = re.search(r"^Args:\n((?:    .*\n|\s*\n)*)", inspect.cleandoc(text or "") + "\n", re.MULTILINE)
+        descriptions.append(section[1].rstrip() + "\n" if section else "")
+    setattr(FederatedTrainer.__init__, "__signature__", own.replace(parameters=list(parameters.values())))  # noqa: B010
+    FederatedTrainer.__init__.__doc__ = "".join(descriptions)
+
+
+_describe_arguments()

@@ -32,6 +32,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 from safetensors.torch import load_file
 
+from lightning_fed import FixedStatistics, Vectorized
 from lightning_fed.algorithms import METHODS
 from lightning_fed.client import client_store
 from lightning_fed.client.client_store import FolderStore, MemoryStore
@@ -58,9 +59,9 @@ RUNS = {
         "federation": {**OPTIONS, "method": "fedavgm"},
     },
     "fltrust": {"federation": {"method": "fltrust:trusted=client-1", **OPTIONS}},
-    "fixbn": {"federation": {**OPTIONS, "batch_norm": "fixed", "fixed_after": 2}},
+    "fixbn": {"federation": {**OPTIONS, "batch_norm": FixedStatistics(2)}},
     "clients in memory": {"federation": {**OPTIONS, "store": None, "personal": ["head.*"], "optimizer_state": "keep"}},
-    "two clients at once": {"federation": {**OPTIONS, "vectorize": 2}},
+    "two clients at once": {"federation": {**OPTIONS, "visits": Vectorized(2)}},
 }
 """Options of the fits, as in `resume_script.RUNS`: every method, and other ways to keep and to train clients."""
 

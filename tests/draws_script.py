@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import Aggregator, FederatedCallback, FederatedDataModule, Federation
+from lightning_fed import Aggregator, Availability, FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import METHODS, FedAwS, FedBN, FedFusion, FedPer, FedRep, FedSS
 from lightning_fed.algorithms.robust.mixtures import Bucketing
 from lightning_fed.attacks import ALIE, GaussianNoise
@@ -148,7 +148,9 @@ JOBS = {
     "fedss": lambda processes: fit(Federation(FedSS(2), **OPTIONS), processes, classes=12),
     "fedss by batch": lambda processes: fit(Federation(FedSS(2, resample="batch"), **OPTIONS), processes, classes=12),
     "fedaws": lambda processes: fit(Federation(FedAwS(k=2, comparison=3), **OPTIONS), processes, classes=12),
-    "stragglers": lambda processes: fit(Federation(stragglers=0.5, dropout=0.2, local_epochs=2, seed=3), processes),
+    "stragglers": lambda processes: fit(
+        Federation(availability=Availability(stragglers=0.5, client_dropout=0.2), local_epochs=2, seed=3), processes
+    ),
     "noise of the server": lambda processes: fit(Federation(**OPTIONS), processes, [ServerNoise()]),
     "shares": in_shares,
 }

@@ -43,8 +43,8 @@ def silobn_reference(net, clients, loss, optimizer, rounds, cohort_size, seed, b
     return history, own
 
 
-def fixbn_reference(net, clients, loss, optimizer, rounds, fixed_after, cohort_size, seed, batch_size=32, epochs=1):
-    """Zhong et al. 2023: averaging; from round ``fixed_after`` on the global statistics normalise in training too.
+def fixbn_reference(net, clients, loss, optimizer, rounds, after, cohort_size, seed, batch_size=32, epochs=1):
+    """Zhong et al. 2023: averaging; from round ``after`` on the global statistics normalise in training too.
 
     Returns the history of global states.
     """
@@ -73,7 +73,7 @@ def fixbn_reference(net, clients, loss, optimizer, rounds, fixed_after, cohort_s
 
     history = []
     for round in range(rounds):
-        trained = Fixed() if round >= fixed_after else net
+        trained = Fixed() if round >= after else net
         start, states, sizes = copied(net), [], []
         for client in cohort_reference(seed, round, clients, cohort_size):
             visit_seed = visit_seed_reference(seed, round, client)
@@ -96,27 +96,6 @@ def normalised_by_batch(net, inputs):
     for layer in norms_of(net):
         layer.eval()
     return outputs
-
-
-def nearest_reference(net, first, inputs, states):
-    """Place of the state whose running statistics make the inputs of the layer ``first`` most likely, by example."""
-    seen = []
-    layer = net.get_submodule(first)
-    handle = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].double()))
-    net.eval()
-    with torch.no_grad():
-        net(inputs)
-    handle.remove()
-    values = seen[0].reshape(len(inputs), seen[0].shape[1], -1)
-    places = []
-    for example in values:
-        scores = []
-        for state in states:
-            mean, variance = (state[f"{first}.{name}"].double() for name in STATISTICS[:2])
-            normal = torch.distributions.Normal(mean[:, None], (variance[:, None] + layer.eps).sqrt())
-            scores.append(float(normal.log_prob(example).mean(1).sum()))
-        places.append(max(range(len(states)), key=scores.__getitem__))
-    return places
 
 
 def between_share_reference(inputs_by_client):

@@ -22,7 +22,14 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FederatedDataModule, FederatedTrainer, Federation
+from lightning_fed import (
+    Availability,
+    FederatedDataModule,
+    FederatedTrainer,
+    Federation,
+    FixedStatistics,
+    LocalStatistics,
+)
 from lightning_fed.callbacks import ClassPrototypes, FeatureFusion, SampledSoftmax
 from lightning_fed.compression import Quantized, TopK
 from lightning_fed.data import Dirichlet
@@ -36,26 +43,36 @@ RUNS = {
     # Everything that draws random numbers or counts steps, on a model without state of its own.
     "schedulers": {
         "model": {"batch_norm": False, "schedulers": True},
-        "federation": {"clients_per_round": 0.8, "local_epochs": 2, "stragglers": 0.5, "dropout": 0.2},
+        "federation": {
+            "clients_per_round": 0.8,
+            "local_epochs": 2,
+            "availability": Availability(stragglers=0.5, client_dropout=0.2),
+        },
     },
-    "batch-norm-average": {"federation": {"clients_per_round": 3, "local_steps": 4, "stragglers": 0.4}},
+    "batch-norm-average": {
+        "federation": {"clients_per_round": 3, "local_steps": 4, "availability": Availability(stragglers=0.4)}
+    },
     "personal-in-memory": {"federation": {"clients_per_round": 3, **PERSONAL}},
     "personal-in-folder": {
         "model": {"optimizer": "adam"},
         "federation": {"clients_per_round": 3, "local_epochs": 2, "store": "clients", **PERSONAL},
     },
     "personal-batch-norm-in-folder": {
-        "federation": {"clients_per_round": 0.6, "batch_norm": "personal", "store": "clients", "dropout": 0.3}
+        "federation": {
+            "clients_per_round": 0.6,
+            "batch_norm": "personal",
+            "store": "clients",
+            "availability": Availability(client_dropout=0.3),
+        }
     },
     "local-batch-norm-in-folder": {
         "federation": {
             "clients_per_round": 3,
-            "batch_norm": "local",
-            "unseen_statistics": "nearest",
+            "batch_norm": LocalStatistics("pooled"),
             "store": "clients",
         }
     },
-    "fixed-batch-norm": {"federation": {"clients_per_round": 3, "batch_norm": "fixed", "fixed_after": 2}},
+    "fixed-batch-norm": {"federation": {"clients_per_round": 3, "batch_norm": FixedStatistics(2)}},
     "two-optimizers": {
         "model": {"optimizer": "two"},
         "federation": {"batch_norm": "frozen", "optimizer_state": "keep", "clients_per_round": 4},
@@ -76,14 +93,25 @@ RUNS = {
     "centers": {"federation": {"method": "fesem", "clients_per_round": 4, "local_epochs": 2}},
     "corrected-gradients": {
         "model": {"schedulers": True},
-        "federation": {"method": "feddane", "clients_per_round": 3, "local_steps": 4, "dropout": 0.2},
+        "federation": {
+            "method": "feddane",
+            "clients_per_round": 3,
+            "local_steps": 4,
+            "availability": Availability(client_dropout=0.2),
+        },
     },
     # Gradients that are corrected by what the server and every client remember.
     "control-variates": {
         "model": {"optimizer": "two"},
         "federation": {"method": "scaffold", "clients_per_round": 3, "local_epochs": 2, "store": "clients"},
     },
-    "regularizers": {"federation": {"method": "feddyn:alpha=0.1", "clients_per_round": 3, "dropout": 0.2}},
+    "regularizers": {
+        "federation": {
+            "method": "feddyn:alpha=0.1",
+            "clients_per_round": 3,
+            "availability": Availability(client_dropout=0.2),
+        }
+    },
     # A model of every client's own, and two models in a visit.
     "own-models": {
         "federation": {"method": "ditto", "clients_per_round": 3, "store": "clients", "optimizer_state": "keep"}
@@ -91,23 +119,44 @@ RUNS = {
     # What the server's optimizer remembers.
     "server-momentum": {"federation": {"method": "fedavgm", "clients_per_round": 3, "local_epochs": 2}},
     "server-moments": {
-        "federation": {"method": "fedadam", "clients_per_round": 3, "batch_norm": "average", "dropout": 0.2},
+        "federation": {
+            "method": "fedadam",
+            "clients_per_round": 3,
+            "batch_norm": "average",
+            "availability": Availability(client_dropout=0.2),
+        },
     },
     # What a client draws and holds, and rows that momentum moves.
     "sampled-classes": {
         "model": {"batch_norm": False, "num_classes": 9},
         "sampled": {"num_negatives": 3, "resample": "batch"},
-        "federation": {"method": "fedavgm", "clients_per_round": 3, "local_epochs": 2, "dropout": 0.2},
+        "federation": {
+            "method": "fedavgm",
+            "clients_per_round": 3,
+            "local_epochs": 2,
+            "availability": Availability(client_dropout=0.2),
+        },
     },
     # The extractor that the global model is evaluated with, and weights that the server smooths.
     "fused-features": {
         "fusion": {"operator": "multi", "cache_global_features": True},
-        "federation": {"clients_per_round": 3, "local_epochs": 2, "personal": ["head.*"], "dropout": 0.2},
+        "federation": {
+            "clients_per_round": 3,
+            "local_epochs": 2,
+            "personal": ["head.*"],
+            "availability": Availability(client_dropout=0.2),
+        },
     },
     "partition": {"door": "partition", "federation": {"clients_per_round": 2, "local_epochs": 2}},
     "federated-trainer": {
         "door": "trainer",
-        "federation": {"clients_per_round": 3, "local_epochs": 2, "store": "clients", "stragglers": 0.4, **PERSONAL},
+        "federation": {
+            "clients_per_round": 3,
+            "local_epochs": 2,
+            "store": "clients",
+            "availability": Availability(stragglers=0.4),
+            **PERSONAL,
+        },
     },
     "saved-after-validation": {
         "checkpoint": {"save_on_train_epoch_end": False},

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FederatedCallback, FederatedDataModule, Federation
+from lightning_fed import Availability, Faults, FederatedCallback, FederatedDataModule, Federation, LocalStatistics
 from lightning_fed.algorithms import FedBN, FedPer
 from lightning_fed.data import ByGroup, LazyClients
 from tests import models
@@ -145,7 +145,7 @@ TABLE = {
     ),
     "batch norm local": Row(
         lambda: models.Module(models.BaseAndHead(), models.momentum),
-        options={"batch_norm": "local", "clients_per_round": 3},
+        options={"batch_norm": LocalStatistics(), "clients_per_round": 3},
         rounds=3,
         personal=is_statistic,
     ),
@@ -182,14 +182,17 @@ TABLE = {
         lambda: models.ManualModule(models.norm_mlp(), scheduler=per_step), replayed=(0,), options={"local_epochs": 2}
     ),
     "stragglers": Row(
-        lambda: models.Module(models.mlp(), models.momentum), options={"local_epochs": 4, "stragglers": 0.5}
+        lambda: models.Module(models.mlp(), models.momentum),
+        options={"local_epochs": 4, "availability": Availability(stragglers=0.5)},
     ),
     "stragglers dropped": Row(
         lambda: models.Module(models.mlp(), models.momentum),
-        options={"local_epochs": 4, "stragglers": 0.5, "partial_work": "drop"},
+        options={"local_epochs": 4, "availability": Availability(stragglers=0.5, partial_work="drop")},
     ),
     "clients that never report": Row(
-        lambda: models.Module(models.mlp(), models.momentum), options={"dropout": 0.4}, rounds=3
+        lambda: models.Module(models.mlp(), models.momentum),
+        options={"availability": Availability(client_dropout=0.4)},
+        rounds=3,
     ),
     "scheduler per round": Row(lambda: models.Module(models.mlp(), models.adam, halving), replayed=(0,), rounds=3),
     "scheduler per step": Row(lambda: models.Module(models.mlp(), models.adam, per_step), replayed=(0,)),
@@ -274,7 +277,7 @@ def test_table(name, aggregator, door, plain_trainer, federated_trainer):
 
 def check_cohorts(row, recorder):
     """Who took part, and with how much work."""
-    options = row.options
+    options, availability = row.options, row.options.get("availability", Availability())
     size = options.get("clients_per_round", 1.0)
     size = math.ceil(size * len(row.clients)) if isinstance(size, float) else size
     for number in range(row.rounds):
@@ -290,18 +293,18 @@ def check_cohorts(row, recorder):
             for ours, theirs in zip(visit.batches, full[visit.client], strict=False):
                 assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(ours, theirs, strict=True))
         short = [visit.client for visit in seen if len(visit.batches) < len(full[visit.client])]
-        if "stragglers" in options:
+        if availability.stragglers:
             assert logged["fed/stragglers"] == size // 2  # half of five, rounded: three do all of their work
-            kept = options.get("partial_work", "keep") == "keep"
+            kept = availability.partial_work == "keep"
             assert len(short) == (size // 2 if kept else 0)
             assert len(names) == size - (0 if kept else size // 2)
         else:
             assert not short
             assert logged["fed/stragglers"] == 0
-        if "dropout" in options:
+        if availability.client_dropout:
             assert set(names) < set(chosen)
             assert logged["fed/dropped"] == size - len(names)
-        elif options.get("partial_work") != "drop":
+        elif availability.partial_work == "keep":
             assert names == chosen
         assert logged["fed/clients"] == len(names)
         assert logged["fed/failed"] == 0
@@ -394,7 +397,7 @@ def test_recalibrated_statistics_are_those_of_all_the_clients_data(dropped, fede
     recorder, module = Recorder(), models.Module(models.cnn(), models.momentum)
     trainer = federated_trainer(
         max_rounds=2, clients_per_round=3, batch_norm="recalibrate", seed=SEED, callbacks=[recorder],
-        local_epochs=2, stragglers=0.4 if dropped else 0.0, partial_work="drop",
+        local_epochs=2, availability=Availability(stragglers=0.4 if dropped else 0.0, partial_work="drop"),
     )  # fmt: skip
     trainer.fit(module, models.as_datasets(clients), val_loader(clients["ann"]))
     for number in range(2):
@@ -537,7 +540,7 @@ def test_too_few_clients_leave_the_global_model_as_it_was(federated_trainer, cap
     clients = models.vectors()
     recorder = Recorder()
     module = models.Module(models.mlp(), models.momentum)
-    trainer = federated_trainer(max_rounds=3, min_clients=4, callbacks=[Nonsense(), recorder])
+    trainer = federated_trainer(max_rounds=3, faults=Faults(min_clients=4), callbacks=[Nonsense(), recorder])
     trainer.fit(module, models.as_datasets(clients), val_loader(clients["bob"]))
     assert [logged["fed/clients"] for logged in recorder.logged] == [5, 3, 5]
     assert [logged["fed/failed"] for logged in recorder.logged] == [0, 2, 0]

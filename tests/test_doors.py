@@ -31,7 +31,19 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation, Method, scheduler_steps
+from lightning_fed import (
+    Availability,
+    Faults,
+    FederatedCallback,
+    FederatedDataModule,
+    FederatedTrainer,
+    Federation,
+    FixedStatistics,
+    LocalStatistics,
+    Method,
+    Vectorized,
+    scheduler_steps,
+)
 from lightning_fed.algorithms import FairAvg, FedAvg, FedBN, FedPer
 from lightning_fed.data import IID, ByGroup, Dirichlet, LazyClients
 from lightning_fed.errors import OptionError
@@ -113,7 +125,8 @@ REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes
         {"accumulate_grad_batches": 2}, {"local_steps": 3}, module, "let a window straddle two clients",
     ),
     "windows over clients, stragglers": (
-        {"accumulate_grad_batches": 2}, {"local_steps": 4, "stragglers": 0.5}, module, "without stragglers",
+        {"accumulate_grad_batches": 2}, {"local_steps": 4, "availability": Availability(stragglers=0.5)}, module,
+        "without stragglers",
     ),
     "overfitting": ({"overfit_batches": 2}, {}, module, "`overfit_batches` would .* one client with few .*, but got"),
     "batch size finder": ({"callbacks": [BatchSizeFinder()]}, {}, module, "`BatchSizeFinder` does not work .* plain"),
@@ -228,20 +241,21 @@ BAD_ARGUMENTS = [
     ({"local_epochs": 0}, ValueError, "`local_epochs` to be at least 1, but got 0"),
     ({"local_steps": 0}, ValueError, "`local_steps` to be at least 1, but got 0"),
     ({"local_steps": 3, "local_epochs": 2}, ValueError, "got local_epochs=2 and local_steps=3"),
-    ({"stragglers": 1.0}, ValueError, r"`stragglers` to be in \[0, 1\), but got 1.0"),
-    ({"dropout": -0.1}, ValueError, r"`dropout` to be in \[0, 1\), but got -0.1"),
-    ({"max_failed_rounds": 0}, ValueError, "`max_failed_rounds` to be at least 1, but got 0"),
-    ({"min_clients": 0}, ValueError, "`min_clients` to be at least 1, but got 0"),
     ({"seed": -1}, ValueError, "`seed` to be at least 0, but got -1"),
-    ({"partial_work": "some"}, ValueError, r"`partial_work` to be one of \['keep', 'drop'\], but got 'some'"),
-    ({"batch_norm": "sync"}, ValueError, "`batch_norm` to be one of .*'recalibrate'.*, but got 'sync'"),
+    ({"batch_norm": "sync"}, ValueError, "`batch_norm` to be one of .*'recalibrate'.* or a Local.*, but got 'sync'"),
+    ({"batch_norm": "local"}, ValueError, "or a LocalStatistics or FixedStatistics object, but got 'local'"),
+    ({"visits": "vectorized"}, ValueError, "`visits` to be one of .*'fused'.* or a Vectorized object, but got 'vector"),
+    ({"visits": 8}, ValueError, "or a Vectorized object, but got 8"),
+    ({"availability": 0.5}, ValueError, r"`availability` to be Availability\(...\), but got 0.5"),
+    ({"faults": {"min_clients": 2}}, ValueError, r"`faults` to be Faults\(...\), but got {'min_clients': 2}"),
+    ({"faults": Faults(visit_timeout=1.0), "visits": Vectorized(2)}, ValueError, "one of `visit_timeout` and `Vector"),
+    ({"stragglers": 0.5}, TypeError, "unexpected keyword argument 'stragglers'"),
     ({"optimizer_state": "share"}, ValueError, r"one of \['reset', 'keep'\], but got 'share'"),
     ({"evaluate_clients_every": -1}, ValueError, "to be at least 0, but got -1"),
     ({"clients_per_round": 2 + 0j}, ValueError, r"a count \(int\) or a fraction \(float\), but got \(2\+0j\)"),
     ({"local_epochs": 1.5}, ValueError, "`local_epochs` to be a whole number, but got 1.5"),
     ({"local_epochs": True}, ValueError, "`local_epochs` to be a whole number, but got True"),
     ({"local_steps": 2.5}, ValueError, "`local_steps` to be a whole number, but got 2.5"),
-    ({"min_clients": 1.5}, ValueError, "`min_clients` to be a whole number, but got 1.5"),
     ({"evaluate_clients_every": 0.5}, ValueError, "`evaluate_clients_every` to be a whole number, but got 0.5"),
     ({"personal": "head.*"}, ValueError, r"`personal` to be a list, such as .*, but got 'head\.\*'"),
     ({"frozen": "head.*"}, ValueError, r"`frozen` to be a list, such as .*, but got 'head\.\*'"),
@@ -250,6 +264,28 @@ BAD_ARGUMENTS = [
     ({"frozen": [torch.nn.Linear(1, 1)]}, ValueError, r"`frozen` to be a list of name patterns .*, but got Linear\("),
     ({"personal": [3]}, ValueError, "but got 3 in it"),
 ]
+
+
+BAD_OBJECTS = [
+    (Availability, {"stragglers": 1.0}, r"`stragglers` to be in \[0, 1\), but got 1.0"),
+    (Availability, {"stragglers": -0.1}, r"`stragglers` to be in \[0, 1\), but got -0.1"),
+    (Availability, {"client_dropout": 1.0}, r"`client_dropout` to be in \[0, 1\), but got 1.0"),
+    (Availability, {"client_dropout": -0.1}, r"`client_dropout` to be in \[0, 1\), but got -0.1"),
+    (Availability, {"partial_work": "some"}, r"`partial_work` to be one of \['keep', 'drop'\], but got 'some'"),
+    (Faults, {"min_clients": 0}, "`min_clients` to be at least 1, but got 0"),
+    (Faults, {"min_clients": 1.5}, "`min_clients` to be a whole number, but got 1.5"),
+    (Faults, {"max_failed_rounds": 0}, "`max_failed_rounds` to be at least 1, but got 0"),
+    (Faults, {"visit_timeout": 0}, "`visit_timeout` to be a number of seconds greater than 0, but got 0"),
+    (Vectorized, {"clients": 0}, "`clients` to be at least 1, but got 0"),
+    (FixedStatistics, {"after": -1}, "`after` to be at least 0, but got -1"),
+    (LocalStatistics, {"unseen": "nearest"}, r"`unseen` to be one of \['batch', 'pooled'\], but got 'nearest'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments", "message"), BAD_OBJECTS, ids=lambda value: str(value)[:40])
+def test_bad_arguments_of_options(kind, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**arguments)
 
 
 def test_rounds_are_said_once():
@@ -265,7 +301,9 @@ def test_bad_arguments(kind, arguments, error, message):
 
 
 def test_numbers_of_numpy():
-    schedule = Federation(clients_per_round=np.int64(3), local_epochs=np.int32(2), min_clients=np.int64(2)).schedule
+    schedule = Federation(
+        clients_per_round=np.int64(3), local_epochs=np.int32(2), faults=Faults(min_clients=np.int64(2))
+    ).schedule
     assert (schedule.clients_per_round, schedule.local_epochs) == (3, 2)
     assert type(schedule.clients_per_round) is int
     assert Federation(clients_per_round=np.float32(0.5)).schedule.clients_per_round == 0.5
@@ -280,7 +318,7 @@ def test_what_is_ignored_meanwhile_is_shown_again(federated_trainer):
 
     before = list(warnings.filters)
     clients = {**datasets(), "tiny": TensorDataset(torch.zeros(1, 6), torch.zeros(1, dtype=torch.long))}
-    trainer = federated_trainer(max_rounds=1, callbacks=[Adds()], batch_norm="average", dropout=0.0)
+    trainer = federated_trainer(max_rounds=1, callbacks=[Adds()], batch_norm="average")
     trainer.fit(models.Module(models.norm_mlp()), clients)
     assert trainer.callback_metrics["fed/failed"] == 1
     assert warnings.filters[1:] == before
@@ -293,13 +331,13 @@ def test_methods_say_what_they_set():
         Federation(FedBN(), batch_norm="average")
     with pytest.raises(ValueError, match=r"`FedPer` without `personal`, which it sets itself, but got \['a'\]"):
         FederatedTrainer(FedPer("head.*"), personal=["a"], **QUIET)
-    assert Federation(FedBN(), batch_norm="personal").batch_norm == "personal"
-    assert Federation(FedPer("head.*"), personal=[]).personal == ("head.*",)
-    assert Federation(FedBN(), personal=["head.*"], local_epochs=2).personal == ("head.*",)
+    assert Federation(FedBN(), batch_norm="personal").options.batch_norm == "personal"
+    assert Federation(FedPer("head.*"), personal=[]).options.personal == ("head.*",)
+    assert Federation(FedBN(), personal=["head.*"], local_epochs=2).options.personal == ("head.*",)
     federation = Federation(FedPer(["head.*", torch.nn.LSTM]), batch_norm="average")
-    assert federation.personal == ("head.*", torch.nn.LSTM)
-    assert federation.replace(method="fedavg", seed=3).personal == ()  # what a method sets goes with it
-    assert federation.replace(seed=3).personal == ("head.*", torch.nn.LSTM)
+    assert federation.options.personal == ("head.*", torch.nn.LSTM)
+    assert federation.replace(method="fedavg", seed=3).options.personal == ()  # what a method sets goes with it
+    assert federation.replace(seed=3).options.personal == ("head.*", torch.nn.LSTM)
     with pytest.raises(ValueError, match=r"settings of `FedAvg` to be of \('local_epochs', .*, but got 'seed'"):
         Federation(Method("fedavg", seed=1))
 
@@ -347,13 +385,17 @@ BAD_DATA = {  # what FederatedTrainer.fit is given, options, error, message
     "streams": (lambda: [Endless()], {}, TypeError, "map-style data sets, or all of them loaders, but got Endless"),
     "too few": (datasets, {"clients_per_round": 4}, ValueError, r"at most the number of clients \(3\), but got 4"),
     "more than there are": (
-        datasets, {"min_clients": 4}, MisconfigurationException, r"of a round \(3\), but got 4: .* never change",
+        datasets, {"faults": Faults(min_clients=4)}, MisconfigurationException,
+        r"of a round \(3\), but got 4: .* never change",
     ),
     "more than are drawn": (
-        datasets, {"min_clients": 3, "clients_per_round": 2}, MisconfigurationException, r"of a round \(2\), but got 3",
+        datasets, {"faults": Faults(min_clients=3), "clients_per_round": 2}, MisconfigurationException,
+        r"of a round \(2\), but got 3",
     ),
     "more than do all their work": (
-        datasets, {"min_clients": 3, "stragglers": 0.4, "partial_work": "drop"}, MisconfigurationException,
+        datasets,
+        {"faults": Faults(min_clients=3), "availability": Availability(stragglers=0.4, partial_work="drop")},
+        MisconfigurationException,
         r"of a round that do all their work \(2\), but got 3",
     ),
     "too few to split": (loader, {"partition": IID(2), "clients_per_round": 3}, ValueError, "number of clients"),
@@ -734,37 +776,47 @@ def test_a_module_can_be_copied_during_a_fit(federated_trainer):
 # --- FederatedTrainer is a thin door ----------------------------------------------------------------------------------
 
 
-def test_the_signatures_agree():
-    """Every option of the callback is one of the Trainer, with the same default and annotation, and documented."""
-    ours, theirs = (inspect.signature(kind.__init__).parameters for kind in (FederatedTrainer, Federation))
-    assert [name for name in theirs if name not in ours] == []
-    for name, parameter in theirs.items():
-        if name != "self":
+def test_the_trainer_has_the_signature_of_both():
+    """Programs read it: of the class, and of its ``__init__``; the descriptions go with it."""
+    ours = inspect.signature(FederatedTrainer).parameters
+    assert list(inspect.signature(FederatedTrainer.__init__).parameters) == ["self", *ours]
+    assert list(ours)[:3] == ["method", "max_rounds", "federation"]
+    for kind in (Federation, L.Trainer):
+        for name, parameter in inspect.signature(kind, eval_str=True).parameters.items():
             assert ours[name].default == parameter.default, name
-            assert ours[name].annotation == parameter.annotation or name in ("batch_norm", "unseen_statistics")
-            assert f"\n        {name}: " in inspect.getdoc(Federation).replace("\n    ", "\n        ")
-            assert f"    {name}: " in inspect.getdoc(FederatedTrainer)
-    assert set(ours) - set(theirs) == {"max_rounds", "federation", "trainer_kwargs"}
+            assert ours[name].annotation == parameter.annotation, name
+            assert f"\n    {name}: " in FederatedTrainer.__init__.__doc__
+    assert "kwargs" not in ours
+    for name in inspect.signature(Federation).parameters:
+        assert f"\n        {name}: " in inspect.getdoc(Federation).replace("\n    ", "\n        ")
+
+    class Mine(FederatedTrainer):
+        def __init__(self, mine: int):
+            super().__init__(max_rounds=mine)
+
+    assert list(inspect.signature(Mine).parameters) == ["mine"]
     fit, base = (inspect.signature(kind.fit).parameters for kind in (FederatedTrainer, L.Trainer))
     assert list(fit)[: len(base)] == list(base)
 
 
 def test_every_option_reaches_the_federation():
     aggregator, partition = FedAvg(), Dirichlet(3, alpha=1.0)
+    availability = Availability(stragglers=0.5, partial_work="drop", client_dropout=0.25)
     options = {
-        "method": aggregator, "partition": partition, "clients_per_round": 2, "local_epochs": 3, "stragglers": 0.5,
-        "partial_work": "drop", "dropout": 0.25, "min_clients": 2, "max_failed_rounds": 7, "personal": ["a"],
+        "method": aggregator, "partition": partition, "clients_per_round": 2, "local_epochs": 3,
+        "availability": availability, "faults": Faults(min_clients=2, max_failed_rounds=7), "personal": ["a"],
         "frozen": ["b"], "batch_norm": "frozen", "optimizer_state": "keep", "evaluate_clients_every": 5, "seed": 11,
+        "visits": Vectorized(2),
     }  # fmt: skip
     federation = FederatedTrainer(**options, **QUIET).federation
     assert federation.server.rule is aggregator
     assert federation.partition is partition
     assert federation.server.min_clients == 2
-    for name in ("clients_per_round", "local_epochs", "stragglers", "dropout", "seed"):
+    for name in ("clients_per_round", "local_epochs", "availability", "seed"):
         assert getattr(federation.schedule, name) == options[name]
-    for name in ("partial_work", "max_failed_rounds", "batch_norm", "optimizer_state", "evaluate_clients_every"):
-        assert getattr(federation, name) == options[name]
-    assert (federation.personal, federation.frozen) == (("a",), ("b",))
+    for name in ("availability", "faults", "batch_norm", "optimizer_state", "evaluate_clients_every", "visits"):
+        assert getattr(federation.options, name) == options[name]
+    assert (federation.options.personal, federation.options.frozen) == (("a",), ("b",))
     assert FederatedTrainer(local_steps=9, **QUIET).federation.schedule.local_steps == 9
 
 
@@ -944,7 +996,7 @@ UNEQUAL = {"a": 16, "b": 12, "c": 8}  # 4, 3 and 2 batches
         ({"local_epochs": 2}, 8 * 3),
         ({"local_steps": 5}, 5 * 3),
         ({"clients_per_round": 1, "seed": 3}, None),
-        ({"stragglers": 0.5, "local_epochs": 3, "seed": 1}, None),
+        ({"availability": Availability(stragglers=0.5), "local_epochs": 3, "seed": 1}, None),
     ],
 )
 def test_a_scheduler_makes_the_steps_that_it_is_told(options, steps, either_trainer):
@@ -959,7 +1011,7 @@ def test_a_scheduler_makes_the_steps_that_it_is_told(options, steps, either_trai
     either_trainer(max_rounds=3, **options).fit(module, datamodule=data)
     if steps is None:  # where a straggler is the largest, the others go further in their visits than what goes on
         assert module.rates[-1] <= told[0]
-        assert "stragglers" in options or module.rates[-1] == told[0]
+        assert "availability" in options or module.rates[-1] == told[0]
     else:
         assert told == [steps] == module.rates[-1:]
 

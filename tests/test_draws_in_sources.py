@@ -46,13 +46,9 @@ ALLOWED = {
     "EvaluationData.evaluation_loader": "evaluation in order",
     "FederatedDataModule._loader": "a user's loader",
     "FederatedTrainer.fit": "a user's loader, of a data set that is to be split",
-    "Omniglot.retrieval_dataloader": "evaluation in order",
     "Shakespeare.evaluation_loader": "evaluation in order",
     "_loader_of": "a user's loader, of the examples of one client",
     # What a visit seeds.
-    "FlipAndShift.__call__": "augmentation of a user's data, which a visit has seeded",
-    "CropAndFlip.__call__": "augmentation of a user's data, which a visit has seeded",
-    "CropAndFlip._part": "augmentation of a user's data, which a visit has seeded",
     "RoundLoader.__iter__": "the visit's seed",
     "Round.__init__": "the seed of the server's part of the round",
     "Round.close": "the seed of the server's part of the round",

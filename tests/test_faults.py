@@ -18,8 +18,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_fed import (
+    Availability,
     ClientFault,
     ClientUpdate,
+    Faults,
     FederatedCallback,
     FederatedDataModule,
     FederatedTrainer,
@@ -473,7 +475,7 @@ LATE = "its visit took longer than visit_timeout=500 seconds"
 def test_data_that_hang(place, bad, without, caplog):
     """With `visit_timeout` a visit is broken off."""
     before = signal.getsignal(signal.SIGALRM)
-    run = train(with_bad(good_clients(), place, bad), visit_timeout=500)
+    run = train(with_bad(good_clients(), place, bad), faults=Faults(visit_timeout=500))
     assert_left_out(caplog, LATE)
     assert_as_if_it_were_not_there(run, without("data sets"))
     assert signal.getsignal(signal.SIGALRM) is before
@@ -484,7 +486,7 @@ def test_data_that_hang(place, bad, without, caplog):
 def test_a_worker_that_hangs_is_replaced(without, caplog, monkeypatch):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # a worker is asked to end, then told
     hangs = with_bad(good_clients(), 1, lambda: Hangs(0))
-    run = train(hangs, data_options={"num_workers": 1}, visit_timeout=30)
+    run = train(hangs, data_options={"num_workers": 1}, faults=Faults(visit_timeout=30))
     assert_left_out(caplog, LATE.replace("500", "30"))
     assert_as_if_it_were_not_there(run, without("data sets"))
 
@@ -496,12 +498,12 @@ def test_a_loader_and_a_step_that_hang(without, caplog):
                 hang()
             return super().training_step(batch, batch_idx)
 
-    run = train(with_bad(good_clients(), 1, lambda: examples(BATCH)), module=Slow(), visit_timeout=500)
+    run = train(with_bad(good_clients(), 1, lambda: examples(BATCH)), module=Slow(), faults=Faults(visit_timeout=500))
     assert_left_out(caplog, LATE)
     assert_as_if_it_were_not_there(run, without("data sets"))
     caplog.clear()
     clients = with_loaders(good_clients())
-    run = train(with_bad(clients, 1, lambda: DataLoader(Hangs(0), batch_size=BATCH)), visit_timeout=500)
+    run = train(with_bad(clients, 1, lambda: DataLoader(Hangs(0), batch_size=BATCH)), faults=Faults(visit_timeout=500))
     assert_left_out(caplog, LATE)
     assert_as_if_it_were_not_there(run, without("loaders"))
 
@@ -509,9 +511,7 @@ def test_a_loader_and_a_step_that_hang(without, caplog):
 def test_the_time_of_a_visit():
     for seconds in (0, -1, float("nan"), "1"):
         with pytest.raises(ValueError, match="Expected `visit_timeout` to be a number"):
-            Federation(visit_timeout=seconds)
-    with pytest.raises(ValueError, match="Expected one of `visit_timeout` and `vectorize`"):
-        Federation(visit_timeout=1.0, vectorize=2)
+            Faults(visit_timeout=seconds)
 
 
 def test_an_alarm_of_somebody_else_is_put_back():
@@ -627,8 +627,8 @@ def assert_nothing_changed(module, rows, expected_module=None):
 
 def test_fewer_than_min_clients(caplog):
     clients = with_bad(good_clients(), 1, lambda: examples(2 * BATCH))
-    options = {"batch_norm": "recalibrate", "max_failed_rounds": None}
-    module, rows = train(clients, [Sabotages("bad", NAN)], min_clients=4, **options)
+    faults = Faults(min_clients=4, max_failed_rounds=None)
+    module, rows = train(clients, [Sabotages("bad", NAN)], faults=faults, batch_norm="recalibrate")
     assert_nothing_changed(module, rows)
     assert_left_out(caplog, "NaN")
     for round, row in rows.items():
@@ -639,7 +639,7 @@ def test_fewer_than_min_clients(caplog):
 
 def test_just_enough_for_min_clients(without, caplog):
     clients = with_bad(good_clients(), 1, lambda: examples(2 * BATCH))
-    run = train(clients, [Sabotages("bad", NAN)], min_clients=3)
+    run = train(clients, [Sabotages("bad", NAN)], faults=Faults(min_clients=3))
     assert_as_if_it_were_not_there(run, without("data sets"))
 
 
@@ -654,7 +654,7 @@ def test_all_clients_fail(kind, door, caplog):
     }[kind]
     clients = LazyClients(range(3), AllBad(bad))
     callbacks = [Sabotages(client, NAN_BODY) for client in range(3)] if kind == "messages" else []
-    options = {"batch_norm": "recalibrate", "personal": ["head.*"], "max_failed_rounds": None}
+    options = {"batch_norm": "recalibrate", "personal": ["head.*"], "faults": Faults(max_failed_rounds=None)}
     module, rows = train(clients, callbacks, door=door, **options)
     assert_nothing_changed(module, rows)
     for row in rows.values():
@@ -675,7 +675,7 @@ def test_a_fault_of_the_data_set_does_not_look_like_bad_clients(kind, caplog):
         "a worker": lambda: Breaks(BATCH),
     }[kind]
     workers = {"num_workers": int(kind == "a worker")}
-    train(LazyClients(range(3), AllBad(bad)), data_options=workers, max_failed_rounds=None)
+    train(LazyClients(range(3), AllBad(bad)), data_options=workers, faults=Faults(max_failed_rounds=None))
     (shown,) = [record for record in caplog.records if "Traceback" in record.getMessage()]
     assert shown.levelname == "WARNING"
     assert shown.getMessage().startswith("The data of client 0 raised (this is shown for the first one only):\n")
@@ -752,7 +752,7 @@ def test_the_only_client_of_a_round_among_others_may_fail():
 def test_failed_rounds_in_a_row_end_the_fit(limit, rounds, caplog):
     """Clients without data have raised nothing; a fit in which no round succeeds fails in the end in any case."""
     with pytest.raises(RuntimeError, match=f"up to round {rounds - 1}, in which 3 of 3 clients failed: .*no examples"):
-        train(LazyClients(range(3), AllBad(lambda: examples(0))), max_failed_rounds=limit)
+        train(LazyClients(range(3), AllBad(lambda: examples(0))), faults=Faults(max_failed_rounds=limit))
     assert sum("0 good updates" in message for message in caplog.messages) == rounds
 
 
@@ -762,7 +762,7 @@ def test_a_round_that_succeeds_begins_the_count_anew():
             if trainer.current_epoch % 2 == 0:
                 NAN_BODY(update)
 
-    _, rows = train(good_clients(), [Watch()], max_failed_rounds=2)
+    _, rows = train(good_clients(), [Watch()], faults=Faults(max_failed_rounds=2))
     assert [row["fed/clients"] for row in rows.values()] == [0, 3, 0]
 
 
@@ -770,7 +770,7 @@ def test_too_few_good_clients_and_too_few_at_all():
     """A round below `min_clients` counts if it had been enough without the failures."""
     clients = with_bad(good_clients(), 1, lambda: examples(2 * BATCH))
     with pytest.raises(RuntimeError, match="up to round 1, in which 1 of 4 clients failed: client 'bad'"):
-        train(clients, [Sabotages("bad", NAN)], min_clients=4, max_failed_rounds=2)
+        train(clients, [Sabotages("bad", NAN)], faults=Faults(min_clients=4, max_failed_rounds=2))
     failed = FailedRounds(limit=1)
     failed.end_round(RoundReport(0, {"a": 1}, {"b": "it has no examples"}), has_come=False, min_clients=3)
     assert failed.in_a_row == 0
@@ -798,7 +798,7 @@ def test_failed_rounds_are_counted_on_after_resuming(tmp_path, federated_trainer
     path, clients = tmp_path / "second.ckpt", good_clients()
     for resumed in (None, path):
         callbacks = [SaveSecond(path), *(Sabotages(client, NAN_BODY) for client in clients)]
-        trainer = federated_trainer(max_rounds=9, callbacks=callbacks, max_failed_rounds=3)
+        trainer = federated_trainer(max_rounds=9, callbacks=callbacks, faults=Faults(max_failed_rounds=3))
         with pytest.raises(RuntimeError, match=r"3 rounds in a row, up to round 2, .*NaN"):
             trainer.fit(Net(), clients, ckpt_path=resumed)
 
@@ -812,7 +812,7 @@ class AllBad:
 
 
 def test_all_clients_drop_out(caplog):
-    module, rows = train(good_clients(), dropout=0.999999)
+    module, rows = train(good_clients(), availability=Availability(client_dropout=0.999999))
     assert_nothing_changed(module, rows)
     for row in rows.values():
         assert (row["fed/clients"], row["fed/failed"], row["fed/dropped"]) == (0, 0, 3)
@@ -830,7 +830,7 @@ def test_learning_rates_after_rounds_without_visits():
             def on_train_epoch_end(self, trainer, pl_module, rates=trainer_rates):
                 rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
-        train({"one": examples(BATCH)}, [Watch()], dropout=dropout, local_epochs=1)
+        train({"one": examples(BATCH)}, [Watch()], availability=Availability(client_dropout=dropout), local_epochs=1)
         rates[dropout] = trainer_rates
     assert rates[0.0] == pytest.approx([0.05 * (0.8 * 0.95) ** round for round in (1, 2, 3)])
     assert rates[0.999999] == pytest.approx([0.05 * 0.8**round for round in (1, 2, 3)])
@@ -847,7 +847,7 @@ class Exploding(AveragingAggregator):
 
 
 def test_an_aggregate_that_is_not_finite(caplog):
-    options = {"batch_norm": "recalibrate", "max_failed_rounds": None}
+    options = {"batch_norm": "recalibrate", "faults": Faults(max_failed_rounds=None)}
     module, rows = train(good_clients(), method=Exploding(), **options)
     assert_nothing_changed(module, rows)
     assert (

@@ -20,7 +20,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer
+from lightning_fed import (
+    FederatedCallback,
+    FederatedDataModule,
+    FederatedTrainer,
+    FixedStatistics,
+    LocalStatistics,
+    Vectorized,
+)
 from lightning_fed.matching import MatchedAverage
 from lightning_fed.modules import SampledSoftmaxHead
 from tests import draws_script, models
@@ -113,9 +120,10 @@ def test_networks_give_what_they_give_on_the_cpu(net, data, optimizer):
     assert_close(*results, tolerance=1e-7)
 
 
-@pytest.mark.parametrize("batch_norm", ["average", "recalibrate", "personal", "local", "frozen", "fixed"])
+@pytest.mark.parametrize(
+    "batch_norm", ["average", "recalibrate", "personal", LocalStatistics(), "frozen", FixedStatistics(1)], ids=str
+)
 def test_treatments_of_batch_norm(batch_norm):
-    options = {"fixed_after": 1} if batch_norm == "fixed" else {}
     results, numbers = [], []
     for accelerator in ("cpu", "cuda"):
         val = DataLoader(TensorDataset(*models.images({"val": 20})["val"]), 10)
@@ -128,7 +136,6 @@ def test_treatments_of_batch_norm(batch_norm):
             batch_norm=batch_norm,
             precision="64-true",
             max_rounds=3,
-            **options,
         )
         results.append(state)
         numbers.append(
@@ -243,7 +250,11 @@ def test_vectorised_visits(net, caplog):
     for size in (1, 5):
         with caplog.at_level(logging.INFO, "lightning_fed"):
             state, trainer = fit(
-                "cuda", models.Module(net(), models.momentum), models.vectors(), vectorize=size, precision="64-true"
+                "cuda",
+                models.Module(net(), models.momentum),
+                models.vectors(),
+                visits=Vectorized(size),
+                precision="64-true",
             )
         results.append(state)
         steps.append(trainer.global_step)

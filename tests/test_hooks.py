@@ -243,3 +243,17 @@ def test_gradients_that_no_step_has_used_stay_in_their_visit(federated_trainer):
     federated_trainer(max_rounds=2, local_steps=2).fit(module, loaders, loaders[0])
     assert found == [False] * 4
     assert [tell for tell in module.told if tell[0] == "left"] == [("left", 0, False), ("left", 1, True)] * 4
+
+
+def test_the_module_has_its_own_methods_back_where_the_end_of_a_fit_fails_too(federated_trainer):
+    class FailsTwice(FederatedCallback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            raise OSError("disk is full")
+
+        def on_server_round_end(self, trainer, module, is_new):
+            raise ValueError("so is the other one")
+
+    net, clients = module(), data()
+    with pytest.raises(ValueError, match="so is the other one"):
+        federated_trainer(max_rounds=1, callbacks=[FailsTwice()]).fit(net, datamodule=clients)
+    assert not [name for owner in (net, clients) for name, value in vars(owner).items() if hasattr(value, "restore")]

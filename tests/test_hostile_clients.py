@@ -49,6 +49,26 @@ def test_a_client_sends_so_many_numbers_and_no_more(federated_trainer, caplog):
     assert "436 numbers of client 'bob' are not logged" in caplog.text
 
 
+class Invents(FederatedCallback):
+    """One client sends numbers under new names in every round, and the others what they always send."""
+
+    def on_client_end(self, trainer, module, client, update):
+        names = ["honest"] if client != "bob" else [f"a{trainer.current_epoch}-{number}" for number in range(60)]
+        update.metrics |= dict.fromkeys([*names, *(["late"] if trainer.current_epoch else [])], 1.0)
+
+
+def test_a_client_invents_no_names_without_end(federated_trainer, caplog):
+    trainer = federated_trainer(max_rounds=8, callbacks=[Invents()])
+    with caplog.at_level("INFO", "lightning_fed"):
+        trainer.fit(Module(mlp()), as_datasets(vectors(SIZES)))
+    names = {name for name in trainer.callback_metrics if name.startswith("clients/")}
+    assert len(names) == 256
+    assert {"clients/honest", "clients/late"} < names, "names that most clients send come first"
+    assert caplog.text.count("numbers of client 'bob' are not logged") == 1
+    assert trainer.federation.round_log.totals["numbers"] == 8 * 60 - 254
+    assert "226 of those that clients sent for the log" in caplog.text
+
+
 class ReadsWrongly(FederatedCallback):
     """A server's half that stumbles over one client's message."""
 

@@ -12,7 +12,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import ClientUpdate, FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
+from lightning_fed import (
+    Availability,
+    ClientUpdate,
+    FederatedCallback,
+    FederatedDataModule,
+    FederatedTrainer,
+    Federation,
+)
 from lightning_fed.algorithms import Ditto, FedAtt, FedAvgM, Method
 from lightning_fed.algorithms.robust import Bucketing
 from lightning_fed.data import ByGroup, LazyClients
@@ -407,7 +414,8 @@ def test_the_order_of_the_clients_does_not_matter(aggregator, cohort, either_tra
     for names in (list(clients), list(clients)[::-1]):
         module, recorder = models.Module(models.norm_mlp(), models.momentum), Recorder()
         trainer = either_trainer(
-            max_rounds=2, clients_per_round=cohort, method=aggregator, local_epochs=2, stragglers=0.5, dropout=0.2,
+            max_rounds=2, clients_per_round=cohort, method=aggregator, local_epochs=2,
+            availability=Availability(stragglers=0.5, client_dropout=0.2),
             seed=SEED, callbacks=[recorder],
         )  # fmt: skip
         trainer.fit(module, datamodule=FederatedDataModule({name: clients[name] for name in names}))

@@ -67,9 +67,7 @@ def test_every_method_of_the_room_is_in_the_table():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_name_builds_its_class(name):
-    options = {"fedss": {"num_negatives": 4}, "fixbn": {"fixed_after": 2}, "fltrust": {"trusted": "server"}}.get(
-        name, {}
-    )
+    options = {"fedss": {"num_negatives": 4}, "fixbn": {"after": 2}, "fltrust": {"trusted": "server"}}.get(name, {})
     method = build_method(name.upper(), **options)
     assert method.name == METHODS[name].__name__
     assert type(method if issubclass(METHODS[name], Method) else method.aggregator) is METHODS[name]

@@ -102,7 +102,7 @@ def main() -> None:
         L.Trainer(max_epochs=given.rounds, callbacks=[watch], **QUIET).fit(net, data)
         save(given.out, watch.stamps, net)
         return
-    from lightning_fed import FederatedDataModule, FederatedTrainer
+    from lightning_fed import FederatedDataModule, FederatedTrainer, Vectorized
 
     options: dict[str, Any] = {}
     if given.contestant == "ours_lightning":
@@ -110,7 +110,7 @@ def main() -> None:
     if given.contestant == "ours_parallel":
         options = {"strategy": "client_parallel", "devices": 2}
     if given.contestant == "ours_vectorized":
-        options = {"vectorize": min(given.clients, 50)}
+        options = {"visits": Vectorized(min(given.clients, 50))}
     trainer = FederatedTrainer(max_rounds=given.rounds, callbacks=[watch], seed=0, **{**QUIET, **options})
     clients = {f"{client:04}": TensorDataset(*work.make_data(client)) for client in range(given.clients)}
     trainer.fit(net, FederatedDataModule(clients, batch_size=work.batch_size, shuffle=False))

@@ -29,7 +29,7 @@ class FedBN(Method):
 
     Example:
         >>> from lightning_fed import Federation
-        >>> Federation(FedBN()).batch_norm
+        >>> Federation(FedBN()).options.batch_norm
         'personal'
 
     References:

@@ -69,7 +69,7 @@ class StepLength(FederatedCallback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuses optimizers whose steps are not sums of the visit's gradients."""
-        keeps = find_federation(trainer).optimizer_state == "keep"
+        keeps = find_federation(trainer).options.optimizer_state == "keep"
         terms = (callback for callback in callbacks_of(trainer) if isinstance(callback, ProximalTerm))
         self._mu = sum(term.mu for term in terms)
         for optimizer in trainer.optimizers:

@@ -7,6 +7,7 @@ https://arxiv.org/abs/2303.06530
 from __future__ import annotations
 
 from lightning_fed.method import Method, register
+from lightning_fed.rounds.options import FixedStatistics
 from lightning_fed.rule import Aggregator
 
 
@@ -24,18 +25,18 @@ class FixBN(Method):
     - For: models with BatchNorm and clients that lack classes.
 
     Args:
-        fixed_after: Rounds of the first stage. The paper takes half of all.
+        after: Rounds of the first stage. The paper takes half of all.
         aggregator: The method, by name or as an object.
 
     Example:
         >>> from lightning_fed import Federation
-        >>> Federation(FixBN(fixed_after=50)).fixed_after
-        50
+        >>> Federation(FixBN(after=50)).options.batch_norm
+        FixedStatistics(after=50)
 
     References:
         Zhong et al., 2023.
 
     """
 
-    def __init__(self, fixed_after: int, aggregator: str | Method | Aggregator = "fedavg") -> None:
-        super().__init__(aggregator, batch_norm="fixed", fixed_after=fixed_after)
+    def __init__(self, after: int, aggregator: str | Method | Aggregator = "fedavg") -> None:
+        super().__init__(aggregator, batch_norm=FixedStatistics(after))

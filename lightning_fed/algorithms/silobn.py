@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from lightning_fed.method import Method, register
+from lightning_fed.rounds.options import LocalStatistics
 from lightning_fed.rule import Aggregator
 
 
@@ -25,7 +26,7 @@ class SiloBN(Method):
     - For: clients whose inputs look different, with layers that learn from all of them.
 
     Args:
-        unseen_statistics: What normalises data of no known client: see :class:`~lightning_fed.callbacks.Federation`.
+        unseen: What normalises data of no known client: see :class:`~lightning_fed.LocalStatistics`.
         aggregator: The method for what travels, by name or as an object.
 
     Raises:
@@ -33,8 +34,8 @@ class SiloBN(Method):
 
     Example:
         >>> from lightning_fed import Federation
-        >>> Federation(SiloBN()).batch_norm
-        'local'
+        >>> Federation(SiloBN()).options.batch_norm
+        LocalStatistics(unseen='batch')
 
     References:
         Andreux et al., DART 2020.
@@ -43,7 +44,7 @@ class SiloBN(Method):
 
     def __init__(
         self,
-        unseen_statistics: Literal["batch", "pooled", "nearest"] = "batch",
+        unseen: Literal["batch", "pooled"] = "batch",
         aggregator: str | Method | Aggregator = "fedavg",
     ) -> None:
-        super().__init__(aggregator, batch_norm="local", unseen_statistics=unseen_statistics)
+        super().__init__(aggregator, batch_norm=LocalStatistics(unseen))

@@ -15,8 +15,8 @@ from lightning_fed.messages import Broadcast
 class VisitTensors:
     """Tensors of the visits that are under way, one per parameter, in the form that the parameter has meanwhile.
 
-    A parameter of one visit has its own shape. While several visits train at once (``vectorize``) it has a leading axis
-    of them, and so has what :meth:`of` returns; the row of a visit that has no such tensor is 0.
+    A parameter of one visit has its own shape. While several visits train at once (``Vectorized``) it has a leading
+    axis of them, and so has what :meth:`of` returns; the row of a visit that has no such tensor is 0.
 
     Example:
         >>> from lightning_fed.server.schedule import Visit

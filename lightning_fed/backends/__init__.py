@@ -1,1 +1,1 @@
-"""Backends: the ways to execute a round's visits, each with the result of one after another."""
+"""Backends: ways to execute visits in other processes and on other machines, with the result of one process."""

@@ -23,7 +23,7 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.pictures import figure_pixels, has_matplotlib, paint_numbers, tensorboards
 from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors, segmentation_grid
 from lightning_fed.callbacks.segmentation_images import segmentation_logits, with_background
-from lightning_fed.data.federated import EvaluationData
+from lightning_fed.data.federated import ChainedLoaders, EvaluationData, split_loaders
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.messages import Client
 from lightning_fed.metrics.functional.entropy import softmax_entropy
@@ -190,7 +190,7 @@ class ClientSegmentations(L.Callback):
                 "`ClientSegmentations` has nothing to evaluate: the validation data are not those of clients. Give them"
                 " as a mapping of clients, or split the data with `PartitionedData`."
             )
-        return loaders
+        return {client: ChainedLoaders(split_loaders(data)) for client, data in loaders.items()}
 
     def _folder(self, trainer: L.Trainer) -> Path:
         return self.folder or Path(trainer.log_dir or trainer.default_root_dir) / "segmentation"

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import OptionError
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, distinct, tensor_bytes
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, distinct, tensor_bytes
 from lightning_fed.model.entries import live_entries
 from lightning_fed.rounds.federated_callback import FederatedCallback
 
@@ -70,11 +70,12 @@ class PartTraffic(NamedTuple):
 class CommunicationReport(FederatedCallback):
     r"""Counts the traffic by part of the model, and compares it with federated averaging of the whole model.
 
-    Counted are the tensors of the messages themselves: a client's broadcast as it arrives, its answer as it leaves, the
-    rows that it asks for. For FedSS with :math:`\varphi` as all but the head and :math:`d` numbers per class that is
-    :math:`|\varphi| + d |S_k|` in each direction. Each time federated averaging would send all entries of the model,
-    also those that are personal or frozen, or do not travel because they do not train. Messages without a visit,
-    BatchNorm's recalibration, are in ``comm/down_bytes`` and ``comm/up_bytes`` alone, which :class:`Federation` logs.
+    Counted are the tensors of the messages themselves: a client's broadcast as it arrives (of clients on other machines
+    as it leaves), its answer, the rows that it asks for. For FedSS with :math:`\varphi` as all but the head and
+    :math:`d` numbers per class that is :math:`|\varphi| + d |S_k|` in each direction. Each time federated averaging
+    would send all entries of the model, also those that are personal or frozen, or do not travel because they do not
+    train. Messages without a visit (BatchNorm's recalibration) and extras of requests are in ``comm/down_bytes`` and
+    ``comm/up_bytes`` alone, which :class:`Federation` logs.
 
     Logged is, for every round, ``comm/down_share`` and ``comm/up_share``: the bytes over those of federated averaging.
     After the fit (or in it) :meth:`table` has the means over clients and rounds for every part, :attr:`rows` and
@@ -112,7 +113,7 @@ class CommunicationReport(FederatedCallback):
         self.parts = tuple(parts)
         self.client_rounds = check_count("client_rounds", client_rounds, lowest=0)
         self._prefixes: Sequence[str] = ()
-        self._request: Request
+        self._sent: dict[Client, Broadcast] = {}  # and not yet received
         self._full: dict[str, tuple[int, int]] = {}
         self._visits: dict[tuple[int, Client], dict[str, Traffic]] = {}
         self._sums: dict[int, dict[str, Traffic]] = {}  # of rounds that are long over
@@ -139,30 +140,29 @@ class CommunicationReport(FederatedCallback):
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Forgets the traffic of this round and later ones, which was broken off, or of another fit."""
-        now = trainer.current_epoch
+        now, self._sent = trainer.current_epoch, {}
         self._visits = {key: traffic for key, traffic in self._visits.items() if key[0] < now}
         self._sums = {round: traffic for round, traffic in self._sums.items() if round < now}
         self._counts = {round: counts for round, counts in self._counts.items() if round < now}
         for round in sorted({round for round, _ in self._visits if round < now - self.client_rounds}):
             self._sum_up(round)
 
-    def on_client_request(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
+    def on_server_send(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Looks at the request, which other callbacks have yet to fill in."""
-        self._request = request
+        """Notes the broadcast, which other callbacks have yet to fill in."""
+        self._sent[client] = broadcast
 
     def on_client_receive(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Counts the client's request and the broadcast that answers it."""
-        request, parts = self._request, {**self._by_part(broadcast.sent), _EXTRAS: broadcast.extras}
-        for part, tensors in parts.items():
-            self._add(trainer, client, part, tensors, "down")
-        self._add(trainer, client, _REQUEST, {**distinct(request.rows), **request.extras}, "up")
+        """Counts the broadcast and the rows that the client has asked for."""
+        self._sent.pop(client, None)
+        self._add_broadcast(trainer, client, broadcast)
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Counts the client's answer."""
+        """Counts the client's answer, and before it what a client on another machine was sent."""
+        self._receive_elsewhere(trainer, update.client)
         for part, tensors in {**self._by_part(update.sent), _EXTRAS: update.extras}.items():
             self._add(trainer, update.client, part, tensors, "up")
 
@@ -181,6 +181,8 @@ class CommunicationReport(FederatedCallback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Logs the round's shares."""
+        for client in list(self._sent):
+            self._receive_elsewhere(trainer, client)
         round = trainer.current_epoch
         visits = [traffic for key, traffic in self._visits.items() if key[0] == round]
         full = sum(size for _, size in self._full.values())
@@ -268,6 +270,16 @@ class CommunicationReport(FederatedCallback):
             fitting = [prefix for prefix in self._prefixes if f"{name}.".startswith(f"{prefix}.")]
             parts.setdefault(max(fitting, key=len, default=_REST), {})[name] = tensor
         return parts
+
+    def _receive_elsewhere(self, trainer: L.Trainer, client: Client) -> None:
+        broadcast = self._sent.pop(client, None)
+        if broadcast is not None:
+            self._add_broadcast(trainer, client, broadcast)
+
+    def _add_broadcast(self, trainer: L.Trainer, client: Client, broadcast: Broadcast) -> None:
+        for part, tensors in {**self._by_part(broadcast.sent), _EXTRAS: broadcast.extras}.items():
+            self._add(trainer, client, part, tensors, "down")
+        self._add(trainer, client, _REQUEST, distinct(broadcast.rows), "up")
 
     def _add(
         self, trainer: L.Trainer, client: Client, part: str, tensors: Mapping[str, Tensor], direction: str

@@ -10,36 +10,36 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.unseen_data import UnseenData
 from lightning_fed.client.client_store import ClientStore, build_store
 from lightning_fed.client.local_model import LocalModel
+from lightning_fed.data.federated import EvaluationData
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
-from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, build_method
-from lightning_fed.model.entries import Policy, Selector, check_selectors, live_entries
+from lightning_fed.model.entries import Policy, Selector, live_entries
 from lightning_fed.rounds.checkpoint_checks import check_file, check_method, check_model, count_of, describe_clients
 from lightning_fed.rounds.client_errors import describe_visit
 from lightning_fed.rounds.client_models import ClientModels
-from lightning_fed.rounds.entry_policies import check_sliced, decide_policies, freeze_unset, unset_buffers
-from lightning_fed.rounds.federated_callback import federated_callbacks
-from lightning_fed.rounds.federated_fit import BatchNormMode, FederatedFit, UnseenMode, VisitsMode
+from lightning_fed.rounds.entry_policies import check_sliced
+from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.fit_summary import describe_end, describe_start
 from lightning_fed.rounds.lightning_internals import (
     callbacks_of,
+    datamodule_of,
     forget_step,
     is_fitting,
     is_validating,
     log_step,
 )
 from lightning_fed.rounds.loop import RoundLoop
+from lightning_fed.rounds.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import VisitModel
 from lightning_fed.rounds.round_log import RoundLog
@@ -49,17 +49,14 @@ from lightning_fed.rounds.trainer_checks import add_callbacks, check_schedulers,
 from lightning_fed.rule import Aggregator
 from lightning_fed.server.held_entries import HeldEntries
 from lightning_fed.server.interface import ServerInterface
-from lightning_fed.server.schedule import Cohort, Schedule, default_seed
+from lightning_fed.server.schedule import Availability, Cohort, Schedule, default_seed
 from lightning_fed.server.server import Server
 from lightning_fed.steps.chain import Chain
 from lightning_fed.steps.update_step import UpdateStep
 
 _log = logging.getLogger(__name__)
 
-_SETTINGS = (
-    "local_epochs", "local_steps", "partial_work", "personal", "frozen", "batch_norm", "unseen_statistics",
-    "fixed_after", "optimizer_state",
-)  # fmt: skip
+_SETTINGS = ("local_epochs", "local_steps", "personal", "frozen", "batch_norm", "optimizer_state")
 """Arguments that a method may set: those of a visit's work and of what travels. The clients that take part are the
 user's to set."""
 
@@ -79,43 +76,33 @@ class Federation(L.Callback):
         clients_per_round: Number of clients in a round (int) or fraction of all (float in (0, 1]).
         local_epochs: Passes over a client's data in a visit.
         local_steps: Batches in a visit; replaces ``local_epochs``.
-        stragglers: Fraction of the cohort that does only part of its work.
-        partial_work: ``"keep"`` aggregates the partial work of stragglers, ``"drop"`` leaves them out.
-        dropout: Probability that a chosen client never reports.
-        min_clients: Least number of good updates; with fewer the global model stays as it was.
-        max_failed_rounds: Rounds in a row that may bring no new model because clients fail: at that many the fit ends
-            with an error. So does one in which no round succeeds, and, at once, a round in which all clients fail by
-            the same error. ``None`` goes on whatever fails.
         personal: Entries that stay with their client: name patterns (``"head.*"``) and module types.
         frozen: Entries that never travel, do not train and stay as the server has them, likewise. Parameters without
             gradient need not be named: they travel only where the other side does not have their values.
         batch_norm: BatchNorm's running statistics are measured with the new global model by the round's clients
-            (``"recalibrate"``), averaged like all entries (``"average"``), averaged for some rounds and then fixed,
-            also in training (``"fixed"``, FixBN), kept by each client (``"local"``, SiloBN) or kept with the layers'
-            weights (``"personal"``, FedBN), or those the model came with, also in training (``"frozen"``).
-        unseen_statistics: With ``batch_norm="local"``, what normalises data of no known client, as those that the
-            global model is evaluated on: the mean and variance of the ``"batch"``; those that the clients measure and
-            the server pools (``"pooled"``: what ``"recalibrate"`` costs and gives); or those of the client whose data
-            look most alike (``"nearest"``: the server needs every client's). See
-            :class:`~lightning_fed.modules.UnseenStatistics`.
-        fixed_after: With ``batch_norm="fixed"``, the number of rounds before the running statistics are fixed.
+            (``"recalibrate"``), averaged like all entries (``"average"``), kept by each client with the layers'
+            weights (``"personal"``, FedBN) or without them (:class:`~lightning_fed.LocalStatistics`), fixed after some
+            rounds (:class:`~lightning_fed.FixedStatistics`), or those the model came with, also in training
+            (``"frozen"``).
         optimizer_state: Every visit starts with fresh optimizer state (``"reset"``), or with the client's (``"keep"``).
+        availability: Stragglers, and clients that never report (:class:`~lightning_fed.Availability`); ``None`` for
+            none.
+        faults: Limits to failures of clients (:class:`~lightning_fed.Faults`); ``None`` for its defaults.
         store: Where clients keep what is theirs between visits: a folder (for many clients), a
             :class:`~lightning_fed.client.client_store.ClientStore`, or memory (``None``).
-        evaluate_clients_every: Rounds between evaluations client by client, where the validation data are a mapping of
-            clients; 0 for never, also in ``trainer.validate`` and ``trainer.test``.
+        evaluate_clients_every: Of the rounds in which validation runs (``check_val_every_n_epoch``), after every how
+            many-th it runs client by client too, where the validation data are a mapping of clients; 0 for never, also
+            in ``trainer.validate`` and ``trainer.test``. With ``privacy`` it is 0: the log says so.
         visits: Whether the visits' batches are trained in one loop without what nobody looks at (``"fused"``), in
-            Lightning's own (``"lightning"``), or fused where nothing stands in the way (``"auto"``; else the log says
-            what). The results are the same.
-        vectorize: At most how many clients train at once, for small models; where they cannot, the log says why.
+            Lightning's own (``"lightning"``), fused where nothing stands in the way (``"auto"``; else the log says
+            what), or those of several clients at once (:class:`~lightning_fed.Vectorized`). The results are the same.
         steps: What happens to an update between a client's training and the new global model, the innermost step first:
             next to the model (:mod:`lightning_fed.steps`). Those of the method are inside of them.
-        visit_timeout: Seconds after which a visit is broken off, where the data or the training step are waiting;
-            ``None`` for any. It needs Unix, and a fit in the main thread.
         seed: Seed of the partition and the schedule; ``None`` takes that of ``lightning.seed_everything``, or else 0.
 
     Attributes:
         arguments: What it was built with, by name.
+        options: Those of the arguments that a fit reads, as they are with what the method sets.
         method: The method. Its callbacks are added to a Trainer that has none of their kind.
 
     Raises:
@@ -151,101 +138,60 @@ class Federation(L.Callback):
         clients_per_round: int | float = 1.0,
         local_epochs: int = 1,
         local_steps: int | None = None,
-        stragglers: float = 0.0,
-        partial_work: Literal["keep", "drop"] = "keep",
-        dropout: float = 0.0,
-        min_clients: int = 1,
-        max_failed_rounds: int | None = 3,
         personal: Sequence[Selector] = (),
         frozen: Sequence[Selector] = (),
-        batch_norm: BatchNormMode = "recalibrate",
-        unseen_statistics: UnseenMode = "batch",
-        fixed_after: int | None = None,
+        batch_norm: BatchNormOption = "recalibrate",
         optimizer_state: Literal["reset", "keep"] = "reset",
+        availability: Availability | None = None,
+        faults: Faults | None = None,
         store: str | os.PathLike[str] | ClientStore | None = None,
         evaluate_clients_every: int = 1,
-        vectorize: int = 1,
-        visits: Literal["auto", "lightning", "fused"] = "auto",
+        visits: VisitsOption = "auto",
         steps: Sequence[UpdateStep] = (),
-        visit_timeout: float | None = None,
         seed: int | None = None,
     ) -> None:
         given = locals()
         self.arguments = {name: given[name] for name in inspect.signature(Federation).parameters}
         self.method = build_method(method)
         options = SimpleNamespace(**_settle(self.method, self.arguments))
-        check_option("partial_work", options.partial_work, ("keep", "drop"))
-        check_option("batch_norm", options.batch_norm, get_args(BatchNormMode))
-        check_option("unseen_statistics", options.unseen_statistics, get_args(UnseenMode))
-        if options.unseen_statistics != "batch" and options.batch_norm != "local":
-            raise ValueError(
-                "Expected `unseen_statistics` with batch_norm='local' only, but got"
-                f" {options.unseen_statistics!r} with {options.batch_norm!r}."
-            )
-        if (options.fixed_after is not None) != (options.batch_norm == "fixed"):
-            raise ValueError(
-                "Expected `fixed_after`, the number of rounds before running statistics are fixed, with"
-                f" batch_norm='fixed' and only there, but got {options.fixed_after!r} with {options.batch_norm!r}."
-            )
-        check_option("optimizer_state", options.optimizer_state, ("reset", "keep"))
         if not (partition is None or isinstance(partition, Partition)):
             raise TypeError(f"Expected `partition` to be a Partition object such as `IID(10)`, but got {partition!r}.")
         chain = Chain(self.method.aggregator, [*self.method.steps, *steps])
-        self.server: ServerInterface = Server(chain, min_clients)
+        self.options = FitOptions(
+            personal=options.personal,
+            frozen=options.frozen,
+            batch_norm=options.batch_norm,
+            optimizer_state=options.optimizer_state,
+            availability=Availability() if availability is None else availability,
+            faults=Faults() if faults is None else faults,
+            # Scores of single clients are nothing that noise covers.
+            evaluate_clients_every=0 if chain.reveals == "model" else evaluate_clients_every,
+            visits=visits,
+        )
+        self.server: ServerInterface = Server(chain, self.options.faults.min_clients)
         self._fresh_chain = copy.deepcopy(chain.state_dict())
         self.partition = partition
         seed = default_seed() if seed is None else seed
         work = options.local_epochs, options.local_steps
-        self.schedule = Schedule(seed, clients_per_round, *work, stragglers, dropout)
-        self.max_failed_rounds = (
-            None if max_failed_rounds is None else check_count("max_failed_rounds", max_failed_rounds)
-        )
-        self.personal = check_selectors("personal", options.personal)
-        self.frozen = check_selectors("frozen", options.frozen)
-        self.batch_norm: BatchNormMode = options.batch_norm
-        self.unseen_statistics: UnseenMode = options.unseen_statistics
-        self.fixed_after = None if options.fixed_after is None else check_count("fixed_after", options.fixed_after, 0)
-        self.optimizer_state: Literal["reset", "keep"] = options.optimizer_state
-        self.partial_work: Literal["keep", "drop"] = options.partial_work
+        self.schedule = Schedule(seed, clients_per_round, *work, self.options.availability)
         self.store = build_store(store)
-        self.evaluate_clients_every = check_count("evaluate_clients_every", evaluate_clients_every, lowest=0)
-        if chain.reveals == "model":  # scores of single clients are nothing that noise covers
-            self.evaluate_clients_every = 0
-        self.vectorize = check_count("vectorize", vectorize)
-        check_option("visits", visits, get_args(VisitsMode))
-        self.visits: VisitsMode = visits
-        if visit_timeout is not None and self.vectorize > 1:
-            raise ValueError(
-                "Expected one of `visit_timeout` and `vectorize`: clients that train at once wait for each other."
-            )
-        self.clock = VisitClock(visit_timeout)
         self._is_fit = True
         self._clients = ""
         self._trainer: L.Trainer | None = None
         self._reset()
 
     def _reset(self, remote: RemoteSide | None = None) -> None:
-        self._fit = FederatedFit(
-            server=self.server,
-            schedule=self.schedule,
-            store=self.store,
-            batch_norm=self.batch_norm,
-            optimizer_state=self.optimizer_state,
-            partial_work=self.partial_work,
-            remote=remote,
-            unseen_statistics=self.unseen_statistics,
-            fixed_after=self.fixed_after,
-            clock=self.clock,
-        )
+        has_server, measure = (True, None) if remote is None else (remote.has_server, remote.measure)
+        self._fit = FederatedFit(self.options, self.server, self.schedule, self.store, has_server, measure)
         self.server.held = HeldEntries()
-        self._loop = RoundLoop(self._fit, self.max_failed_rounds)
+        self._loop = RoundLoop(self._fit, remote)
         self._models = ClientModels(self._fit)
 
     def replace(self, **changes: Any) -> Federation:
         """A new federation with the same arguments, but for the changes.
 
         Example:
-            >>> Federation(local_epochs=2).replace(stragglers=0.5).arguments["local_epochs"]
+            >>> Federation(local_epochs=2).replace(clients_per_round=5).arguments["local_epochs"]
             2
 
         """
@@ -259,12 +205,7 @@ class Federation(L.Callback):
     @property
     def has_personal_entries(self) -> bool:
         """True if entries of the model stay with the clients, as far as the options say it."""
-        return bool(self.personal) or self.batch_norm in ("personal", "local")
-
-    @property
-    def measures_batch_norm(self) -> bool:
-        """True if clients measure BatchNorm's running statistics with every new global model."""
-        return self._fit.measures_batch_norm
+        return self.options.has_personal_entries
 
     @property
     def rounds(self) -> int:
@@ -279,7 +220,7 @@ class Federation(L.Callback):
     @property
     def current_visit(self) -> PlannedVisit | None:
         """The visit that is under way; ``None`` between visits."""
-        return None if self._fit.round is None else self._fit.round.visit
+        return None if self._loop.round is None else self._loop.round.visit
 
     @property
     def current_visits(self) -> Sequence[PlannedVisit]:
@@ -288,7 +229,7 @@ class Federation(L.Callback):
         None while a client trains a model beside the one that it was sent (:meth:`exchange_model`): no correction of
         the latter's gradients belongs there.
         """
-        round = self._fit.round
+        round = self._loop.round
         return () if round is None or not round.trains_sent_model else round.group
 
     @property
@@ -309,9 +250,10 @@ class Federation(L.Callback):
             RuntimeError: Between visits.
 
         """
-        if self._fit.round is None or self._fit.round.visit is None:
+        round = self._loop.round
+        if round is None or round.visit is None:
             raise RuntimeError("No client is training: its memory can be asked for during its visit.")
-        return self._fit.round.local.memory
+        return round.local.memory
 
     def exchange_model(self, model: VisitModel) -> VisitModel:
         """Makes the module another model in the middle of a visit, for a client that trains two; returns the former.
@@ -324,9 +266,10 @@ class Federation(L.Callback):
             RuntimeError: Between visits.
 
         """
-        if self._fit.round is None or self._fit.round.visit is None:
+        round = self._loop.round
+        if round is None or round.visit is None:
             raise RuntimeError("No client is training: its model can be exchanged during its visit.")
-        return self._fit.round.exchange_model(model)
+        return round.exchange_model(model)
 
     @property
     def has_server(self) -> bool:
@@ -365,7 +308,8 @@ class Federation(L.Callback):
             ValueError: If there is no such client.
 
         """
-        return self._models.state(None if self._trainer is None else self._trainer.lightning_module, client)
+        module = None if self._trainer is None else self._trainer.lightning_module
+        return self._models.state(module, client, self._loop.round is not None)
 
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:
         """The module as one client after another sees it; to be asked for while it is the global model."""
@@ -383,19 +327,18 @@ class Federation(L.Callback):
         own = [callback for step in self.server.chain.steps for callback in step.callbacks()]
         shared = strategy.callbacks() if strategy is not None else ()
         add_callbacks(trainer, self, [*self.method.callbacks, *own, *shared])
-        if self.batch_norm == "local" and self.unseen_statistics != "pooled":
-            add_callbacks(trainer, self, [UnseenData(self.unseen_statistics, self.store)])
+        if self.options.batch_norm == LocalStatistics("batch"):
+            add_callbacks(trainer, self, [UnseenData(self.store)])
         previous, self._trainer = self._trainer, trainer
         if stage != "fit":
             return
         self._loop.detach()
-        log, rounds, failed_rounds = self.round_log, self.rounds, self._loop.failed_rounds
-        initial_statistics, held, unset = self._fit.initial_statistics, self.server.held, self._fit.unset
-        self._reset(self._fit.remote)
-        if rounds and previous is trainer and trainer.current_epoch == rounds:  # its `max_epochs` was raised
-            self._fit.round_log, self._fit.rounds, self._loop.failed_rounds = log, rounds, failed_rounds
-            self._fit.initial_statistics, self.server.held, self._fit.unset = initial_statistics, held, unset
-            self.store.restore(rounds, self.store.checkpoint(rounds))
+        fit, failed_rounds, held = self._fit, self._loop.failed_rounds, self.server.held
+        self._reset(self._loop.remote)
+        if fit.rounds and previous is trainer and trainer.current_epoch == fit.rounds:  # its `max_epochs` was raised
+            self._fit.go_on_from(fit)
+            self._loop.failed_rounds, self.server.held = failed_rounds, held
+            self.store.restore(fit.rounds, self.store.checkpoint(fit.rounds))
         else:
             self.server.chain.load_state_dict(copy.deepcopy(self._fresh_chain))
             self.schedule.secret = None
@@ -405,11 +348,11 @@ class Federation(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what travels, before anything trains."""
         check_schedulers(trainer)
-        if self._loop.is_planned and self._fit.remote is None:
+        if self._loop.is_planned and not self._fit.is_remote:
             check_estimate(self._fit)
-        policies = self._decide_policies(trainer, pl_module)
-        check_sliced(pl_module, policies, self.server.rule, self.measures_batch_norm, self.optimizer_state)
-        self._loop.start_fit(policies, self.vectorize, self.visits)
+        self._fit.decide_policies(trainer, pl_module)
+        check_sliced(pl_module, self._fit.policies, self.server.rule, self.options)
+        self._loop.start_fit()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Makes sure that the Trainer's loader is ours, and puts the states of the global generators aside."""
@@ -424,8 +367,10 @@ class Federation(L.Callback):
         self.store.start(process_group_of(trainer))
         self._start, self.round_log.totals = time.monotonic(), Counter()
         if self._fit.has_server and trainer.is_global_zero:
-            _log.info(describe_start(self._fit, self.method.name))
-            if self.evaluate_clients_every != self.arguments["evaluate_clients_every"]:
+            _log.info(describe_start(self._fit, self.method.name, self._loop.trains_at_once))
+            is_off = self.options.evaluate_clients_every != self.arguments["evaluate_clients_every"]
+            data = datamodule_of(trainer)
+            if is_off and isinstance(data, EvaluationData) and data.val_clients():
                 _log.info("Clients are not evaluated one by one: no noise covers the scores of single clients.")
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -441,7 +386,7 @@ class Federation(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives up a round that is cut short: a Trainer that is told to stop validates at once."""
         if is_validating(trainer):
-            self._fit.policies = self._decide_policies(trainer, pl_module)
+            self._fit.decide_policies(trainer, pl_module)
         elif is_fitting(trainer) and not trainer.sanity_checking:
             self._fit.progress.validate()
             self._loop.cut_short()
@@ -453,25 +398,26 @@ class Federation(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the clients, before any checkpoint is saved by what they reach."""
-        every = 0 if trainer.sanity_checking else self.evaluate_clients_every
+        every = self.options.evaluate_clients_every * (trainer.check_val_every_n_epoch or 1)
+        every = 0 if trainer.sanity_checking else every
         if every and (is_validating(trainer) or (trainer.current_epoch + 1) % every == 0):
             with self._loop.averages_in_place():
                 self._models.evaluate(trainer, pl_module, "validation")
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what is the clients' own."""
-        self._fit.policies = self._decide_policies(trainer, pl_module)
+        self._fit.decide_policies(trainer, pl_module)
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the clients."""
-        if self.evaluate_clients_every:
+        if self.options.evaluate_clients_every:
             self._models.evaluate(trainer, pl_module, "test")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives up a round that was cut short by the module."""
         self._loop.cut_short()
         self._fit.progress.end_epoch()
-        self._fit.rounds = trainer.current_epoch + 1  # also where nothing came of the round
+        self._fit.count_rounds(trainer.current_epoch + 1)  # also where nothing came of the round
         log_step(pl_module, self.rounds - 1)  # also where the fit was resumed after the round's batches
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -494,11 +440,13 @@ class Federation(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leaves the last complete global model in the module, and names the visit that it ended."""
-        if self.current_visit is not None:
-            exception.add_note(describe_visit(exception, self.current_visit))
-        self._fit.synchronisation.abort()
-        self._loop.end_training(pl_module)
-        self._loop.detach()  # Lightning does not call `teardown` after an exception
+        try:
+            if self.current_visit is not None:
+                exception.add_note(describe_visit(exception, self.current_visit))
+            self._fit.synchronisation.abort()
+            self._loop.end_training(pl_module)
+        finally:
+            self._loop.detach()  # Lightning does not call `teardown` after an exception
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Restores what ``setup`` changed."""
@@ -510,19 +458,17 @@ class Federation(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the rounds' counts, method, clients, states of chain and store, and what the fit began with."""
-        module = self._trainer.lightning_module if self._trainer is not None and self._fit.round is None else None
+        is_in_round = self._loop.round is not None
+        module = None if self._trainer is None or is_in_round else self._trainer.lightning_module
         return {
-            "rounds": self.rounds,
+            **self._fit.state_dict(),
             "seed": self.schedule.seed,
             "method": self.method.name,
             "clients": self._clients,
-            "totals": self.round_log.state_dict(),
             "failed_rounds": self._loop.failed_rounds.state_dict(),
-            "chain": self.server.chain.state_dict() if self._fit.round is None else self.server.state_before,
+            "chain": self.server.state_before if is_in_round else self.server.chain.state_dict(),
             "store": self.store.checkpoint(self.rounds),
-            "initial_statistics": self._fit.initial_statistics,
             "held": self.server.held.state_dict(None if module is None else live_entries(module)),
-            "unset": None if self._fit.unset is None else sorted(self._fit.unset),
         }
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -539,18 +485,14 @@ class Federation(L.Callback):
         if self._is_fit:
             check_method(state_dict.get("method", ""), self.method.name)
         self._clients = state_dict.get("clients", "")
-        self._fit.rounds = state_dict["rounds"]
+        self._fit.load_state_dict(state_dict)
         then, now = state_dict["seed"], self.schedule.seed
         if then != now:
             _log.warning("The checkpoint's rounds were drawn with seed %d; from now on it is seed %d.", then, now)
-        self.round_log.load_state_dict(state_dict["totals"])
         self._loop.failed_rounds.load_state_dict(state_dict["failed_rounds"])
         self.server.chain.load_state_dict(state_dict["chain"])
         self._models.restore(self.rounds, state_dict["store"], must=self._is_fit)
-        self._fit.initial_statistics = state_dict.get("initial_statistics", {})  # not in checkpoints of older versions
         self.server.held.load_state_dict(state_dict.get("held", {}))
-        unset = state_dict.get("unset")
-        self._fit.unset = None if unset is None else frozenset(unset)
 
     def find_population(self) -> Population:
         """All clients; in a fit their data are asked for if they are not known yet."""
@@ -578,13 +520,6 @@ class Federation(L.Callback):
                 ", of other names" if count_of(then) == count_of(now) else "",
             )
         self._clients = now
-
-    def _decide_policies(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Policy]:
-        sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(pl_module)}
-        policies = decide_policies(pl_module, self.personal, self.frozen, self.batch_norm, sliced)
-        if self._fit.unset is None:  # a resumed fit knows them: by then they may have values
-            self._fit.unset = unset_buffers(pl_module, policies)
-        return freeze_unset(policies, self._fit.unset)
 
 
 def _settle(method: Method, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
-from torch import Tensor
 
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.messages import Broadcast, Client
@@ -15,32 +13,28 @@ from lightning_fed.model.unseen_statistics import UnseenStatistics
 from lightning_fed.rounds.batch_norm import layers_in_training
 from lightning_fed.rounds.federated_callback import FederatedCallback
 
-_log = logging.getLogger(__name__)
-
 
 class UnseenData(FederatedCallback):
-    """Normalises data of no known client with their batch's statistics, or those of the nearest client.
+    """Normalises data of no known client with their batch's statistics.
 
     It acts from the start of a validation, test or prediction until the next round, whenever the module is the global
     model, or that of a client without statistics, and in evaluation mode: also where callbacks draw or measure then.
     Layers that do not train (a frozen encoder's) keep their own statistics.
-    :class:`~lightning_fed.callbacks.Federation` adds it with ``batch_norm="local"``.
+    :class:`~lightning_fed.callbacks.Federation` adds it with ``batch_norm=LocalStatistics()``.
 
     State: ``layers``, the names of the BatchNorm layers that train (a list, or None before the first round).
 
     Args:
-        statistics: Those of the ``"batch"``, or of the ``"nearest"`` client.
         store: Where the clients keep their statistics.
 
     """
 
     supports_vectorize = True
 
-    def __init__(self, statistics: Literal["batch", "nearest"], store: ClientStore) -> None:
-        self._statistics, self._store = statistics, store
+    def __init__(self, store: ClientStore) -> None:
+        self._store = store
         self._layers: list[str] | None = None
         self._adapter: UnseenStatistics | None = None
-        self._has_warned = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forgets the layers of an earlier fit."""
@@ -56,7 +50,7 @@ class UnseenData(FederatedCallback):
         self._stop()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Changes the layers, with the newest statistics of the clients."""
+        """Changes the layers."""
         self._start(pl_module)
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -100,17 +94,7 @@ class UnseenData(FederatedCallback):
 
     def _start(self, module: L.LightningModule) -> None:
         self._stop()
-        clients: list[dict[str, Tensor]] | None = None
-        if self._statistics == "nearest":
-            names = batch_norm_statistics(module)
-            states = [{name: state[name] for name in names & state.keys()} for state in self._store.states()]
-            clients = [state for state in states if state]
-            if not clients:
-                if not self._has_warned:
-                    _log.info("No client has statistics of BatchNorm yet: the model is evaluated with those it has.")
-                self._has_warned = True
-                return
-        self._adapter = UnseenStatistics(module, clients, self._layers)
+        self._adapter = UnseenStatistics(module, self._layers)
 
     def _stop(self) -> None:
         if self._adapter is not None:

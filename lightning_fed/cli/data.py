@@ -6,17 +6,22 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
+import lightning as L
+
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.cli.recipes import split_options
 from lightning_fed.compare.run import quiet
 from lightning_fed.data.client_report import report_clients
 from lightning_fed.data.federated import FederatedDataModule, split_training_data
 from lightning_fed.data.population import Population
 from lightning_fed.errors import OptionError
 from lightning_fed.recipe import FederatedCLI
+from lightning_fed.trainer import FederatedTrainer
 
 
-def run_data(args: Sequence[str]) -> None:
+def run(args: Sequence[str]) -> None:
     """The command.
 
     Args:
@@ -26,12 +31,12 @@ def run_data(args: Sequence[str]) -> None:
         OptionError: If the recipe has neither clients nor a partition.
 
     """
-    mine, own = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, ())
-    options = data_parser().parse_args(mine)
+    mine, own = split_options(args)
+    options = _parser().parse_args(mine)
     with quiet():
         cli = FederatedCLI(["-c", str(options.recipe), *own], run=False)
     report = report_clients(
-        _population(cli),
+        population_of(cli.datamodule, cast(FederatedTrainer, cli.trainer).federation),
         getattr(cli.datamodule, "num_classes", None),
         getattr(cli.datamodule, "class_names", ()),
         getattr(cli.datamodule, "ignore_index", 255),
@@ -42,7 +47,7 @@ def run_data(args: Sequence[str]) -> None:
         sys.stdout.write(f"\nPicture: {options.out}\n")
 
 
-def data_parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     """Parser of the command, for what stands before ``--``."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed data",
@@ -56,14 +61,21 @@ def data_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _population(cli: FederatedCLI) -> Population:
-    data: Any = cli.datamodule
-    trainer: Any = cli.trainer
+def population_of(data: L.LightningDataModule, federation: Federation) -> Population:
+    """The clients of a recipe's training data.
+
+    Args:
+        data: The datamodule, which is set up.
+        federation: The federation, whose partition splits data that bring no clients.
+
+    Raises:
+        OptionError: If there is none.
+
+    """
     data.prepare_data()
     data.setup("fit")
     if isinstance(data, FederatedDataModule):
         return data.population()
-    federation = trainer.federation
     if federation.partition is None:
         raise OptionError("Expected a recipe with clients: a `partition` of the Trainer, or data that bring them.")
     return split_training_data(data.train_dataloader(), federation.partition, federation.schedule.seed)

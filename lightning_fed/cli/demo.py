@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
+import argparse
 import shutil
 import sys
-import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -22,6 +19,7 @@ from torch import Tensor
 from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.segmentation_grid import default_colors, segmentation_grid
 from lightning_fed.callbacks.segmentation_images import SegmentationImages
+from lightning_fed.compare.run import RoundCurve, quiet
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.label_lookup import labels_of
 from lightning_fed.data.partitions import Dirichlet
@@ -35,40 +33,16 @@ from lightning_fed.trainer import FederatedTrainer
 
 _ENCODER = "tu-mobilenetv3_small_100"
 _NUM_PICTURES = 8
-_COLUMNS = ("round", "clients", "loss", "val mIoU", "pixel acc", "MB up", "MB down", "seconds")
-
-
-@dataclass(frozen=True)
-class Round:
-    """Line of the demo's table: a round.
-
-    Args:
-        number: The round, from 1.
-        clients: Clients whose update was used.
-        loss: Mean training loss over the round's examples, as the clients saw it before their steps.
-        val_loss: Loss of the new global model on the validation data.
-        val_miou: Its mean intersection over union.
-        val_pixel_acc: Share of pixels that it gets right.
-        up_bytes: Bytes of the clients' messages.
-        down_bytes: Bytes of the server's messages.
-        seconds: Wall-clock time, with validation.
-
-    """
-
-    number: int
-    clients: int
-    loss: float
-    val_loss: float
-    val_miou: float
-    val_pixel_acc: float
-    up_bytes: int
-    down_bytes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        scores = [f"{value:.3f}" for value in (self.loss, self.val_miou, self.val_pixel_acc)]
-        costs = [f"{value:.1f}" for value in (self.up_bytes / 1e6, self.down_bytes / 1e6, self.seconds)]
-        return _line([str(self.number), str(self.clients), *scores, *costs])
+# Name: name in the log, factor, digits.
+_COLUMNS = {
+    "clients": ("fed/clients", 1, 0),
+    "loss": ("train_loss", 1, 3),
+    "val mIoU": ("val_miou", 1, 3),
+    "pixel acc": ("val_pixel_acc", 1, 3),
+    "MB up": ("comm/up_bytes", 1e-6, 1),
+    "MB down": ("comm/down_bytes", 1e-6, 1),
+    "seconds": ("seconds", 1, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -76,54 +50,41 @@ class DemoResult:
     """Result of a run of the demo.
 
     Args:
-        rounds: The table.
+        rounds: The logged values of every round.
         log_dir: Folder with TensorBoard's event file, the checkpoint and the picture.
         picture: The PNG file.
 
     """
 
-    rounds: tuple[Round, ...]
+    rounds: list[dict[str, float]]
     log_dir: Path
     picture: Path
 
 
-class RoundTable(L.Callback):
-    """Writes a line per round to the standard output while the training goes on.
+def run(args: Sequence[str]) -> None:
+    """The command.
 
-    Attributes:
-        rounds: The rounds so far.
+    Args:
+        args: The command line after ``demo``.
 
     """
+    parser = _parser()
+    options = parser.parse_args(args)
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"Expected `--rounds` to be at least 1, but got {options.rounds}.")
+    run_demo(data_dir=options.data, rounds=options.rounds, out=options.out)
 
-    def __init__(self) -> None:
-        self.rounds: list[Round] = []
-        self._start = 0.0
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Writes the head of the table."""
-        _say(_line(_COLUMNS))
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Takes the time."""
-        self._start = time.perf_counter()
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Writes the round's line, from the values that every logger gets."""
-        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.rounds.append(
-            Round(
-                number=trainer.current_epoch + 1,
-                clients=int(values["fed/clients"]),
-                loss=values["train_loss"],
-                val_loss=values["val_loss"],
-                val_miou=values["val_miou"],
-                val_pixel_acc=values["val_pixel_acc"],
-                up_bytes=int(values["comm/up_bytes"]),
-                down_bytes=int(values["comm/down_bytes"]),
-                seconds=time.perf_counter() - self._start,
-            )
-        )
-        _say(str(self.rounds[-1]))
+def _parser() -> argparse.ArgumentParser:
+    """Parser of ``demo``."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-fed demo",
+        description="Trains DeepLabV3+ on 24 clients whose images differ, and shows how it went.",
+    )
+    parser.add_argument("--data", type=Path, help="folder with CamVid; without it, scenes of shapes are generated")
+    parser.add_argument("--rounds", type=int, help="number of rounds")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for logs and the picture")
+    return parser
 
 
 def run_demo(
@@ -166,7 +127,7 @@ def run_demo(
         data = CamVid(data_dir, image_size=(96, 128), augment=True, batch_size=8, eval_batch_size=32)
         # There is no background among CamVid's classes.
         partition = Dirichlet(num_clients, alpha=0.5, background=None, min_size=4)
-    with _single_thread_and_quiet(), seeded_generators(seed=0):
+    with quiet(), _single_thread(), seeded_generators(seed=0):
         data.setup("fit")
         task = SegmentationTask(
             "DeepLabV3Plus",
@@ -176,7 +137,7 @@ def run_demo(
             optimizer="AdamW",
             lr=0.002,
         )
-        table = RoundTable()
+        table = RoundCurve(_say_round)
         logger = TensorBoardLogger(out, name="")
         trainer = FederatedTrainer(
             max_rounds=rounds or 16,
@@ -196,8 +157,9 @@ def run_demo(
             f"DeepLabV3+ ({_ENCODER}, {parameters / 1e6:.1f} M parameters, not pretrained) on {type(data).__name__}:"
             f" {len(data.train_dataset)} images over {num_clients} clients, {clients_per_round} in a round.\n"
         )
+        _say("  ".join(["round", *_COLUMNS]))
         trainer.fit(task, datamodule=data)
-    result = DemoResult(tuple(table.rounds), Path(logger.log_dir), Path(logger.log_dir) / "demo.png")
+    result = DemoResult(table.rounds, Path(logger.log_dir), Path(logger.log_dir) / "demo.png")
     clients = partition.split(data.train_dataset, trainer.federation.schedule.seed)
     labels = labels_of(data.train_dataset, background=partition.background)
     counts = [np.bincount(labels[indices], minlength=data.num_classes) for indices in clients.values()]
@@ -234,12 +196,15 @@ def draw(result: DemoResult, task: SegmentationTask, data: ArrayDataModule, coun
     skew.set(title="Training images by dominant class", xlabel="client", ylabel="images", ylim=(0, 1.3 * bottom.max()))
     skew.legend(fontsize="small", ncols=3, loc="upper center")
 
-    numbers = [row.number for row in result.rounds]
-    loss.plot(numbers, [row.loss for row in result.rounds], "o-", label="clients, training")
-    loss.plot(numbers, [row.val_loss for row in result.rounds], "o-", label="global model, validation")
+    numbers = range(1, len(result.rounds) + 1)
+    for axes, name, label, line_color in (
+        (loss, "train_loss", "clients, training", "tab:blue"),
+        (loss, "val_loss", "global model, validation", "tab:orange"),
+        (score, "val_pixel_acc", "pixel accuracy", "tab:green"),
+        (score, "val_miou", "mean IoU", "tab:red"),
+    ):
+        axes.plot(numbers, [row[name] for row in result.rounds], "o-", label=label, color=line_color)
     loss.set(title="Loss", xlabel="round", ylim=(0, None))
-    score.plot(numbers, [row.val_pixel_acc for row in result.rounds], "o-", color="tab:green", label="pixel accuracy")
-    score.plot(numbers, [row.val_miou for row in result.rounds], "o-", color="tab:red", label="mean IoU")
     score.set(title="Global model, validation", xlabel="round", ylim=(0, 1))
     for axes in (loss, score):
         axes.grid(alpha=0.3)
@@ -271,27 +236,20 @@ def _predictions(task: SegmentationTask, dataset: ArrayDataset) -> list[Tensor]:
 
 
 @contextmanager
-def _single_thread_and_quiet() -> Iterator[None]:
-    """One thread, and none of Lightning's advice on loggers, devices and workers; the demo has a table of its own."""
-    logs = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_fed")]
-    levels, threads = [log.level for log in logs], torch.get_num_threads()
-    for log, level in zip(logs, (logging.ERROR, logging.WARNING), strict=True):
-        log.setLevel(level)
+def _single_thread() -> Iterator[None]:
     # Images so small gain nothing from a second thread; and where the cores are busy, threads spin while they wait for
     # one another.
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"lightning\.|torch\.")
-            yield
+        yield
     finally:
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)
         torch.set_num_threads(threads)
 
 
-def _line(values: Sequence[str]) -> str:
-    return "  ".join(value.rjust(len(column)) for value, column in zip(values, _COLUMNS, strict=True))
+def _say_round(number: int, values: Mapping[str, float]) -> None:
+    cells = {name: f"{factor * values[key]:.{digits}f}" for name, (key, factor, digits) in _COLUMNS.items()}
+    _say("  ".join(cell.rjust(len(name)) for name, cell in {"round": f"{number}", **cells}.items()))
 
 
 def _say(text: str) -> None:

@@ -21,7 +21,6 @@ FEATURES = {
     "flower": "clients on other machines: `lightning-fed flower`, `lightning_fed.backends.flower`",
     "peft": "models of text and low-rank adapters (LoRA)",
     "privacy": "privacy budgets, `CentralDP`, `DPSGD`, `lightning-fed privacy`",
-    "completion": "`lightning-fed completion`",
 }
 """The extras for users, with what they are for. The others are for the development of the package."""
 
@@ -49,7 +48,7 @@ class PackageState:
         return f"{self.requirement.name:30} {self.installed or 'missing'}{wanted}"
 
 
-def run_doctor(args: Sequence[str]) -> None:
+def run(args: Sequence[str]) -> None:
     """The command.
 
     Args:
@@ -59,7 +58,7 @@ def run_doctor(args: Sequence[str]) -> None:
         SystemExit: With status 1 if a package that is always needed is missing, or has a version that is not allowed.
 
     """
-    doctor_parser().parse_args(args)
+    _parser().parse_args(args)
     try:
         requirements = requires(PACKAGE) or []
     except PackageNotFoundError:
@@ -71,7 +70,7 @@ def run_doctor(args: Sequence[str]) -> None:
         raise SystemExit(1)
 
 
-def doctor_parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     """Parser of the command."""
     return argparse.ArgumentParser(
         prog="lightning-fed doctor",

@@ -139,14 +139,14 @@ def write_app(folder: Path, recipe: Path) -> None:
         (folder / target).write_text(text.format(**values))
 
 
-def run_flower(args: Sequence[str]) -> None:
+def run(args: Sequence[str]) -> None:
     """The commands.
 
     Args:
         args: The command line after ``flower``.
 
     """
-    options = flower_parser().parse_args(args)
+    options = _parser().parse_args(args)
     if options.command == "new":
         write_app(options.folder, options.config)
         sys.stdout.write(f"An app of {options.config}: {options.folder}\n")
@@ -161,7 +161,7 @@ def run_flower(args: Sequence[str]) -> None:
     serve(importlib.import_module(f"{packages[0]}.clients").app, options.socket)
 
 
-def flower_parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     """Parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed flower", description="A federation across machines, on Flower."

@@ -30,7 +30,7 @@ _DESCRIPTION = (
 _READ_PAST = ("trainer", "optimizer", "lr_scheduler")  # other entries of recipes
 
 
-def run_merge(args: Sequence[str]) -> None:
+def run(args: Sequence[str]) -> None:
     """Runs the command.
 
     Args:
@@ -42,7 +42,7 @@ def run_merge(args: Sequence[str]) -> None:
         OptionError: If checkpoints do not go together, or there is nothing to measure BatchNorm's statistics with.
 
     """
-    parser = merge_parser()
+    parser = _parser()
     _take_hyperparameters(parser, args)
     config = parser.parse_args(list(args))
     if config.model is None:
@@ -77,7 +77,7 @@ def run_merge(args: Sequence[str]) -> None:
     sys.stdout.write(_report(merged, out, is_resized))
 
 
-def merge_parser() -> LightningArgumentParser:
+def _parser() -> LightningArgumentParser:
     """Parser of the command."""
     parser = LightningArgumentParser(
         prog="lightning-fed merge",

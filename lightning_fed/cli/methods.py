@@ -13,14 +13,14 @@ from typing import Any
 from lightning_fed.method import build_method, find_method, list_options, method_names
 
 
-def run_methods(args: Sequence[str]) -> None:
+def run(args: Sequence[str]) -> None:
     """The command.
 
     Args:
         args: The command line after ``methods``.
 
     """
-    parser = methods_parser()
+    parser = _parser()
     options = parser.parse_args(args)
     try:
         texts = [describe_method(name) for name in options.methods or method_names()]
@@ -29,7 +29,7 @@ def run_methods(args: Sequence[str]) -> None:
     sys.stdout.write("\n".join(texts))
 
 
-def methods_parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     """Parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed methods",

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_fed.callbacks.pictures import has_matplotlib
+from lightning_fed.cli.data import population_of
 from lightning_fed.cli.flower import Recipe, read_recipe
-from lightning_fed.data.federated import FederatedDataModule, split_training_data
-from lightning_fed.data.population import Population
+from lightning_fed.cli.recipes import split_options
 from lightning_fed.errors import OptionError
 from lightning_fed.privacy.accounting import Budget, calibrate
 from lightning_fed.privacy.audit import audit_mean
@@ -22,7 +22,7 @@ _CANARIES = 1000
 _EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 
-def run_privacy(args: Sequence[str]) -> None:
+def run(args: Sequence[str]) -> None:
     """The command.
 
     Args:
@@ -32,15 +32,15 @@ def run_privacy(args: Sequence[str]) -> None:
         OptionError: If the recipe has no differential privacy, or its budget cannot be kept.
 
     """
-    mine, own = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, ())
-    options = privacy_parser().parse_args(mine)
+    mine, own = split_options(args)
+    options = _parser().parse_args(mine)
     recipe = read_recipe(options.recipe, own)
     sys.stdout.write(describe_privacy(recipe, options.audit))
     if options.figure is not None:
         draw_epsilon(recipe, options.figure)
 
 
-def privacy_parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     """Parser of the command, for what stands before ``--``."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed privacy",
@@ -134,20 +134,9 @@ def _plan(recipe: Recipe) -> tuple[CentralDP, Budget, int]:
     privacy = next((step for step in recipe.federation.server.chain.steps if isinstance(step, CentralDP)), None)
     if privacy is None:
         raise OptionError("Expected a recipe with a `CentralDP` among the `steps` of its `trainer`, but there is none.")
-    population = len(_population(recipe).clients)
+    population = len(population_of(recipe.data, recipe.federation).clients)
     rounds = int(recipe.server_trainer["max_epochs"])
     return privacy, privacy.plan(population, recipe.federation.schedule.cohort_size(population), rounds), rounds
-
-
-def _population(recipe: Recipe) -> Population:
-    data, partition = recipe.data, recipe.federation.partition
-    data.prepare_data()
-    data.setup("fit")
-    if isinstance(data, FederatedDataModule):
-        return data.population()
-    if partition is None:
-        raise OptionError("Expected a `partition` that splits the training data into clients, but there is none.")
-    return split_training_data(data.train_dataloader(), partition, recipe.federation.schedule.seed)
 
 
 def _some_rounds(rounds: int) -> list[int]:

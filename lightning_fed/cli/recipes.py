@@ -8,26 +8,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill, indent
 
+from lightning_fed.argument_checks import check_option
 
-def run_recipes(args: Sequence[str]) -> None:
+
+def run(args: Sequence[str]) -> None:
     """The command.
 
     Args:
         args: The command line after ``recipes``.
 
     """
-    parser = recipes_parser()
+    parser = _parser()
     options = parser.parse_args(args)
     recipes = {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}
     if options.name is None:
         sys.stdout.writelines(f"{name}\n{indent(fill(title_of(path), 96), '    ')}\n" for name, path in recipes.items())
-    elif options.name in recipes:
-        sys.stdout.write(recipes[options.name].read_text())
-    else:
-        parser.error(f"Expected `NAME` to be one of {list(recipes)}, but got {options.name!r}.")
+        return
+    try:
+        check_option("NAME", options.name, list(recipes))
+    except ValueError as error:
+        parser.error(str(error))
+    sys.stdout.write(recipes[options.name].read_text())
 
 
-def recipes_parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     """Parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed recipes",
@@ -35,6 +39,12 @@ def recipes_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to print (default: list all)")
     return parser
+
+
+def split_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """A command's own arguments, and those after ``--``, which are for ``fit``."""
+    end = args.index("--") if "--" in args else len(args)
+    return args[:end], args[end + 1 :]
 
 
 def absent_recipe(args: Sequence[str]) -> str | None:

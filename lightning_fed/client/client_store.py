@@ -10,7 +10,7 @@ import logging
 import os
 import urllib.parse
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,6 @@ class ClientStore(ABC):
     @abstractmethod
     def restore(self, round: int, state: dict[str, Any]) -> None:
         """Restores the store as of that :meth:`checkpoint`; ``restore(0, {})`` empties it."""
-
-    def states(self) -> Iterator[State]:
-        """The newest tensors of every client that has any, in no particular order.
-
-        Needed by few options only; a store that does not implement the method serves all others.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not list what its clients keep: implement `states`.")
 
     def start(self, process_group: ProcessGroup) -> None:  # noqa: B027 - optional
         """Prepares the store in every one of several processes, before the first round and after a restore."""
@@ -133,12 +126,6 @@ class MemoryStore(ClientStore):
             )
         self._states = dict(zip(state.get("clients", ()), state.get("states", ()), strict=True))
         self._round, self._of_round = -1, {}
-
-    def states(self) -> Iterator[State]:
-        """The newest tensors of every client."""
-        for state in (self._states | self._of_round).values():
-            if state:
-                yield state
 
     def share(self, round: int) -> Any:
         """The tensors of the round's clients."""
@@ -299,17 +286,6 @@ class FolderStore(ClientStore):
         self._kept = set(state.get("kept", ()))
         self._written.clear()
         self._prunable.clear()
-
-    def states(self) -> Iterator[State]:
-        """Reads the newest tensors of every client."""
-        if self._run is None:
-            return
-        written = {self._folder(client) for client in self._written}
-        for folder in sorted((self.folder / f"run-{self._run}").glob("*-*")):
-            versions = self._versions_in(folder, folder in written)
-            state = load_file(versions[-1][1]) if versions else {}
-            if state:
-                yield state
 
     def newest(self, client: Client) -> int:
         """Index of the round of the version that :meth:`get` reads; -1 if there is none."""

@@ -82,6 +82,9 @@ class LocalModel:
         buffers = ((name, value) for name, value in module.named_buffers() if name not in self.sliced)
         self._buffers = {name: (module.get_submodule(name.rpartition(".")[0]), value) for name, value in buffers}
         self.memory: State = {}
+        # What the store has of a client whose visit begins, so that it is read once; each for one reader.
+        self._recalled: dict[Client, State] = {}
+        self._optimizer_state: dict[Client, State] = {}
 
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
         """A copy of the shared entries; sliced ones without copying, because no visit writes into them.
@@ -134,7 +137,8 @@ class LocalModel:
             ValueError: If ``state`` does not hold the shared entries, or the store's do not fit.
 
         """
-        client_state = self.store.get(client) or {}
+        client_state = self._recalled.pop(client, None) or self.store.get(client) or {}
+        self._optimizer_state = {client: _part(client_state, OPTIMIZER)} if trains else {}
         personal = {name: value for name, value in client_state.items() if not name.startswith((OPTIMIZER, _MEMORY))}
         copies = {name: state[name].clone() for name in self.sliced if name in state} if trains else {}
         prefix = f"{_MEMORY}{OWN_MODEL}"
@@ -158,21 +162,21 @@ class LocalModel:
     def recall(self, client: Client) -> None:
         """Loads ``memory`` of a client, before its request."""
         client_state = self.store.get(client) or {}
-        self.memory = {
-            name.removeprefix(_MEMORY): value for name, value in client_state.items() if name.startswith(_MEMORY)
-        }
+        self._recalled = {client: client_state}
+        self.memory = {name.removeprefix(_MEMORY): value for name, value in _part(client_state, _MEMORY).items()}
 
     def keep(self, client: Client, round: int, optimizer_state: Mapping[str, Tensor]) -> None:
         """Stores the client's personal entries, optimizer state and memory, if there are any, until its next visit."""
         self._find_buffers()
+        self._recalled, self._optimizer_state = {}, {}
         client_state = {name: self.entries[name] for name in self.personal} | dict(optimizer_state)
         client_state |= {f"{_MEMORY}{name}": value for name, value in self.memory.items()}
         if client_state:
             self.store.put(client, round, client_state)
 
     def kept_optimizer_state(self, client: Client) -> State:
-        """The client's stored optimizer state, in the form of :func:`pack_optimizers`."""
-        return {name: value for name, value in (self.store.get(client) or {}).items() if name.startswith(OPTIMIZER)}
+        """The optimizer state that was stored with the client's loaded model, as :func:`pack_optimizers` gave it."""
+        return self._optimizer_state.pop(client, {})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
         """Builds the client's update of what :meth:`global_state` returns."""
@@ -216,6 +220,10 @@ class LocalModel:
             self._buffers[name] = owner, current
             if name in self.entries:
                 self.entries[name] = current.detach()
+
+
+def _part(client_state: State, prefix: str) -> State:
+    return {name: value for name, value in client_state.items() if name.startswith(prefix)}
 
 
 def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:

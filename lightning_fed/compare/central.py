@@ -149,7 +149,7 @@ class _PooledRounds(Callback):
             return _Rounds(loader, _passes(loader, datamodule, federation), trainer, federation.schedule.seed)
 
         self._loader = OverriddenMethod(find_loader_owner(trainer, pl_module), "train_dataloader", cache(make_rounds))
-        self._frozen = freeze_parameters(pl_module, entry_policies(pl_module, frozen=federation.frozen))
+        self._frozen = freeze_parameters(pl_module, entry_policies(pl_module, frozen=federation.options.frozen))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._give_back()  # Lightning does not call `teardown` after an exception

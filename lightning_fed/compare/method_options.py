@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from lightning_fed.argument_checks import check_option
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.method import build_method, find_method, list_options, method_key, method_names, parse_method
 
 CENTRAL = "central"
 """Name of training on the pooled data of all clients, without federation."""
 
-_OF_THE_RECIPE = ("method", "partition", "stragglers", "seed")  # the same for all methods
+_OF_THE_RECIPE = ("method", "partition", "availability.stragglers", "seed")  # the same for all methods
+_WITH_FIELDS = ("availability", "faults")
 _SHARED = ("seed", "local_epochs")  # a method that asks for them gets the recipe's
 
 
@@ -24,7 +26,8 @@ class MethodChoice:
     Args:
         label: The text: ``"fedprox:mu=0.1"``.
         name: The method's name: ``"fedprox"``, or ``"central"``.
-        options: Its options, see :func:`~lightning_fed.method.build_method`, and arguments of ``Federation``.
+        options: Its options, see :func:`~lightning_fed.method.build_method`, and arguments of ``Federation``; those of
+            its ``availability`` and ``faults`` by ``"availability.partial_work"``, for example.
 
     """
 
@@ -47,7 +50,7 @@ class MethodChoice:
         name, options = parse_method(text)
         name = name if "." in name else name.lower()  # the path of a class is as it is written
         if method_key(name) not in method_choices() and "." not in name:
-            raise ValueError(f"Expected a method of {method_choices()}, but got {name!r}.")
+            check_option("method", name, method_choices())
         if name == CENTRAL and options:
             raise ValueError(f"Expected no options of {CENTRAL!r}, but got {sorted(options)}.")
         choice = cls(":".join([name, *text.strip().split(":")[1:]]), name, options)
@@ -75,12 +78,18 @@ class MethodChoice:
         own = list_options(find_method(self.name))
         if "local_epochs" in own:  # the method divides them, or adds to them: what a visit has is the method's to say
             recipe = recipe.replace(local_epochs=1)
-        arguments = [name for name in inspect.signature(Federation).parameters if name not in (*_OF_THE_RECIPE, *own)]
+        parts = {name: getattr(recipe.options, name) for name in _WITH_FIELDS}
+        known = [f"{name}.{entry.name}" for name, part in parts.items() for entry in fields(part)]
+        known += [name for name in inspect.signature(Federation).parameters if name not in parts]
+        arguments = [name for name in known if name not in (*_OF_THE_RECIPE, *own)]
         of_federation = {name: value for name, value in self.options.items() if name in arguments}
         of_method = {name: value for name, value in self.options.items() if name not in arguments}
         try:
             method = build_method(self.name, **{**shared, **of_method})
-            return recipe.replace(method=method, **of_federation)
+            for name in [name for name in of_federation if "." in name]:
+                argument, entry = name.split(".")
+                parts[argument] = replace(parts[argument], **{entry: of_federation.pop(name)})
+            return recipe.replace(method=method, **parts, **of_federation)
         except (TypeError, ValueError) as error:
             raise ValueError(f"The method {self.label!r} does not work: {error}") from error
 

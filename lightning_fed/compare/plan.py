@@ -184,7 +184,7 @@ def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str]]:
         trainer: Any = cli.trainer
         for method in plan.methods:
             _check_method(method, cli)
-    parts = plan.stragglers or [trainer.federation.schedule.stragglers]
+    parts = plan.stragglers or [trainer.federation.options.availability.stragglers]
     every = [
         Run(method, seed, None if method.name == CENTRAL else part)
         for seed in plan.seeds
@@ -210,7 +210,7 @@ def _check_method(method: MethodChoice, cli: FederatedCLI) -> None:
         check_central(cli)
     try:
         federation = method.federation(trainer.federation)
-        entry_policies(cli.model, federation.personal, federation.frozen)
+        entry_policies(cli.model, federation.options.personal, federation.options.frozen)
     except ValueError as error:
         raise MisconfigurationException(str(error)) from error
     if method.name == CENTRAL:

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -180,7 +180,8 @@ def _make_trainer(cli: FederatedCLI, run: Run) -> tuple[Any, bool]:
     if run.stragglers is None:
         trainer = central_trainer(cli)
     else:
-        federation = run.method.federation(trainer.federation.replace(stragglers=run.stragglers))
+        availability = replace(trainer.federation.options.availability, stragglers=run.stragglers)
+        federation = run.method.federation(trainer.federation.replace(availability=availability))
         trainer.callbacks[trainer.callbacks.index(trainer.federation)] = federation
         trainer.federation = federation
         has_several = isinstance(federation.server.rule, ClusteredAggregator)

@@ -30,7 +30,8 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         mean: Per-channel mean that is subtracted, on the scale [0, 1] for uint8 inputs: one number, or C numbers.
         std: Per-channel standard deviation that is divided by: one number, or C numbers.
         augment: Called as `augment(input, target)` on each fetched sample, on the floating input before it is
-            normalised, and returns the two changed. Its random draws should come from torch's global generator.
+            normalised, and returns the two changed: any transform of `torchvision.transforms.v2`, by which masks (a
+            `torchvision.tv_tensors.Mask`) follow their image. Random draws should come from torch's global generator.
 
     Attributes:
         inputs: The inputs, unchanged.
@@ -81,8 +82,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """One sample: its input and its target."""
         image, target = self._to_float(self.inputs[index]), self._to_target(self.targets[index])
-        if self.augment is not None:
-            image, target = self.augment(image, target)
+        image, target = self._changed(image, target)
         return self._normalise(image), target
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -111,9 +111,8 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         images = self._to_float(self.inputs.index_select(0, chosen))
         targets = self._to_target(self.targets.index_select(0, chosen))
         if self.augment is not None:
-            changed = [self.augment(image, target) for image, target in zip(images, targets, strict=True)]
-            images = torch.stack([image for image, _ in changed])
-            targets = torch.stack([target for _, target in changed])
+            changed = map(self._changed, images, targets)
+            images, targets = (torch.stack(parts) for parts in zip(*changed, strict=True))
         return [self._normalise(images), targets]
 
     def subset(self, indices: Sequence[int] | np.ndarray | Tensor) -> ArrayDataset:
@@ -140,6 +139,16 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         plain = copy.copy(self)
         plain.augment = None
         return plain
+
+    def _changed(self, image: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        if self.augment is None:
+            return image, target
+        if target.ndim < 2:
+            return self.augment(image, target)
+        from torchvision.tv_tensors import Mask  # slow to import: only for those who use it
+
+        image, mask = self.augment(image, Mask(target))
+        return image, mask.as_subclass(Tensor)
 
     def _to_float(self, raw: Tensor) -> Tensor:
         return raw.to(torch.float32).div_(255) if raw.dtype == torch.uint8 else raw

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -50,7 +51,7 @@ class EvaluationData(L.LightningDataModule):
 
     Args:
         val: Validation data of the global model: loaders as ``Trainer.fit`` takes them, or a data set. A mapping of
-            clients is validated as a whole, and client by client as well.
+            clients is validated as a whole, and client by client as well; a client may have a list of loaders.
         test: Test data, likewise.
         known_clients: Function that returns the clients. With it, a mapping without any client among its keys is taken
             for several loaders by name; without it, every mapping is one of clients.
@@ -94,7 +95,11 @@ class EvaluationData(L.LightningDataModule):
             return []
         if isinstance(data, Mapping):
             loaders = self._loaders(data)
-            return ChainedLoaders(list(loaders.values())) if self._is_of_clients(data) else loaders
+            if not self._is_of_clients(data):
+                return loaders
+            by_index = itertools.zip_longest(*map(split_loaders, loaders.values()), fillvalue=())
+            chained = [ChainedLoaders(column) for column in by_index]
+            return chained[0] if len(chained) == 1 else chained
         return self.evaluation_loader(data) if isinstance(data, Dataset) else data
 
     def _is_of_clients(self, data: Any) -> bool:
@@ -104,8 +109,12 @@ class EvaluationData(L.LightningDataModule):
         return any(key in known for key in data)
 
     def _loaders(self, data: Mapping[Any, Any]) -> dict[Any, Iterable[Any]]:
+        def loader(part: Any) -> Any:
+            return self.evaluation_loader(part) if isinstance(part, Dataset) else part
+
         return {
-            key: self.evaluation_loader(value) if isinstance(value, Dataset) else value for key, value in data.items()
+            key: [loader(part) for part in value] if _is_several(value) else loader(value)
+            for key, value in data.items()
         }
 
 
@@ -268,6 +277,24 @@ class ChainedLoaders:
     def __iter__(self) -> Iterator[Any]:
         for loader in self.loaders:
             yield from loader
+
+
+def split_loaders(data: Any) -> Sequence[Any]:
+    """The loaders of a client's evaluation data, which are one loader or a list of them.
+
+    Example:
+        >>> split_loaders([DataLoader([1]), DataLoader([2])])[1].dataset, len(split_loaders(DataLoader([1])))
+        ([2], 1)
+
+    """
+    return data if _is_several(data) else [data]
+
+
+def _is_several(data: Any) -> bool:
+    """True for a list of loaders or data sets; one of batches is a loader itself."""
+    if not isinstance(data, list | tuple) or not data:
+        return False
+    return all(isinstance(part, DataLoader | Dataset) for part in data)
 
 
 def as_mapping(clients: Any, name: str) -> Mapping[Client, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.data.population import seed_everything
+from lightning_fed.data.population import restore_torch_generators, seed_everything, torch_generator_states
 
 Item = TypeVar("Item")
 
@@ -84,15 +85,11 @@ class ClientGenerators:
             self._restore(state)
 
     def _capture(self) -> tuple[Any, ...]:
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        host_states = _host_states() if self._everywhere else None
-        return torch.default_generator.get_state(), cuda, host_states
+        return torch_generator_states(), _host_states() if self._everywhere else None
 
     def _restore(self, state: tuple[Any, ...]) -> None:
-        cpu, cuda, host_states = state
-        torch.default_generator.set_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        states, host_states = state
+        restore_torch_generators(states)
         if host_states is not None:
             random.setstate(host_states[0])
             np.random.set_state(host_states[1])  # noqa: NPY002 - the user's data sets may use the global generator
@@ -174,7 +171,10 @@ def rebuild_batch(batch: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(batch, Tensor):
         return next(tensors)
     if isinstance(batch, Mapping):
-        return type(batch)({key: rebuild_batch(value, tensors) for key, value in batch.items()})  # type: ignore[call-arg]
+        rebuilt = {key: rebuild_batch(value, tensors) for key, value in batch.items()}
+        if isinstance(batch, defaultdict):
+            return type(batch)(batch.default_factory, rebuilt)
+        return type(batch)(rebuilt)  # type: ignore[call-arg]
     if isinstance(batch, list | tuple):
         elements = [rebuild_batch(value, tensors) for value in batch]
         return type(batch)(*elements) if hasattr(batch, "_fields") else type(batch)(elements)

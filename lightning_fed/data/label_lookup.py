@@ -10,7 +10,6 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -26,16 +25,11 @@ MapDataset = Dataset[Any] | Sequence[Any]
 
 IndexArray = npt.NDArray[np.int64]
 
-Label = int | float | str
-LabelOf = Callable[[Any], Label]
-
-_ATTRIBUTES = ("targets", "labels", "y")
-_COLUMNS = ("label", "labels", "target", "y")
-_KEYS = (*_COLUMNS, "mask")
-_OBJECT_KEYS = ("category_id", "label")
+_NAMES = ("targets", "labels", "label", "target", "y")  # of attributes and columns
+_KEYS = ("label", "labels", "target", "y", "mask")  # of a sample
 _NUM_BINS = 10
 _HINT = (
-    "Pass `label_fn`, a function of a sample that gives its label, a whole number or a text. The partitions `IID` and"
+    "Pass `label_fn`, a function of a sample that gives its label, a number or a text. The partitions `IID` and"
     " `ByGroup` need no labels."
 )
 _MOST_BINS = 1 << 16  # larger class numbers are counted by sorting
@@ -43,7 +37,7 @@ _MOST_BINS = 1 << 16  # larger class numbers are counted by sorting
 
 def labels_of(
     dataset: MapDataset,
-    label_fn: Callable[[Any], int | str] | None = None,
+    label_fn: Callable[[Any], float | str] | None = None,
     *,
     ignore_index: int | None = 255,
     background: int | None = 0,
@@ -53,26 +47,22 @@ def labels_of(
     The first of these that the data set offers:
 
     1. ``label_fn(sample)`` of every sample, if given.
-    2. The attribute ``targets``, ``labels`` or ``y`` (list, array or tensor, one entry per sample), or a column
-       ``"label"``, ``"labels"``, ``"target"`` or ``"y"`` of a table (``datasets.Dataset``).
+    2. An attribute, or a column of a table (``datasets.Dataset``), that is called ``targets``, ``labels``, ``label``,
+       ``target`` or ``y`` and has one entry per sample.
     3. The labels of what a ``Subset`` or ``ConcatDataset`` is made of.
-    4. The targets of a ``TensorDataset``.
-    5. Every sample is read (a line is logged, because it can take long): entry ``"label"``, ``"labels"``, ``"target"``,
-       ``"y"`` or ``"mask"`` of a mapping, the attribute of such a name of an object, element 1 of a tuple or list; of a
-       longer tuple the last where element 1 is neither label nor mask. Random augmentations see the same fixed seed
-       each time, and the global generators are left as they were.
+    4. The second tensor of a ``TensorDataset``.
+    5. Every sample is read (a line is logged, because it can take long): element 1 of a tuple or list, otherwise the
+       entry or attribute ``label``, ``labels``, ``target``, ``y`` or ``mask``. Random augmentations see the same fixed
+       seed each time, and the global generators are left as they were.
 
-    A target is an integer (also as a float, as binary losses want it) or a mask of integers, shape ``(H, W)``,
-    ``(1, H, W)`` or ``(H, W, 1)``. A mask's label is its dominant foreground class: the class with most pixels, apart
-    from ``ignore_index`` and ``background``, the smaller one of two equals. So is the label of an image with objects,
-    whose target is a mapping with ``"labels"``, or a list of mappings with ``"category_id"`` (COCO) or ``"label"``.
-    Where no target is of these kinds, a vector of zeros and ones (one-hot, multi-hot) has the label of its first one
-    (its length, if there is none), numbers with fractions are put into ten bins of equally many samples, which is
-    logged, and texts are numbered in the order of the alphabet.
+    A target is a number, or a mask of integers, shape ``(H, W)``, ``(1, H, W)`` or ``(H, W, 1)``. A mask's label is its
+    dominant foreground class: the class with most pixels, apart from ``ignore_index`` and ``background``, the smaller
+    one of two equals. Numbers with fractions are put into ten bins of equally many samples, which is logged. Texts of
+    ``label_fn`` are numbered in the order of the alphabet.
 
     Args:
         dataset: A data set with ``__len__`` and ``__getitem__``.
-        label_fn: Function of a sample, as the data set returns it, that gives its label: a whole number or a text.
+        label_fn: Function of a sample, as the data set returns it, that gives its label: a number or a text.
         ignore_index: Value of void pixels in a mask; ``None`` for none (a binary mask stored as 0 and 255, say).
         background: Background class of masks, the label of a mask without foreground; ``None`` where every class counts
             (then a mask of void pixels only has the label ``ignore_index``).
@@ -82,8 +72,7 @@ def labels_of(
 
     Raises:
         TypeError: If the data set cannot be read by index, or its targets are neither labels nor masks.
-        ValueError: If a label of ``label_fn`` is not a whole number, a target is not finite, a mask has a negative
-            class other than ``ignore_index``, or texts are all different.
+        ValueError: If a label is not finite, or a mask has a negative class other than ``ignore_index``.
 
     Example:
         >>> import torch
@@ -96,15 +85,14 @@ def labels_of(
     length = length_of(dataset)
     if label_fn is not None:
         with _fixed_generators():
-            return _as_classes(_as_values([_as_label(label_fn(dataset[i]), "`label_fn`") for i in range(length)]))
+            return _as_classes(np.asarray([_plain(label_fn(dataset[index])) for index in range(length)]))
 
-    def label_of_target(target: Any) -> int | float:
+    def label_of(target: Any) -> float:
         return _label_of_target(target, ignore_index, background)
 
     def known(part: Any, indices: IndexArray) -> npt.NDArray[Any] | None:
-        candidates = [(targets, kind(label_of_target)) for kind in _TARGET_KINDS for targets in _possible_targets(part)]
-        values = (_labels_of_targets(targets, indices, len(part), label_of) for targets, label_of in candidates)
-        return next((labels for labels in values if labels is not None), None)
+        labels = (_labels_of_targets(targets, indices, len(part), label_of) for targets in _possible_targets(part))
+        return next((found for found in labels if found is not None), None)
 
     def read(part: Any, indices: IndexArray) -> npt.NDArray[Any]:
         _log.info(
@@ -114,7 +102,7 @@ def labels_of(
             type(part).__name__,
         )
         with _fixed_generators():
-            return _as_values(_labels_of_samples(part, indices, label_of_target))
+            return np.asarray([_label_of_sample(part, index, label_of) for index in indices.tolist()])
 
     return _as_classes(_collect(dataset, np.arange(length), known, read))
 
@@ -234,14 +222,11 @@ def _fixed_generators() -> Iterator[None]:
 
 
 def _possible_targets(dataset: Any) -> Iterator[Any]:
-    """Yields the attributes and tensors that may hold the targets of all samples."""
-    for name in _ATTRIBUTES:
-        yield getattr(dataset, name, None)
-    for name in _COLUMNS:
-        yield _column(dataset, name)
-    if type(dataset) is TensorDataset:  # not a subclass, which may return something else
-        for index in _target_indices(dataset.tensors):
-            yield dataset.tensors[index]
+    """Yields the attributes, columns and tensors that may hold the targets of all samples."""
+    for name in _NAMES:
+        yield _stored_values(dataset, name)
+    if type(dataset) is TensorDataset and len(dataset.tensors) > 1:  # not a subclass, which may return something else
+        yield dataset.tensors[1]
 
 
 def _stored_values(dataset: Any, name: str) -> Any:
@@ -260,7 +245,7 @@ def _column(dataset: Any, name: str) -> Any:
 
 
 def _labels_of_targets(
-    targets: Any, indices: IndexArray, length: int, label_of_target: LabelOf
+    targets: Any, indices: IndexArray, length: int, label_of: Callable[[Any], float]
 ) -> npt.NDArray[Any] | None:
     """Labels from the targets of all samples, or ``None`` if these are not one label or mask per sample."""
     array = _as_array(targets)
@@ -268,162 +253,65 @@ def _labels_of_targets(
     if not isinstance(targets, np.ndarray | list | tuple) or len(targets) != length:
         return None
     if isinstance(targets, list | tuple) and all(isinstance(target, int | float) for target in targets):
-        targets = np.asarray(targets, dtype=None if targets else np.int64)
-    if isinstance(targets, np.ndarray) and targets.ndim == 1:
-        labels = _as_labels(targets[indices])
-        if labels is not None or (targets.dtype.kind == "f" and not np.isfinite(targets).all()):
-            return labels
+        targets = np.asarray(targets)
+    if isinstance(targets, np.ndarray) and targets.ndim == 1 and targets.dtype.kind in "iubf":
+        return targets[indices]
     try:
-        labels = _as_values([label_of_target(targets[index]) for index in indices.tolist()])
+        return np.asarray([label_of(targets[index]) for index in indices.tolist()])
     except TypeError:
         return None
-    if labels.dtype.kind == "U" and len({str(target) for target in targets}) == len(targets) > 1:
-        return None  # names, of files say
-    return labels
 
 
-def _labels_of_samples(dataset: Any, indices: IndexArray, label_of_target: LabelOf) -> list[Label]:
-    labels: list[Label] = []
-    target_of: Callable[[Any], Any] | None = None
-    for index in indices.tolist():
-        sample = dataset[index]
-        try:
-            if target_of is None:
-                target_of, label_of = _find_target(sample, label_of_target)
-            labels.append(label_of(target_of(sample)))
-        except (TypeError, ValueError) as error:
-            error.add_note(f"This is about sample {index} of {type(dataset).__name__}.")
-            raise
-    return labels
+def _label_of_sample(dataset: Any, index: int, label_of: Callable[[Any], float]) -> float:
+    sample = dataset[index]
+    try:
+        return label_of(_target_of(sample))
+    except (TypeError, ValueError) as error:
+        error.add_note(f"This is about sample {index} of {type(dataset).__name__}.")
+        raise
 
 
-def _find_target(sample: Any, label_of_target: LabelOf) -> tuple[Callable[[Any], Any], LabelOf]:
-    """Functions that give the target of a sample, and the label of a target, as one sample has them."""
-    getters: Sequence[Callable[[Any], Any]]
-    if isinstance(sample, Mapping):
-        getters = [itemgetter(key) for key in _KEYS if key in sample][:1]
-        if not getters:
-            raise TypeError(
-                f"Expected a sample with one of the keys {', '.join(map(repr, _KEYS))}, but got the keys"
-                f" {', '.join(map(repr, sample))}. {_HINT}"
-            )
-    elif isinstance(sample, tuple | list):
-        getters = [itemgetter(index) for index in _target_indices(sample)]
-    else:
-        getters = [attrgetter(name) for name in _KEYS if hasattr(sample, name)][:1]
-    if not getters:
+def _target_of(sample: Any) -> Any:
+    if isinstance(sample, tuple | list) and len(sample) > 1:
+        return sample[1]
+    entries = sample if isinstance(sample, Mapping) else {key: getattr(sample, key, None) for key in _KEYS}
+    target = next((entries[key] for key in _KEYS if entries.get(key) is not None), None)
+    if target is None:
         raise TypeError(
-            "Expected a sample to be a mapping, an object with an attribute such as `y`, or a tuple or list of at least"
-            f" an input and a target, but got {_described(sample)}. {_HINT}"
+            "Expected a sample to be a tuple or list of at least an input and a target, or to have one of"
+            f" {', '.join(map(repr, _KEYS))}, but got {_described(sample)}. {_HINT}"
         )
-    for kind in _TARGET_KINDS:
-        label_of = kind(label_of_target)
-        for target_of in getters:
-            try:
-                label_of(target_of(sample))
-            except (TypeError, ValueError):
-                continue
-            return target_of, _numbers(label_of_target) if kind is _classes else label_of
-    return getters[0], _numbers(label_of_target)
+    return target
 
 
-def _target_indices(sample: Sequence[Any]) -> tuple[int, ...]:
-    """Possible indices of the target: after the input, or else at the end."""
-    return (1,) if len(sample) == 2 else (1, -1) if len(sample) > 2 else ()
-
-
-def _classes(label_of_target: LabelOf) -> Callable[[Any], int]:
-    def label_of(target: Any) -> int:
-        label = label_of_target(target)
-        if not isinstance(label, int):
-            raise TypeError(f"Expected a target to be a whole number, but got {label}.")
-        return label
-
-    return label_of
-
-
-def _sets(label_of_target: LabelOf) -> Callable[[Any], int]:
-    def label_of(target: Any) -> int:
-        array = _as_array(target)
-        if array is None or array.ndim != 1 or array.size < 2 or not np.isin(array, (0, 1)).all():
-            raise TypeError(f"Expected a target to be a vector of zeros and ones, but got {_described(target)}.")
-        return int(array.argmax()) if array.any() else array.size
-
-    return label_of
-
-
-def _numbers(label_of_target: LabelOf) -> LabelOf:
-    return label_of_target
-
-
-def _texts(label_of_target: LabelOf) -> Callable[[Any], str]:
-    def label_of(target: Any) -> str:
-        if not isinstance(target, str):
-            raise TypeError(f"Expected a target to be a text, but got {_described(target)}.")
-        return str(target)
-
-    return label_of
-
-
-_TARGET_KINDS = (_classes, _sets, _numbers, _texts)
-"""Kinds of targets of a data set. A later kind is looked for only where none are of the kinds before it."""
-
-
-def _label_of_target(target: Any, ignore_index: int | None, background: int | None) -> int | float:
-    """The label itself, or a mask's or an image's dominant foreground class."""
-    if isinstance(target, list) and all(isinstance(item, Mapping) for item in target):
-        key = next((key for key in _OBJECT_KEYS if all(key in item for item in target)), None)
-        if key is not None:
-            target = {"labels": np.asarray([item[key] for item in target], dtype=None if target else np.int64)}
-    if isinstance(target, Mapping) and "labels" in target:
-        classes = _as_array(target["labels"])
-        if classes is not None and classes.ndim == 1 and classes.dtype.kind in "iu":
-            nothing = 0 if background is None else background
-            return _dominant_class(classes[None], ignore_index, background) if classes.size else nothing
+def _label_of_target(target: Any, ignore_index: int | None, background: int | None) -> float:
+    """The label itself, or a mask's dominant foreground class."""
     array = _as_array(target)
     if array is not None and array.dtype.kind in "iubf":
         if array.size == 1:
-            item = array.item()
-            if not np.isfinite(item):
-                raise ValueError(f"Expected a target to be a whole number, but got {item}. {_HINT}")
-            return int(item) if item == item // 1 else float(item)
+            number: float = array.item()
+            return number
         if array.ndim == 3 and 1 in (array.shape[0], array.shape[-1]):
             array = array.squeeze(0 if array.shape[0] == 1 else -1)
         if array.ndim == 2:
             return _dominant_class(array, ignore_index, background)
     raise TypeError(
-        "Expected a target to be a class label (a whole number) or a mask of classes of shape (H, W), (1, H, W) or"
-        f" (H, W, 1), but got {_described(target if array is None else array)}. {_HINT}"
+        "Expected a target to be a number or a mask of classes of shape (H, W), (1, H, W) or (H, W, 1), but got"
+        f" {_described(target if array is None else array)}. {_HINT}"
     )
-
-
-def _as_values(values: Sequence[Label]) -> npt.NDArray[Any]:
-    """Labels as integers, as floats if one of them has a fraction, or as texts.
-
-    Raises:
-        TypeError: If some are texts and others are numbers.
-
-    """
-    if any(isinstance(value, str) for value in values):
-        if not all(isinstance(value, str) for value in values):
-            raise TypeError("Expected all labels to be whole numbers, or all of them texts, but got both.")
-        return np.asarray(values, dtype=np.str_)
-    return np.asarray(values, dtype=np.float64 if any(isinstance(value, float) for value in values) else np.int64)
 
 
 def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
     """Labels as they are; texts by their order; numbers with fractions by bins of equally many samples."""
+    if values.dtype.kind == "U":
+        return np.unique(values, return_inverse=True)[1].astype(np.int64)
+    if values.dtype.kind not in "iubf":
+        raise TypeError(f"Expected labels to be numbers, or all of them texts, but got {values[0]!r}. {_HINT}")
+    if not np.isfinite(values).all():
+        raise ValueError(f"Expected labels to be finite, but got {values[~np.isfinite(values)][0]}. {_HINT}")
     labels = _as_labels(values)
     if labels is not None:
         return labels
-    if values.dtype.kind == "U":
-        names, classes = np.unique(values, return_inverse=True)
-        if names.size == values.size > 1:
-            raise ValueError(
-                f"Expected texts that are labels, but got {values.size} different ones such as {str(names[0])!r:.50}."
-                f" {_HINT}"
-            )
-        return classes.astype(np.int64)
     _log.info(
         "The targets are numbers with fractions, from %g to %g: their labels are %d bins of equally many samples."
         " Another division can be passed as `label_fn`.",
@@ -476,23 +364,16 @@ def _as_labels(values: npt.NDArray[Any]) -> IndexArray | None:
     return integers if values.dtype.kind != "f" or bool((integers == values).all()) else None
 
 
-def _as_label(value: Any, source: str) -> int | str:
-    if isinstance(value, str):
-        return str(value)
-    array = _as_array(value)
-    item = array.item() if array is not None and array.size == 1 else value
-    if not isinstance(item, int | float):
-        raise TypeError(f"Expected {source} to be a whole number or a text, but got {_described(value)}.")
-    if item != item // 1:
-        raise ValueError(f"Expected {source} to be a whole number, but got {item}. {_HINT}")
-    return int(item)
+def _plain(value: Any) -> Any:
+    """A tensor of one number, or a number of NumPy, as a number."""
+    return value.item() if isinstance(value, Tensor | np.generic | np.ndarray) else value
 
 
 def _as_groups(values: Any, length: int, source: str) -> npt.NDArray[Any]:
     """Groups as an array of integers or of strings."""
     array = _as_array(values)
     items = list(values) if array is None else array.tolist()
-    items = [item.item() if isinstance(item, Tensor | np.generic) else item for item in items]
+    items = [_plain(item) for item in items]
     if len(items) != length:
         raise ValueError(f"Expected {source} to have one group for each of {length} samples, but got {len(items)}.")
     if all(isinstance(item, str) for item in items):
@@ -509,4 +390,4 @@ def _described(value: Any) -> str:
     name = type(value).__name__
     if shape is not None:
         return f"{name} of shape {tuple(shape)} and type {getattr(value, 'dtype', '?')}"
-    return f"{name} of length {len(value)}" if isinstance(value, list | tuple) else name
+    return f"{name} of length {len(value)}" if hasattr(value, "__len__") else name

@@ -178,12 +178,35 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed)  # noqa: NPY002 - the user's data sets may use the global generator
     # `torch.manual_seed` walks the stack for every device that is not initialised, which small visits would feel.
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
-    if torch.xpu.is_initialized():  # type: ignore[no-untyped-call]
-        torch.xpu.manual_seed_all(seed)
-    if torch.backends.mps.is_available():
-        torch.mps.manual_seed(seed)
+    module = _device_module()
+    if module is not None:
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)
+
+
+def torch_generator_states() -> tuple[torch.Tensor, Any]:
+    """States of PyTorch's global generators: of the CPU, and of the accelerator (``None`` unless it is in use)."""
+    module = _device_module()
+    accelerator = None if module is None else getattr(module, "get_rng_state_all", module.get_rng_state)()
+    return torch.default_generator.get_state(), accelerator
+
+
+def restore_torch_generators(states: tuple[torch.Tensor, Any]) -> None:
+    """Restores what :func:`torch_generator_states` returned."""
+    cpu, accelerator = states
+    torch.default_generator.set_state(cpu)
+    module = _device_module()
+    if module is not None and accelerator is not None:
+        getattr(module, "set_rng_state_all", module.set_rng_state)(accelerator)
+
+
+def _device_module() -> Any:
+    """PyTorch's module of the accelerator (``torch.cuda``, ``torch.xpu``, ``torch.mps``); ``None`` unless in use."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return None
+    module: Any = torch.get_device_module(accelerator)
+    is_in_use = getattr(module, "is_initialized", torch.accelerator.is_available)
+    return module if is_in_use() else None
 
 
 @contextmanager
@@ -202,10 +225,7 @@ def seeded_generators(seed: int | None = None) -> Iterator[None]:
 
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's data sets may use it
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    xpu = torch.xpu.get_rng_state_all() if torch.xpu.is_initialized() else []  # type: ignore[no-untyped-call]
-    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    states = torch_generator_states()
     if seed is not None:
         seed_everything(seed)
     try:
@@ -213,13 +233,7 @@ def seeded_generators(seed: int | None = None) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
-        if xpu:
-            torch.xpu.set_rng_state_all(xpu)
-        if mps is not None:
-            torch.mps.set_rng_state(mps)
+        restore_torch_generators(states)
 
 
 class LazyClients(Mapping[Client, Any]):

@@ -1,7 +1,5 @@
 """Ready data sets: read from local files, or generated."""
 
-from lightning_fed.datasets.augment import CropAndFlip as CropAndFlip
-from lightning_fed.datasets.augment import FlipAndShift as FlipAndShift
 from lightning_fed.datasets.camvid import CamVid as CamVid
 from lightning_fed.datasets.cifar10 import CIFAR10 as CIFAR10
 from lightning_fed.datasets.femnist import FEMNIST as FEMNIST
@@ -19,9 +17,7 @@ __all__ = [
     "FEMNIST",
     "MNIST",
     "CamVid",
-    "CropAndFlip",
     "FashionMNIST",
-    "FlipAndShift",
     "Omniglot",
     "Shakespeare",
     "Shapes",

@@ -1,21 +1,23 @@
-"""Base class of the ready data modules: their loaders and their choice of samples."""
+"""Base classes of the ready data modules: their loaders, their choice of samples, and their files."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.data.arrays import ArrayDataset
+from lightning_fed.data.arrays import ArrayDataset, Augment
 
 Split = Literal["train", "val", "test"]
 
-_STREAMS: dict[Split, int] = {"train": 0, "val": 1, "test": 2}
+SPLITS: dict[Split, int] = {"train": 0, "val": 1, "test": 2}
 _NEEDED: dict[str | None, tuple[Split, ...]] = {
     "fit": ("train", "val"),
     "validate": ("val",),
@@ -52,31 +54,27 @@ class ArrayDataModule(LightningDataModule, ABC):
 
     def __init__(
         self,
-        *,
         class_names: Sequence[str],
-        batch_size: int,
-        eval_batch_size: int | None,
-        num_workers: int,
-        train_size: int | None,
-        val_size: int | None,
-        test_size: int | None,
-        seed: int,
+        *,
+        batch_size: int = 64,
+        eval_batch_size: int | None = None,
+        num_workers: int = 0,
+        train_size: int | None = None,
+        val_size: int | None = None,
+        test_size: int | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
-        check_count("batch_size", batch_size)
-        check_count("num_workers", num_workers, 0)
-        check_count("seed", seed, 0)
-        optional = (("eval_batch_size", eval_batch_size, 1), ("train_size", train_size, 1), ("val_size", val_size, 0),
-                    ("test_size", test_size, 0))  # fmt: skip
-        for name, value, lowest in optional:
-            if value is not None:
-                check_count(name, value, lowest)
-        self.class_names = tuple(class_names)
-        self.batch_size = batch_size
-        self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
-        self.num_workers = num_workers
-        self.seed = seed
         self._sizes: dict[Split, int | None] = {"train": train_size, "val": val_size, "test": test_size}
+        self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
+        self.batch_size = check_count("batch_size", batch_size)
+        check_count("eval_batch_size", self.eval_batch_size)
+        self.num_workers = check_count("num_workers", num_workers, 0)
+        self.seed = check_count("seed", seed, 0)
+        for split, size in self._sizes.items():
+            if size is not None:
+                check_count(f"{split}_size", size, int(split == "train"))
+        self.class_names = tuple(class_names)
         self._datasets: dict[Split, ArrayDataset] = {}
 
     @abstractmethod
@@ -121,19 +119,19 @@ class ArrayDataModule(LightningDataModule, ABC):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled training batches."""
-        return self._loader("train", self.batch_size, shuffle=True)
+        return self._loader(self.train_dataset, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Validation batches in order; if there are none, Lightning says so and skips the validation."""
-        return self._loader("val", self.eval_batch_size)
+        return self._loader(self.val_dataset, self.eval_batch_size)
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Test batches in order."""
-        return self._loader("test", self.eval_batch_size)
+        return self._loader(self.test_dataset, self.eval_batch_size)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Test batches in order."""
-        return self._loader("test", self.eval_batch_size)
+        return self.test_dataloader()
 
     def subset(self, split: Split, candidates: np.ndarray) -> np.ndarray:
         """The subset of a split with `train_size`, `val_size` or `test_size` samples.
@@ -176,7 +174,7 @@ class ArrayDataModule(LightningDataModule, ABC):
         return validation if split == "val" else self.subset("train", np.setdiff1d(all_positions, validation))
 
     def _shuffled(self, split: Split, num_samples: int) -> np.ndarray:
-        generator = np.random.default_rng(np.random.SeedSequence([self.seed, _STREAMS[split]]))
+        generator = np.random.default_rng(np.random.SeedSequence([self.seed, SPLITS[split]]))
         return generator.permutation(num_samples)
 
     def _dataset(self, split: Split) -> ArrayDataset:
@@ -184,11 +182,65 @@ class ArrayDataModule(LightningDataModule, ABC):
             self._datasets[split] = self.load_split(split)
         return self._datasets[split]
 
-    def _loader(self, split: Split, batch_size: int, *, shuffle: bool = False) -> DataLoader[Any]:
+    def _loader(self, dataset: ArrayDataset, batch_size: int, *, shuffle: bool = False) -> DataLoader[Any]:
         return DataLoader(
-            self._dataset(split),
+            dataset,
             batch_size=batch_size,
             shuffle=shuffle,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
         )
+
+
+class FileDataModule(ArrayDataModule):
+    """A data module that reads files (abstract: subclasses implement `load_split`).
+
+    Args:
+        data_dir: Folder with the files.
+        class_names: Name of each class.
+        normalize: Subtract the training images' mean and divide by their standard deviation; else [0, 1].
+        **options: Arguments of `ArrayDataModule`: `batch_size`, `eval_batch_size`, `num_workers`, `train_size`,
+            `val_size`, `test_size` and `seed`.
+    """
+
+    augment = False
+    _mean: float | tuple[float, ...]
+    _std: ClassVar[float | tuple[float, ...]]
+
+    def __init__(
+        self, data_dir: str | Path, class_names: Sequence[str], *, normalize: bool = True, **options: Any
+    ) -> None:
+        super().__init__(class_names, **options)
+        self.data_dir = Path(data_dir)
+        self.normalize = normalize
+
+    def make_dataset(
+        self, split: Split, inputs: Tensor, targets: Tensor, groups: np.ndarray | None = None
+    ) -> ArrayDataset:
+        """A data set with the normalisation, and in training with the augmentation, that were asked for.
+
+        Args:
+            split: The split.
+            inputs: Inputs, shape (N, C, H, W).
+            targets: Classes (N,) or masks (N, H, W).
+            groups: Natural client of each sample, shape (N,).
+        """
+        return ArrayDataset(
+            inputs,
+            targets,
+            groups=groups,
+            mean=self._mean if self.normalize else None,
+            std=self._std if self.normalize else None,
+            augment=self._augmentation() if self.augment and split == "train" else None,
+        )
+
+    def _augmentation(self) -> Augment:
+        return random_flip()
+
+
+def random_flip() -> Augment:
+    """Mirrors half of all samples left and right."""
+    from torchvision.transforms import v2  # slow to import: only for those who use it
+
+    flip: Augment = v2.RandomHorizontalFlip()
+    return flip

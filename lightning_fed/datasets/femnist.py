@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from lightning_fed.argument_checks import check_option, check_share
 from lightning_fed.data.arrays import ArrayDataset
-from lightning_fed.datasets.array_module import ArrayDataModule, Split
+from lightning_fed.datasets.array_module import FileDataModule, Split
 from lightning_fed.datasets.file_readers import find_file, read_npz
 
 _NAMES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
-_MEAN, _STD = 0.9612, 0.1655  # of the training images as stored, black on white
 _INSTRUCTIONS = (
     "Make it from LEAF (https://github.com/TalwalkarLab/leaf) with the arrays that `help(FEMNIST)` lists, "
     "or pass `data_dir` as the folder that has it."
 )
 
 
-class FEMNIST(ArrayDataModule):
+class FEMNIST(FileDataModule):
     """FEMNIST of the LEAF benchmark: 28 x 28 characters of 62 classes, with the writer of each as natural client.
 
     Read from `femnist/femnist_writers.npz` under `data_dir`, or the same file in `data_dir` itself. Arrays: `images`
@@ -36,16 +36,10 @@ class FEMNIST(ArrayDataModule):
         data_dir: Folder that holds the file, or the file.
         invert: White on black, as in MNIST.
         test_writers: Test on new samples of the writers in training (`"seen"`), or on other writers (`"unseen"`).
-        batch_size: Images in a training batch.
-        eval_batch_size: Images in a batch of validation or test; None means `batch_size`.
-        num_workers: Worker processes of each loader.
         val_fraction: Share of each writer's training samples held out for validation, in [0, 1).
-        train_size: Number of training samples to keep, a random subset over all writers; None keeps all that are
-            not held out.
-        val_size: Number of validation samples to keep, a random subset; None keeps all.
-        test_size: Number of test samples to keep, a random subset; None keeps all.
-        normalize: Subtract the mean of the training images and divide by their standard deviation; else [0, 1].
-        seed: Seed of the held-out samples and of the subsets. It is not the seed of the training.
+        batch_size: Images in a training batch.
+        **options: `normalize`, and `eval_batch_size`, `num_workers`, `train_size` (a random subset over all writers),
+            `val_size`, `test_size` and `seed` of `ArrayDataModule`.
 
     Raises:
         FileNotFoundError: In `setup`, if the file is missing.
@@ -57,41 +51,24 @@ class FEMNIST(ArrayDataModule):
         (62, 'A')
     """
 
+    _std = 0.1655  # of the training images as stored, black on white, whose mean is 0.9612
+
     def __init__(
         self,
         data_dir: str | Path,
         *,
         invert: bool = False,
         test_writers: Literal["seen", "unseen"] = "seen",
-        batch_size: int = 20,
-        eval_batch_size: int | None = None,
-        num_workers: int = 0,
         val_fraction: float = 0.1,
-        train_size: int | None = None,
-        val_size: int | None = None,
-        test_size: int | None = None,
-        normalize: bool = True,
-        seed: int = 0,
+        batch_size: int = 20,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            class_names=_NAMES,
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            num_workers=num_workers,
-            train_size=train_size,
-            val_size=val_size,
-            test_size=test_size,
-            seed=seed,
-        )
-        if not 0 <= val_fraction < 1:
-            raise ValueError(f"Expected `val_fraction` to be in [0, 1), but got {val_fraction}.")
-        if test_writers not in ("seen", "unseen"):
-            raise ValueError(f"Expected `test_writers` to be 'seen' or 'unseen', but got {test_writers!r}.")
-        self.data_dir = Path(data_dir)
+        super().__init__(data_dir, _NAMES, batch_size=batch_size, **options)
+        check_option("test_writers", test_writers, ("seen", "unseen"))
         self.invert = invert
         self.test_writers = test_writers
-        self.val_fraction = val_fraction
-        self.normalize = normalize
+        self.val_fraction = check_share("val_fraction", val_fraction)
+        self._mean = 1 - 0.9612 if invert else 0.9612
 
     def load_split(self, split: Split) -> ArrayDataset:
         """Reads one split.
@@ -112,12 +89,11 @@ class FEMNIST(ArrayDataModule):
             candidates = training[is_held_out if split == "val" else ~is_held_out]
         chosen = self.subset(split, candidates)
         images = arrays["images"][chosen]
-        return ArrayDataset(
+        return self.make_dataset(
+            split,
             torch.from_numpy(255 - images if self.invert else images).unsqueeze(1),
             torch.from_numpy(arrays["label"][chosen]),
-            groups=arrays["writer_names"][arrays["writer"][chosen]],
-            mean=(1 - _MEAN if self.invert else _MEAN) if self.normalize else None,
-            std=_STD if self.normalize else None,
+            arrays["writer_names"][arrays["writer"][chosen]],
         )
 
     def _is_held_out(self, writers: np.ndarray) -> np.ndarray:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import io
-import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -36,29 +34,6 @@ def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str
             return root / candidate
     paths = " or ".join(f"`{candidate}`" for candidate in candidates)
     raise FileNotFoundError(f"Expected {paths} under `data_dir` ({root.absolute()}), but found none. {instructions}")
-
-
-def read_idx(path: Path) -> np.ndarray:
-    """Reads an array of unsigned bytes in the idx format (http://yann.lecun.com/exdb/mnist/), gzipped or not.
-
-    Args:
-        path: The file; it is unpacked in memory if its name ends in `.gz`.
-
-    Returns:
-        The array, uint8.
-
-    Raises:
-        ValueError: If the file is not an idx file of bytes, or is cut short.
-    """
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    # Two zero bytes, the type (8 is unsigned byte), the number of axes; then the length of each axis, big-endian.
-    if len(content) < 4 or content[:3] != b"\x00\x00\x08" or len(content) < 4 + 4 * content[3]:
-        raise ValueError(f"Expected {path} to be an idx file of unsigned bytes, but it begins with {content[:4]!r}.")
-    shape = struct.unpack(f">{content[3]}I", content[4 : 4 + 4 * content[3]])
-    values = np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape))
-    if values.size != np.prod(shape, dtype=np.int64):
-        raise ValueError(f"Expected {path} to hold an array of shape {shape}, but it has {values.size} bytes of data.")
-    return values.reshape(shape).copy()
 
 
 def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
@@ -116,13 +91,10 @@ def resize_masks(masks: np.ndarray, image_size: tuple[int, int] | None) -> Tenso
     Returns:
         The masks, uint8, shape (N, H, W).
     """
-    if image_size is not None and image_size != masks.shape[1:]:
-        # The pixel of the old grid below the centre of each pixel of the new one.
-        rows, columns = (
-            ((2 * np.arange(new) + 1) * old) // (2 * new) for new, old in zip(image_size, masks.shape[1:], strict=True)
-        )
-        masks = masks[:, rows[:, None], columns[None, :]]
-    return torch.from_numpy(np.ascontiguousarray(masks))
+    if image_size is not None and len(masks):
+        size, nearest = image_size[::-1], Image.Resampling.NEAREST
+        masks = np.stack([np.asarray(Image.fromarray(mask).resize(size, nearest)) for mask in masks])
+    return torch.from_numpy(masks)
 
 
 def split_bytes(content: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> Iterable[bytes]:

@@ -2,126 +2,63 @@
 
 from __future__ import annotations
 
-import importlib
+import gzip
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_fed.data.arrays import ArrayDataset
-from lightning_fed.datasets.array_module import ArrayDataModule, Split
-from lightning_fed.datasets.augment import CropAndFlip
-from lightning_fed.datasets.file_readers import find_file, read_idx
-
-_PREFIXES: dict[Split, str] = {"train": "train", "val": "train", "test": "t10k"}
+from lightning_fed.data.arrays import Augment
+from lightning_fed.datasets.array_module import Split
+from lightning_fed.datasets.file_readers import find_file
+from lightning_fed.datasets.torchvision_images import TorchvisionImages
 
 
-class IdxDataModule(ArrayDataModule):
-    """A data set of four idx files (abstract: see `MNIST` and `FashionMNIST`).
+class _IdxImages(TorchvisionImages):
+    """Four idx files in `<data_dir>/<name of the data set>/raw/`, gzipped or unpacked."""
 
-    The files lie in `<data_dir>/<name of the data set>/raw/`, where torchvision puts them, gzipped or unpacked. They
-    are only read, so the folder may be read-only. There is no validation split: `val_size` training images, drawn at
-    random, are held out for it, and the test images are only for the test.
-
-    Args:
-        data_dir: Folder that holds the data set's own folder.
-        download: Fetch missing files into `data_dir` with torchvision (needs a network).
-        batch_size: Images in a training batch.
-        eval_batch_size: Images in a batch of validation or test; None means `batch_size`.
-        num_workers: Worker processes of each loader.
-        train_size: Number of training images to keep, a random subset; None keeps all that are not held out.
-        val_size: Number of training images held out for validation; 0 trains on all and validates on none.
-        test_size: Number of test images to keep, a random subset; None keeps all.
-        normalize: Subtract the mean of the training images and divide by their standard deviation; else [0, 1].
-        augment: Cut out a random part of each training image and mirror it at random
-            (:class:`~lightning_fed.datasets.CropAndFlip`), as the program of FedFusion does, also of digits. A
-            partition's own changes, such as a permutation of the pixels, come after it.
-        seed: Seed of the held-out images and of the subsets. It is not the seed of the training.
-
-    Raises:
-        FileNotFoundError: In `setup`, if a file is missing.
-        ValueError: If a number is out of its range, or a file is not an idx file.
-    """
-
-    _folder: ClassVar[str]
-    _names: ClassVar[tuple[str, ...]]
-    _mean: ClassVar[float]
-    _std: ClassVar[float]
-
-    def __init__(
-        self,
-        data_dir: str | Path,
-        *,
-        download: bool = False,
-        batch_size: int = 64,
-        eval_batch_size: int | None = None,
-        num_workers: int = 0,
-        train_size: int | None = None,
-        val_size: int = 5000,
-        test_size: int | None = None,
-        normalize: bool = True,
-        augment: bool = False,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            class_names=self._names,
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            num_workers=num_workers,
-            train_size=train_size,
-            val_size=val_size,
-            test_size=test_size,
-            seed=seed,
-        )
-        self.data_dir = Path(data_dir)
-        self.download = download
-        self.normalize = normalize
-        self.augment = augment
-
-    def prepare_data(self) -> None:
-        """Downloads missing files, if `download` is set."""
-        if not self.download:
-            return
-        try:
-            for split in ("train", "test"):
-                self._find(split, "images-idx3"), self._find(split, "labels-idx1")
-        except FileNotFoundError:
-            # Imported here, because only the download needs torchvision.
-            datasets = importlib.import_module("torchvision.datasets")
-            getattr(datasets, self._folder)(str(self.data_dir), download=True)
-
-    def load_split(self, split: Split) -> ArrayDataset:
-        """Reads the images and labels of one split.
-
-        Args:
-            split: The split.
-
-        Returns:
-            Images (N, 1, 28, 28) and classes (N,).
-        """
-        images, labels = read_idx(self._find(split, "images-idx3")), read_idx(self._find(split, "labels-idx1"))
-        all_positions = np.arange(len(labels))
-        chosen = self.subset("test", all_positions) if split == "test" else self.held_out(split, len(labels))
-        return ArrayDataset(
-            torch.from_numpy(images[chosen]).unsqueeze(1),
-            torch.from_numpy(labels[chosen]),
-            mean=self._mean if self.normalize else None,
-            std=self._std if self.normalize else None,
-            augment=CropAndFlip() if self.augment and split == "train" else None,
-        )
-
-    def _find(self, split: Split, kind: str) -> Path:
-        name = f"{self._folder}/raw/{_PREFIXES[split]}-{kind}-ubyte"
+    def find_files(self, split: Split) -> list[Path]:
+        """The files of a split: images and labels."""
+        prefix = "t10k" if split == "test" else "train"
+        names = [f"{self._source}/raw/{prefix}-{kind}-ubyte" for kind in ("images-idx3", "labels-idx1")]
         instructions = "Pass `download=True` to fetch it with torchvision, or `data_dir` as the folder that has it."
-        return find_file(self.data_dir, [name, f"{name}.gz"], instructions)
+        return [find_file(self.data_dir, [name, f"{name}.gz"], instructions) for name in names]
+
+    def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:
+        """Classes of the images, and a function that gives some."""
+        images, labels = map(_read_idx, self.find_files(split))
+        return labels, lambda chosen: images[torch.from_numpy(chosen)].unsqueeze(1)
+
+    def _augmentation(self) -> Augment:
+        from torchvision.transforms import v2  # slow to import: only for those who use it
+
+        change: Augment = v2.Compose([v2.RandomResizedCrop(28), v2.RandomHorizontalFlip()])
+        return change
 
 
-class MNIST(IdxDataModule):
+def _read_idx(path: Path) -> Tensor:
+    from torchvision.datasets.mnist import read_sn3_pascalvincent_tensor
+
+    try:
+        with TemporaryDirectory() as folder:
+            unpacked = path
+            if path.suffix == ".gz":  # torchvision reads unpacked files, and the folder may be read-only
+                unpacked = Path(folder) / path.stem
+                unpacked.write_bytes(gzip.decompress(path.read_bytes()))
+            values: Tensor = read_sn3_pascalvincent_tensor(str(unpacked))
+    except (AssertionError, LookupError, ValueError) as error:
+        raise ValueError(f"Expected {path} to be an idx file, but it is another one or cut short.") from error
+    return values
+
+
+class MNIST(_IdxImages):
     """Handwritten digits: 60,000 training and 10,000 test images, 28 x 28, white on black, 10 classes.
 
-    Takes the arguments of `IdxDataModule`: `data_dir`, `download`, `batch_size`, `eval_batch_size`, `num_workers`,
-    `train_size`, `val_size=5000`, `test_size`, `normalize`, `augment` and `seed`. The files are
+    Takes the arguments of `TorchvisionImages`; `augment` cuts out a random part of an image and mirrors it at random,
+    as the program of FedFusion does, also of digits. The files are
     `<data_dir>/MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte`, gzipped or not.
 
     Source: Y. LeCun, C. Cortes and C. Burges, http://yann.lecun.com/exdb/mnist/.
@@ -132,16 +69,16 @@ class MNIST(IdxDataModule):
         (10, ('0', '1', '2'))
     """
 
-    _folder = "MNIST"
+    _source = "MNIST"
     _names = tuple("0123456789")
     _mean, _std = 0.1307, 0.3081
 
 
-class FashionMNIST(IdxDataModule):
+class FashionMNIST(_IdxImages):
     """Zalando's articles: 60,000 training and 10,000 test images, 28 x 28, white on black, 10 classes of equal size.
 
-    Takes the arguments of `IdxDataModule`: `data_dir`, `download`, `batch_size`, `eval_batch_size`, `num_workers`,
-    `train_size`, `val_size=5000`, `test_size`, `normalize`, `augment` and `seed`. The files are
+    Takes the arguments of `TorchvisionImages`; `augment` cuts out a random part of an image and mirrors it at random,
+    as the program of FedFusion does, also of digits. The files are
     `<data_dir>/FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte`, gzipped or not.
 
     Source: H. Xiao, K. Rasul and R. Vollgraf, https://github.com/zalandoresearch/fashion-mnist (MIT licence).
@@ -152,7 +89,7 @@ class FashionMNIST(IdxDataModule):
         (10, 'Ankle boot')
     """
 
-    _folder = "FashionMNIST"
+    _source = "FashionMNIST"
     _names = (
         "T-shirt/top",
         "Trouser",

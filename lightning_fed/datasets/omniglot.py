@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_fed.argument_checks import check_count
+from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.data.arrays import ArrayDataset
-from lightning_fed.datasets.array_module import ArrayDataModule, Split
+from lightning_fed.datasets.array_module import SPLITS, FileDataModule, Split
 from lightning_fed.datasets.file_readers import decode_images, find_file, read_npz
 
 # Alphabet: number of its characters.
@@ -34,14 +33,13 @@ _EVALUATION = {
     "Tibetan": 42, "ULOG": 26,
 }  # fmt: skip
 _DRAWERS = 20
-_MEAN, _STD = 0.0781, 0.2576  # of the background set
 _INSTRUCTIONS = (
     "Pass `download=True` to fetch the folders with torchvision, make the file with the arrays that `help(Omniglot)` "
     "lists, or pass `data_dir` as the folder that has one of them."
 )
 
 
-class Omniglot(ArrayDataModule):
+class Omniglot(FileDataModule):
     """Omniglot: 28 x 28 images of characters, white on black; many classes with few images each.
 
     The background set has 964 characters of 30 alphabets: the classes. Everyone of the 20 people who drew an alphabet
@@ -73,13 +71,8 @@ class Omniglot(ArrayDataModule):
         test_drawers: Number of drawers of every alphabet for the test: the last of the 20.
         group_by: Natural clients: a person with an alphabet (`"drawer"`), or an alphabet (`"alphabet"`).
         batch_size: Images in a training batch.
-        eval_batch_size: Images in a batch of validation, test or retrieval; None means `batch_size`.
-        num_workers: Worker processes of each loader.
-        train_size: Number of training images to keep, a random subset; None keeps all. A small one loses classes.
-        val_size: Number of validation images to keep, a random subset; None keeps all.
-        test_size: Number of test images to keep, a random subset; None keeps all.
-        normalize: Subtract the mean of the background images and divide by their standard deviation; else [0, 1].
-        seed: Seed of the subsets. It is not the seed of the training.
+        **options: `normalize`, and `eval_batch_size` (also of retrieval), `num_workers`, `train_size` (a small one
+            loses classes), `val_size`, `test_size` and `seed` of `ArrayDataModule`.
 
     Attributes:
         retrieval_class_names: Name of each class of the evaluation set.
@@ -94,6 +87,8 @@ class Omniglot(ArrayDataModule):
         (964, 'Tifinagh/character55', 659)
     """
 
+    _mean, _std = 0.0781, 0.2576  # of the background set
+
     def __init__(
         self,
         data_dir: str | Path,
@@ -103,24 +98,9 @@ class Omniglot(ArrayDataModule):
         test_drawers: int = 4,
         group_by: Literal["drawer", "alphabet"] = "drawer",
         batch_size: int = 32,
-        eval_batch_size: int | None = None,
-        num_workers: int = 0,
-        train_size: int | None = None,
-        val_size: int | None = None,
-        test_size: int | None = None,
-        normalize: bool = True,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            class_names=_names(_BACKGROUND),
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            num_workers=num_workers,
-            train_size=train_size,
-            val_size=val_size,
-            test_size=test_size,
-            seed=seed,
-        )
+        super().__init__(data_dir, _names(_BACKGROUND), batch_size=batch_size, **options)
         check_count("val_drawers", val_drawers, 0)
         check_count("test_drawers", test_drawers, 0)
         if val_drawers + test_drawers >= _DRAWERS:
@@ -128,14 +108,11 @@ class Omniglot(ArrayDataModule):
                 f"Expected `val_drawers` + `test_drawers` to leave some of the {_DRAWERS} drawers to train on, but got"
                 f" {val_drawers} + {test_drawers}."
             )
-        if group_by not in ("drawer", "alphabet"):
-            raise ValueError(f"Expected `group_by` to be 'drawer' or 'alphabet', but got {group_by!r}.")
-        self.data_dir = Path(data_dir)
+        check_option("group_by", group_by, ("drawer", "alphabet"))
         self.download = download
         self.val_drawers = val_drawers
         self.test_drawers = test_drawers
         self.group_by = group_by
-        self.normalize = normalize
         self.retrieval_class_names = _names(_EVALUATION)
         self._retrieval: ArrayDataset | None = None
 
@@ -147,8 +124,8 @@ class Omniglot(ArrayDataModule):
             try:
                 self._find(is_background)
             except FileNotFoundError:
-                # Imported here, because only the download needs torchvision.
-                datasets = importlib.import_module("torchvision.datasets")
+                from torchvision import datasets  # slow to import: only for those who use it
+
                 datasets.Omniglot(str(self.data_dir), background=is_background, download=True)
 
     def load_split(self, split: Split) -> ArrayDataset:
@@ -161,14 +138,9 @@ class Omniglot(ArrayDataModule):
             Images (N, 1, 28, 28), classes (N,) from 0 to 963, and groups, such as `"Greek/07"` or `"Greek"`.
         """
         first_val, first_test = _DRAWERS - self.val_drawers - self.test_drawers + 1, _DRAWERS - self.test_drawers + 1
-        first, end = {
-            "train": (1, first_val),
-            "val": (first_val, first_test),
-            "test": (first_test, _DRAWERS + 1),
-        }[split]
         drawings = self._read(is_background=True)
-        candidates = np.flatnonzero((drawings.drawers >= first) & (drawings.drawers < end))
-        return self._dataset_of(drawings, self.subset(split, candidates))
+        splits = np.digitize(drawings.drawers, [first_val, first_test])
+        return self._dataset_of(drawings, self.subset(split, np.flatnonzero(splits == SPLITS[split])))
 
     @property
     def retrieval_dataset(self) -> ArrayDataset:
@@ -184,12 +156,7 @@ class Omniglot(ArrayDataModule):
         Returns:
             Batches of images (B, 1, 28, 28) and classes (B,) from 964 to 1622.
         """
-        return DataLoader(
-            self.retrieval_dataset,
-            batch_size=self.eval_batch_size,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-        )
+        return self._loader(self.retrieval_dataset, self.eval_batch_size)
 
     def _dataset_of(self, drawings: _Drawings, chosen: np.ndarray) -> ArrayDataset:
         names = (*self.class_names, *self.retrieval_class_names)
@@ -197,12 +164,11 @@ class Omniglot(ArrayDataModule):
         alphabets = [names[label].partition("/")[0] for label in labels]
         if self.group_by == "drawer":
             alphabets = [f"{name}/{drawer:02d}" for name, drawer in zip(alphabets, drawers, strict=True)]
-        return ArrayDataset(
+        return self.make_dataset(
+            "test",  # no augmentation
             drawings.images_of(chosen),
             torch.from_numpy(labels.astype(np.int64)),
-            groups=np.array(alphabets, dtype=np.str_),
-            mean=_MEAN if self.normalize else None,
-            std=_STD if self.normalize else None,
+            np.array(alphabets, dtype=np.str_),
         )
 
     def _find(self, is_background: bool) -> Path:

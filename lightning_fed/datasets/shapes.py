@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from lightning_fed.argument_checks import check_count
+from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.data.arrays import ArrayDataset, Augment
-from lightning_fed.datasets.array_module import ArrayDataModule, Split
-from lightning_fed.datasets.augment import FlipAndShift
+from lightning_fed.datasets.array_module import SPLITS, ArrayDataModule, Split, random_flip
 from lightning_fed.datasets.scenes import SHAPES, render_scene
 
 _MEAN, _STD = 0.47, 0.22
-_STREAMS: dict[Split, int] = {"train": 0, "val": 1, "test": 2}
 
 
 class ShapesDataset(ArrayDataset):
@@ -70,7 +68,7 @@ class ShapesDataset(ArrayDataset):
         images = np.empty((num_samples, 3, image_size, image_size), dtype=np.uint8)
         masks = np.empty((num_samples, image_size, image_size), dtype=np.uint8)
         for index in range(num_samples):
-            rng = np.random.default_rng(np.random.SeedSequence([seed, _STREAMS[split], index]))
+            rng = np.random.default_rng(np.random.SeedSequence([seed, SPLITS[split], index]))
             images[index], masks[index] = render_scene(rng, image_size, dominant)
         targets = masks if task == "segmentation" else _dominant_labels(masks)
         super().__init__(
@@ -98,9 +96,7 @@ class Shapes(ArrayDataModule):
         task: Whether the targets are masks (`"segmentation"`) or labels (`"classification"`).
         augment: Mirror training scenes at random.
         batch_size: Scenes in a training batch.
-        eval_batch_size: Scenes in a batch of validation or test; None means `batch_size`.
-        num_workers: Worker processes of each loader.
-        seed: Seed of the scenes. It is not the seed of the training.
+        **options: `eval_batch_size`, `num_workers` and `seed` (of the scenes) of `ArrayDataModule`.
 
     Raises:
         ValueError: If an option is out of its range.
@@ -123,24 +119,14 @@ class Shapes(ArrayDataModule):
         task: Literal["segmentation", "classification"] = "segmentation",
         augment: bool = False,
         batch_size: int = 16,
-        eval_batch_size: int | None = None,
-        num_workers: int = 0,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
         _check_options(image_size, dominant, task)
         check_count("num_train", num_train)
         if min(num_val, num_test) < 0:
             raise ValueError(f"Expected `num_val` and `num_test` to be at least 0, but got {num_val} and {num_test}.")
-        super().__init__(
-            class_names=SHAPES if task == "classification" else ("background", *SHAPES),
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            num_workers=num_workers,
-            train_size=None,
-            val_size=None,
-            test_size=None,
-            seed=seed,
-        )
+        names = SHAPES if task == "classification" else ("background", *SHAPES)
+        super().__init__(names, batch_size=batch_size, **options)
         self.num_scenes: dict[Split, int] = {"train": num_train, "val": num_val, "test": num_test}
         self.image_size = image_size
         self.dominant = dominant
@@ -163,7 +149,7 @@ class Shapes(ArrayDataModule):
             split=split,
             dominant=self.dominant,
             task=self.task,
-            augment=FlipAndShift() if self.augment and split == "train" else None,
+            augment=random_flip() if self.augment and split == "train" else None,
         )
 
 
@@ -171,12 +157,10 @@ def _check_options(image_size: int, dominant: float, task: str) -> None:
     check_count("image_size", image_size, 16)
     if not 0 <= dominant <= 1:
         raise ValueError(f"Expected `dominant` to be in [0, 1], but got {dominant}.")
-    if task not in ("segmentation", "classification"):
-        raise ValueError(f"Expected `task` to be 'segmentation' or 'classification', but got {task!r}.")
+    check_option("task", task, ("segmentation", "classification"))
 
 
 def _dominant_labels(masks: np.ndarray) -> np.ndarray:
     """The shape with the most pixels in each mask (N, H, W), from 0."""
-    counts = np.stack([(masks == shape).sum(axis=(1, 2)) for shape in range(1, len(SHAPES) + 1)], axis=1)
-    labels: np.ndarray = counts.argmax(axis=1)
-    return labels
+    counts = [np.bincount(mask.ravel(), minlength=len(SHAPES) + 1)[1:] for mask in masks]
+    return np.array([count.argmax() for count in counts], dtype=np.int64)

@@ -41,15 +41,11 @@ def encode_text(text: str, vocabulary: str) -> Tensor:
         tensor([1, 2, 0, 1])
 
     """
-    characters, known = (np.frombuffer(string.encode("utf-32-le"), np.uint32) for string in (text, vocabulary))
-    order = known.argsort()
-    codes = order[np.searchsorted(known, characters, sorter=order).clip(max=len(known) - 1)]
-    unknown = known[codes] != characters
-    if unknown.any():
-        if " " not in vocabulary:
-            raise ValueError("Expected `vocabulary` to have every character, or a space, but it has neither.")
-        codes[unknown] = vocabulary.index(" ")
-    return torch.from_numpy(codes)
+    numbers = {character: number for number, character in enumerate(vocabulary)}
+    codes = [numbers.get(character, numbers.get(" ", -1)) for character in text]
+    if -1 in codes:
+        raise ValueError("Expected `vocabulary` to have every character, or a space, but it has neither.")
+    return torch.tensor(codes, dtype=torch.int64)
 
 
 def decode_text(codes: Tensor, vocabulary: str) -> str:

@@ -7,8 +7,6 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.metrics.functional.discrepancy import (
@@ -18,9 +16,10 @@ from lightning_fed.metrics.functional.discrepancy import (
     classwise_maximum_mean_discrepancy,
     maximum_mean_discrepancy,
 )
+from lightning_fed.metrics.pooled_samples import PooledSamples
 
 
-class MaximumMeanDiscrepancy(Metric):
+class MaximumMeanDiscrepancy(PooledSamples):
     r"""Maximum mean discrepancy between the features of a model and those of a reference, as of central training.
 
     See :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy`. The kernel and its bandwidth are a
@@ -56,16 +55,7 @@ class MaximumMeanDiscrepancy(Metric):
 
     """
 
-    is_differentiable = False
     higher_is_better = False
-    full_state_update = False
-
-    # Flat, and labels as floats: a process without data then has an empty state of the same type and dimensions.
-    features: list[Tensor] | Tensor
-    reference: list[Tensor] | Tensor
-    labels: list[Tensor] | Tensor
-    reference_labels: list[Tensor] | Tensor
-    num_features: Tensor
 
     def __init__(
         self,
@@ -78,20 +68,19 @@ class MaximumMeanDiscrepancy(Metric):
         chunk_size: int = 1024,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(("features", "reference"), ("labels", "reference_labels"), **kwargs)
         check_option("estimator", estimator, get_args(Estimator))
         check_numbers(bandwidth, scales, chunk_size)
         if num_classes is not None:
             check_count("num_classes", num_classes)
         self.num_classes = num_classes
-        self.bandwidth: float | Bandwidth = bandwidth
-        self.estimator: Estimator = estimator
-        self.scales = tuple(scales)
-        self.squared = squared
-        self.chunk_size = chunk_size
-        for name in ("features", "reference", "labels", "reference_labels"):
-            self.add_state(name, [], dist_reduce_fx="cat")
-        self.add_state("num_features", torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
+        self._options: dict[str, Any] = {
+            "bandwidth": bandwidth,
+            "estimator": estimator,
+            "scales": tuple(scales),
+            "squared": squared,
+            "chunk_size": chunk_size,
+        }
 
     @torch.no_grad()
     def update(
@@ -114,9 +103,7 @@ class MaximumMeanDiscrepancy(Metric):
 
         """
         for name, values in (("features", features), ("reference", reference)):
-            width = int(self.num_features) or features.shape[-1]
-            if values.ndim != 2 or values.shape[1] != width:
-                raise ValueError(f"Expected `{name}` of shape (n, {width}), but got {tuple(values.shape)}.")
+            self.check_vectors(name, values, features.shape[-1])
         if self.num_classes is not None:
             self._check_type(self.num_classes)
             if labels is None:
@@ -126,32 +113,22 @@ class MaximumMeanDiscrepancy(Metric):
             for name, values, samples in pairs:
                 if values.shape != samples.shape[:1]:
                     raise ValueError(f"Expected `{name}` of shape ({len(samples)},), but got {tuple(values.shape)}.")
-            self._append("labels", labels)
-            self._append("reference_labels", reference_labels)
-        self._append("features", features)
-        self._append("reference", reference)
-        self.num_features = torch.full_like(self.num_features, features.shape[1])
+            self.append(labels=labels, reference_labels=reference_labels)
+        self.append(features=features, reference=reference)
 
     def compute(self) -> Tensor:
         """The discrepancy; NaN if there was no sample, or no class that both sets have."""
         width = int(self.num_features)
         if width == 0:
             return torch.tensor(torch.nan, dtype=self.dtype, device=self.device)
-        features, reference = self._gathered("features").view(-1, width), self._gathered("reference").view(-1, width)
-        options: dict[str, Any] = {
-            "bandwidth": self.bandwidth,
-            "estimator": self.estimator,
-            "scales": self.scales,
-            "squared": self.squared,
-            "chunk_size": self.chunk_size,
-        }
+        features, reference = self.gathered("features").view(-1, width), self.gathered("reference").view(-1, width)
         if self.num_classes is None:
-            value = maximum_mean_discrepancy(features, reference, **options)
+            value = maximum_mean_discrepancy(features, reference, **self._options)
             return value.to(self.dtype).to(self.device)
         self._check_type(self.num_classes)  # again: it may have been set since
-        labels, reference_labels = self._gathered("labels"), self._gathered("reference_labels")
+        labels, reference_labels = self.gathered("labels"), self.gathered("reference_labels")
         values = classwise_maximum_mean_discrepancy(
-            features, reference, labels, reference_labels, self.num_classes, **options
+            features, reference, labels, reference_labels, self.num_classes, **self._options
         )
         return values.nanmean().to(self.dtype).to(self.device)
 
@@ -162,9 +139,3 @@ class MaximumMeanDiscrepancy(Metric):
                 f"Expected a type that tells {num_classes} classes (`num_classes`) apart, but got {self.dtype}: labels"
                 " are kept in the metric's type."
             )
-
-    def _append(self, name: str, values: Tensor) -> None:
-        getattr(self, name).append(values.detach().to(self.dtype).flatten())
-
-    def _gathered(self, name: str) -> Tensor:
-        return dim_zero_cat(getattr(self, name))

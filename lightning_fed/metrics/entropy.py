@@ -10,13 +10,12 @@ from torch import Tensor
 from lightning_fed.argument_checks import check_option
 from lightning_fed.metrics.functional.entropy import Activation, feature_entropy, softmax_entropy
 from lightning_fed.model.label_maps import VoidLabel, resize_labels, void_label
-from lightning_fed.numerics.float64_states import Float64States
-from lightning_fed.numerics.precision import to_float64
+from lightning_fed.numerics.float64_states import Float64Mean
 
 Level = Literal["softmax", "feature"]
 
 
-class MeanEntropy(Float64States):
+class MeanEntropy(Float64Mean):
     r"""Mean entropy over all pixels: of the class probabilities, or of the features.
 
     See :func:`~lightning_fed.metrics.functional.softmax_entropy` (low where a model is confident) and
@@ -43,13 +42,7 @@ class MeanEntropy(Float64States):
 
     """
 
-    is_differentiable = False
     higher_is_better = None
-    full_state_update = False
-    float64_states = ("total", "count")
-
-    total: Tensor
-    count: Tensor
 
     def __init__(
         self,
@@ -67,8 +60,6 @@ class MeanEntropy(Float64States):
         self.activation: Activation = activation
         self.normalize = normalize
         self.ignore_index: VoidLabel = ignore_index
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     @torch.no_grad()
     def update(self, values: Tensor, labels: Tensor | None = None) -> None:
@@ -95,9 +86,4 @@ class MeanEntropy(Float64States):
             void = void_label(self.ignore_index, values.shape[1] if self.level == "softmax" else 1)
             if void is not None:
                 entropies = entropies[resize_labels(labels, entropies.shape[1:]) != void]
-        self.total = self.total + to_float64(entropies).sum()
-        self.count = self.count + entropies.numel()
-
-    def compute(self) -> Tensor:
-        """The mean; NaN if there was no pixel."""
-        return (self.total / self.count).to(self.dtype).to(self.device)
+        self.add(entropies)

@@ -6,14 +6,13 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.metrics.functional.retrieval import RetrievalMetric, check_r, mean_average_precision_at_r
+from lightning_fed.metrics.pooled_samples import PooledSamples
 
 
-class MeanAveragePrecisionAtR(Metric):
+class MeanAveragePrecisionAtR(PooledSamples):
     r"""MAP@R of the embeddings of labelled images, each of which is searched for among all the others.
 
     .. math:: \mathrm{MAP@R} = \frac{1}{Q} \sum_q \frac{1}{R} \sum_{i=1}^{R} \mathrm{rel}_i
@@ -44,14 +43,7 @@ class MeanAveragePrecisionAtR(Metric):
 
     """
 
-    is_differentiable = False
     higher_is_better = True
-    full_state_update = False
-
-    # Flat, and labels as floats: a process without data then has an empty state of the same type and dimensions.
-    embeddings: list[Tensor] | Tensor
-    labels: list[Tensor] | Tensor
-    num_features: Tensor
 
     def __init__(
         self,
@@ -61,15 +53,12 @@ class MeanAveragePrecisionAtR(Metric):
         chunk_size: int = 1024,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(("embeddings",), ("labels",), **kwargs)
         check_r(r)
         check_option("metric", metric, get_args(RetrievalMetric))
         self.r: int | Literal["relevant"] = r
         self.metric: RetrievalMetric = metric
         self.chunk_size = check_count("chunk_size", chunk_size)
-        self.add_state("embeddings", [], dist_reduce_fx="cat")
-        self.add_state("labels", [], dist_reduce_fx="cat")
-        self.add_state("num_features", torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
 
     @torch.no_grad()
     def update(self, embeddings: Tensor, labels: Tensor) -> None:
@@ -83,24 +72,19 @@ class MeanAveragePrecisionAtR(Metric):
             ValueError: If shapes do not fit, or a label is no such number.
 
         """
-        width = int(self.num_features) or embeddings.shape[-1]
-        if embeddings.ndim != 2 or embeddings.shape[1] != width:
-            raise ValueError(f"Expected `embeddings` of shape (n, {width}), but got {tuple(embeddings.shape)}.")
+        self.check_vectors("embeddings", embeddings, embeddings.shape[-1])
         if labels.shape != embeddings.shape[:1]:
             raise ValueError(f"Expected `labels` of shape ({len(embeddings)},), but got {tuple(labels.shape)}.")
         kept = labels.to(self.dtype)
         if labels.is_floating_point() or not bool((kept.long() == labels).all()):
             raise ValueError(f"Expected `labels` to be integers that {self.dtype} holds exactly, but got {labels}.")
-        for name, values in (("embeddings", embeddings.detach().to(self.dtype).flatten()), ("labels", kept)):
-            getattr(self, name).append(values)
-        self.num_features = torch.full_like(self.num_features, width)
+        self.append(embeddings=embeddings, labels=kept)
 
     def compute(self) -> Tensor:
         """MAP@R; NaN if there was no image, none counts, or an embedding is not finite."""
         width = int(self.num_features)
         if width == 0:
             return torch.tensor(torch.nan, dtype=self.dtype, device=self.device)
-        embeddings = dim_zero_cat(self.embeddings).view(-1, width)
-        labels = dim_zero_cat(self.labels).long()
+        embeddings, labels = self.gathered("embeddings").view(-1, width), self.gathered("labels").long()
         value = mean_average_precision_at_r(embeddings, labels, self.r, metric=self.metric, chunk_size=self.chunk_size)
         return value.to(self.device, self.dtype)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.functional.classification import multiclass_stat_scores, multilabel_stat_scores
 
 from lightning_fed.argument_checks import check_count, check_option
 
@@ -46,11 +47,7 @@ class SegmentationScores(Metric):
 
     higher_is_better = True
     full_state_update = False
-    both: Tensor
-    predicted: Tensor
-    true: Tensor
-    right: Tensor
-    total: Tensor
+    counts: Tensor  # of pixels, a row for each class: true and false positives, true and false negatives, class size
 
     def __init__(
         self,
@@ -70,10 +67,7 @@ class SegmentationScores(Metric):
             raise ValueError(f"Expected `class_names` to differ from one another, but got {list(class_names)}.")
         self.mode, self.ignore_index, self.per_class = mode, ignore_index, per_class
         self.class_names = tuple(class_names or map(str, range(num_classes)))
-        for name in ("both", "predicted", "true"):
-            self.add_state(name, torch.zeros(num_classes, dtype=torch.int64), dist_reduce_fx="sum")
-        for name in ("right", "total"):
-            self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("counts", torch.zeros(num_classes, 5, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, target: Tensor) -> None:
         """Adds a batch.
@@ -87,48 +81,36 @@ class SegmentationScores(Metric):
             ValueError: If, in the other modes, a target is neither 0 nor 1 nor ignored.
 
         """
+        options: dict[str, Any] = {"average": "none", "ignore_index": self.ignore_index, "validate_args": False}
         if self.mode == "multiclass":
-            prediction = logits.argmax(1)
-            is_valid = torch.ones_like(target, dtype=torch.bool)
-            if self.ignore_index is not None:
-                is_valid = target != self.ignore_index
-            truth, prediction = target[is_valid].long(), prediction[is_valid]
-            is_right = truth == prediction
-            self.both += torch.bincount(truth[is_right], minlength=self.num_classes)
-            self.true += torch.bincount(truth, minlength=self.num_classes)
-            self.predicted += torch.bincount(prediction, minlength=self.num_classes)
-        else:
-            target = target.reshape(logits.shape)
-            is_valid = torch.ones_like(target, dtype=torch.bool)
-            if self.ignore_index is not None:
-                is_valid = target != self.ignore_index
-            known = ~is_valid | (target == 0) | (target == 1)
-            if not bool(known.all()):
-                found = int(target[~known].flatten()[0])
-                raise ValueError(
-                    f"Expected masks of 0 and 1, or {self.ignore_index} where a pixel is ignored, with"
-                    f" mode={self.mode!r}, but got {found}. Masks of 0 and 255 become such by `mask > 0`."
-                )
-            truth, positive = (target == 1) & is_valid, (logits > 0) & is_valid
-            self.both += (truth & positive).movedim(1, 0).flatten(1).sum(1)
-            self.true += truth.movedim(1, 0).flatten(1).sum(1)
-            self.predicted += positive.movedim(1, 0).flatten(1).sum(1)
-            is_right = (truth == positive)[is_valid]
-        self.right += is_right.sum()
-        self.total += is_right.numel()
+            self.counts += multiclass_stat_scores(logits, target, self.num_classes, **options)
+            return
+        target = target.reshape(logits.shape)
+        unknown = target[(target != 0) & (target != 1) & (target != self.ignore_index)]
+        if len(unknown):
+            raise ValueError(
+                f"Expected masks of 0 and 1, or {self.ignore_index} where a pixel is ignored, with mode={self.mode!r},"
+                f" but got {int(unknown[0])}. Masks of 0 and 255 become such by `mask > 0`."
+            )
+        counts = multilabel_stat_scores((logits > 0).long(), target.long(), self.num_classes, **options)
+        self.counts += counts.reshape(self.num_classes, 5)
 
     def compute(self) -> dict[str, Tensor]:
         """Returns ``miou``, ``mdice`` and ``pixel_acc``, and ``iou/<name>`` and ``dice/<name>`` of the classes seen."""
-        sizes = self.true + self.predicted  # integers: exact, and on devices without float64 too
-        has_score = sizes > 0
-        if self.mode == "multiclass" and self.ignore_index is not None and 0 <= self.ignore_index < self.num_classes:
+        both, false_positives, true_negatives, false_negatives, _ = self.counts.T  # integers: exact on all devices
+        wrong = false_positives + false_negatives
+        has_score = both + wrong > 0
+        right, total = both.sum(), (both + false_negatives).sum()
+        if self.mode != "multiclass":
+            right, total = right + true_negatives.sum(), total + (true_negatives + false_positives).sum()
+        elif self.ignore_index is not None and 0 <= self.ignore_index < self.num_classes:
             has_score[self.ignore_index] = False
-        iou, dice = self.both / (sizes - self.both).clamp_min(1), 2 * self.both / sizes.clamp_min(1)
+        iou, dice = both / (both + wrong).clamp_min(1), 2 * both / (2 * both + wrong).clamp_min(1)
         scores: dict[str, Tensor] = {}
         if bool(has_score.any()):
             scores |= {"miou": iou[has_score].mean(), "mdice": dice[has_score].mean()}
-        if int(self.total):
-            scores["pixel_acc"] = self.right / self.total
+        if int(total):
+            scores["pixel_acc"] = right / total
         if self.per_class:
             for label in torch.nonzero(has_score).flatten().tolist():
                 scores |= {f"iou/{self.class_names[label]}": iou[label], f"dice/{self.class_names[label]}": dice[label]}

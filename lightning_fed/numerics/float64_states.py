@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_fed.numerics.precision import float64_device
+from lightning_fed.numerics.precision import float64_device, to_float64
 
 
 class Float64States(Metric):
@@ -30,3 +31,28 @@ class Float64States(Metric):
         for name in self.float64_states:
             setattr(self, name, getattr(self, name).to(device))
         return moved
+
+
+class Float64Mean(Float64States):
+    """Mean over all values, whose sum and number processes add up (abstract: subclasses implement ``update``)."""
+
+    is_differentiable = False
+    full_state_update = False
+    float64_states = ("total", "count")
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def add(self, values: Tensor) -> None:
+        """Adds some values."""
+        self.total = self.total + to_float64(values).sum()
+        self.count = self.count + values.numel()
+
+    def compute(self) -> Tensor:
+        """The mean; NaN if there was no value."""
+        return (self.total / self.count).to(self.dtype).to(self.device)

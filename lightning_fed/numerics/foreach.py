@@ -16,6 +16,8 @@ from lightning_fed.numerics.precision import to_float64
 _MOST_ELEMENTS = 1 << 24
 """Most numbers in intermediate results at a time: 64 MiB in float32."""
 
+_NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of the tensors, without gradients.
@@ -25,8 +27,6 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
         [tensor([1., 1.]), tensor(3)]
 
     """
-    if _are_on_the_cpu(tensors):
-        return [value.detach().clone() for value in tensors]
     made = [torch.empty_like(value) for value in tensors]
     copy_into(made, tensors)
     return made
@@ -35,10 +35,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copies each value into its target, as ``Tensor.copy_`` does."""
-    if _are_on_the_cpu(targets):
-        for target, value in zip(targets, values, strict=True):
-            target.copy_(value)
-    elif targets:
+    if targets:
         torch._foreach_copy_(list(targets), list(values))
 
 
@@ -88,37 +85,18 @@ def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
 
 
 def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Euclidean norm of each tensor, float32, shape ``()``; those of the CPU come first.
+    """Euclidean norm of each tensor, float32, shape ``()``.
 
     Example:
         >>> norms([torch.tensor([3.0, 4.0]), torch.tensor([2])])
         [tensor(5.), tensor(2.)]
 
     """
-    found: list[Tensor] = []
-    others: list[Tensor] = []
-
-    def rest() -> Iterator[tuple[Tensor, ...]]:
-        for value in tensors:
-            if _are_on_the_cpu((value,)) or value.is_complex():
-                found.append(_norm(value))
-            else:
-                yield (value,)
-
-    for batch in _batches(rest()):
-        lengths = torch._foreach_norm([_of_a_norm(value) for (value,) in batch])  # noqa: SLF001
-        others += [length.float() for length in lengths]
-    return found + others
-
-
-def _norm(value: Tensor) -> Tensor:
-    length: Tensor = torch.linalg.vector_norm(_of_a_norm(value))
-    return length.float()
-
-
-def _of_a_norm(value: Tensor) -> Tensor:
-    is_supported = value.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
-    return value if is_supported else value.float()
+    return [
+        length.float()
+        for batch in _batches((value if value.dtype in _NORMED else value.float(),) for value in tensors)
+        for length in torch._foreach_norm([value for (value,) in batch])  # noqa: SLF001
+    ]
 
 
 def _are_on_the_cpu(tensors: Sequence[Tensor]) -> bool:

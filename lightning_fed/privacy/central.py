@@ -31,6 +31,7 @@ from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.privacy.accounting import Accountant, Budget, Sampling, budget_of, plan_budget
 from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.rounds.lightning_internals import is_overridden
+from lightning_fed.rounds.options import LocalStatistics
 from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.schedule import SecretSampling
@@ -552,9 +553,7 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
 
     """
     statistics = sorted(batch_norm_statistics(module))
-    stay = federation.batch_norm in ("personal", "frozen") or (
-        federation.batch_norm == "local" and federation.unseen_statistics == "batch"
-    )
+    stay = federation.options.batch_norm in ("personal", "frozen", LocalStatistics("batch"))
     if statistics and not stay:
         raise MisconfigurationException(
             f"BatchNorm's statistics ({statistics[0]}, ...) would leave the clients {how}: take"

@@ -106,9 +106,9 @@ def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedC
         MisconfigurationException: With what to do instead.
 
     """
-    if federation.vectorize > 1:
+    if federation.options.most_at_once > 1:
         raise MisconfigurationException(
-            f"`DPSGD` needs clients that train one after another, but got vectorize={federation.vectorize}."
+            f"`DPSGD` needs clients that train one after another, but got visits={federation.options.visits}."
         )
     if federation.server.chain.reveals == "model":
         raise MisconfigurationException(

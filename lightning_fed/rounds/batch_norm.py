@@ -28,6 +28,7 @@ from lightning_fed.model.entries import BatchNorm
 from lightning_fed.rounds.federated_callback import tell_of_model
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.isolated_pass import forward_step, isolated_pass, one_pass, run_step
+from lightning_fed.rounds.options import FixedStatistics, LocalStatistics
 from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.rule import Aggregator, TolerantAggregator, model_of
 from lightning_fed.server.interface import ServerInterface
@@ -64,30 +65,30 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
         visits: The round's visits in this process.
 
     """
-    if fit.has_warned_of_batch_norm:
+    if fit.has_warned("batch_norm"):
         return
-    rounds = fit.trainer.max_epochs
-    if fit.fixed_after and rounds is not None and 0 <= rounds <= fit.fixed_after:
+    option, rounds = fit.options.batch_norm, fit.trainer.max_epochs
+    if isinstance(option, FixedStatistics) and option.after and rounds is not None and 0 <= rounds <= option.after:
         _log.warning(
-            "batch_norm='fixed' never fixes the running statistics of BatchNorm layers: `fixed_after` is %d, and the"
-            " fit ends after %d rounds. Until then they are averaged.",
-            fit.fixed_after,
+            "batch_norm=%r never fixes the running statistics of BatchNorm layers: the fit ends after %d rounds. Until"
+            " then they are averaged.",
+            option,
             rounds,
         )
-        fit.has_warned_of_batch_norm = True
-    if visits and fit.batch_norm in ("average", "fixed") and not fit.is_batch_norm_fixed:
+        fit.note_warning("batch_norm")
+    if visits and (option == "average" or isinstance(option, FixedStatistics)) and not fit.is_batch_norm_fixed:
         warn_of_averaging(fit.module, local, min(planned.num_batches for planned in visits))
-        fit.has_warned_of_batch_norm = True
-    if fit.measures_batch_norm and forward_step(fit.module) is None and layers_in_training(fit.module):
+        fit.note_warning("batch_norm")
+    if fit.options.measures_batch_norm and forward_step(fit.module) is None and layers_in_training(fit.module):
         _log.warning(
             "batch_norm=%r cannot measure BatchNorm's running statistics, so that %s:"
             " with manual optimization `training_step` would train the model, and %s has no"
             " `validation_step` to run instead. Implement one, or choose another `batch_norm`.",
-            fit.batch_norm,
-            "they are averaged" if fit.batch_norm == "recalibrate" else "the global model keeps those it came with",
+            option,
+            "they are averaged" if option == "recalibrate" else "the global model keeps those it came with",
             type(fit.module).__name__,
         )
-        fit.has_warned_of_batch_norm = True
+        fit.note_warning("batch_norm")
 
 
 def recalibrate(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
@@ -122,7 +123,7 @@ def recalibrate(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
         return broadcast
 
     visits = [visit for visit in fit.cohort.visits if visit.client in server.report.received]
-    if fit.remote is None:
+    if fit.measure_remotely is None:
         measured = measure_statistics(
             fit.trainer,
             module,
@@ -136,7 +137,7 @@ def recalibrate(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
         local.load_global(state)
         tell_of_model(fit.trainer, module, None)
     else:
-        measured = fit.remote.measure(server, visits, send)
+        measured = fit.measure_remotely(server, visits, send)
     reported = [server.report.received[client] for client, _ in measured]
     counted = [server.chain.counted(number) for number in reported]
     if counted != reported:
@@ -144,7 +145,7 @@ def recalibrate(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
         measured = [(client, report) for (client, _), report in zip(measured, limited, strict=True)]
     reports = [(model_of(server.rule, client), report) for client, report in measured]
     of_global = [report for model, report in reports if model is None] or [report for _, report in reports]
-    if fit.batch_norm == "local":
+    if isinstance(fit.options.batch_norm, LocalStatistics):
         _write_statistics(local.entries, local.personal, of_global, layers, server.rule)
         local.keep_server_entries()
     else:
@@ -161,8 +162,7 @@ def _note_shift(fit: FederatedFit, reports: Sequence[Mapping[str, Tensor]], laye
     if not shares:
         return {}
     largest = max(shares, key=lambda name: shares[name])
-    if shares[largest] > LARGE_SHIFT and not fit.has_warned_of_shift:
-        fit.has_warned_of_shift = True
+    if shares[largest] > LARGE_SHIFT and fit.note_warning("shift"):
         _log.warning(
             "The clients' data differ so much that pooled BatchNorm statistics may fit none of them: of the variance of"
             " the inputs of BatchNorm layer %r %.0f %% lies between the clients, and the global model can score far"
@@ -170,9 +170,9 @@ def _note_shift(fit: FederatedFit, reports: Sequence[Mapping[str, Tensor]], laye
             " `lightning_fed.modules.to_group_norm` (norm='group' of the ready tasks) does without statistics.",
             largest,
             100 * shares[largest],
-            "The clients have statistics of their own already, and unseen_statistics='batch' or 'nearest' serves others"
-            if fit.batch_norm == "local"
-            else "batch_norm='local' gives every client statistics of its own",
+            "The clients have statistics of their own already, and LocalStatistics(unseen='batch') serves others"
+            if isinstance(fit.options.batch_norm, LocalStatistics)
+            else "batch_norm=LocalStatistics() gives every client statistics of its own",
         )
     return {"fed/batch_norm_shift": shares[largest]}
 
@@ -249,9 +249,9 @@ def measure_statistics(
     visits = list(visits)
     shares = balance_loads([server.report.received[visit.client] for visit in visits], ranks.size)
     for visit in (visits[position] for position in shares[ranks.rank]):
-        load(visit)
-        tell_of_model(trainer, module, visit.client)
         try:
+            load(visit)
+            tell_of_model(trainer, module, visit.client)
             with clock.visit():
                 extras = client_statistics(trainer, module, population, visit, layers, step)
         except Exception as error:

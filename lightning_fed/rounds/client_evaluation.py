@@ -13,15 +13,16 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_fed.data.population import batch_length, seeded_generators
+from lightning_fed.data.federated import split_loaders
+from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Client
 from lightning_fed.process_group import ProcessGroup
-from lightning_fed.rounds.isolated_pass import find_metrics, isolated_pass, run_step
-from lightning_fed.rounds.lightning_internals import callbacks_of
+from lightning_fed.rounds.isolated_pass import find_metrics, isolated_pass, prepare_batch, run_prepared
+from lightning_fed.rounds.lightning_internals import callbacks_of, is_overridden
+from lightning_fed.rounds.logged_values import LoggedValues, intercepted
 from lightning_fed.rounds.synchronisation import process_group_of
 
 _log = logging.getLogger(__name__)
@@ -87,45 +88,6 @@ class ClientResults:
         return summary
 
 
-class _Recorder:
-    """Stands in for ``LightningModule.log``: means weighted by batch size, metrics computed at the end."""
-
-    def __init__(self) -> None:
-        self.batch: Any = None
-        self._sums: dict[str, tuple[float, float]] = {}
-        self._metrics: dict[str, Metric] = {}
-
-    def log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
-        if isinstance(value, Metric):
-            self._metrics[name] = value
-        elif isinstance(value, Tensor | int | float):
-            size = batch_size or (1 if self.batch is None else batch_length(self.batch))
-            total, count = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = (total + size * float(value), count + size)
-
-    def pool(self, ranks: ProcessGroup) -> None:
-        """Adds up what the processes have seen, of which each has a part of the data."""
-        joint: dict[str, tuple[float, float]] = {}
-        for sums in ranks.gather(self._sums):
-            for name, (total, count) in sums.items():
-                before = joint.get(name, (0.0, 0.0))
-                joint[name] = before[0] + total, before[1] + count
-        self._sums = joint
-
-    def results(self) -> dict[str, float]:
-        """Value of every name."""
-        means = {name: total / count for name, (total, count) in self._sums.items()}
-        return means | {name: float(metric.compute()) for name, metric in self._metrics.items()}
-
-    def directions(self) -> dict[str, bool]:
-        """Directions of the metrics that state one (True: higher is better)."""
-        return {
-            name: metric.higher_is_better
-            for name, metric in self._metrics.items()
-            if metric.higher_is_better is not None
-        }
-
-
 def evaluate_clients(
     trainer: L.Trainer,
     module: L.LightningModule,
@@ -178,35 +140,53 @@ def evaluate_visit(trainer: L.Trainer, module: L.LightningModule, loader: Iterab
 def _evaluate(
     trainer: L.Trainer,
     module: L.LightningModule,
-    loader: Iterable[Any],
+    data: Any,
     stage: Stage,
     pool: ProcessGroup | None = None,
     keeps: bool = False,
 ) -> tuple[dict[str, float], dict[str, bool]]:
     """Values that a pass over the data logs, and which end of each is good, where it is known.
 
+    The module's hooks and those of its data are called as in Lightning's own evaluation; callbacks are not.
+
     Args:
         trainer: The Trainer.
         module: The user's module.
-        loader: The data.
+        data: A loader, or several.
         stage: Whose step, hooks and limit of batches.
         pool: The processes, where each has a part of the data.
         keeps: Whether parameters and buffers that a step writes have their values back; else the caller loads them.
 
     """
     limit = trainer.limit_val_batches if stage == "validation" else trainer.limit_test_batches
-    recorder = _Recorder()
-    with isolated_pass(module, recorder.log, is_reloaded=not keeps, is_alone=pool is None):
-        getattr(module, f"on_{stage}_epoch_start")()
-        for number, batch in enumerate(limited_batches(loader, limit)):
-            recorder.batch = batch
-            run_step(trainer, module, f"{stage}_step", batch, number)
-        recorder.batch = None
-        if pool is not None:
-            recorder.pool(pool)
-        getattr(module, f"on_{stage}_epoch_end")()
-        directions = _monitored(trainer) | _collected(module) | recorder.directions()
-        return recorder.results(), directions
+    logged, values, loaders = LoggedValues(), dict[str, float](), split_loaders(data)
+
+    def call(hook: str, *args: Any) -> None:
+        getattr(module, f"on_{stage}_{hook}")(*args)
+
+    with isolated_pass(module, intercepted(logged.take), is_reloaded=not keeps, is_alone=pool is None):
+        call("model_eval")
+        call("start")
+        call("epoch_start")
+        for place, loader in enumerate(loaders):
+            index = [place] if len(loaders) > 1 else []
+            logged.suffix = f"/dataloader_idx_{place}" if index else ""
+            for number, batch in enumerate(limited_batches(loader, limit)):
+                with trainer.precision_plugin.forward_context():
+                    prepared = logged.batch = prepare_batch(trainer, module, batch, place)
+                call("batch_start", prepared, number, *index)
+                output = run_prepared(trainer, module, f"{stage}_step", prepared, number, *index)
+                call("batch_end", output, prepared, number, *index)
+            if pool is not None:
+                logged.pool(pool.gather({name: value.on_cpu() for name, value in logged.sums.items()}))
+            values |= logged.results()
+        logged.batch, logged.suffix = None, ""
+        call("epoch_end")
+        values |= logged.results()
+        call("end")
+        if is_overridden(f"on_{stage}_model_train", module):
+            call("model_train")
+        return values, _monitored(trainer) | _collected(module) | logged.directions
 
 
 def _joined(parts: Sequence[ClientResults], clients: Iterable[Client]) -> ClientResults:

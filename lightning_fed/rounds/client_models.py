@@ -62,7 +62,7 @@ class ClientModels:
         fit = self._fit
         return LocalModel(module, fit.policies, fit.store, isinstance(fit.server.rule, ResizingAggregator))
 
-    def state(self, module: L.LightningModule | None, client: Client) -> dict[str, Any]:
+    def state(self, module: L.LightningModule | None, client: Client, is_in_round: bool) -> dict[str, Any]:
         """See :meth:`Federation.client_state`; without a module the clients are not known either."""
         # Validation alone does not ask who the clients are.
         if module is not None and not self._fit.is_population_known and self._fit.policies:
@@ -71,7 +71,7 @@ class ClientModels:
             is_known = client in self._fit.population.clients
         if not is_known:
             raise ValueError(f"Expected one of the federation's clients, but got {client!r}.")
-        if self._fit.round is not None:
+        if is_in_round:
             raise RuntimeError("A client's own model can be asked for between rounds and after the fit.")
         assert module is not None
         local = self.local(module)

@@ -19,6 +19,7 @@ from lightning_fed.model.entries import (
     is_running_statistic,
     live_entries,
 )
+from lightning_fed.rounds.options import BatchNormOption, FitOptions, LocalStatistics
 from lightning_fed.rule import Aggregator, RowAggregator
 
 _log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ def decide_policies(
     module: nn.Module,
     personal: Sequence[Selector],
     frozen: Sequence[Selector],
-    batch_norm: str,
+    batch_norm: BatchNormOption,
     sliced: Collection[str] = (),
 ) -> dict[str, Policy]:
     """The policy of every entry of the module's state; says in the log which of them stay with their clients.
@@ -37,24 +38,26 @@ def decide_policies(
         module: The module.
         personal: Selectors of the personal entries.
         frozen: Selectors of the frozen entries.
-        batch_norm: What becomes of BatchNorm: ``"personal"`` adds its layers to the personal entries, ``"local"`` its
-            running statistics, and ``"frozen"`` adds these to the frozen ones.
+        batch_norm: What becomes of BatchNorm: ``"personal"`` adds its layers to the personal entries, an object
+            :class:`~lightning_fed.LocalStatistics` its running statistics, and ``"frozen"`` adds these to the frozen
+            ones.
         sliced: Names of entries of which clients hold some rows only.
 
     Raises:
-        ValueError: If a selector matches nothing, there is no BatchNorm to be ``"personal"`` or ``"local"``, an entry
+        ValueError: If a selector matches nothing, there is no BatchNorm of which something is personal, an entry
             is both personal and frozen, or a sliced entry is either or not there.
 
     Example:
         >>> decide_policies(nn.BatchNorm1d(2), [], [], "personal")["weight"]
         'personal'
-        >>> policies = decide_policies(nn.BatchNorm1d(2), [], [], "local")
+        >>> policies = decide_policies(nn.BatchNorm1d(2), [], [], LocalStatistics())
         >>> policies["weight"], policies["running_mean"]
         ('shared', 'personal')
 
     """
     layers = {kind for kind in BatchNorm if any(isinstance(layer, kind) for layer in module.modules())}
-    if batch_norm in ("personal", "local") and not layers:
+    keeps_statistics = isinstance(batch_norm, LocalStatistics)
+    if (batch_norm == "personal" or keeps_statistics) and not layers:
         raise OptionError(
             f"Expected a model with BatchNorm layers for batch_norm={batch_norm!r}"
             f" ({'FedBN' if batch_norm == 'personal' else 'SiloBN'}), but {type(module).__name__} has none: name what"
@@ -66,7 +69,7 @@ def decide_policies(
     if batch_norm == "frozen" and layers:
         frozen = (*frozen, *sorted(statistics))
     policies = entry_policies(module, personal, frozen)
-    if batch_norm == "local":
+    if keeps_statistics:
         policies |= {name: "personal" for name in statistics if policies.get(name) == "shared"}
     for name in sliced:
         if policies.get(name) != "shared":
@@ -76,7 +79,7 @@ def decide_policies(
             )
         policies[name] = "sliced"
     at_home = [name for name, policy in policies.items() if policy == "personal"]
-    if batch_norm == "local":  # what serves the global model instead is an option of its own
+    if keeps_statistics:  # what serves the global model instead is an option of its own
         at_home = [name for name in at_home if name not in statistics]
     if at_home:
         _log.warning(
@@ -145,8 +148,7 @@ def check_sliced(
     module: nn.Module,
     policies: Mapping[str, Policy],
     rule: Aggregator,
-    measures_batch_norm: bool,
-    optimizer_state: str,
+    options: FitOptions,
 ) -> None:
     """Makes sure that the federation's options go with entries of which clients hold some rows only.
 
@@ -154,8 +156,7 @@ def check_sliced(
         module: The module.
         policies: The policy of every entry.
         rule: The server's rule.
-        measures_batch_norm: Whether clients measure BatchNorm's running statistics with every new global model.
-        optimizer_state: The federation's option.
+        options: The federation's options.
 
     Raises:
         MisconfigurationException: If they do not.
@@ -169,7 +170,7 @@ def check_sliced(
             f"Clients hold some rows of {sliced} only, and {type(rule).__name__} needs whole entries: use"
             " 'fedavg', for instance."
         )
-    if optimizer_state == "keep":
+    if options.optimizer_state == "keep":
         raise MisconfigurationException(
             f"Clients hold other rows of {sliced} in every visit, to which the optimizer state that they kept does not"
             " belong: use optimizer_state='reset'."
@@ -181,7 +182,7 @@ def check_sliced(
                 f"Clients hold some rows of {entry!r} only, and its padding_idx={layer.padding_idx} would be another"
                 " word in every visit: make the embedding without `padding_idx`."
             )
-    if measures_batch_norm and batch_norm_statistics(module):
+    if options.measures_batch_norm and batch_norm_statistics(module):
         raise MisconfigurationException(
             "Measuring BatchNorm's running statistics (batch_norm='recalibrate', for one) would send all of"
             f" {sliced} to every client once more: convert the model with"

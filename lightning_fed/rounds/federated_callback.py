@@ -24,7 +24,7 @@ class FederatedCallback(L.Callback):
     what travels.
 
     Attributes:
-        supports_vectorize: Whether the callback can do with clients that train at once (``vectorize``): in Lightning's
+        supports_vectorize: Whether the callback can do with clients that train at once (``Vectorized``): in Lightning's
             hooks of a batch the module's parameters, their gradients and what optimizers keep then have a leading axis
             of the clients, and the batch is stacked; :meth:`on_client_start` is called for all of them before the first
             batch, and :meth:`on_client_end` after the last. Where a callback implements hooks of a visit or a batch and

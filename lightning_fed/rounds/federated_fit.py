@@ -1,108 +1,89 @@
-"""Parts of a fit that all its rounds share."""
+"""A fit: what its rounds share, and the owner of what changes from round to round."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.data.population import Population
 from lightning_fed.data.visit_clock import VisitClock
-from lightning_fed.messages import State
+from lightning_fed.messages import Broadcast, Client, State
 from lightning_fed.model.entries import Policy, batch_norm_statistics, copy_state, live_entries
-from lightning_fed.rounds.batch_loop import BatchLoop
+from lightning_fed.rounds.entry_policies import decide_policies, freeze_unset, unset_buffers
 from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.rounds.lightning_internals import IgnoredWarning
-from lightning_fed.rounds.remote import RemoteSide
+from lightning_fed.rounds.options import FitOptions, LocalStatistics
 from lightning_fed.rounds.round_log import RoundLog
 from lightning_fed.rounds.synchronisation import RoundSynchronisation
-from lightning_fed.rounds.trainer_checks import check_min_clients
 from lightning_fed.rounds.trainer_progress import RoundProgress
-from lightning_fed.rounds.visit_executor import VisitExecutor
 from lightning_fed.rule import PlanningAggregator, RoundPlan
 from lightning_fed.server.interface import ServerInterface
-from lightning_fed.server.schedule import Cohort, Schedule
+from lightning_fed.server.schedule import Cohort, Schedule, Visit
 
-if TYPE_CHECKING:
-    from lightning_fed.rounds.round import Round
-
-_log = logging.getLogger(__name__)
-
-BatchNormMode = Literal["average", "recalibrate", "local", "fixed", "personal", "frozen"]
-UnseenMode = Literal["batch", "pooled", "nearest"]
-VisitsMode = Literal["auto", "lightning", "fused"]
+RemoteMeasurement: TypeAlias = Callable[
+    [ServerInterface, Sequence[Visit], Callable[[Visit], Broadcast]], list[tuple[Client, State]]
+]
+"""See :meth:`RemoteSide.measure <lightning_fed.rounds.remote.RemoteSide.measure>`."""
 
 
-@dataclass(eq=False)
 class FederatedFit:
-    """Parts of a fit that all its rounds share.
+    """A fit: what its rounds share, and the owner of what changes from round to round.
+
+    All may read; what changes is changed by the methods here, and by nobody else.
 
     Args:
+        options: The options.
         server: The server, or the connection to it.
         schedule: Draws the rounds' cohorts and seeds.
         store: Store of the clients' own state.
-        batch_norm: Treatment of BatchNorm's running statistics.
-        optimizer_state: Whether clients start with fresh optimizer state or with their own.
-        partial_work: Whether the work of stragglers is used.
-        remote: The other half of the federation, where it is on another machine.
-        unseen_statistics: Running statistics that serve data of no known client, with ``batch_norm="local"``.
-        fixed_after: Rounds before running statistics are fixed, with ``batch_norm="fixed"``.
-        clock: Ends visits that take too long.
+        has_server: Whether the server half is in this process.
+        measure_remotely: Has clients on other machines measure the inputs of BatchNorm layers; ``None`` where the
+            clients are in this process.
 
     Attributes:
-        trainer: The Trainer; set before anything else is asked for.
-        policies: The policy of every entry of the module; empty before the fit has started.
+        trainer: The Trainer; from :meth:`attach` on.
+        policies: The policy of every entry of the module; empty before :meth:`decide_policies`.
         unset: Names of the shared buffers that are frozen because they held NaN or infinite values when the fit began;
             ``None`` before that.
-        round: The round that is under way; ``None`` between rounds.
         cohort: The clients of the round that is under way, or was last.
         rounds: Number of rounds that are over.
         round_log: Log of the rounds.
         progress: Lightning's progress in checkpoints.
+        clock: Ends visits that take too long.
         synchronisation: Steps of a round in which several processes join.
-        executor: Trains several visits at once; ``None`` where they come one by one.
-        batch_loop: Trains on the batches of fused visits; ``None`` where Lightning's own loop does.
         initial_statistics: BatchNorm's running statistics with which clients start, where those of the global model are
             measured and clients keep their own.
-        has_warned_of_batch_norm: Whether the log has said what can be wrong with running statistics.
-        has_warned_of_shift: Whether the log has said that one set of running statistics does not fit the clients.
-        has_warned_of_filled: Whether the log has said that visits fill buffers that do not travel.
 
     """
 
-    server: ServerInterface
-    schedule: Schedule
-    store: ClientStore
-    batch_norm: BatchNormMode
-    optimizer_state: Literal["reset", "keep"]
-    partial_work: Literal["keep", "drop"]
-    remote: RemoteSide | None = None
-    unseen_statistics: UnseenMode = "batch"
-    fixed_after: int | None = None
-    clock: VisitClock = field(default_factory=lambda: VisitClock(None))
-    trainer: L.Trainer = field(init=False)
-    cohort: Cohort = field(init=False)
-    policies: Mapping[str, Policy] = field(default_factory=dict, init=False)
-    unset: frozenset[str] | None = field(default=None, init=False)
-    round: Round | None = field(default=None, init=False)
-    rounds: int = field(default=0, init=False)
-    round_log: RoundLog = field(default_factory=RoundLog, init=False)
-    progress: RoundProgress = field(default_factory=RoundProgress, init=False)
-    synchronisation: RoundSynchronisation = field(default_factory=RoundSynchronisation, init=False)
-    executor: VisitExecutor | None = field(default=None, init=False)
-    batch_loop: BatchLoop | None = field(default=None, init=False)
-    initial_statistics: State = field(default_factory=dict, init=False)
-    has_warned_of_batch_norm: bool = field(default=False, init=False)
-    has_warned_of_shift: bool = field(default=False, init=False)
-    has_warned_of_filled: bool = field(default=False, init=False)
+    trainer: L.Trainer
+    cohort: Cohort
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        options: FitOptions,
+        server: ServerInterface,
+        schedule: Schedule,
+        store: ClientStore,
+        has_server: bool = True,
+        measure_remotely: RemoteMeasurement | None = None,
+    ) -> None:
+        self.options, self.server, self.schedule, self.store = options, server, schedule, store
+        self.has_server, self.measure_remotely = has_server, measure_remotely
+        self.clock = VisitClock(options.faults.visit_timeout)
+        self.policies: Mapping[str, Policy] = {}
+        self.unset: frozenset[str] | None = None
+        self.rounds = 0
+        self.round_log, self.progress = RoundLog(), RoundProgress()
+        self.synchronisation = RoundSynchronisation()
+        self.initial_statistics: State = {}
         self._population: Population | None = None
         self._ignored: list[IgnoredWarning] = []
+        self._warnings: set[str] = set()
 
     @property
     def module(self) -> L.LightningModule:
@@ -110,28 +91,15 @@ class FederatedFit:
         return self.trainer.lightning_module
 
     @property
-    def has_server(self) -> bool:
-        """True if the server half is in this process."""
-        return self.remote is None or self.remote.has_server
-
-    @property
-    def measures_batch_norm(self) -> bool:
-        """True if clients measure BatchNorm's running statistics with every new global model."""
-        return self.batch_norm == "recalibrate" or (self.batch_norm == "local" and self.unseen_statistics == "pooled")
-
-    def note_initial_statistics(self) -> None:
-        """Keeps the statistics with which clients start, before the first round's take their place in the module."""
-        if self.batch_norm == "local" and self.measures_batch_norm and not self.initial_statistics:
-            names = {name for name in batch_norm_statistics(self.module) if self.policies.get(name) == "personal"}
-            entries = live_entries(self.module)
-            self.initial_statistics = copy_state({name: entries[name] for name in entries if name in names})
+    def is_remote(self) -> bool:
+        """True if the other half of the federation is on other machines."""
+        return self.measure_remotely is not None
 
     @property
     def is_batch_norm_fixed(self) -> bool:
         """True if BatchNorm normalises with its running statistics in training too, in the current round."""
-        if self.fixed_after is not None:
-            return self.trainer.current_epoch >= self.fixed_after
-        return self.batch_norm == "frozen"
+        after = self.options.fixes_batch_norm_after
+        return after is not None and self.trainer.current_epoch >= after
 
     @property
     def server_callbacks(self) -> list[FederatedCallback]:
@@ -155,8 +123,17 @@ class FederatedFit:
             raise RuntimeError("The clients are not known before `fit` asks for the training data.")
         return self._population
 
-    @population.setter
-    def population(self, population: Population) -> None:
+    # What changes
+
+    def attach(self, trainer: L.Trainer) -> None:
+        """Makes the Trainer known."""
+        self.trainer = trainer
+
+    def synchronise(self, synchronisation: RoundSynchronisation) -> None:
+        """Has the rounds join the processes that share them."""
+        self.synchronisation = synchronisation
+
+    def meet(self, population: Population) -> None:
         """Makes the clients known, before the first round.
 
         Raises:
@@ -165,8 +142,86 @@ class FederatedFit:
         """
         self._population = population
         population.local_steps = self.schedule.local_steps
-        cohort_size = self.schedule.cohort_size(len(population.clients))
-        check_min_clients(self.server.min_clients, self.schedule, cohort_size, self.partial_work)
+        most, who = self.schedule.cohort_size(len(population.clients)), "of a round"
+        if self.options.availability.partial_work == "drop" and self.options.availability.stragglers:
+            most, who = self.schedule.active_size(most), "of a round that do all their work"
+        if self.server.min_clients > most:
+            raise MisconfigurationException(
+                f"Expected `min_clients` to be at most the clients {who} ({most}), but got {self.server.min_clients}:"
+                " the global model would never change."
+            )
+
+    def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Decides which entries of a module travel, before it is trained or evaluated."""
+        sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}
+        options = self.options
+        policies = decide_policies(module, options.personal, options.frozen, options.batch_norm, sliced)
+        if self.unset is None:  # a resumed fit knows them: by then they may have values
+            self.unset = unset_buffers(module, policies)
+        self.policies = freeze_unset(policies, self.unset)
+
+    def note_initial_statistics(self) -> None:
+        """Keeps the statistics with which clients start, before the first round's take their place in the module."""
+        if self.options.batch_norm == LocalStatistics("pooled") and not self.initial_statistics:
+            names = {name for name in batch_norm_statistics(self.module) if self.policies.get(name) == "personal"}
+            entries = live_entries(self.module)
+            self.initial_statistics = copy_state({name: entries[name] for name in entries if name in names})
+
+    def start_round(self, cohort: Cohort) -> None:
+        """Notes the clients of a round."""
+        self.cohort = cohort
+
+    def count_rounds(self, number: int) -> None:
+        """Notes how many rounds are over."""
+        self.rounds = number
+
+    def note_warning(self, subject: str) -> bool:
+        """Notes that the log warns of something; returns whether it does so for the first time in the fit."""
+        is_first = subject not in self._warnings
+        self._warnings.add(subject)
+        return is_first
+
+    def has_warned(self, subject: str) -> bool:
+        """True if the log has warned of it."""
+        return subject in self._warnings
+
+    def ignore_warning(self, message: str, module: str = "") -> None:
+        """Keeps a warning of Lightning's from being seen while the fit lasts: what it warns of is on purpose."""
+        self._ignored.append(IgnoredWarning(message, module))
+
+    def close(self) -> None:
+        """Releases what was held for the fit: warnings, metrics, worker processes."""
+        self.clock.stop()
+        self.synchronisation.release()
+        for warning in self._ignored:
+            warning.restore()
+        self._ignored = []
+        if self._population is not None:
+            self._population.close()  # left to the garbage collector it takes seconds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state from which a later fit goes on, for checkpoints."""
+        return {
+            "rounds": self.rounds,
+            "totals": self.round_log.state_dict(),
+            "initial_statistics": self.initial_statistics,
+            "unset": None if self.unset is None else sorted(self.unset),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from it."""
+        self.rounds = state["rounds"]
+        self.round_log.load_state_dict(state["totals"])
+        self.initial_statistics = state.get("initial_statistics", {})  # not in checkpoints of older versions
+        unset = state.get("unset")
+        self.unset = None if unset is None else frozenset(unset)
+
+    def go_on_from(self, fit: FederatedFit) -> None:
+        """Goes on from another fit of the same Trainer."""
+        self.rounds, self.round_log = fit.rounds, fit.round_log
+        self.initial_statistics, self.unset = fit.initial_statistics, fit.unset
+
+    # What follows from the options
 
     def draw_cohort(self, round: int) -> Cohort:
         """Draws the clients of a round, as the schedule and the rule have it."""
@@ -180,17 +235,8 @@ class FederatedFit:
         absent = [visit.client for visit in cohort.visits if visit.client not in plan.present]
         return Cohort(visits, (*cohort.dropped, *absent))
 
-    def ignore_warning(self, message: str, module: str = "") -> None:
-        """Keeps a warning of Lightning's from being seen while the fit lasts: what it warns of is on purpose."""
-        self._ignored.append(IgnoredWarning(message, module))
-
-    def close(self) -> None:
-        """Releases what was held for the fit: other models, warnings, metrics, worker processes."""
-        self.clock.stop()
-        self.synchronisation.release()
-        self.executor = self.batch_loop = None
-        for warning in self._ignored:
-            warning.restore()
-        self._ignored = []
-        if self._population is not None:
-            self._population.close()  # left to the garbage collector it takes seconds
+    def served(self, cohort: Cohort) -> Cohort:
+        """A cohort without the stragglers, where their work is dropped."""
+        if self.options.availability.partial_work == "keep":
+            return cohort
+        return Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)

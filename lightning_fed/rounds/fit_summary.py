@@ -30,12 +30,13 @@ def format_bytes(number: float) -> str:
     return f"{number:.0f} bytes" if unit == 0 else f"{number:.1f} {_UNITS[unit]}"
 
 
-def describe_start(fit: FederatedFit, method: str) -> str:
+def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
     """The line at a fit's start: its clients, what travels, and how visits are executed.
 
     Args:
         fit: The fit, whose clients and policies are known.
         method: The method's name.
+        trains_at_once: Whether several visits train at once.
 
     """
     clients, trainer = len(fit.population.clients), fit.trainer
@@ -52,24 +53,24 @@ def describe_start(fit: FederatedFit, method: str) -> str:
     size = f"{'about ' if secret is not None and secret.is_poisson else ''}{fit.schedule.cohort_size(clients)}"
     kept = " and ".join(f"{counts[policy]} {policy}" for policy in _AT_HOME if counts[policy])
     text = [
-        f"{method}: {rounds}, {size} of {clients} clients in each, {_execution(fit)}.",
+        f"{method}: {rounds}, {size} of {clients} clients in each, {_execution(fit, trains_at_once)}.",
         f"{format_bytes(tensor_bytes(shared))} travel to a client and back ({counts['shared']} entries"
         f"{f'; {kept} ones stay' if kept else ''}).",
     ]
     if counts["sliced"]:
         text.append(f"Of {counts['sliced']} more only the rows that a client asks for.")
     if batch_norm_layers(fit.module):
-        text.append(f"BatchNorm: {fit.batch_norm!r}.")
+        text.append(f"BatchNorm: {fit.options.batch_norm!r}.")
     return " ".join(text)
 
 
-def _execution(fit: FederatedFit) -> str:
-    if fit.remote is not None:
+def _execution(fit: FederatedFit, trains_at_once: bool) -> str:
+    if fit.is_remote:
         return "on other machines"
     number = process_group_of(fit.trainer).size
     if number > 1:
         return f"in {number} processes"
-    return "one after another" if fit.executor is None else "several at once"
+    return "several at once" if trains_at_once else "one after another"
 
 
 def describe_end(method: str, totals: Mapping[str, int], seconds: float, metrics: Mapping[str, float]) -> str:
@@ -100,6 +101,8 @@ def describe_end(method: str, totals: Mapping[str, int], seconds: float, metrics
         "sent to clients": format_bytes(totals["down_bytes"]),
         "sent back": format_bytes(totals["up_bytes"]),
     }
+    if totals.get("numbers"):
+        rows["numbers left out"] = f"{totals['numbers']} of those that clients sent for the log"
     rows |= {name: f"{value:.4g}" for name, value in metrics.items() if name != "step" and not name.startswith(_OWN)}
     width = max(map(len, rows))
     return "\n".join([f"{method}:", *(f"  {name.ljust(width)}  {value}" for name, value in rows.items())])

@@ -16,7 +16,12 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything
 from lightning_fed.model.feature_extraction import evaluating
-from lightning_fed.rounds.lightning_internals import datamodule_of, is_overridden, lightning_attributes
+from lightning_fed.rounds.lightning_internals import (
+    OverriddenMethod,
+    datamodule_of,
+    is_overridden,
+    lightning_attributes,
+)
 from lightning_fed.server.schedule import Visit, derive_seed
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
@@ -49,8 +54,7 @@ def isolated_pass(
 
     """
     metrics = find_metrics(module)
-    before = vars(module).get("log")
-    vars(module)["log"] = log or _ignore
+    stand_in = OverriddenMethod(module, "log", log or _ignore)
     try:
         with ExitStack() as stack:
             if not is_reloaded:
@@ -67,9 +71,7 @@ def isolated_pass(
             stack.enter_context(torch.set_grad_enabled(gradients))
             yield
     finally:
-        del vars(module)["log"]
-        if before is not None:
-            vars(module)["log"] = before
+        stand_in.restore()
 
 
 @contextmanager
@@ -153,26 +155,33 @@ def is_same(one: Any, other: Any) -> bool:
     return one is other or bool(one == other)
 
 
-def to_device(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> Any:
-    """The batch as a step gets it, with the transfer hooks of the datamodule or else the module."""
+def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any, dataloader_idx: int = 0) -> Any:
+    """The batch as a step gets it: in the Trainer's precision, on its device.
+
+    The transfer hooks are those of the datamodule, or else of the module.
+    """
     owner: Any = datamodule_of(trainer)
     if not is_overridden("on_before_batch_transfer", owner):  # nor if there is none
         owner = module
-    batch = owner.on_before_batch_transfer(batch, 0)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+    batch = owner.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
 
 
-def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> Any:
-    """The batch as a step gets it: in the Trainer's precision, on its device."""
-    return to_device(trainer, module, trainer.precision_plugin.convert_input(batch))
+def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, *indices: int) -> Any:
+    """Calls ``module.<name>`` with what :func:`prepare_batch` made, in the Trainer's precision.
 
+    Args:
+        trainer: The Trainer.
+        module: Its module.
+        name: The step's name.
+        batch: The batch.
+        indices: Index of the batch, which a step need not take, and of the loader, where there are several.
 
-def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, batch_idx: int) -> Any:
-    """Calls ``module.<name>(batch[, batch_idx])`` with what :func:`prepare_batch` made, in the Trainer's precision."""
+    """
     step = getattr(module, name)
     wants_index = len(inspect.signature(step).parameters) > 1
     with trainer.precision_plugin.forward_context():
-        return step(batch, batch_idx) if wants_index else step(batch)
+        return step(batch, *indices) if wants_index else step(batch)
 
 
 def run_step(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, batch_idx: int) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,13 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+REDUCTIONS: dict[Any, str] = {
+    **{torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min", sum: "sum", max: "max", min: "min"},
+    **{name: name for name in ("mean", "sum", "max", "min")},
+    "avg": "mean",
+}
+"""Values of ``reduce_fx`` that ``LightningModule.log`` takes, with the names of what they do."""
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
@@ -193,6 +200,13 @@ def show_metrics(trainer: L.Trainer, values: Mapping[str, Tensor]) -> None:
     """
     trainer.callback_metrics.update(values)
     trainer.logged_metrics.update(values)
+
+
+def hide_metrics(trainer: L.Trainer, names: Iterable[str]) -> None:
+    """Removes values of :func:`show_metrics`."""
+    for name in names:
+        trainer.callback_metrics.pop(name, None)
+        trainer.logged_metrics.pop(name, None)
 
 
 def log_step(module: L.LightningModule, step: int) -> None:

@@ -6,7 +6,7 @@ What happens inside a round is in :mod:`lightning_fed.rounds.round`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -18,12 +18,11 @@ from lightning_fed.data.federated import FederatedDataModule, split_training_dat
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
-from lightning_fed.model.entries import Policy
 from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.rounds.entry_policies import freeze_parameters
 from lightning_fed.rounds.failed_rounds import FailedRounds
-from lightning_fed.rounds.federated_fit import FederatedFit, VisitsMode
+from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import (
     OverriddenMethod,
     datamodule_of,
@@ -31,11 +30,13 @@ from lightning_fed.rounds.lightning_internals import (
     exchange_reload_interval,
     is_overridden,
 )
+from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import RoundAverages
 from lightning_fed.rounds.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.rounds.trainer_checks import check_trainer, find_loader_owner
-from lightning_fed.rounds.visit_executor import VISIT_EXECUTORS
+from lightning_fed.rounds.vectorized.plan import plan_vectorized_visits
+from lightning_fed.rounds.vectorized.vectorized_visits import VectorizedVisits
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)
@@ -47,18 +48,22 @@ class RoundLoop:
     """Puts the rounds into a Trainer's fit: a loader for each, and the ends of its visits.
 
     Args:
-        fit: The parts of the fit.
-        max_failed_rounds: Number of failed rounds in a row that ends the fit.
+        fit: The fit.
+        remote: The other half of the federation, where it is on another machine.
 
     Attributes:
+        remote: Likewise.
         failed_rounds: Count of the rounds that brought no new model because clients failed.
         is_planned: True once the first round has been planned.
     """
 
-    def __init__(self, fit: FederatedFit, max_failed_rounds: int | None = None) -> None:
-        self.fit = fit
-        self.failed_rounds = FailedRounds(max_failed_rounds)
+    def __init__(self, fit: FederatedFit, remote: RemoteSide | None = None) -> None:
+        self.fit, self.remote = fit, remote
+        self.failed_rounds = FailedRounds(fit.options.faults.max_failed_rounds)
         self.is_planned = False
+        self._round: Round | None = None
+        self._executor: VectorizedVisits | None = None
+        self._batch_loop: BatchLoop | None = None
         self._averages: RoundAverages | None = None
         self._partition: Partition | None = None
         self._loader: RoundLoader | None = None
@@ -68,6 +73,16 @@ class RoundLoop:
         self._reload_interval: int | None = None
         self._frozen: list[nn.Parameter] = []
         self._generators = ExitStack()  # as the fit has found them
+
+    @property
+    def round(self) -> Round | None:
+        """The round that is under way; ``None`` between rounds."""
+        return None if self._round is None or self._round.is_over else self._round
+
+    @property
+    def trains_at_once(self) -> bool:
+        """True if several visits train at once."""
+        return self._executor is not None
 
     # The fit
 
@@ -85,13 +100,13 @@ class RoundLoop:
 
         """
         fit, self._partition = self.fit, partition
-        fit.trainer = trainer
-        check_trainer(trainer, fit.schedule.local_steps, fit.schedule.stragglers)
+        fit.attach(trainer)
+        check_trainer(trainer, fit.schedule.local_steps, fit.options.availability.stragglers)
         strategy = sharing_strategy(trainer)
         if strategy is not None:
-            fit.synchronisation = strategy.synchronise(fit)
+            fit.synchronise(strategy.synchronise(trainer, fit.server, fit.store, fit.schedule, fit.progress))
         has_clients = isinstance(datamodule_of(trainer), FederatedDataModule)
-        if fit.remote is None and has_clients == (partition is not None):
+        if self.remote is None and has_clients == (partition is not None):
             raise MisconfigurationException(
                 "Expected a `partition` that splits the training data into clients, or a FederatedDataModule that"
                 f" brings them, but got {'both' if partition is not None else 'neither'}."
@@ -126,36 +141,31 @@ class RoundLoop:
                 if owner is not None and is_overridden(hook, owner):
                     self._overridden.append(_without_none(owner, hook))
 
-    def start_fit(self, policies: Mapping[str, Policy], vectorize: int, visits: VisitsMode) -> None:
-        """Prepares the module for the rounds.
-
-        Args:
-            policies: The policy of every entry.
-            vectorize: At most how many visits train at once.
-            visits: Whether visits are fused.
+    def start_fit(self) -> None:
+        """Prepares the module for the rounds, when the policies of its entries are decided.
 
         Raises:
-            MisconfigurationException: If they are to be fused and cannot be.
+            MisconfigurationException: If visits are to be fused and cannot be.
 
         """
-        fit, fit.policies = self.fit, policies
+        fit = self.fit
         if self._averages is not None:
             self._averages.check_entries()
-        fit.batch_loop = self._fuse(visits)
+        self._batch_loop = self._fuse()
         fit.note_initial_statistics()
-        self._frozen = freeze_parameters(fit.module, policies)
-        if vectorize == 1:
+        self._frozen = freeze_parameters(fit.module, fit.policies)
+        if fit.options.most_at_once == 1:
             return
         self.find_population()
         if fit.is_batch_norm_fixed:
             freeze_batch_norm(fit.module)  # as in a round
-        fit.executor = VISIT_EXECUTORS["vectorized"](vectorize, fit)
+        self._executor = plan_vectorized_visits(fit.options.most_at_once, fit)
         if fit.is_batch_norm_fixed:
             thaw_batch_norm(fit.module)
 
-    def _fuse(self, visits: VisitsMode) -> BatchLoop | None:
+    def _fuse(self) -> BatchLoop | None:
         """Decides whether visits are fused; the log says why not, where that is left to it."""
-        trainer, module = self.fit.trainer, self.fit.module
+        trainer, module, visits = self.fit.trainer, self.fit.module, self.fit.options.visits_one_by_one
         obstacle = None if visits == "lightning" else find_obstacle(trainer, module, self._has_batch_start)
         if obstacle is not None and visits == "fused":
             raise MisconfigurationException(
@@ -182,8 +192,8 @@ class RoundLoop:
 
     def end_training(self, module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, in the modes in which it trains without a federation."""
-        if self.fit.round is not None:
-            self.fit.round.abandon()
+        if self.round is not None:
+            self.round.abandon()
         if self._overridden and self.fit.is_batch_norm_fixed:  # not where `setup` was not reached
             thaw_batch_norm(module)
 
@@ -199,6 +209,7 @@ class RoundLoop:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._overridden, self._reload_interval, self._frozen = [], None, []
+        self._executor = self._batch_loop = None
         self.fit.close()
         self._generators.close()
 
@@ -206,13 +217,13 @@ class RoundLoop:
         """All clients; their data are asked for if they are not known yet."""
         fit = self.fit
         if not fit.is_population_known and self._overridden:
-            if fit.remote is not None:
-                fit.population = fit.remote.population
+            if self.remote is not None:
+                fit.meet(self.remote.population)
             elif self._partition is None:
-                fit.population = datamodule_of(fit.trainer).population()
+                fit.meet(datamodule_of(fit.trainer).population())
             else:
                 loader = self._train_dataloader.original()
-                fit.population = split_training_data(loader, self._partition, fit.schedule.seed)
+                fit.meet(split_training_data(loader, self._partition, fit.schedule.seed))
         return fit.population
 
     def averages_in_place(self) -> AbstractContextManager[None]:
@@ -226,19 +237,18 @@ class RoundLoop:
         fit, self.is_planned = self.fit, True
         self.find_population()
         round = fit.trainer.current_epoch
-        cohort = fit.draw_cohort(round) if fit.remote is None else fit.remote.cohort(lambda: fit.draw_cohort(round))
-        served = cohort
-        if fit.partial_work == "drop":
-            served = Cohort(tuple(visit for visit in cohort.visits if not visit.is_straggler), cohort.dropped)
-        if fit.remote is not None:
-            served = fit.remote.visits_here(served)
+        remote = self.remote
+        cohort = fit.draw_cohort(round) if remote is None else remote.cohort(lambda: fit.draw_cohort(round))
+        served = fit.served(cohort)
+        if remote is not None:
+            served = remote.visits_here(served)
         loader = RoundLoader(
             fit.population,
             served,
             fit.trainer.limit_train_batches,
             process_group_of(fit.trainer),
             fit.synchronisation.visit_costs,
-            None if fit.executor is None else fit.executor.groups,
+            None if self._executor is None else self._executor.groups,
             fit.clock,
         )
         loader.on_start = lambda: self._start_round(loader, cohort)
@@ -251,20 +261,24 @@ class RoundLoop:
             if not self._has_advised and self.fit.trainer.num_training_batches < interval:
                 self._has_advised = True  # Lightning has said it; rounds of other lengths would repeat it
                 self.fit.ignore_warning("The number of training batches")
-            self._loader, self.fit.cohort = loader, cohort
+            self._loader = loader
+            self.fit.start_round(cohort)
             self._open_round()
 
     def _open_round(self) -> Round:
-        if self.fit.round is None:
-            assert self._loader is not None
-            self.fit.round = Round(self.fit, self._loader, self.fit.cohort)
-            self.fit.round.open()
-        return self.fit.round
+        if self.round is not None:
+            return self.round
+        assert self._loader is not None
+        if self.remote is not None:
+            self.remote.start(self.fit)
+        round = self._round = Round(self.fit, self._loader, self.fit.cohort, self._executor)
+        round.open()
+        return round
 
     def start_batch(self) -> None:
         """Starts the visit, or those that train at once, if this is their first batch."""
         group = () if self._loader is None else self._loader.group
-        if group and (self.fit.round is None or self.fit.round.group is not group):
+        if group and (self.round is None or self.round.group is not group):
             self._open_round().start_group(group)
 
     def _on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
@@ -274,7 +288,7 @@ class RoundLoop:
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Override of the module's ``training_step``."""
-        round = self.fit.round
+        round = self.round
         if round is None or not round.group:  # beside the visits
             return self._step.original(*args, **kwargs)
         with self._counting_in_visit(0) as local_idx:
@@ -284,7 +298,7 @@ class RoundLoop:
 
     def _on_backward(self, *args: Any, **kwargs: Any) -> None:
         """Override of the module's ``backward``."""
-        round = self.fit.round
+        round = self.round
         if round is None or not round.group:
             self._backward.original(*args, **kwargs)
         else:
@@ -297,7 +311,7 @@ class RoundLoop:
         visits go on from here.
         """
         self._finish_batch(outputs, batch, batch_idx)
-        batch_loop = self.fit.batch_loop
+        batch_loop = self._batch_loop
         if batch_loop is None or batch_loop.is_over:
             return
         batch_loop.prepare()
@@ -316,8 +330,8 @@ class RoundLoop:
     def _end_batch(self) -> None:
         """Ends the visit if this was its last batch, and the round if it was the last visit."""
         loader = self._loader
-        if self.fit.round is not None and loader is not None:
-            self.fit.round.end_batch(loader.batches_left)
+        if self.round is not None and loader is not None:
+            self.round.end_batch(loader.batches_left)
         if loader is None or loader.batches_left or loader is self._finished_loader:
             return
         round = self._open_round()
@@ -328,12 +342,15 @@ class RoundLoop:
 
     def _close_round(self, round: Round, loader: RoundLoader) -> None:
         fit, server = self.fit, self.fit.server
+        round.join()
+        if self.remote is not None:
+            self.remote.exchange(round)
         has_aggregate = round.close()
         if has_aggregate and self._averages is not None:
             self._averages.end_round()
         self._finished_loader = loader
         fit.progress.end_round()
-        fit.rounds = server.report.round + 1
+        fit.count_rounds(server.report.round + 1)
         if fit.has_server:
             self.failed_rounds.end_round(
                 server.report,
@@ -346,9 +363,9 @@ class RoundLoop:
 
     def cut_short(self) -> None:
         """Gives up the round that is open, if there is one, and says so."""
-        round = self.fit.round
+        round = self.round
         if round is not None:
-            self.fit.synchronisation.join(round, is_cut=True)
+            self.fit.synchronisation.join(round.start, round.cohort, is_cut=True)
             _log.warning("Round %d was cut short: the global model stays as it was.", self.fit.server.report.round)
             round.abandon()
 
@@ -372,8 +389,8 @@ class RoundLoop:
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Override of ``on_save_checkpoint``: a checkpoint inside a round holds the last complete global model."""
-        if self.fit.round is not None:
-            self.fit.round.start.patch(checkpoint)
+        if self.round is not None:
+            self.round.start.patch(checkpoint)
         self._save_checkpoint.original(checkpoint)
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from lightning_fed.data.population import Population
 from lightning_fed.messages import Broadcast, Client, State
+from lightning_fed.rounds.federated_fit import FederatedFit
+from lightning_fed.rounds.round import Round
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Visit
-
-if TYPE_CHECKING:
-    from lightning_fed.rounds.federated_fit import FederatedFit
-    from lightning_fed.rounds.round import Round
 
 
 class RemoteSide(ABC):

@@ -12,8 +12,9 @@
    g. :meth:`Round.receive`: the server counts the update, checks it and adds it to the aggregate;
    h. :meth:`Round.keep`: the client keeps what is its own.
 
-3. :meth:`Round.close`: the processes that shared the visits join, and the answers of remote clients arrive;
-   :meth:`Round.aggregate`, :meth:`Round.load_global`, :meth:`Round.measure_batch_norm`, :meth:`Round.log`.
+3. :meth:`Round.join`: the processes that shared the visits join, and the answers of remote clients arrive;
+   :meth:`Round.close`: :meth:`Round.aggregate`, :meth:`Round.load_global`, :meth:`Round.measure_batch_norm`,
+   :meth:`Round.log`.
 
 At any time :meth:`Round.abandon` gives the round up and restores the global model with which it began.
 """
@@ -50,6 +51,7 @@ from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import is_overridden, tensor_version
 from lightning_fed.rounds.round_start import RoundStart
 from lightning_fed.rounds.synchronisation import process_group_of
+from lightning_fed.rounds.vectorized.vectorized_visits import VectorizedVisits
 from lightning_fed.rule import ResizingAggregator, RoundInfo
 from lightning_fed.server.schedule import Cohort
 
@@ -78,6 +80,7 @@ class Round:
         fit: The fit; its module holds the global model.
         loader: Serves the batches of the visits.
         cohort: The round's clients.
+        executor: Trains several visits at once; ``None`` where they come one by one.
 
     Attributes:
         fit: The fit.
@@ -87,20 +90,22 @@ class Round:
         visit: The visit that is under way, until its update is received; ``None`` between visits, and while several
             are.
         group: The visits that are under way.
+        is_over: True once the round is closed or given up.
         trains_sent_model: False while a client trains another model than the one that it was sent and will send.
 
     """
 
     # 1. Open
 
-    def __init__(self, fit: FederatedFit, loader: RoundLoader, cohort: Cohort) -> None:
-        self.fit, self.cohort, self._loader = fit, cohort, loader
+    def __init__(
+        self, fit: FederatedFit, loader: RoundLoader, cohort: Cohort, executor: VectorizedVisits | None = None
+    ) -> None:
+        self.fit, self.cohort, self._loader, self._executor = fit, cohort, loader, executor
+        self.is_over = False
         self._trainer, self._module, self._server = fit.trainer, fit.module, fit.server
         fit.progress.start_round(fit.trainer)
         if fit.is_batch_norm_fixed:
             freeze_batch_norm(fit.module)
-        if fit.remote is not None:
-            fit.remote.start(fit)
         seed_everything(fit.schedule.start_seed(fit.trainer.current_epoch))
         self._callbacks, self._server_callbacks = federated_callbacks(fit.trainer), fit.server_callbacks
         self.local = LocalModel(
@@ -110,7 +115,7 @@ class Round:
             isinstance(fit.server.rule, ResizingAggregator),
             fit.initial_statistics,
         )
-        self.start = RoundStart(fit.trainer, self.local, fit.optimizer_state, self._server.held.values)
+        self.start = RoundStart(fit.trainer, self.local, fit.options.optimizer_state, self._server.held.values)
         self.visit: PlannedVisit | None = None
         self.group: Sequence[PlannedVisit] = ()
         self.trains_sent_model = True
@@ -137,7 +142,7 @@ class Round:
 
     def open(self) -> None:
         """Calls the hooks of the round's start, before the first batch."""
-        self.fit.synchronisation.start_round(self)
+        self.fit.synchronisation.start_round()
         if process_group_of(self._trainer).rank == 0:
             for client, reason in self._loader.failed.items():
                 self._server.fail(client, reason, self._loader.errors.get(client))
@@ -155,8 +160,13 @@ class Round:
         if len(group) == 1:
             self.start_visit(group[0])
         else:
-            assert self.fit.executor is not None
-            self.fit.executor.start(self, group)
+            assert self._executor is not None
+            for planned in group:
+                if planned.fault is None:
+                    self.start_visit(planned)
+                    self.suspend_visit()
+                self._executor.take()  # a client that has failed already has a row too, on which nothing is trained
+            self._executor.start()
 
     def start_visit(self, planned: PlannedVisit) -> None:
         """Makes the module a client's model, by way of the server."""
@@ -208,7 +218,7 @@ class Round:
     def load(self, client: Client, request: Request, broadcast: Broadcast) -> None:
         """Makes the module the client's model, and its optimizers fresh or those that the client has kept."""
         self.local.load_client(client, broadcast.state)
-        kept = self.local.kept_optimizer_state(client) if self.fit.optimizer_state == "keep" else None
+        kept = self.local.kept_optimizer_state(client) if self.fit.options.optimizer_state == "keep" else None
         rows = [(self.local.sliced[name], rows) for name, rows in request.rows.items()]
         self.start.optimizers.start_visit(kept, rows)
         self._module.zero_grad()
@@ -228,9 +238,9 @@ class Round:
 
         """
         if len(self.group) > 1 and self.visit is None:
-            assert self.fit.executor is not None
+            assert self._executor is not None
             assert self._loader.numbers is not None
-            loss = self.fit.executor.step(self.group, training_step, args[0], args[1:], self._loader.numbers)
+            loss = self._executor.step(self.group, training_step, args[0], args[1:], self._loader.numbers)
             self._trained.update(planned.position for planned in self.group)
             return self._skip_batch() if loss is None else loss
         planned = self.visit or self.group[0]  # of a group, one that looks at its data before all of them train
@@ -304,8 +314,8 @@ class Round:
         """Runs after every batch; ``batches_left`` counts the group's batches that are still to come."""
         self.fit.synchronisation.end_batch()
         if len(self.group) > 1:
-            assert self.fit.executor is not None
-            self.fit.executor.end_batch(self.group, batches_left)
+            assert self._executor is not None
+            self._executor.end_batch(self.group, batches_left)
 
     def end_group(self, group: Sequence[PlannedVisit]) -> None:
         """Ends the visits of a group after their last batch, also if their first batch never came."""
@@ -315,8 +325,13 @@ class Round:
         if len(group) == 1:
             self.end_visit(group[0])
         else:
-            assert self.fit.executor is not None
-            self.fit.executor.end(self, group)
+            assert self._executor is not None
+            self._executor.leave()
+            for row, planned in enumerate(group):
+                if self.resume_visit(planned):
+                    self._executor.put(row)
+                self.end_visit(planned)
+            self._executor.clear()
         self.group, self._suspended_memories = (), {}
         self.fit.synchronisation.end_visit(group[0])
 
@@ -358,12 +373,12 @@ class Round:
     def _look_at_unset(self) -> None:
         """Says it, once a fit, if a visit has written into buffers that do not travel because of their values."""
         fit = self.fit
-        if not fit.unset or fit.has_warned_of_filled:
+        if not fit.unset or fit.has_warned("filled"):
             return
         frozen = [name for name in fit.unset if fit.policies[name] == "frozen"]
         filled = self.local.changed_server_entries(frozen)
         if filled:
-            fit.has_warned_of_filled = True
+            fit.note_warning("filled")
             warn_of_filled(filled)
 
     def _count_writes(self) -> dict[str, int]:
@@ -444,17 +459,18 @@ class Round:
 
     # 3. Close
 
-    def close(self) -> bool:
-        """Ends the round after its last visit; returns whether the server made a state that is used."""
+    def join(self) -> None:
+        """Joins the processes that shared the visits, after the last of them."""
         warn_of_carried(self._module, self._attributes, self._server.report.round)
-        self.fit.synchronisation.join(self)
-        if self.fit.remote is not None:
-            self.fit.remote.exchange(self)
+        self.fit.synchronisation.join(self.start, self.cohort)
+
+    def close(self) -> bool:
+        """Ends the round when all updates are there; returns whether the server made a state that is used."""
         seed_everything(self.fit.schedule.end_seed(self._server.report.round))
         state = self.aggregate()
         is_new = state is not None and state is not self.start.state
         self.load_global(self.start.state if state is None else state, [] if state is None else self._counting())
-        self.fit.synchronisation.check_state(self)
+        self.fit.synchronisation.check_state(self.local)
         if is_new:
             self.measure_batch_norm()
             entries = self.local.entries
@@ -481,19 +497,19 @@ class Round:
         if state is start:  # there is no new model yet
             return state
         # Callbacks may write into it, and a rule may have chosen one client's update.
-        state = {name: value.clone() if value is start.get(name) else value for name, value in state.items()}
+        new = {name: value.clone() if value is start.get(name) else value for name, value in state.items()}
         form = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
         for callback in self._server_callbacks:
-            callback.on_server_aggregate(self._trainer, self._module, state)
+            callback.on_server_aggregate(self._trainer, self._module, new)
         if any(
             is_overridden("on_server_aggregate", callback, FederatedCallback) for callback in self._server_callbacks
         ):
-            fault = find_fault(state, form, finite=False) or find_implausible(state)
+            fault = find_fault(new, form, finite=False) or find_implausible(new)
             if fault is not None:
                 _log.error("The aggregate is not used after `on_server_aggregate`: %s.", fault)
                 self._server.abandon_round()
                 return None
-        return state
+        return new
 
     def load_global(self, state: State, counting: Collection[int] = ()) -> None:
         """Loads the global model and ends the visits of the optimizers.
@@ -518,7 +534,7 @@ class Round:
 
     def measure_batch_norm(self) -> None:
         """Has clients measure BatchNorm's running statistics with the new global model, where that is asked for."""
-        if self.fit.measures_batch_norm:
+        if self.fit.options.measures_batch_norm:
             with seeded_generators():  # every process measures its share
                 self._measured = recalibrate(self.fit, self.local)
 
@@ -540,7 +556,7 @@ class Round:
         )
 
     def _end(self, is_new: bool) -> None:
-        self.fit.round = None
+        self.is_over = True
         for callback in self._server_callbacks:
             callback.on_server_round_end(self._trainer, self._module, is_new)
 
@@ -549,8 +565,8 @@ class Round:
     def abandon(self) -> None:
         """Gives the round up and restores the global model with which it began."""
         self._loader.clock.stop()
-        if self.fit.executor is not None:
-            self.fit.executor.abandon()
+        if self._executor is not None:
+            self._executor.abandon()
         self.leave()
         for planned in self.group:
             if self.resume_visit(planned):

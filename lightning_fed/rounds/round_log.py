@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -15,14 +15,15 @@ import torch
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import norm
 from lightning_fed.rounds.client_evaluation import ClientResults
-from lightning_fed.rounds.lightning_internals import show_metrics
+from lightning_fed.rounds.lightning_internals import hide_metrics, show_metrics
 from lightning_fed.server.schedule import Cohort
 from lightning_fed.server.server import RoundReport
 
 _log = logging.getLogger(__name__)
 
 _MAX_CLIENTS_BY_NAME = 20
-_MOST_METRICS = 64
+_MOST_METRICS = 64  # of one client in a round
+_MOST_NAMES = 256  # of all clients in a fit
 _NAME = re.compile(r"[A-Za-z0-9._/-]{1,100}")
 
 
@@ -37,25 +38,32 @@ class RoundLog:
     ``fed/dropped``            clients that were chosen and never reported
     ``fed/failed``             clients that were left out, each with its reason in the log
     ``fed/num_samples``        examples behind the aggregate
-    ``fed/update_norm``        mean over clients of the Euclidean norm of (local - global) over the entries that
-                               train, as the updates came, before they were shortened
+    ``fed/update_norm``        mean over clients, weighted by the examples that count, of the Euclidean norm of
+                               (local - global) over the entries that train, as the updates came, before they were
+                               shortened
     ``fed/global_update_norm`` norm of (new - old) global parameters
     ``fed/batch_norm_shift``   largest share of the variance of a BatchNorm layer's inputs that lies between the
                                clients, where they measure it
     ``fed/drift``              1 - global_update_norm / update_norm: 0 where all clients move alike, near 1
-                               where their updates cancel
+                               where their updates cancel; not below 0 where the new model is the mean of the
+                               clients' with these weights, but for other rules (a server's learning rate above 1,
+                               momentum, weights by something else) it can be
     ``comm/up_bytes``          bytes of the round's updates; ``comm/total_up_bytes`` since round 0
     ``comm/down_bytes``        bytes of the round's broadcasts; ``comm/total_down_bytes`` since round 0
     ========================== ==========================================================================
 
     ``metrics`` that clients send are logged as ``clients/<name>``, their mean over those that sent one: no client can
-    write into another name. Of one client 64 are taken, with finite values and names of at most 100 letters, digits and
-    ``._-/``; others are left out and named in the log. Those of the aggregator
+    write into another name. Of one client 64 are taken, and of all clients the first 256 names in a fit (in a round
+    those first that most clients send), with finite values and names of at most 100 letters, digits and ``._-/``;
+    others are left out and counted, and the log says so once. Those of the rule
     (:meth:`Aggregator.metrics <lightning_fed.Aggregator.metrics>`) and of update steps have their own names.
+
+    Callbacks can monitor the newest value of every name. Of the aggregator's names and of ``client/<id>/...``, which
+    may be other ones in every round, only those that were logged last are kept.
 
     Attributes:
         totals: Sums over the rounds that ended in this process: ``rounds``, ``clients`` whose updates were aggregated,
-            ``failed`` and ``dropped`` ones, ``up_bytes`` and ``down_bytes``.
+            ``failed`` and ``dropped`` ones, ``up_bytes`` and ``down_bytes``, ``numbers`` of clients that were left out.
         total_up_bytes: Bytes of all updates since round 0.
         total_down_bytes: Bytes of all broadcasts since round 0.
 
@@ -66,15 +74,21 @@ class RoundLog:
         self.total_up_bytes = 0
         self.total_down_bytes = 0
         self._last: dict[str, float] = {}
+        self._passing: dict[str, list[str]] = {}  # names that the next of their kind replace
 
     def state_dict(self) -> dict[str, Any]:
         """The running totals and the newest value of every number."""
-        return {"up_bytes": self.total_up_bytes, "down_bytes": self.total_down_bytes, "last": dict(self._last)}
+        return {
+            "up_bytes": self.total_up_bytes,
+            "down_bytes": self.total_down_bytes,
+            "last": dict(self._last),
+            "passing": dict(self._passing),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores them."""
         self.total_up_bytes, self.total_down_bytes = state["up_bytes"], state["down_bytes"]
-        self._last = dict(state["last"])
+        self._last, self._passing = dict(state["last"]), dict(state["passing"])
 
     def show(self, trainer: L.Trainer) -> None:
         """Puts the newest numbers, as in a fit that was never resumed, where callbacks look for what they monitor."""
@@ -129,22 +143,26 @@ class RoundLog:
             "comm/total_up_bytes": self.total_up_bytes,
             "comm/total_down_bytes": self.total_down_bytes,
         }
-        if report.norms:
-            mean_norm = sum(report.norms.values()) / len(report.norms)
+        weights = {client: report.counted[client] for client in report.norms if client in report.received}
+        if weights:
+            total = sum(weight * report.norms[client] for client, weight in weights.items())
+            mean_norm = total / sum(weights.values())
             global_norm = float(norm(after[name] - before[name] for name in parameters))
             values["fed/update_norm"] = mean_norm
             values["fed/global_update_norm"] = global_norm
             values["fed/drift"] = 1 - global_norm / mean_norm if mean_norm else 0.0
-        values |= _mean_metrics(report)
+        values |= self._mean_metrics(report)
+        self._replace(trainer, "aggregator", measured)
         self.put(trainer, report.round, values | dict(measured))
 
     def put_clients(self, trainer: L.Trainer, round: int, results: ClientResults) -> None:
         """Logs the evaluation client by client: ``fed/<metric>/...``, and ``client/<id>/<metric>`` of few clients."""
-        values: dict[str, float] = {f"fed/{name}": value for name, value in results.summary().items()}
+        values: dict[str, float] = {}
         for name, by_client in results.values.items():
             if len(by_client) <= _MAX_CLIENTS_BY_NAME:
                 values |= {f"client/{_loggable(client)}/{name}": value for client, value in by_client.items()}
-        self.put(trainer, round, values)
+        self._replace(trainer, "clients", values)
+        self.put(trainer, round, {f"fed/{name}": value for name, value in results.summary().items()} | values)
 
     def put(self, trainer: L.Trainer, round: int, values: Mapping[str, float]) -> None:
         """Logs values of a round under their names."""
@@ -155,25 +173,39 @@ class RoundLog:
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.log_metrics(dict(values), step=round)
 
+    def _replace(self, trainer: L.Trainer, kind: str, names: Iterable[str]) -> None:
+        """Forgets the last names of a kind for new ones, if there are any."""
+        new = list(names)
+        if new:
+            stale = set(self._passing.get(kind, ())).difference(new)
+            self._last = {name: value for name, value in self._last.items() if name not in stale}
+            hide_metrics(trainer, stale)
+            self._passing[kind] = new
+
+    def _mean_metrics(self, report: RoundReport) -> dict[str, float]:
+        """Means of the numbers that clients have sent, under names of their own."""
+        kept, sent = {}, dict[str, list[float]]()
+        for client, metrics in report.metrics.items():
+            good = [name for name, value in metrics.items() if _NAME.fullmatch(name) and math.isfinite(value)]
+            kept[client] = dict.fromkeys(good[:_MOST_METRICS])
+            for name in kept[client]:
+                sent.setdefault(name, []).append(metrics[name])
+        known = {name.removeprefix("clients/") for name in self._last if name.startswith("clients/")}
+        by_count = sorted(sent.keys() - known, key=lambda name: (-len(sent[name]), name))
+        taken = known.union(by_count[: max(0, _MOST_NAMES - len(known))])
+        for client, metrics in report.metrics.items():
+            left_out = [name for name in metrics if name not in kept[client] or name not in taken]
+            if left_out and not self.totals["numbers"]:
+                _log.warning(
+                    "Round %d: %d numbers of client %r are not logged, %.100r first (later ones are left out without a"
+                    " line here): of a client %d are, of a fit %d names, with finite values and names of at most 100"
+                    " letters, digits and `._-/`.",
+                    report.round, len(left_out), client, left_out[0], _MOST_METRICS, _MOST_NAMES,
+                )  # fmt: skip
+            self.totals["numbers"] += len(left_out)
+        return {f"clients/{name}": sum(values) / len(values) for name, values in sorted(sent.items()) if name in taken}
+
 
 def _loggable(client: Client) -> str:
     """A client's key as text that files can hold: what is no text in it, as in names of files, is escaped."""
     return str(client).encode(errors="backslashreplace").decode()
-
-
-def _mean_metrics(report: RoundReport) -> dict[str, float]:
-    """Means of the numbers that clients have sent, under names of their own."""
-    sent: dict[str, list[float]] = {}
-    for client, metrics in report.metrics.items():
-        good = [name for name, value in metrics.items() if _NAME.fullmatch(name) and math.isfinite(value)]
-        taken = dict.fromkeys(good[:_MOST_METRICS])
-        for name in taken:
-            sent.setdefault(name, []).append(metrics[name])
-        left_out = [name for name in metrics if name not in taken]
-        if left_out:
-            _log.warning(
-                "Round %d: %d numbers of client %r are not logged, %.100r first: of a client %d are, with finite values"
-                " and names of at most 100 letters, digits and `._-/`.",
-                report.round, len(left_out), client, left_out[0], _MOST_METRICS,
-            )  # fmt: skip
-    return {f"clients/{name}": sum(values) / len(values) for name, values in sorted(sent.items())}

@@ -25,9 +25,7 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
     sizes: dict[Client, tuple[int, int]] = {}
     steps = furthest = 0
     for round in range(rounds):
-        visits = [
-            visit for visit in fit.draw_cohort(round).visits if fit.partial_work == "keep" or not visit.is_straggler
-        ]
+        visits = fit.served(fit.draw_cohort(round)).visits
         for client in {visit.client: None for visit in visits}.keys() - sizes.keys():
             sizes[client] = _find_size(fit, client)
         lengths = [-(-visit.num_batches(sizes[visit.client][1]) // window) for visit in visits]

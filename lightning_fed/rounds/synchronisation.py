@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import lightning as L
 
+from lightning_fed.client.client_store import ClientStore
+from lightning_fed.client.local_model import LocalModel
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.visit_costs import VisitCosts
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
-
-if TYPE_CHECKING:
-    from lightning_fed.rounds.federated_fit import FederatedFit
-    from lightning_fed.rounds.round import Round
+from lightning_fed.rounds.round_start import RoundStart
+from lightning_fed.rounds.trainer_progress import RoundProgress
+from lightning_fed.server.interface import ServerInterface
+from lightning_fed.server.schedule import Cohort, Schedule
 
 
 class RoundSynchronisation:
@@ -27,7 +28,7 @@ class RoundSynchronisation:
 
     visit_costs: VisitCosts | None = None
 
-    def start_round(self, round: Round) -> None:
+    def start_round(self) -> None:
         """Prepares for a round, before its first batch: from here on the processes run independently."""
 
     def start_visit(self, planned: PlannedVisit) -> None:
@@ -39,11 +40,12 @@ class RoundSynchronisation:
     def end_visit(self, planned: PlannedVisit) -> None:
         """Runs after the last batch of a visit."""
 
-    def join(self, round: Round, is_cut: bool = False) -> None:
+    def join(self, start: RoundStart, cohort: Cohort, is_cut: bool = False) -> None:
         """Merges what the processes' aggregators have received, and has all know of all visits, after the last visit.
 
         Args:
-            round: The round.
+            start: The global model, optimizers and schedulers as the round found them.
+            cohort: The round's clients.
             is_cut: Whether the round ended in this process before its last visit was over.
 
         Raises:
@@ -51,8 +53,11 @@ class RoundSynchronisation:
 
         """
 
-    def check_state(self, round: Round) -> None:
+    def check_state(self, local: LocalModel) -> None:
         """Makes sure, after the aggregation, that all processes have the same global model.
+
+        Args:
+            local: The module's entries.
 
         Raises:
             RuntimeError: If they have not, beyond what a device may round differently.
@@ -82,8 +87,22 @@ class ClientSharing(ABC):
         """Callbacks that the Trainer needs where there are several processes."""
 
     @abstractmethod
-    def synchronise(self, fit: FederatedFit) -> RoundSynchronisation:
+    def synchronise(
+        self,
+        trainer: L.Trainer,
+        server: ServerInterface,
+        store: ClientStore,
+        schedule: Schedule,
+        progress: RoundProgress,
+    ) -> RoundSynchronisation:
         """Makes the synchronisation of a fit's rounds.
+
+        Args:
+            trainer: The Trainer.
+            server: The server.
+            store: Store of the clients' own state.
+            schedule: Draws the rounds' seeds.
+            progress: Lightning's progress in checkpoints.
 
         Raises:
             MisconfigurationException: If something in the fit cannot be right in several processes.

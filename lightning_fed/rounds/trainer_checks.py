@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import (
 
 from lightning_fed.rounds.lightning_internals import callbacks_of, datamodule_of, is_overridden
 from lightning_fed.rounds.synchronisation import process_group_of
-from lightning_fed.server.schedule import Schedule
 
 _REFUSED: dict[type[L.Callback], str] = {
     BatchSizeFinder: "it would tune on the first client's batches: tune with a plain `L.Trainer` first",
@@ -141,26 +140,3 @@ def check_schedulers(trainer: L.Trainer) -> None:
             raise MisconfigurationException(
                 "`ReduceLROnPlateau` with interval='step' would watch one client's batches: use interval='epoch'."
             )
-
-
-def check_min_clients(min_clients: int, schedule: Schedule, chosen: int, partial_work: str) -> None:
-    """Refuses a least number of updates that no round can have.
-
-    Args:
-        min_clients: Least number of good updates that changes the global model.
-        schedule: Draws the cohorts.
-        chosen: Number of clients in a round.
-        partial_work: Whether stragglers are left out.
-
-    Raises:
-        MisconfigurationException: If the model could never change.
-
-    """
-    most, who = chosen, "of a round"
-    if partial_work == "drop" and schedule.stragglers:
-        most, who = schedule.active_size(chosen), "of a round that do all their work"
-    if min_clients > most:
-        raise MisconfigurationException(
-            f"Expected `min_clients` to be at most the clients {who} ({most}), but got {min_clients}: the global model"
-            " would never change."
-        )

@@ -24,6 +24,7 @@ class RoundReport:
     Args:
         round: Index of the round, from 0.
         received: Number of local examples of every client whose update was aggregated.
+        counted: Number of examples that counted of every client whose update was good.
         failed: Reason for every client that was left out.
         metrics: Numbers that the clients sent along.
         norms: Length of every good client's step: the Euclidean norm of (local - global) over the entries that train,
@@ -36,6 +37,7 @@ class RoundReport:
 
     round: int
     received: dict[Client, int] = field(default_factory=dict)
+    counted: dict[Client, int] = field(default_factory=dict, kw_only=True)
     failed: dict[Client, str] = field(default_factory=dict)
     metrics: dict[Client, dict[str, float]] = field(default_factory=dict)
     norms: dict[Client, float] = field(default_factory=dict)
@@ -59,7 +61,7 @@ class RoundReport:
 
         """
         report = cls(parts[0].round)
-        for name in ("received", "failed", "refused", "metrics", "norms"):
+        for name in ("received", "counted", "failed", "refused", "metrics", "norms"):
             joint = {client: value for part in parts for client, value in getattr(part, name).items()}
             ordered = sorted(joint, key=lambda client: positions.get(client, len(positions)))
             setattr(report, name, {client: joint[client] for client in ordered})

@@ -12,10 +12,11 @@ import numbers
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from lightning_fed.argument_checks import check_count, check_share
+from lightning_fed.argument_checks import check_count, check_option, check_share
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
 
@@ -122,6 +123,34 @@ class SecretSampling:
     is_poisson: bool = True
 
 
+@dataclass(frozen=True)
+class Availability:
+    """``availability=``: stragglers, and clients that never report.
+
+    Args:
+        stragglers: Fraction of the cohort in [0, 1) that does only part of its work.
+        partial_work: ``"keep"`` aggregates the partial work of stragglers, ``"drop"`` leaves them out.
+        client_dropout: Probability in [0, 1) that a chosen client never reports.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> from lightning_fed import Federation
+        >>> federation = Federation(local_epochs=5, availability=Availability(stragglers=0.5, client_dropout=0.1))
+
+    """
+
+    stragglers: float = 0.0
+    partial_work: Literal["keep", "drop"] = "keep"
+    client_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_share("stragglers", self.stragglers)
+        check_option("partial_work", self.partial_work, ("keep", "drop"))
+        check_share("client_dropout", self.client_dropout)
+
+
 class Schedule:
     r"""Draws each round's cohort, stragglers, dropouts and seeds.
 
@@ -129,15 +158,14 @@ class Schedule:
     :math:`C` (McMahan et al. 2017). Of a cohort of :math:`m` clients, :math:`m - \mathrm{round}(m (1 - \delta))`
     straggle: they do an integer number of epochs drawn uniformly from 1 to E - 1 (Li et al., "Federated Optimization in
     Heterogeneous Networks", MLSys 2020, and its code), of steps where the work is counted in steps, and of batches
-    where E = 1. Each chosen client fails to report with probability ``dropout``.
+    where E = 1. Each chosen client fails to report with probability ``client_dropout``.
 
     Args:
         seed: Seed of the schedule, not negative.
         clients_per_round: Number of clients (int) or fraction of the population (float in (0, 1]).
         local_epochs: Passes over a client's data in a visit.
         local_steps: Batches in a visit; replaces ``local_epochs``.
-        stragglers: Fraction of the cohort in [0, 1) that does part of its work.
-        dropout: Probability in [0, 1) that a chosen client never reports.
+        availability: The stragglers, and the clients that never report.
 
     Attributes:
         secret: A draw of the clients that does not come from ``seed``; ``None`` for the schedule's own.
@@ -159,8 +187,7 @@ class Schedule:
         clients_per_round: int | float = 1.0,
         local_epochs: int = 1,
         local_steps: int | None = None,
-        stragglers: float = 0.0,
-        dropout: float = 0.0,
+        availability: Availability = Availability(),
     ) -> None:
         if seed < 0:
             raise ValueError(f"Expected `seed` to be at least 0, but got {seed}.")
@@ -171,14 +198,11 @@ class Schedule:
                 f"Expected one of `local_epochs` and `local_steps`, but got local_epochs={local_epochs} and"
                 f" local_steps={local_steps}."
             )
-        check_share("stragglers", stragglers)
-        check_share("dropout", dropout)
         self.seed = seed
         self.clients_per_round = _count_or_fraction(clients_per_round)
         self.local_epochs = local_epochs
         self.local_steps = local_steps
-        self.stragglers = stragglers
-        self.dropout = dropout
+        self.availability = availability
         self.secret: SecretSampling | None = None
 
     def cohort_size(self, population: int) -> int:
@@ -201,7 +225,7 @@ class Schedule:
 
     def active_size(self, size: int) -> int:
         """Number of clients that do all their work, of a cohort of ``size``."""
-        return round_half_up(size * (1 - self.stragglers))
+        return round_half_up(size * (1 - self.availability.stragglers))
 
     def cohort(
         self,
@@ -226,7 +250,7 @@ class Schedule:
         straggling = self._stragglers(round, len(chosen))
         visits, dropped = [], []
         for position, client in enumerate(chosen):
-            if self.dropout and self._drops_out(round, client) and client not in always:
+            if self._drops_out(round, client) and client not in always:
                 dropped.append(client)
             else:
                 is_straggler = position in straggling and client not in always
@@ -249,7 +273,7 @@ class Schedule:
 
         """
         chosen = self._draw(_SECOND, round, clients)
-        return [client for client in chosen if not (self.dropout and self._drops_out(round, client))]
+        return [client for client in chosen if not self._drops_out(round, client)]
 
     def start_seed(self, round: int) -> int:
         """The seed of the server's draws at the start of a round."""
@@ -279,7 +303,8 @@ class Schedule:
         return {int(position) for position in order[active:]}
 
     def _drops_out(self, round: int, client: Client) -> bool:
-        return bool(self._generator(_DROPOUT, round, client_key(client)).random() < self.dropout)
+        share = self.availability.client_dropout
+        return share > 0 and bool(self._generator(_DROPOUT, round, client_key(client)).random() < share)
 
     def _visit(self, round: int, client: Client, is_straggler: bool) -> Visit:
         key = client_key(client)

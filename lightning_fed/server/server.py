@@ -131,6 +131,7 @@ class Server(ServerInterface):
             return self.refuse(client, fault)
         self.report.received[client] = update.num_samples
         self.report.metrics[client] = update.metrics
+        self.report.counted[client] = self.chain.counted(update.num_samples)
         try:
             self.chain.receive(update, sent, self._inspect)
         except BadUpdate as error:
@@ -215,6 +216,7 @@ class Server(ServerInterface):
         """Leaves out a client whose update was good so far; always ``False``."""
         self.report.received.pop(client, None)
         self.report.metrics.pop(client, None)
+        self.report.counted.pop(client, None)
         self.report.norms.pop(client, None)
         return self.refuse(client, reason, error)
 

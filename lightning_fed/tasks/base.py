@@ -55,13 +55,13 @@ class Task(L.LightningModule, ABC):
     def __init__(
         self,
         *,
-        optimizer: str,
-        lr: float,
-        momentum: float | None,
-        weight_decay: float | None,
-        optimizer_kwargs: dict[str, Any] | None,
-        scheduler: str | None,
-        scheduler_kwargs: dict[str, Any] | None,
+        optimizer: str = "SGD",
+        lr: float = 0.01,
+        momentum: float | None = None,
+        weight_decay: float | None = None,
+        optimizer_kwargs: dict[str, Any] | None = None,
+        scheduler: str | None = None,
+        scheduler_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if scheduler_kwargs and scheduler is None:
@@ -175,6 +175,11 @@ class Task(L.LightningModule, ABC):
         """Logs the metrics over the whole of each loader."""
         self._log_metrics(self.test_metrics, len(self.trainer.num_test_batches))
 
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Returns the probabilities of the classes, in the shape of the logits."""
+        logits: Tensor = self(self.inputs_of(batch))
+        return logits.softmax(dim=1)
+
     def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets of a batch: a pair ``(x, y)`` or a dict with the keys of both.
 
@@ -228,8 +233,7 @@ def _class_named(kind: str, name: str, module: ModuleType, base: type[T]) -> typ
         for key, value in vars(module).items()
         if inspect.isclass(value) and issubclass(value, base) and value is not base and not key.startswith("_")
     }
-    if name not in classes:
-        raise ValueError(f"Expected `{kind}` to be one of {sorted(classes)}, but got '{name}'.")
+    check_option(kind, name, sorted(classes))
     return classes[name]
 
 

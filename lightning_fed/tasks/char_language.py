@@ -16,8 +16,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed.argument_checks import check_count, check_option, check_share
-from lightning_fed.numerics.float64_states import Float64States
-from lightning_fed.numerics.precision import to_float64
+from lightning_fed.numerics.float64_states import Float64Mean
 from lightning_fed.tasks.base import Task
 
 __all__ = ["CharLSTM", "CharLanguageTask"]
@@ -100,14 +99,8 @@ class CharLanguageTask(Task):
         num_layers: Number of LSTM layers.
         dropout: Dropout between LSTM layers.
         every_step: Predict the next character at every step of a window, and not only at the last one as in LEAF.
-        optimizer: Name of a class in `torch.optim`.
         lr: Learning rate.
-        momentum: Momentum, for an optimizer that has it. None: the optimizer's own default.
-        weight_decay: Weight decay. None: the optimizer's own default.
-        optimizer_kwargs: Any other arguments of the optimizer.
-        scheduler: Name of a class in `torch.optim.lr_scheduler`, which counts epochs (rounds, in federated training);
-            a ``ReduceLROnPlateau`` watches ``val_loss``. None for a constant rate.
-        scheduler_kwargs: Arguments of the scheduler.
+        **options: Optimizer and schedule, see `Task`: `optimizer`, `lr`, `scheduler`, ...
 
     Raises:
         ValueError: If a choice is unknown, a number is out of its range, or an argument does not fit the optimizer.
@@ -130,27 +123,12 @@ class CharLanguageTask(Task):
         num_layers: int = 1,
         dropout: float = 0.0,
         every_step: bool = False,
-        optimizer: str = "SGD",
         lr: float = 0.25,
-        momentum: float | None = None,
-        weight_decay: float | None = None,
-        optimizer_kwargs: dict[str, Any] | None = None,
-        scheduler: str | None = None,
-        scheduler_kwargs: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            optimizer=optimizer,
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            optimizer_kwargs=optimizer_kwargs,
-            scheduler=scheduler,
-            scheduler_kwargs=scheduler_kwargs,
-        )
+        super().__init__(lr=lr, **options)
         self.save_hyperparameters(ignore=["model"] if isinstance(model, nn.Module) else None)
-        if num_classes < 2:
-            raise ValueError(f"Expected `num_classes` to be at least 2, but got {num_classes}.")
-        self.num_classes = num_classes
+        self.num_classes = check_count("num_classes", num_classes, 2)
         self._network_options = {
             "embedding_dim": embedding_dim,
             "hidden_size": hidden_size,
@@ -184,33 +162,16 @@ class CharLanguageTask(Task):
             )
         return F.cross_entropy(logits, target.long())
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Returns the probabilities of the next characters."""
-        logits: Tensor = self(self.inputs_of(batch))
-        return logits.softmax(dim=1)
 
-
-class _Perplexity(Float64States):
+class _Perplexity(Float64Mean):
     """The exponential of the mean cross-entropy over all targets; that of torchmetrics wants classes last."""
 
-    is_differentiable = False
     higher_is_better = False
-    full_state_update = False
-    float64_states = ("total", "count")
-
-    total: Tensor
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     @torch.no_grad()
     def update(self, logits: Tensor, target: Tensor) -> None:
         """Adds a batch: logits ``(N, C, ...)`` and targets ``(N, ...)``."""
-        self.total = self.total + to_float64(F.cross_entropy(logits, target.long(), reduction="sum"))
-        self.count = self.count + target.numel()
+        self.add(F.cross_entropy(logits, target.long(), reduction="none"))
 
     def compute(self) -> Tensor:
         """The perplexity; NaN if there was no target."""

@@ -11,7 +11,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed.algorithms.fedss.head_conversion import to_sampled_softmax
-from lightning_fed.argument_checks import check_option
+from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.tasks.base import Task
 from lightning_fed.tasks.networks import build_network
 
@@ -41,14 +41,7 @@ class ClassificationTask(Task):
         head_kwargs: Its ``scale`` and ``normalize``, for ``head="sampled_softmax"``.
         class_weights: Weight of each class in the loss; not with ``head="sampled_softmax"``, where labels are columns.
         label_smoothing: Share of a target that is spread evenly over all classes, between 0 and 1.
-        optimizer: Name of a class in `torch.optim`.
-        lr: Learning rate.
-        momentum: Momentum, for an optimizer that has it. None: the optimizer's own default.
-        weight_decay: Weight decay. None: the optimizer's own default.
-        optimizer_kwargs: Any other arguments of the optimizer.
-        scheduler: Name of a class in `torch.optim.lr_scheduler`, which counts epochs (rounds, in federated training);
-            a ``ReduceLROnPlateau`` watches ``val_loss``. None for a constant rate.
-        scheduler_kwargs: Arguments of the scheduler.
+        **options: Optimizer and schedule, see `Task`: `optimizer`, `lr`, `scheduler`, ...
 
     Raises:
         ValueError: If a name or a choice is unknown, or an argument does not fit its network, optimizer or scheduler.
@@ -76,26 +69,10 @@ class ClassificationTask(Task):
         head_kwargs: dict[str, Any] | None = None,
         class_weights: list[float] | None = None,
         label_smoothing: float = 0.0,
-        optimizer: str = "SGD",
-        lr: float = 0.01,
-        momentum: float | None = None,
-        weight_decay: float | None = None,
-        optimizer_kwargs: dict[str, Any] | None = None,
-        scheduler: str | None = None,
-        scheduler_kwargs: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            optimizer=optimizer,
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            optimizer_kwargs=optimizer_kwargs,
-            scheduler=scheduler,
-            scheduler_kwargs=scheduler_kwargs,
-        )
+        super().__init__(**options)
         self.save_hyperparameters(ignore=["model"] if isinstance(model, nn.Module) else None)
-        if num_classes < 2:
-            raise ValueError(f"Expected `num_classes` to be at least 2, but got {num_classes}.")
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"Expected `label_smoothing` to be between 0 and 1, but got {label_smoothing}.")
         check_option("head", head, ("linear", "sampled_softmax"))
@@ -106,7 +83,7 @@ class ClassificationTask(Task):
             raise ValueError(
                 f"Expected no `head_kwargs` with head={head!r} but those it has, but got {sorted(unknown)}."
             )
-        self.num_classes = num_classes
+        self.num_classes = check_count("num_classes", num_classes, 2)
         self._in_channels = in_channels
         self._input_size = input_size
         self._pretrained = pretrained
@@ -139,8 +116,3 @@ class ClassificationTask(Task):
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Returns the cross-entropy of logits ``(N, num_classes)`` and class indices ``(N,)``."""
         return F.cross_entropy(logits, target.long(), weight=self.class_weights, label_smoothing=self._label_smoothing)
-
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Returns class probabilities of shape ``(N, num_classes)``."""
-        logits: Tensor = self(self.inputs_of(batch))
-        return logits.softmax(dim=1)

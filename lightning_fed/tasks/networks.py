@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 from torch import nn
@@ -98,12 +99,8 @@ def mlp(
     """
     if any(width < 1 for width in hidden):
         raise ValueError(f"Expected `hidden` to hold widths of at least 1, but got {list(hidden)}.")
-    width = in_channels * input_size**2
-    features: list[nn.Module] = [nn.Flatten()]
-    for hidden_width in hidden:
-        features += [nn.Linear(width, hidden_width), nn.ReLU()]
-        width = hidden_width
-    return _network(features, [nn.Linear(width, num_classes)])
+    layers = _dense(in_channels * input_size**2, hidden, num_classes)
+    return _network(layers[:-1], layers[-1:])
 
 
 def mcmahan_cnn(
@@ -133,16 +130,10 @@ def mcmahan_cnn(
     Raises:
         ValueError: If the images are too small, there are not two numbers of channels, or a width is below 1.
     """
-    first, second = _two_widths(channels, hidden)
+    _check_widths(channels, hidden)
     side = _at_least_one(input_size // 2 // 2, input_size, minimum=4)
-    features = [
-        *(nn.Conv2d(in_channels, first, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(first, second, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
-    ]
-    classifier: list[nn.Module] = [nn.Flatten(), nn.Linear(second * side**2, hidden), nn.ReLU()]
-    if dropout > 0:
-        classifier.append(nn.Dropout(dropout))
-    return _network(features, [*classifier, nn.Linear(hidden, num_classes)])
+    features = _convolutions(in_channels, channels, 2)
+    return _network(features, _dense(channels[1] * side**2, [hidden], num_classes, dropout))
 
 
 def fedfusion_cifar_cnn(
@@ -175,19 +166,10 @@ def fedfusion_cifar_cnn(
     """
     if len(hidden) != 2:
         raise ValueError(f"Expected `hidden` to be two widths of at least 1, but got {list(hidden)}.")
-    first, second = _two_widths(channels, *hidden)
+    _check_widths(channels, *hidden)
     side = (input_size + 3) // 4  # the padded pools halve and round up
-    features = [
-        *(nn.Conv2d(in_channels, first, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)),
-        *(nn.Conv2d(first, second, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)),
-    ]
-    classifier = [
-        nn.Flatten(),
-        *(nn.Linear(second * side**2, hidden[0]), nn.ReLU(), nn.Dropout(dropout)),
-        *(nn.Linear(hidden[0], hidden[1]), nn.ReLU(), nn.Dropout(dropout)),
-        nn.Linear(hidden[1], num_classes),
-    ]
-    network = _network(features, classifier)
+    features = _convolutions(in_channels, channels, 2, pool=(3, 2, 1))
+    network = _network(features, _dense(channels[1] * side**2, hidden, num_classes, dropout))
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -221,13 +203,10 @@ def lenet(
     Raises:
         ValueError: If the images are too small, there are not two numbers of channels, or a width is below 1.
     """
-    first, second = _two_widths(channels, hidden)
+    _check_widths(channels, hidden)
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
-    features = [
-        *(nn.Conv2d(in_channels, first, 5), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(first, second, 5), nn.ReLU(), nn.MaxPool2d(2)),
-    ]
-    return _network(features, [nn.Flatten(), nn.Linear(second * side**2, hidden), nn.Linear(hidden, num_classes)])
+    classifier = [nn.Flatten(), nn.Linear(channels[1] * side**2, hidden), nn.Linear(hidden, num_classes)]
+    return _network(_convolutions(in_channels, channels), classifier)
 
 
 def niid_cnn(
@@ -256,18 +235,9 @@ def niid_cnn(
     Raises:
         ValueError: If the images are too small, there are not two numbers of channels, or a width is below 1.
     """
-    first, second = _two_widths(channels, *hidden)
+    _check_widths(channels, *hidden)
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
-    features = [
-        *(nn.Conv2d(in_channels, first, 5), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(first, second, 5), nn.ReLU(), nn.MaxPool2d(2)),
-    ]
-    classifier: list[nn.Module] = [nn.Flatten()]
-    width = second * side**2
-    for next_width in hidden:
-        classifier += [nn.Linear(width, next_width), nn.ReLU()]
-        width = next_width
-    return _network(features, [*classifier, nn.Linear(width, num_classes)])
+    return _network(_convolutions(in_channels, channels), _dense(channels[1] * side**2, hidden, num_classes))
 
 
 def vgg9(
@@ -339,12 +309,30 @@ def _network(features: Sequence[nn.Module], classifier: Sequence[nn.Module]) -> 
     return nn.Sequential(OrderedDict[str, nn.Module](parts))
 
 
-def _two_widths(channels: Sequence[int], *hidden: int) -> tuple[int, int]:
+def _convolutions(
+    inputs: int, channels: Sequence[int], border: int = 0, pool: tuple[int, int, int] = (2, 2, 0)
+) -> list[nn.Module]:
+    """5x5 convolutions, each with ReLU and max-pooling of some size, stride and border."""
+    return [
+        layer
+        for width, outputs in pairwise([inputs, *channels])
+        for layer in (nn.Conv2d(width, outputs, 5, padding=border), nn.ReLU(), nn.MaxPool2d(*pool))
+    ]
+
+
+def _dense(width: int, hidden: Sequence[int], num_classes: int, dropout: float = 0.0) -> list[nn.Module]:
+    """Hidden layers with ReLU, and dropout if there is any, and the output layer."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in pairwise([width, *hidden]):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU(), *([nn.Dropout(dropout)] if dropout > 0 else [])]
+    return [*layers, nn.Linear([width, *hidden][-1], num_classes)]
+
+
+def _check_widths(channels: Sequence[int], *hidden: int) -> None:
     if len(channels) != 2 or min(channels) < 1:
         raise ValueError(f"Expected `channels` to be two widths of at least 1, but got {list(channels)}.")
     if min(hidden) < 1:
         raise ValueError(f"Expected `hidden` to be at least 1, but got {min(hidden)}.")
-    return channels[0], channels[1]
 
 
 def _at_least_one(side: int, input_size: int, minimum: int) -> int:

@@ -9,9 +9,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
-from lightning_fed.argument_checks import check_option
+from lightning_fed.argument_checks import check_option, check_share
 from lightning_fed.errors import OptionError
 from lightning_fed.metrics.segmentation import SegmentationScores
 from lightning_fed.tasks.base import Task
@@ -28,13 +27,14 @@ class SegmentationTask(Task):
     Batches are ``(x, y)`` or dicts with keys ``image`` and ``mask``: images of shape ``(N, C, H, W)`` and class
     indices of shape ``(N, H, W)`` or ``(N, 1, H, W)``. With ``mode="binary"`` masks are 0 and 1; with ``"multilabel"``
     there is such a mask for each class, shape ``(N, num_classes, H, W)``. Logged: ``train_loss`` and ``val_loss``,
-    ``val_miou``, ``val_pixel_acc`` (``test_...`` likewise), where pixels of class ``ignore_index`` count nowhere:
+    ``val_miou``, ``val_mdice``, ``val_pixel_acc`` (``test_...`` likewise), where pixels of class ``ignore_index`` count
+    nowhere:
 
     - ``miou``: intersection over union of each class, with the pixels of the whole epoch, averaged over the classes
       that occur in truth or prediction;
     - ``pixel_acc``: share of pixels that are right;
-    - with ``per_class``, and in the other modes, ``mdice`` too; with ``per_class`` ``iou/<class>`` and ``dice/<class>``
-      of the classes that occur. Binary masks in which nothing is to be found, and nothing is found, have no ``miou``.
+    - ``mdice``: Dice, likewise; with ``per_class`` ``iou/<class>`` and ``dice/<class>`` of the classes that occur.
+      Binary masks in which nothing is to be found, and nothing is found, have no ``miou``.
 
     Prediction returns class indices of shape ``(N, H, W)``; in the other modes 0 and 1 of shape ``(N, H, W)`` and
     ``(N, num_classes, H, W)``. With ``tile`` it runs tile by tile, for images that are too large or of any size.
@@ -73,14 +73,7 @@ class SegmentationTask(Task):
         per_image: Whether the loss is taken of every image by itself, and then the mean: as
             :class:`~lightning_fed.privacy.DPSGD` needs it where pixels are ignored, and for losses other than
             cross-entropy. Otherwise it is taken of all pixels of the batch.
-        optimizer: Name of a class in `torch.optim`.
-        lr: Learning rate.
-        momentum: Momentum, for an optimizer that has it. None: the optimizer's own default.
-        weight_decay: Weight decay. None: the optimizer's own default.
-        optimizer_kwargs: Any other arguments of the optimizer.
-        scheduler: Name of a class in `torch.optim.lr_scheduler`, which counts epochs (rounds, in federated training);
-            a ``ReduceLROnPlateau`` watches ``val_loss``. None for a constant rate.
-        scheduler_kwargs: Arguments of the scheduler.
+        **options: Optimizer and schedule, see `Task`: `optimizer`, `lr`, `scheduler`, ...
 
     Raises:
         ValueError: If a name or a choice is unknown, or an argument does not fit its network, optimizer or scheduler.
@@ -108,29 +101,15 @@ class SegmentationTask(Task):
         loss: nn.Module | Callable[[Tensor, Tensor], Tensor] | str = "ce",
         ignore_index: int | None = 255,
         class_weights: list[float] | None = None,
-        optimizer: str = "SGD",
-        lr: float = 0.01,
-        momentum: float | None = None,
-        weight_decay: float | None = None,
-        optimizer_kwargs: dict[str, Any] | None = None,
-        scheduler: str | None = None,
-        scheduler_kwargs: dict[str, Any] | None = None,
         mode: Literal["multiclass", "binary", "multilabel"] = "multiclass",
         per_class: bool = False,
         class_names: list[str] | None = None,
         tile: tuple[int, int] | None = None,
         tile_overlap: float = 0.25,
         per_image: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            optimizer=optimizer,
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            optimizer_kwargs=optimizer_kwargs,
-            scheduler=scheduler,
-            scheduler_kwargs=scheduler_kwargs,
-        )
+        super().__init__(**options)
         given = {"model": isinstance(model, nn.Module), "loss": not isinstance(loss, str)}
         self.save_hyperparameters(ignore=[name for name, is_object in given.items() if is_object])
         check_option("mode", mode, ("multiclass", "binary", "multilabel"))
@@ -148,8 +127,6 @@ class SegmentationTask(Task):
             raise ValueError(f"Expected no `class_weights` for loss={loss!r}, but got {class_weights}.")
         if tile is not None and (len(tile) != 2 or min(tile) < 1):
             raise ValueError(f"Expected `tile` to be a height and a width of at least 1, but got {tile}.")
-        if not 0 <= tile_overlap < 1:
-            raise ValueError(f"Expected `tile_overlap` to be in [0, 1), but got {tile_overlap}.")
         self.num_classes = num_classes
         self.ignore_index = ignore_index
         self._encoder_name = encoder_name
@@ -159,7 +136,7 @@ class SegmentationTask(Task):
         self._mode, self._per_class, self._class_names = mode, per_class, class_names
         self._per_image = per_image
         self._tile = None if tile is None else (tile[0], tile[1])
-        self._tile_overlap = tile_overlap
+        self._tile_overlap = check_share("tile_overlap", tile_overlap)
         self._loss = NamedLoss(loss, mode, ignore_index) if isinstance(loss, str) else loss
         self.configure_task(model, norm, class_weights, num_classes)
 
@@ -197,22 +174,9 @@ class SegmentationTask(Task):
         return network
 
     def configure_metrics(self) -> MetricCollection:
-        """Returns ``miou`` and ``pixel_acc``, and if asked for the scores of each class, without the ignored pixels."""
-        if self._mode != "multiclass" or self._per_class:
-            scores = SegmentationScores(
-                self.num_classes, self._mode, self.ignore_index, self._class_names, self._per_class
-            )
-            return MetricCollection({"scores": scores}, compute_groups=False)
-        return MetricCollection(
-            {
-                # the loss has checked the target's values already
-                "miou": MulticlassJaccardIndex(self.num_classes, ignore_index=self.ignore_index, validate_args=False),
-                "pixel_acc": MulticlassAccuracy(
-                    self.num_classes, average="micro", ignore_index=self.ignore_index, validate_args=False
-                ),
-            },
-            compute_groups=False,
-        )
+        """Returns ``miou``, ``mdice`` and ``pixel_acc``, and if asked for the scores of each class."""
+        scores = SegmentationScores(self.num_classes, self._mode, self.ignore_index, self._class_names, self._per_class)
+        return MetricCollection({"scores": scores}, compute_groups=False)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Logs the batch's loss and updates the metrics; warns where the class of a binary task seems to be ignored."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from lightning_fed.argument_checks import check_share
 
 
 @torch.no_grad()
@@ -16,8 +19,8 @@ def tiled_logits(
 ) -> Tensor:
     """Runs a network on overlapping tiles of images, and joins its logits.
 
-    Where tiles overlap, their logits are averaged with weights that fall off linearly towards a tile's inner edges,
-    where a network sees least of what surrounds a pixel: so there is no seam. Tiles lie evenly, and those at the rim
+    Where tiles overlap, their logits are averaged with weights that fall off linearly towards a tile's edges, where a
+    network sees least of what surrounds a pixel: so there is no seam. Tiles lie evenly, and those at the rim
     end with the image. Images that are smaller than a tile are continued by their last pixels, and the logits cut back.
 
     Args:
@@ -38,27 +41,24 @@ def tiled_logits(
         True
 
     """
-    if not 0 <= overlap < 1:
-        raise ValueError(f"Expected `overlap` to be in [0, 1), but got {overlap}.")
+    check_share("overlap", overlap)
     height, width = images.shape[-2:]
     missing = [max(0, size - side) for size, side in zip(tile, (height, width), strict=True)]
     padded = F.pad(images, (0, missing[1], 0, missing[0]), mode="replicate") if any(missing) else images
     tops, lefts = (_starts(side, size, overlap) for side, size in zip(padded.shape[-2:], tile, strict=True))
+    ramp = _ramp(tile[0])[:, None] * _ramp(tile[1])
     total: Tensor | None = None
     weights = padded.new_zeros(padded.shape[-2:])
-    for top in tops:
-        for left in lefts:
-            area = slice(top, top + tile[0]), slice(left, left + tile[1])
-            logits = network(padded[..., area[0], area[1]])
-            if logits.shape[-2:] != tuple(tile):
-                raise ValueError(f"Expected logits of {tile[0]} x {tile[1]} pixels, but got {tuple(logits.shape)}.")
-            ramp = _ramp(tops, top, tile[0])[:, None] * _ramp(lefts, left, tile[1])[None]
-            ramp = ramp.to(logits)
-            if total is None:
-                total = logits.new_zeros(*logits.shape[:-2], *padded.shape[-2:])
-                weights = weights.to(logits)
-            total[..., area[0], area[1]] += ramp * logits
-            weights[area] += ramp
+    for top, left in product(tops, lefts):
+        area = slice(top, top + tile[0]), slice(left, left + tile[1])
+        logits = network(padded[..., *area])
+        if logits.shape[-2:] != tuple(tile):
+            raise ValueError(f"Expected logits of {tile[0]} x {tile[1]} pixels, but got {tuple(logits.shape)}.")
+        if total is None:
+            total = logits.new_zeros(*logits.shape[:-2], *padded.shape[-2:])
+            weights, ramp = weights.to(logits), ramp.to(logits)
+        total[..., *area] += ramp * logits
+        weights[area] += ramp
     assert total is not None
     return (total / weights)[..., :height, :width]
 
@@ -71,16 +71,7 @@ def _starts(side: int, size: int, overlap: float) -> list[int]:
     return [round(index * (side - size) / (count - 1)) for index in range(count)]
 
 
-def _ramp(starts: list[int], start: int, size: int) -> Tensor:
-    """Weights along a side of a tile: 1 inside, falling to nearly 0 over what it has in common with each neighbour."""
-    place = starts.index(start)
-    weights = torch.ones(size)
-    for neighbour, flips in ((place - 1, False), (place + 1, True)):
-        if not 0 <= neighbour < len(starts):
-            continue
-        common = size - abs(starts[neighbour] - start)
-        if common > 0:
-            rising = torch.ones(size)
-            rising[:common] = (torch.arange(common) + 1) / (common + 1)
-            weights = torch.minimum(weights, rising.flip(0) if flips else rising)
-    return weights
+def _ramp(size: int) -> Tensor:
+    """Weights along a side of a tile, which rise linearly to its middle."""
+    places = torch.arange(size) + 1.0
+    return torch.minimum(places, places.flip(0)) / size

@@ -5,7 +5,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 
-from lightning_fed import FederatedDataModule, Federation
+from lightning_fed import Availability, FederatedDataModule, Federation
 from lightning_fed.algorithms import Ditto
 from lightning_fed.callbacks import FederatedCallback, PersonalModel
 from lightning_fed.method import build_method
@@ -278,7 +278,9 @@ def test_two_optimizers_by_hand(federated_trainer):
 
 def test_stragglers_that_do_not_get_that_far_keep_their_models(federated_trainer):
     recorder = Recorder()
-    trainer = federated_trainer(max_rounds=1, method=Ditto(0.1, 1), stragglers=0.5, callbacks=[recorder], seed=3)
+    trainer = federated_trainer(
+        max_rounds=1, method=Ditto(0.1, 1), availability=Availability(stragglers=0.5), callbacks=[recorder], seed=3
+    )
     clients = models.vectors({"a": 20, "b": 20, "c": 20, "d": 20})
     trainer.fit(models.Module(models.mlp()), models.as_datasets(clients))
     trained = {visit.client: len(visit.batches) for visit in recorder.visits}

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_fed import FederatedDataModule
+from lightning_fed import Availability, FederatedDataModule
 from lightning_fed.algorithms import FedAvg, FedDANE
 from lightning_fed.callbacks import FederatedCallback, GradientCorrection
 from lightning_fed.server.schedule import Schedule
@@ -120,9 +120,11 @@ def test_the_samples_are_drawn_apart():
     assert all(draw != cohort for draw, cohort in zip(draws, cohorts, strict=True))
     common = sum(len(set(draw) & set(cohort)) for draw, cohort in zip(draws, cohorts, strict=True)) / 20
     assert common == pytest.approx(10 / 3, abs=1.2)  # as of independent draws
-    assert Schedule(7, clients_per_round=10, stragglers=0.5).second_draw(3, clients) == draws[3]
+    assert (
+        Schedule(7, clients_per_round=10, availability=Availability(stragglers=0.5)).second_draw(3, clients) == draws[3]
+    )
     assert Schedule(8, clients_per_round=10).second_draw(0, clients) != draws[0]
-    everyone = Schedule(7, dropout=0.4)
+    everyone = Schedule(7, availability=Availability(client_dropout=0.4))
     assert everyone.second_draw(2, clients) == [visit.client for visit in everyone.cohort(2, clients).visits]
     assert len(Schedule(0, clients_per_round=3).second_draw(0, range(10**9))) == 3
 

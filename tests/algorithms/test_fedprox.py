@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_fed import Availability
 from lightning_fed.algorithms import FedAvg, FedDANE, FedProx, FeSEM
 from lightning_fed.messages import ClientUpdate
 from tests import models
@@ -48,7 +49,8 @@ def test_the_same_clients_straggle_for_every_method(aggregator, federated_traine
     for rule in ("fedavg", aggregator):
         recorder = Recorder()
         trainer = federated_trainer(
-            max_rounds=3, clients_per_round=4, local_epochs=5, stragglers=0.5, seed=11, method=rule,
+            max_rounds=3, clients_per_round=4, local_epochs=5, seed=11, method=rule,
+            availability=Availability(stragglers=0.5),
             callbacks=[recorder],
         )  # fmt: skip
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(dict.fromkeys("abcdef", 32))))
@@ -65,7 +67,8 @@ def test_without_pull_it_is_fedavg_bit_for_bit(federated_trainer):
     for aggregator in ("fedavg", FedProx(mu=0.0)):
         module = models.Module(models.norm_mlp(), models.momentum)
         trainer = federated_trainer(
-            max_rounds=3, clients_per_round=3, local_epochs=3, stragglers=0.4, method=aggregator,
+            max_rounds=3, clients_per_round=3, local_epochs=3, method=aggregator,
+            availability=Availability(stragglers=0.4),
             gradient_clip_val=0.5,
         )  # fmt: skip
         trainer.fit(module, models.as_datasets(models.vectors()))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from lightning_fed import FederatedDataModule, Federation
+from lightning_fed import Availability, FederatedDataModule, Federation
 from lightning_fed.algorithms import FedPer, FedRep
 from lightning_fed.callbacks import FederatedCallback, HeadThenBody
 from lightning_fed.server.schedule import Schedule
@@ -135,7 +135,7 @@ def test_the_order_of_the_callbacks_does_not_matter(before, plain_trainer):
 def test_stragglers_keep_the_order(federated_trainer):
     """Those that get through head epochs only send the body as it came; all of them count."""
     clients, recorder, phases = models.vectors({"a": 60, "b": 64, "c": 50, "d": 40}), Recorder(), Phases()
-    schedule = Schedule(4, local_epochs=6, stragglers=0.5)
+    schedule = Schedule(4, local_epochs=6, availability=Availability(stragglers=0.5))
     work = {
         (round, visit.client): visit.epochs
         for round in range(4)
@@ -148,7 +148,7 @@ def test_stragglers_keep_the_order(federated_trainer):
     )  # fmt: skip
     fit(
         federated_trainer, models.Module(models.BaseAndHead(), models.sgd), clients, rounds=4, head_epochs=3,
-        body_epochs=3, stragglers=0.5, seed=4, callbacks=[recorder, phases],
+        body_epochs=3, availability=Availability(stragglers=0.5), seed=4, callbacks=[recorder, phases],
     )  # fmt: skip
     for (state, _), aggregate in zip(history, recorder.aggregates, strict=True):
         assert_same({f"net.{name}": value for name, value in state.items() if not is_head(name)}, aggregate)
@@ -162,9 +162,11 @@ def test_stragglers_keep_the_order(federated_trainer):
 def test_straggling_is_that_of_other_methods(federated_trainer):
     seen = []
     for federation in (
-        Federation(local_epochs=4, stragglers=0.5, clients_per_round=4, seed=9),
-        Federation(FedRep("*head*", 2, 2), stragglers=0.5, clients_per_round=4, seed=9),
-        Federation(FedPer("*head*"), local_epochs=4, stragglers=0.5, clients_per_round=4, seed=9),
+        Federation(local_epochs=4, availability=Availability(stragglers=0.5), clients_per_round=4, seed=9),
+        Federation(FedRep("*head*", 2, 2), availability=Availability(stragglers=0.5), clients_per_round=4, seed=9),
+        Federation(
+            FedPer("*head*"), local_epochs=4, availability=Availability(stragglers=0.5), clients_per_round=4, seed=9
+        ),
     ):
         recorder = Recorder()
         trainer = federated_trainer(max_rounds=2, federation=federation, callbacks=[recorder])
@@ -260,7 +262,8 @@ def test_resuming(federated_trainer, tmp_path):
     def run(logger, *callbacks, **options):
         module = models.Module(models.BaseAndHead(), models.momentum)
         trainer = federated_trainer(
-            max_rounds=3, method=FedRep("*head*", 2, 1), clients_per_round=3, stragglers=0.4, logger=logger,
+            max_rounds=3, method=FedRep("*head*", 2, 1), clients_per_round=3, logger=logger,
+            availability=Availability(stragglers=0.4),
             callbacks=[SavesOnException(broken), *callbacks],
         )  # fmt: skip
         trainer.fit(module, models.as_datasets(models.vectors()), **options)

@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_fed import FederatedDataModule, Federation
+from lightning_fed import Availability, FederatedDataModule, Federation, Vectorized
 from lightning_fed.algorithms import MOON, FedDyn
 from lightning_fed.callbacks import ControlVariates, DynamicRegularizer, FederatedCallback, SampledSoftmax
 from lightning_fed.tasks import ClassificationTask
@@ -41,7 +41,10 @@ ROWS = {
         lambda: norms(per_step),
         {"personal": ["net.head.*"], "batch_norm": "average"},
     ),
-    "recalibrated norms, stragglers": (norms, {"batch_norm": "recalibrate", "stragglers": 0.5, "dropout": 0.2}),
+    "recalibrated norms, stragglers": (
+        norms,
+        {"batch_norm": "recalibrate", "availability": Availability(stragglers=0.5, client_dropout=0.2)},
+    ),
     "personal norms, clipping": (norms, {"batch_norm": "personal", "gradient_clip_val": 0.1}),
     "frozen norms, frozen layer, kept optimizers": (
         norms,
@@ -139,12 +142,12 @@ class Broken(FederatedCallback):
             raise RuntimeError("in the middle of a visit")
 
 
-@pytest.mark.parametrize("vectorize", [1, 3])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("kind", [ControlVariates, DynamicRegularizer])
-def test_a_fit_that_breaks_off_leaves_nothing_of_a_visit(kind, vectorize, federated_trainer):
+def test_a_fit_that_breaks_off_leaves_nothing_of_a_visit(kind, size, federated_trainer):
     """The tensors of a visit are as large as the model; a callback may be kept for another fit."""
     method = {ControlVariates: "scaffold", DynamicRegularizer: FedDyn(0.1)}[kind]
-    trainer = federated_trainer(max_rounds=2, method=method, vectorize=vectorize, callbacks=[Broken()])
+    trainer = federated_trainer(max_rounds=2, method=method, visits=Vectorized(size), callbacks=[Broken()])
     with pytest.raises(RuntimeError, match="in the middle"):
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(SIZES)))
     (callback,) = [callback for callback in trainer.callbacks if isinstance(callback, kind)]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_fed import FederatedDataModule, Federation
+from lightning_fed import Availability, FederatedDataModule, Federation
 from lightning_fed.algorithms import (
     AdaptiveOptimizer,
     FairAvg,
@@ -307,7 +307,11 @@ def test_a_fit_with_a_plain_step_is_the_averaging_rules(inner, federated_trainer
     for aggregator in (inner, FedAvgM(momentum=0.0, aggregator=copy.deepcopy(inner))):
         module = models.Module(models.norm_mlp(), models.momentum)
         trainer = federated_trainer(
-            max_rounds=3, clients_per_round=3, local_epochs=3, stragglers=0.4, method=aggregator
+            max_rounds=3,
+            clients_per_round=3,
+            local_epochs=3,
+            availability=Availability(stragglers=0.4),
+            method=aggregator,
         )
         trainer.fit(module, models.as_datasets(models.vectors()))
         runs.append((state_of(module), [type(callback) for callback in trainer.callbacks], trainer.callback_metrics))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import ClientUpdate, FederatedDataModule
+from lightning_fed import ClientUpdate, FederatedDataModule, Vectorized
 from lightning_fed.algorithms import FedAvg, FedAvgM, FLTrust, GeometricMedian, Krum, TrimmedMean
 from lightning_fed.algorithms.robust import AdaptiveClipping, Bucketing, NearestNeighborMixing
 from lightning_fed.attacks import (
@@ -406,7 +406,9 @@ def test_clients_at_once_are_clients_one_after_another(method, attack, federated
     states = []
     for size in (1, 5):
         module = models.Module(models.mlp(), models.momentum)
-        trainer = federated_trainer(max_rounds=2, method=method, seed=1, vectorize=size, steps=[attack(MALICIOUS)])
+        trainer = federated_trainer(
+            max_rounds=2, method=method, seed=1, visits=Vectorized(size), steps=[attack(MALICIOUS)]
+        )
         trainer.fit(module, models.as_datasets(models.vectors()))
         states.append(state_of(module))
     assert "one after another all the same" not in caplog.text

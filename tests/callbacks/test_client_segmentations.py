@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FederatedDataModule
+from lightning_fed import FederatedDataModule, LocalStatistics
 from lightning_fed.callbacks import ClientSegmentations, pictures
 from lightning_fed.callbacks.client_segmentations import heat_map, scores_for
 from lightning_fed.callbacks.segmentation_grid import default_colors, segmentation_grid
@@ -121,7 +121,9 @@ def test_it_changes_nothing(federated_trainer, tmp_path):
     states = []
     for callbacks in ([], [ClientSegmentations(1, tmp_path)]):
         trained = module()
-        trainer = federated_trainer(max_rounds=3, batch_norm="local", clients_per_round=1, callbacks=callbacks, seed=2)
+        trainer = federated_trainer(
+            max_rounds=3, batch_norm=LocalStatistics(), clients_per_round=1, callbacks=callbacks, seed=2
+        )
         trainer.fit(trained, datamodule=data())
         states.append((state_of(trained), {name: float(v) for name, v in trainer.callback_metrics.items()}))
     assert_same(states[0][0], states[1][0])

@@ -14,8 +14,15 @@ from jsonargparse import _typehints
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import lightning_fed
-from lightning_fed import FederatedTrainer
-from lightning_fed.algorithms import METHODS, FairAvg, FedAvg, MultiKrum, RobustAggregator, ServerOptimizer
+from lightning_fed import Availability, Faults, FederatedTrainer, FixedStatistics, LocalStatistics, Vectorized
+from lightning_fed.algorithms import (
+    METHODS,
+    FairAvg,
+    FedAvg,
+    MultiKrum,
+    RobustAggregator,
+    ServerOptimizer,
+)
 from lightning_fed.algorithms.robust import NearestNeighborMixing
 from lightning_fed.attacks import ALIE
 from lightning_fed.callbacks import HeadThenBody, ProximalTerm
@@ -492,10 +499,31 @@ def test_methods_with_callbacks_and_settings():
             "--trainer.method", f"{{class_path: {path}, init_args: {{head: 'model.segmentation_head.*'}}}}",
             "--trainer.clients_per_round", "3",
         )  # fmt: skip
-        assert federation.personal == ("model.segmentation_head.*",)
+        assert federation.options.personal == ("model.segmentation_head.*",)
         assert federation.schedule.clients_per_round == 3
     federation = federation_of("--trainer.method", "FedSS", "--trainer.method.num_negatives", "7")
     assert federation.method.callbacks[0].num_negatives == 7
+
+
+OBJECTS = {  # arguments: option and value
+    ("batch_norm", "average"): "average",
+    ("batch_norm", "LocalStatistics"): LocalStatistics(),
+    ("batch_norm", "{unseen: pooled}"): LocalStatistics("pooled"),
+    ("batch_norm", "{class_path: lightning_fed.LocalStatistics, init_args: {unseen: pooled}}"): LocalStatistics(
+        "pooled"
+    ),
+    ("batch_norm", "{after: 3}"): FixedStatistics(3),
+    ("visits", "{clients: 8}"): Vectorized(8),
+    ("availability.stragglers", "0.5"): Availability(stragglers=0.5),
+    ("availability", "{stragglers: 0.5, partial_work: drop}"): Availability(stragglers=0.5, partial_work="drop"),
+    ("faults.visit_timeout", "60"): Faults(visit_timeout=60.0),
+}
+
+
+@pytest.mark.parametrize(("argument", "value"), OBJECTS)
+def test_options_that_are_objects(argument, value):
+    options = federation_of(f"--trainer.{argument}", value).options
+    assert getattr(options, argument.partition(".")[0]) == OBJECTS[argument, value]
 
 
 def test_personal_entries_by_pattern_and_by_type():
@@ -535,7 +563,7 @@ def test_selectors_in_a_recipe(name, tmp_path):
         "model: {class_path: ClassificationTask, init_args: {model: mlp, num_classes: 6}}\n"
         f"data: {{class_path: Shapes, init_args: {{num_train: 20}}}}\ntrainer: {trainer}\n"
     )
-    assert build("-c", str(recipe)).trainer.federation.personal == expected
+    assert build("-c", str(recipe)).trainer.federation.options.personal == expected
 
 
 def test_a_store_by_its_folder(tmp_path):
@@ -570,7 +598,7 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch):
 
 MISTAKES = [
     (["--trainer.method", "fedag"], 2, "Expected `method` to be one of ["),
-    (["--trainer.batch_norm", "averge"], 2, "'personal', 'frozen']. Got value: averge"),
+    (["--trainer.batch_norm", "averge"], 2, "Given value: averge"),
     (["--trainer.local_epochs", "two"], 2, 'Parser key "trainer.local_epochs"'),
     (["--trainer.partition.alpha", "-1"], 2, "Expected `alpha` to be greater than 0, but got -1"),
     (["--trainer.partition", "Dirichle"], 2, "Dirichle"),
@@ -597,7 +625,9 @@ MISTAKES_OF_THE_SAME_KINDS = [
     (["--model.lr", "fast"], 2, "Got value: fast"),
     (["--model.optimizer", "SDG"], 2, "Expected `optimizer` to be one of"),
     (["--trainer.local_steps", "0"], 2, "Expected `local_steps` to be at least 1, but got 0"),
-    (["--trainer.min_clients", "5"], 1, "Expected `min_clients` to be at most the clients of a round (4), but got"),
+    (["--trainer.faults.min_clients", "0"], 2, "Expected `min_clients` to be at least 1, but got 0"),
+    (["--trainer.availability.straglers", "0.5"], 2, "Option 'straglers' is not accepted"),
+    (["--trainer.faults.min_clients", "5"], 1, "Expected `min_clients` to be at most the clients of a round (4), but"),
     (["--trainer.overfit_batches", "2"], 1, "`overfit_batches` would take other batches in every round"),
 ]
 
@@ -684,9 +714,9 @@ def test_recipes_are_listed_and_printed(capsys):
         main(["recipes", recipe.stem])
         assert capsys.readouterr().out == recipe.read_text()
     with pytest.raises(SystemExit) as stopped:
-        main(["recipes", "no_such_recipe"])
+        main(["recipes", "shapes_deplab"])
     assert stopped.value.code == 2
-    assert "got 'no_such_recipe'" in capsys.readouterr().err
+    assert "but got 'shapes_deplab'. Did you mean 'shapes_deeplab'?" in capsys.readouterr().err
 
 
 def test_version(capsys):
@@ -698,7 +728,7 @@ def test_an_unknown_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["train"])
     assert stopped.value.code == 2
-    known = ["demo", "compare", "data", "methods", "privacy", "merge", "flower", "recipes", "doctor", "completion"]
+    known = ["demo", "compare", "data", "methods", "privacy", "merge", "flower", "recipes", "doctor"]
     known += ["fit", "validate", "test", "predict"]
     assert f"{known}, but got 'train'" in capsys.readouterr().err
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_fed.client.client_store
-from lightning_fed import ClientFault, FederatedDataModule, FederatedTrainer, Federation
+from lightning_fed import ClientFault, FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.client.client_store import FolderStore, MemoryStore
-from tests.models import Module
+from tests.models import Module, momentum
 
 NAMES = [
     "plain",
@@ -569,3 +569,47 @@ def test_a_client_whose_folder_is_gone_is_left_out(tmp_path, caplog):
     assert "Round 1: client 'a' is left out: what it has kept is not there any more." in caplog.text
     assert "Client 'a' is not evaluated: what it has kept is not there any more." in caplog.text
     assert trainer.callback_metrics["fed/clients"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_a_client_that_is_lost_before_batch_norm_is_measured_is_left_out_of_that(tmp_path, federated_trainer, caplog):
+    class Lose(FederatedCallback):
+        def on_server_aggregate(self, trainer, module, state):
+            shutil.rmtree(tmp_path / "run-0" / "s-a")
+
+    measured = []
+
+    class Sees(FederatedCallback):
+        def on_model_loaded(self, trainer, module, client):
+            measured.append(client)
+
+    data = {name: TensorDataset(torch.randn(8, 2), torch.zeros(8, dtype=torch.long)) for name in "abc"}
+    trainer = federated_trainer(
+        max_rounds=1, personal=["net.1.*"], batch_norm="recalibrate", store=tmp_path, callbacks=[Lose(), Sees()]
+    )
+    net = nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.Linear(2, 3))
+    trainer.fit(Module(net), datamodule=FederatedDataModule(data))
+    assert (
+        "Client 'a''s BatchNorm statistics are left out: ClientFault: what it has kept is not there any more."
+        in caplog.text
+    )
+    assert measured == ["b", "c", None]
+    assert trainer.current_epoch == 1
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+@pytest.mark.parametrize("optimizer_state", ["reset", "keep"])
+def test_a_visit_reads_what_its_client_has_kept_once(optimizer_state, tmp_path, federated_trainer):
+    read = []
+
+    class Counting(FolderStore):
+        def get(self, client):
+            read.append(client)
+            return super().get(client)
+
+    data = {name: TensorDataset(torch.randn(8, 2), torch.zeros(8, dtype=torch.long)) for name in "ab"}
+    trainer = federated_trainer(
+        max_rounds=3, personal=["net.bias"], store=Counting(tmp_path), optimizer_state=optimizer_state
+    )
+    trainer.fit(Module(nn.Linear(2, 3), momentum), datamodule=FederatedDataModule(data))
+    assert read[-4:] == ["a", "b"] * 2

@@ -409,9 +409,10 @@ def test_personal_entries_and_optimizer_state_live_side_by_side(local):
     packed = pack_optimizers([job.optimizer])
     fill(local.module, 3)
     local.keep("a", 0, packed)
-    assert local.kept_optimizer_state("a").keys() == packed.keys()
     local.load_client("a", local.global_state())
     assert local.module.state_dict()["2.bias"].tolist() == [3.0]
+    assert local.kept_optimizer_state("a").keys() == packed.keys()
+    local.load_client("b", local.global_state())
     assert local.kept_optimizer_state("b") == {}
 
 

@@ -25,7 +25,8 @@ trainer:
   max_rounds: 3
   clients_per_round: 3
   local_epochs: 2
-  dropout: 0.1
+  availability:
+    client_dropout: 0.1
   accelerator: cpu
   default_root_dir: .
   partition: {class_path: Dirichlet, init_args: {num_clients: 6, alpha: 1.0, min_size: 4}}

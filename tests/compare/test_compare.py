@@ -21,6 +21,7 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
+from lightning_fed import Availability, Faults
 from lightning_fed.algorithms import METHODS as ALL_METHODS
 from lightning_fed.algorithms import RobustAggregator
 from lightning_fed.callbacks import ClassPrototypes, Federation
@@ -176,11 +177,11 @@ def test_what_seeds_and_stragglers_change(tmp_path):
     assert min(stragglers[0, 0.7], stragglers[1, 0.7]) >= 4  # 2 of 3 in each of 3 rounds, but for dropouts
 
 
-@pytest.mark.parametrize("stragglers", quick(["", "  stragglers: 0.5\n"], ["  stragglers: 0.5\n"]))
+@pytest.mark.parametrize("stragglers", quick(["", "    stragglers: 0.5\n"], ["    stragglers: 0.5\n"]))
 def test_fedavg_is_the_recipe_itself(stragglers, tmp_path):
     """Bit for bit what `lightning-fed fit` makes of it, also the values that it logs."""
     recipe = tmp_path / "own.yaml"
-    recipe.write_text(OWN.replace("  dropout", f"{stragglers}  dropout"))
+    recipe.write_text(OWN.replace("    client_dropout", f"{stragglers}    client_dropout"))
     main(["fit", "-c", "own.yaml", "--trainer.enable_progress_bar", "false", "--trainer.logger", "false"])
     compare("own.yaml", "--methods", "fedavg", "--out", "out")
     fit, compared = Notes.fits
@@ -421,7 +422,7 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
     [
         ("own.yaml", 2, "the following arguments are required: --methods"),
         ("nowhere.yaml --methods fedavg", 2, "nowhere.yaml"),
-        ("own.yaml --methods fedag", 2, "Expected a method of ['central', '"),
+        ("own.yaml --methods fedag", 2, "Expected `method` to be one of ['central', '"),
         ("own.yaml --methods fedavg,fedavg", 2, "Expected `methods` to be at least one, each once, but got"),
         ("own.yaml --methods ,", 2, "Expected `methods` to be at least one, each once, but got []"),
         ("own.yaml --methods fedprox:nu=1", 2, "Expected options of 'fedprox' to be of ['mu', "),
@@ -433,7 +434,8 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ("own.yaml --methods fedprox:mu=-1", 2, "'fedprox:mu=-1' does not work: Expected `mu` to be finite and at le"),
         ("own.yaml --methods fedprox:mu=much", 2, "The method 'fedprox:mu=much' does not work: "),
         ("own.yaml --methods fedmargin:combine=lpn", 2, "Expected `combine` to be one of"),
-        ("own.yaml --methods fedavg:stragglers=0.5", 2, "Expected options of 'fedavg' to be of"),
+        ("own.yaml --methods fedavg:availability.stragglers=0.5", 2, "Expected options of 'fedavg' to be of"),
+        ("own.yaml --methods fedavg:faults.min_clients=0", 2, "Expected `min_clients` to be at least 1, but got 0"),
         ("own.yaml --methods central:mu=1", 2, "Expected no options of 'central', but got ['mu']"),
         ("own.yaml --methods fedper:head=tail.*", 1, "'tail.*' matches none of"),
         ("own.yaml --methods fedrep:body_epochs=2", 1, "Expected `head_epochs` (at least 1) and `body_epochs` to add"),
@@ -574,10 +576,14 @@ def test_the_guide_names_all_methods():
 
 
 def test_values_of_options():
-    options = MethodChoice.parse("fedmargin:server_lr=5e-1:combine=lpm:size_weighting=true:min_clients=2").options
-    assert options == {"server_lr": 0.5, "combine": "lpm", "size_weighting": True, "min_clients": 2}
+    choice = MethodChoice.parse("fedmargin:server_lr=5e-1:combine=lpm:size_weighting=true:faults.min_clients=2")
+    assert choice.options == {"server_lr": 0.5, "combine": "lpm", "size_weighting": True, "faults.min_clients": 2}
+    recipe = Federation(faults=Faults(max_failed_rounds=None), availability=Availability(stragglers=0.5))
+    assert choice.federation(recipe).options.faults == Faults(min_clients=2, max_failed_rounds=None)
+    dropping = MethodChoice.parse("fedavg:availability.partial_work=drop").federation(recipe)
+    assert dropping.schedule.availability == Availability(stragglers=0.5, partial_work="drop")
     federation = MethodChoice.parse("fedper:head=[head.*,body.1.*]").federation(Federation())
-    assert federation.personal == ("head.*", "body.1.*")
+    assert federation.options.personal == ("head.*", "body.1.*")
 
 
 def test_options_of_the_callbacks_that_a_method_brings(tmp_path):

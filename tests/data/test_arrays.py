@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
+from torchvision import tv_tensors
+from torchvision.transforms import v2
 
 from lightning_fed.data.arrays import ArrayDataset
-from lightning_fed.datasets.augment import CropAndFlip, FlipAndShift
 
 INDICES = [7, 0, 3, 3, 11]
 
@@ -25,6 +26,11 @@ def classes(high: int = 10, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.randint(0, high, (12,), dtype=dtype, generator=torch.Generator().manual_seed(1))
 
 
+def shift(size):
+    fill = {tv_tensors.Mask: 255, "others": 0}
+    return v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(size, padding=2, fill=fill)])
+
+
 DATASETS = {
     "grey images": lambda: ArrayDataset(images(12, 1, 28, 28), classes(), mean=0.1307, std=0.3081),
     "colour images, classes in a byte": lambda: ArrayDataset(
@@ -36,9 +42,11 @@ DATASETS = {
         images(12, 3, 8, 6), images(12, 8, 6) % 12, mean=[0.1, 0.2, 0.3], std=[0.3, 0.2, 0.1]
     ),
     "augmented masks": lambda: ArrayDataset(
-        images(12, 3, 8, 6), images(12, 8, 6) % 12, mean=0.5, std=0.25, augment=FlipAndShift(max_shift=2)
+        images(12, 3, 8, 6), images(12, 8, 6) % 12, mean=0.5, std=0.25, augment=shift((8, 6))
     ),
-    "augmented classes": lambda: ArrayDataset(images(12, 3, 8, 8), classes(), std=0.3, augment=FlipAndShift()),
+    "augmented classes": lambda: ArrayDataset(
+        images(12, 3, 8, 8), classes(), std=0.3, augment=v2.RandomHorizontalFlip()
+    ),
     "features": lambda: ArrayDataset(floats(12, 5), classes(), mean=[0.0, 1.0, 2.0, 3.0, 4.0], std=2.0),
     "regression": lambda: ArrayDataset(floats(12, 5), floats(12)),
     "double": lambda: ArrayDataset(floats(12, 5).double(), floats(12, 2).double()),
@@ -126,7 +134,7 @@ def test_subset_keeps_order_groups_and_options():
         groups=np.array([f"w{i // 4}" for i in range(12)]),
         mean=[0.1, 0.2, 0.3],
         std=[0.3, 0.2, 0.1],
-        augment=FlipAndShift(),
+        augment=v2.RandomHorizontalFlip(),
     )
     part = dataset.subset(INDICES)
     assert part.groups.tolist() == ["w1", "w0", "w0", "w0", "w2"]
@@ -163,67 +171,27 @@ def test_bad_input_is_named(options, message):
         ArrayDataset(arguments.pop("inputs"), arguments.pop("targets"), **arguments)
 
 
-class TestFlipAndShift:
-    def test_image_and_mask_move_together(self):
-        rows, columns = torch.meshgrid(torch.arange(1, 7), torch.arange(1, 9), indexing="ij")
-        mask = 10 * rows + columns
-        torch.manual_seed(0)
-        seen = set()
-        for _ in range(200):
-            image, moved = FlipAndShift(max_shift=2)(100.0 + mask[None], mask)
-            labelled = moved != 255
-            assert torch.equal(image[0][labelled].long(), 100 + moved[labelled])
-            assert (image[0][~labelled] == 0).all()
-            assert image.shape == (1, 6, 8)
-            middle = moved[3, 3:5]
-            seen.add((bool(middle[1] > middle[0]), int(middle.min())))
-        assert len(seen) == 2 * 5 * 5, "every shift with and without mirroring"
-
-    def test_probability_and_classes(self):
-        image = torch.tensor([[[1.0, 2.0]]])
-        label = torch.tensor(4)
-        assert torch.equal(FlipAndShift(0.0)(image, label)[0], image)
-        flipped, same = FlipAndShift(1.0)(image, label)
-        assert flipped.tolist() == [[[2.0, 1.0]]]
-        assert same is label
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [({"flip_probability": 1.5}, "in \\[0, 1\\], but got 1.5"), ({"max_shift": -1}, "at least 0, but got -1")],
-    )
-    def test_bad_input_is_named(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            FlipAndShift(**options)
+def test_masks_follow_their_image():
+    """Any transform of torchvision moves both, and what is fetched are plain tensors."""
+    rows, columns = torch.meshgrid(torch.arange(1, 7), torch.arange(1, 9), indexing="ij")
+    mask = 10 * rows + columns
+    dataset = ArrayDataset(100.0 + mask[None, None], mask[None], augment=shift((6, 8)))
+    torch.manual_seed(0)
+    seen = set()
+    for _ in range(200):
+        image, moved = dataset[0]
+        assert type(image) is type(moved) is torch.Tensor
+        labelled = moved != 255
+        assert torch.equal(image[0][labelled].long(), 100 + moved[labelled])
+        assert (image[0][~labelled] == 0).all()
+        assert image.shape == (1, 6, 8)
+        middle = moved[3, 3:5]
+        seen.add((bool(middle[1] > middle[0]), int(middle.min())))
+    assert len(seen) == 2 * 5 * 5, "every shift with and without mirroring"
 
 
-class TestCropAndFlip:
-    def test_it_is_torchvisions(self):
-        """Bit for bit with the same generator: torchvision draws in the same order."""
-        transforms = pytest.importorskip("torchvision.transforms")
-        for options in ({}, {"scale": (0.3, 0.3)}, {"scale": (1.0, 1.0), "flip_probability": 1.0}):
-            ours = CropAndFlip(**options)
-            theirs = transforms.Compose(
-                [
-                    transforms.RandomResizedCrop(28, scale=ours.scale, antialias=True),
-                    transforms.RandomHorizontalFlip(ours.flip_probability),
-                ]
-            )
-            for seed in range(20):
-                image, label = torch.rand(1, 28, 28, generator=torch.Generator().manual_seed(seed)), torch.tensor(seed)
-                torch.manual_seed(seed)
-                expected = theirs(image)
-                torch.manual_seed(seed)
-                changed, same = ours(image, label)
-                torch.testing.assert_close(changed, expected, rtol=1e-6, atol=1e-6)
-                assert same is label
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"scale": (0.0, 1.0)}, r"two rising shares in \(0, 1\], but got \(0.0, 1.0\)"),
-            ({"flip_probability": -1}, r"in \[0, 1\], but got -1"),
-        ],
-    )
-    def test_bad_input_is_named(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            CropAndFlip(**options)
+def test_classes_stay_when_images_change():
+    dataset = ArrayDataset(torch.tensor([[[[1.0, 2.0]]]]), torch.tensor([4]), augment=v2.RandomHorizontalFlip(1.0))
+    for image, label in (dataset[0], [part[0] for part in dataset.get_batch([0])]):
+        assert image.tolist() == [[[2.0, 1.0]]]
+        assert label.item() == 4

@@ -1,7 +1,7 @@
 """Batches of several clients: whose turn it is, whose random numbers, and what can be stacked."""
 
 import random
-from collections import namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 
 import numpy as np
 import pytest
@@ -67,3 +67,13 @@ def test_batches_of_one_form_are_stacked_whatever_holds_them():
             assert rebuilt["name"] == batches[client]["name"]
             assert torch.equal(rebuilt["pair"].image, batches[client]["pair"].image)
             assert torch.equal(rebuilt["pair"].label[0], batches[client]["pair"].label[0])
+
+
+def test_a_batch_with_a_default_is_rebuilt():
+    """Transformers' collators and many of users' own give them."""
+    batch = defaultdict(list, image=torch.zeros(2), tags=OrderedDict(weight=torch.ones(2)))
+    (part,) = stack_batches({0: batch, 1: batch})
+    assert type(part.batch) is defaultdict
+    assert part.batch["image"].shape == (2, 2)
+    assert type(part.batch["tags"]) is OrderedDict
+    assert part.batch["missing"] == []

@@ -16,6 +16,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from lightning_fed import FixedStatistics, LocalStatistics
 from lightning_fed.data.federated import FederatedDataModule, LoaderDataModule, split_training_data
 from lightning_fed.data.loader_clients import LoaderClients
 from lightning_fed.data.partitions import IID, ByGroup
@@ -164,12 +165,11 @@ def test_streams_without_a_length_train_as_their_first_batches(rule, either_trai
     assert_same(*results)
 
 
-@pytest.mark.parametrize("mode", ["recalibrate", "local", "personal", "fixed"])
+@pytest.mark.parametrize("mode", ["recalibrate", LocalStatistics(), "personal", FixedStatistics(1)], ids=str)
 def test_streams_with_batch_norm(mode, either_trainer):
     clients = {name: DataLoader(Endless(*tensors), 8) for name, tensors in models.vectors({"a": 20, "b": 30}).items()}
     module, recorder = models.Module(models.norm_mlp()), Recorder()
-    options = {"fixed_after": 1} if mode == "fixed" else {}
-    trainer = either_trainer(max_rounds=2, local_steps=3, batch_norm=mode, callbacks=[recorder], **options)
+    trainer = either_trainer(max_rounds=2, local_steps=3, batch_norm=mode, callbacks=[recorder])
     trainer.fit(module, datamodule=FederatedDataModule(clients))
     assert [visit.num_samples for visit in recorder.visits] == [24] * 4
     assert all(torch.isfinite(value).all() for value in state_of(module).values())

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from torchvision.transforms.v2 import RandomHorizontalFlip
 
 from lightning_fed.data import IID, ByGroup, Dirichlet, LabelsPerClient, PartitionedData, PermutedPixels
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.federated import split_loader
 from lightning_fed.data.population import PlannedVisit
-from lightning_fed.datasets.augment import FlipAndShift
 from lightning_fed.server.schedule import Visit
 from lightning_fed.tasks import ClassificationTask
 
@@ -330,7 +330,7 @@ def test_the_clients_are_not_known_before_setup():
 def test_what_is_held_out_is_not_augmented():
     images = torch.rand(12, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     source = Numbered()
-    source.dataset = ArrayDataset(images, torch.arange(12), augment=FlipAndShift(flip_probability=1.0))
+    source.dataset = ArrayDataset(images, torch.arange(12), augment=RandomHorizontalFlip(1.0))
     data = set_up(PermutedPixels(IID(2)), source, val_fraction=0.2, test_fraction=0.2, seed=3)
     for client in range(2):
         permute = data.partition.transform(client, 3)
@@ -344,7 +344,7 @@ def test_what_is_held_out_is_not_augmented():
 def test_an_augmentation_comes_before_a_clients_permutation():
     """As in FedFusion's program: what is mirrored is the image, not its permuted pixels."""
     images = torch.rand(6, 1, 4, 4, generator=torch.Generator().manual_seed(0))
-    dataset = ArrayDataset(images, torch.arange(6), augment=FlipAndShift(flip_probability=1.0))
+    dataset = ArrayDataset(images, torch.arange(6), augment=RandomHorizontalFlip(1.0))
     partition = PermutedPixels(IID(2, seed=1), seed=1)
     population = split_loader(DataLoader(dataset, 3, shuffle=True), partition, seed=1)
     (batch,) = population.stream([PlannedVisit(Visit(1, 0, 0), 3, 1)])

@@ -3,6 +3,7 @@
 import random
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import lightning as L
@@ -13,6 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
 from lightning_fed.data.federated import FederatedDataModule
+from lightning_fed.data.interleave import ClientGenerators
 from lightning_fed.data.loader_clients import LoaderClients
 from lightning_fed.data.population import LazyClients, batch_length, client_keys, seed_everything, seeded_generators
 
@@ -108,18 +110,54 @@ def test_what_is_drawn_aside_leaves_no_trace():
     assert draws() == expected
 
 
-def test_generators_of_other_devices_are_put_aside(monkeypatch):
-    """Played: no machine of ours has them."""
-    states = {"mps": 1, "xpu": [2]}
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states["mps"])
-    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: states.update(mps=state))
-    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.xpu, "get_rng_state_all", lambda: states["xpu"])
-    monkeypatch.setattr(torch.xpu, "set_rng_state_all", lambda state: states.update(xpu=state))
-    with seeded_generators():
-        states.update(mps=5, xpu=[6])
-    assert states == {"mps": 1, "xpu": [2]}
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_the_generators_of_other_devices(kind, monkeypatch):
+    """Played: no machine of ours has them. Seeded, put aside, and kept apart for each client."""
+    device = FakeDevice(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "get_device_module", {torch.device(kind): device.module}.get)
+    seed_everything(3)
+    expected = [device.draw(), device.draw()]
+    seed_everything(3)
+    with seeded_generators(seed=8):
+        of_eight = [device.draw(), device.draw()]
+    assert [device.draw(), device.draw()] == expected
+    numbers, drawn = ClientGenerators([3, 8]), []
+    for client in (0, 1, 0, 1):
+        numbers.switch_to(client)
+        drawn.append(device.draw())
+    assert drawn == [expected[0], of_eight[0], expected[1], of_eight[1]]
+    device.is_used = kind == "mps"  # whose module does not say so
+    before = device.state
+    seed_everything(4)
+    assert (device.state == before) == (kind == "xpu")
+
+
+class FakeDevice:
+    """A device with a generator, and functions like those of ``torch.mps`` or ``torch.xpu``."""
+
+    def __init__(self, kind):
+        self.state, self.is_used = None, True
+        if kind == "mps":
+            self.module = SimpleNamespace(get_rng_state=self.get, set_rng_state=self.set, manual_seed=self.set)
+        else:
+            missing = self.set  # of the current device alone
+            self.module = SimpleNamespace(
+                is_initialized=lambda: self.is_used, get_rng_state=missing, set_rng_state=missing, manual_seed=missing,
+                get_rng_state_all=lambda: [self.get()], set_rng_state_all=lambda states: self.set(*states),
+                manual_seed_all=self.set,
+            )  # fmt: skip
+
+    def get(self):
+        return self.state
+
+    def set(self, state):
+        self.state = state
+
+    def draw(self):
+        self.state = (7 * self.state + 1) % 1000
+        return self.state
 
 
 @pytest.mark.filterwarnings("ignore:No seed found")  # Lightning's, of some versions

@@ -144,7 +144,7 @@ def test_drawers_that_cannot_be():
             Omniglot("data", **{name: -1})
     with pytest.raises(ValueError, match=r"leave some of the 20 drawers to train on, but got 12 \+ 8"):
         Omniglot("data", val_drawers=12, test_drawers=8)
-    with pytest.raises(ValueError, match="`group_by` to be 'drawer' or 'alphabet', but got 'writer'"):
+    with pytest.raises(ValueError, match=r"`group_by` to be one of \['drawer', 'alphabet'\], but got 'writer'"):
         Omniglot("data", group_by="writer")
 
 

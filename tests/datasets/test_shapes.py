@@ -144,7 +144,7 @@ def test_the_data_module():
     [
         ({"image_size": 8}, "`image_size` to be at least 16, but got 8"),
         ({"dominant": 1.2}, r"`dominant` to be in \[0, 1\], but got 1.2"),
-        ({"task": "detection"}, "`task` to be 'segmentation' or 'classification', but got 'detection'"),
+        ({"task": "detection"}, r"`task` to be one of \['segmentation', 'classification'\], but got 'detection'"),
         ({"seed": -1}, "`seed` to be at least 0, but got -1"),
     ],
 )

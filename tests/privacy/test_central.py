@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_fed import ClientUpdate, FederatedCallback, FederatedTrainer, Federation, Method
+from lightning_fed import ClientUpdate, Faults, FederatedCallback, FederatedTrainer, Federation, Method, Vectorized
 from lightning_fed.algorithms import METHODS, FedAvg, FedAvgM, FedProx, ServerOptimizer
 from lightning_fed.attacks import ALIE, Scaling
 from lightning_fed.errors import BadUpdate
@@ -404,7 +404,7 @@ def test_clients_at_once(federated_trainer, caplog):
     states = []
     for size in (1, 4):
         module = models.Module(models.mlp(), models.momentum)
-        trainer = federated_trainer(max_rounds=4, clients_per_round=4, seed=1, steps=[DP], vectorize=size)
+        trainer = federated_trainer(max_rounds=4, clients_per_round=4, seed=1, steps=[DP], visits=Vectorized(size))
         trainer.fit(module, models.as_datasets(models.vectors(CLIENTS)))
         states.append(state_of(module))
     assert "one after another all the same" not in caplog.text
@@ -531,7 +531,7 @@ def warm_up(optimizer):
     [
         ({"module": lambda: models.Module(models.norm_mlp())}, "BatchNorm's statistics .* without noise"),
         ({"module": lambda: models.Module(models.norm_mlp()), "batch_norm": "average"}, "BatchNorm's statistics"),
-        ({"min_clients": 2}, "Expected min_clients=1 with differential privacy, but got 2"),
+        ({"faults": Faults(min_clients=2)}, "Expected min_clients=1 with differential privacy, but got 2"),
         (
             {"module": lambda: models.Module(models.mlp(), models.momentum, warm_up)},
             "A scheduler per step goes on from",

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from lightning_fed import FederatedCallback, FederatedDataModule
+from lightning_fed import FederatedCallback, FederatedDataModule, Vectorized
 from lightning_fed.algorithms import FedAvgM
 from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.data import IID
@@ -685,7 +685,7 @@ def test_tied_weights_are_refused(plain_trainer):
         ({"gradient_clip_val": 1.0}, "no `gradient_clip_val`, but got 1.0: `max_grad_norm` clips"),
         ({"accumulate_grad_batches": 2, "local_steps": 2}, "accumulate_grad_batches=1, but got 2"),
         ({"precision": "bf16-true"}, r"a precision of \['32-true', '64-true', 'bf16-mixed'\], but got 'bf16-true'"),
-        ({"vectorize": 2}, "clients that train one after another, but got vectorize=2"),
+        ({"visits": Vectorized(2)}, "clients that train one after another, but got visits=Vectorized\\(clients=2\\)"),
         ({"steps": [CentralDP(1.0, 1e-3, noise_multiplier=1.0)]}, "Expected one of `DPSGD` and `CentralDP`"),
         ({"method": "qffl"}, "may send, or write into the model"),
         ({"method": "moon"}, "may send, or write into the model"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed import ClientUpdate, FederatedDataModule, Federation
+from lightning_fed import ClientUpdate, FederatedDataModule, Federation, Vectorized
 from lightning_fed.algorithms import FedAvg, FedAvgM
 from lightning_fed.algorithms.robust.mixtures import Bucketing
 from lightning_fed.attacks import ALIE, SignFlip
@@ -318,10 +318,10 @@ def test_it_is_the_average_but_for_rounding(method, federated_trainer):
         torch.testing.assert_close(secure.aggregates[0][name], value, atol=units + 1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("vectorize", [1, 3])
-def test_clients_at_once_and_both_doors(vectorize, either_trainer, federated_trainer):
+@pytest.mark.parametrize("size", [1, 3])
+def test_clients_at_once_and_both_doors(size, either_trainer, federated_trainer):
     states, options = [], {"steps": [UniformWeights(), SecureSum(5.0)], "seed": 1}
-    for make, more in ((either_trainer, {"vectorize": vectorize}), (federated_trainer, {})):
+    for make, more in ((either_trainer, {"visits": Vectorized(size)}), (federated_trainer, {})):
         module = models.Module(models.mlp())
         data = FederatedDataModule(models.as_datasets(models.vectors(CLIENTS)), batch_size=8)
         make(max_rounds=2, **options, **more).fit(module, datamodule=data)
@@ -347,14 +347,14 @@ def test_resume_is_exact(federated_trainer, tmp_path):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("vectorize", [1, 5])
-def test_a_step_that_is_not_finite_is_left_out(value, vectorize, federated_trainer):
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_step_that_is_not_finite_is_left_out(value, size, federated_trainer):
     """Whole numbers would not show it: what is added up are the others' numbers, and the new model is theirs."""
 
     data = models.vectors(CLIENTS)
     data["c1"][0][:] = value
     recorder, module = WireRecorder(), models.Module(models.mlp())
-    options = {"steps": [UniformWeights(), SecureSum(5.0)], "vectorize": vectorize, "callbacks": [recorder]}
+    options = {"steps": [UniformWeights(), SecureSum(5.0)], "visits": Vectorized(size), "callbacks": [recorder]}
     trainer = federated_trainer(max_rounds=1, seed=1, **options)
     trainer.fit(module, models.as_datasets(data))
     assert trainer.callback_metrics["fed/failed"] == 1

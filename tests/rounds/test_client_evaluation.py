@@ -1,12 +1,18 @@
 """What is known of a value that every client has: whose batch it weighs by, which end of it is good."""
 
+import functools
+
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassHammingDistance
 
+from lightning_fed import FederatedDataModule
 from lightning_fed.rounds.client_evaluation import ClientResults, evaluate_clients, is_score
+from lightning_fed.rounds.logged_values import LogCall, LoggedValues
 from tests import models
 
 CLIENTS = {"ann": 20, "bob": 40}
@@ -92,3 +98,109 @@ def test_batches_of_names_and_tensors(federated_trainer):
     trainer.fit(Named(models.mlp()), train, {"ann": loader(6, ("name", "x", "y")), "bob": loader(6, ("name",))})
     assert trainer.callback_metrics["client/ann/val_loss"] > 0
     assert trainer.callback_metrics["client/bob/val_names"] == pytest.approx(4 / 6)
+
+
+# --- the same as Lightning's own evaluation ---------------------------------------------------------------------------
+
+
+HOOKS = [
+    f"on_{stage}_{hook}"
+    for stage in ("validation", "test")
+    for hook in ("model_eval", "start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end", "model_train")
+]
+
+
+NOTED = []
+
+
+class Collecting(models.Module):
+    """Collects in hooks, logs with every reduction, and notes which hook was called with how many arguments."""
+
+    def __init__(self):
+        super().__init__(models.mlp())
+        self.outputs = None
+        self.accuracy = MulticlassAccuracy(models.CLASSES, average="micro")
+        for hook in HOOKS:
+            setattr(self, hook, self.noting(hook, getattr(self, hook)))
+
+    def noting(self, hook, original):
+        @functools.wraps(original)
+        def call(*args):
+            NOTED.append((hook, *(arg for arg in args if isinstance(arg, int))))
+            return original(*args)
+
+        return call
+
+    def evaluate(self, batch, batch_idx, dataloader_idx=0):
+        inputs, targets = batch
+        outputs = self(inputs)
+        hits = (outputs.argmax(1) == targets).float()
+        self.accuracy(outputs, targets)
+        self.log("step", hits.mean(), on_step=True, on_epoch=False)
+        self.log("metric", self.accuracy)
+        self.log("mean", hits.mean())
+        self.log("weighted", hits.mean(), batch_size=1)
+        self.log_dict({"errors": (1 - hits).sum()}, reduce_fx="sum")
+        self.log("most", outputs.max(), reduce_fx=torch.max, on_step=True, on_epoch=True)
+        self.log("least", outputs.min(), True, None, None, None, min)
+        return hits
+
+    validation_step = test_step = evaluate
+
+    def on_validation_start(self):
+        self.outputs = []
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.outputs.append(outputs)
+        self.log("batch_end", outputs.sum(), reduce_fx="sum")
+
+    def on_validation_epoch_end(self):
+        self.log("collected", torch.cat(self.outputs).mean())
+        self.log("mean", -1.0, add_dataloader_idx=False)  # another hook's, as Lightning has it
+
+    def on_validation_model_train(self):
+        self.train()
+
+    on_test_model_train, on_test_start, on_test_batch_end = (
+        on_validation_model_train,
+        on_validation_start,
+        on_validation_batch_end,
+    )
+    on_test_epoch_end = on_validation_epoch_end
+
+
+@pytest.mark.parametrize("stage", ["validation", "test"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_client_is_evaluated_as_by_lightning(stage, count, federated_trainer, plain_trainer):
+    sizes = {"ann": 7, "bob": 9}
+    datasets = models.as_datasets(models.vectors(sizes))
+    held_out = {
+        name: DataLoader(data, 4) if count == 1 else [DataLoader(data, 4), DataLoader(data, 3)]
+        for name, data in datasets.items()
+    }
+    module = Collecting()
+    trainer = federated_trainer(max_rounds=1)
+    trainer.fit(module, datamodule=FederatedDataModule(datasets, val=held_out, test=held_out))
+    NOTED.clear()
+    run = trainer.validate if stage == "validation" else trainer.test
+    run(module, datamodule=trainer.datamodule, verbose=False)
+    hooks = list(NOTED)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert "log" not in vars(module)
+    NOTED.clear()
+    for name, loaders in held_out.items():
+        plain = plain_trainer()
+        run = plain.validate if stage == "validation" else plain.test
+        run(module, loaders, verbose=False)
+        expected = {key: float(value) for key, value in plain.callback_metrics.items()}
+        for key in [key for key in expected if key.startswith(("step", "most_"))]:
+            del expected[key]  # of single steps
+        found = {key.removeprefix(f"client/{name}/"): value for key, value in metrics.items()}
+        assert {key: found.get(key) for key in expected} == pytest.approx(expected)
+        assert not {key for key in metrics if key.startswith(f"client/{name}/step")}
+    assert hooks[-len(NOTED) - 2 : -2] == NOTED  # before the end of the global model's own validation
+
+
+def test_a_reduction_that_lightning_refuses_is_refused():
+    with pytest.raises(MisconfigurationException, match="'middle' to be one of mean, sum, max and min"):
+        LoggedValues().take(LogCall("middle", 1.0, reduce_fx=torch.median))

@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader
 from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.data import IID
+from lightning_fed.privacy import CentralDP
 from tests import models
-from tests.recorders import assert_same, state_of
+from tests.recorders import MemoryLogger, assert_same, state_of
 
 CLIENTS = models.vectors({"ann": 40, "bob": 41, "cid": 30})
 HELD_OUT = models.vectors({"ann": 11, "bob": 40, "cid": 20})
@@ -149,3 +150,29 @@ def test_clients_that_do_not_train_are_named(personal, federated_trainer, caplog
     assert "'ann', 'bob', 'cid'" in said[0].message
     assert "initial values" in said[0].message or not personal
     assert "client/bobb/val_acc" in trainer.callback_metrics
+
+
+# --- in which rounds --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("every", "val_every", "rounds"), [(1, 1, [0, 1, 2, 3, 4, 5]), (2, 2, [3]), (3, 1, [2, 5])])
+def test_clients_are_evaluated_in_every_so_many_rounds_with_a_validation(every, val_every, rounds, federated_trainer):
+    held_out = models.as_datasets({"ann": HELD_OUT["ann"]})
+    trainer = federated_trainer(
+        max_rounds=6, evaluate_clients_every=every, check_val_every_n_epoch=val_every, logger=MemoryLogger()
+    )
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(CLIENTS), held_out)
+    assert [round for round, _ in trainer.logger.curve("client/ann/val_loss")] == rounds
+
+
+@pytest.mark.parametrize("privacy", [CentralDP(1.0, 1e-3, noise_multiplier=1.0), None])
+@pytest.mark.parametrize("is_of_clients", [True, False])
+def test_privacy_says_that_clients_are_not_evaluated(privacy, is_of_clients, federated_trainer, caplog):
+    held_out = models.as_datasets({"ann": HELD_OUT["ann"]})
+    trainer = federated_trainer(max_rounds=1, privacy=privacy, clients_per_round=0.5)
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        val = held_out if is_of_clients else DataLoader(held_out["ann"], 8)
+        trainer.fit(models.Module(models.mlp()), models.as_datasets(CLIENTS), val)
+    line = "Clients are not evaluated one by one: `privacy` does not cover scores of single clients."
+    assert caplog.text.count(line) == (privacy is not None and is_of_clients)
+    assert ("client/ann/val_loss" in trainer.callback_metrics) == (privacy is None and is_of_clients)

@@ -6,7 +6,7 @@ import warnings
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_fed import FederatedDataModule, Federation
+from lightning_fed import Availability, FederatedDataModule, Federation
 from lightning_fed.privacy import CentralDP
 from tests import models
 
@@ -47,7 +47,7 @@ def test_the_line_at_the_start(federated_trainer, caplog):
 def test_the_table_at_the_end(federated_trainer, caplog):
     """Its counts are those of the logged rounds; a resumed fit counts its own."""
     module = models.Module(models.mlp())
-    options = {"federation": Federation(dropout=0.4, seed=2)}
+    options = {"federation": Federation(availability=Availability(client_dropout=0.4), seed=2)}
     table = fit(federated_trainer, caplog, module, rounds=4, **options)[-1].splitlines()
     rows = dict(line.strip().split("  ", 1) for line in table[1:])
     rows = {name: value.strip() for name, value in rows.items()}

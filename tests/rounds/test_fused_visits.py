@@ -15,7 +15,15 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import Dataset
 
-from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
+from lightning_fed import (
+    Availability,
+    Faults,
+    FederatedCallback,
+    FederatedDataModule,
+    FederatedTrainer,
+    Federation,
+    Vectorized,
+)
 from lightning_fed.callbacks import FederatedProgressBar
 from lightning_fed.rounds import batch_loop
 from tests import models
@@ -210,7 +218,10 @@ def scaled(**options):
 
 
 TABLE = {
-    "plain": Row(lambda: models.Module(models.dropout_mlp(), models.adam), {"local_epochs": 2, "stragglers": 0.5}),
+    "plain": Row(
+        lambda: models.Module(models.dropout_mlp(), models.adam),
+        {"local_epochs": 2, "availability": Availability(stragglers=0.5)},
+    ),
     "logs": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"log_every_n_steps": 3}),
     "hooks": Row(lambda: Hooked(models.norm_mlp(), models.momentum), trainer={"gradient_clip_val": 0.1}),
     "clip by value": Row(
@@ -230,8 +241,8 @@ TABLE = {
         lambda: models.Module(models.mlp(), models.momentum),
         trainer={"plugins": lambda: scaled(init_scale=2.0**40, growth_interval=3)},
     ),
-    "skips": Row(lambda: Skipping(models.mlp(), models.momentum), {"min_clients": 1}),
-    "failing steps": Row(lambda: Failing(models.mlp(), models.momentum), {"max_failed_rounds": None}),
+    "skips": Row(lambda: Skipping(models.mlp(), models.momentum), {"faults": Faults(min_clients=1)}),
+    "failing steps": Row(lambda: Failing(models.mlp(), models.momentum), {"faults": Faults(max_failed_rounds=None)}),
     "failing data": Row(
         lambda: models.Module(models.mlp(), models.momentum),
         clients=lambda: {"broken": Broken(), **models.as_datasets(models.vectors(SIZES))},
@@ -244,9 +255,12 @@ TABLE = {
     ),
     "limited": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"limit_train_batches": 7}),
     "barebones": Row(lambda: Logging(models.mlp(), models.momentum), trainer={"barebones": True}),
-    "nobody": Row(lambda: models.Module(models.mlp()), {"dropout": 0.9, "min_clients": 1, "max_failed_rounds": None}),
+    "nobody": Row(
+        lambda: models.Module(models.mlp()),
+        {"availability": Availability(client_dropout=0.9), "faults": Faults(max_failed_rounds=None)},
+    ),
     "FedProx": Row(lambda: models.Module(models.mlp(), models.momentum), {"method": "fedprox:mu=0.5"}),
-    "vectorized": Row(lambda: models.Module(models.mlp(), models.momentum), {"vectorize": 3}),
+    "vectorized": Row(lambda: models.Module(models.mlp(), models.momentum), {"visits": Vectorized(3)}),
 }  # fmt: skip
 
 
@@ -435,6 +449,6 @@ def test_an_unknown_version_of_lightning_is_left_alone(fit, monkeypatch):
 
 def test_an_option_that_there_is_not():
     with pytest.raises(
-        ValueError, match=r"Expected `visits` to be one of \['auto', 'lightning', 'fused'\], but got 'b"
+        ValueError, match=r"`visits` to be one of \['auto', 'lightning', 'fused'\] or a Vectorized object, but got 'b"
     ):
         Federation(visits="both")

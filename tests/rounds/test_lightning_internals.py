@@ -1,6 +1,8 @@
 """What Lightning and torch do not promise and the rounds lean on: a test that fails says in a sentence what changed."""
 
 import copy
+import dataclasses
+import inspect
 import warnings
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ from torch.func import vmap
 from torch.utils.data import DataLoader
 
 from lightning_fed.rounds import lightning_internals as internals
+from lightning_fed.rounds.logged_values import LogCall
 from tests.recorders import loading
 
 BATCHES = 3
@@ -221,6 +224,8 @@ def test_metrics_are_where_callbacks_look(fit):
     trainer, _ = fit(lambda trainer, module: internals.show_metrics(trainer, {"fed/clients": torch.tensor(2.0)}))
     assert trainer.callback_metrics["fed/clients"] == 2, "`trainer.callback_metrics` is a copy by now"
     assert trainer.logged_metrics["fed/clients"] == 2, "`trainer.logged_metrics` is a copy by now"
+    internals.hide_metrics(trainer, ["fed/clients", "unknown"])
+    assert not {"fed/clients"} & (trainer.callback_metrics.keys() | trainer.logged_metrics.keys())
 
 
 def test_the_step_is_the_x_axis(plain_trainer, tmp_path):
@@ -367,3 +372,11 @@ def test_every_function_has_a_test():
     names = [name for name, value in vars(internals).items() if getattr(value, "__module__", "") == internals.__name__]
     missing = [name for name in names if not name.startswith("_") and f"internals.{name}(" not in source]
     assert not missing
+
+
+def test_a_call_of_log_has_lightnings_arguments():
+    given = inspect.signature(L.LightningModule.log).parameters
+    defaults = {name: parameter.default for name, parameter in list(given.items())[3:]}
+    fields = dataclasses.fields(LogCall)
+    assert {field.name: field.default for field in fields[2:]} == defaults, "`LightningModule.log` has other arguments"
+    assert [field.name for field in fields] == list(given)[1:], "`LightningModule.log` has another order of arguments"

@@ -9,7 +9,8 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
-from tests.models import Module, as_datasets, mlp, vectors
+from lightning_fed.algorithms import FedAvg
+from tests.models import Module, Quadratic, as_datasets, mlp, vectors
 
 OWN = {
     *(f"fed/{name}" for name in ("clients", "stragglers", "dropped", "failed", "num_samples", "drift")),
@@ -72,7 +73,7 @@ def test_every_round_is_one_row_with_the_round_as_its_step(tmp_path):
 
 def test_byte_counts_beyond_float32_are_exact(tmp_path):
     made = trainer(tmp_path, "a", rounds=1)
-    made.federation.round_log.load_state_dict({"up_bytes": 2**24, "down_bytes": 0, "last": {}})
+    made.federation.round_log.load_state_dict({"up_bytes": 2**24, "down_bytes": 0, "last": {}, "passing": {}})
     book = made.federation.round_log
     book.put(made, 0, {"comm/total_up_bytes": 2**24 + 1})
     assert made.callback_metrics["comm/total_up_bytes"].item() == 2**24 + 1
@@ -150,3 +151,83 @@ def test_numbers_that_not_every_round_brings_are_there_after_a_resume(tmp_path):
     resumed = fit("resumed", "saved", path=tmp_path / "saved" / "last.ckpt")
     assert "fed/val_loss/mean" in numbers_of(whole)
     assert numbers_of(resumed) == numbers_of(whole)
+
+
+class Margins(FedAvg):
+    """A rule that logs a number of each client of the round, and one of all."""
+
+    def receive(self, update):
+        super().receive(update)
+        self.of_round.append(update.client)
+
+    def start_round(self, round, state):
+        super().start_round(round, state)
+        self.of_round = []
+
+    def metrics(self):
+        return {"margin/all": 1.0, **{f"margin/{client}": 1.0 for client in self.of_round}}
+
+
+class Seldom(L.Callback):
+    """Logs a number once."""
+
+    def on_validation_end(self, trainer, pl_module):
+        if trainer.current_epoch == 0:
+            trainer.federation.round_log.put(trainer, 0, {"seldom": 1.0})
+
+
+def test_numbers_of_clients_are_those_of_the_newest_round(federated_trainer, tmp_path):
+    clients = as_datasets(vectors({f"c{number:02d}": 8 for number in range(12)}))
+    validated = [dict(list(clients.items())[first : first + 3]) for first in (0, 3, 6, 9)]
+
+    class Data(FederatedDataModule):
+        """Other clients are evaluated in every round."""
+
+        def val_clients(self):
+            return {
+                key: self.evaluation_loader(data) for key, data in validated[self.trainer.current_epoch % 4].items()
+            }
+
+    def fit(rounds, ckpt_path=None):
+        trainer = federated_trainer(max_rounds=rounds, method=Margins(), clients_per_round=2, callbacks=[Seldom()])
+        trainer.fit(module(), datamodule=Data(clients, val=clients), ckpt_path=ckpt_path)
+        return trainer
+
+    made = fit(4)
+    names = set(made.callback_metrics)
+    cohort = {visit.client for visit in made.federation.cohort.visits}
+    assert {name for name in names if name.startswith("margin/")} == {"margin/all", *(f"margin/{c}" for c in cohort)}
+    assert {name.split("/")[1] for name in names if name.startswith("client/")} == set(validated[3])
+    assert {"seldom", "fed/val_loss/mean", "fed/drift"} < names
+    assert {name for name in made.logged_metrics if name.startswith(("margin/", "client/"))} < names
+    fit(2).save_checkpoint(tmp_path / "two.ckpt")
+    resumed = fit(4, tmp_path / "two.ckpt")
+    assert numbers_of(resumed) == numbers_of(made)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+@pytest.mark.parametrize(
+    ("options", "counted"),
+    [
+        ({}, lambda size: size),
+        ({"max_samples": 30}, lambda size: min(size, 30)),
+        ({"weighting": "uniform"}, lambda size: 1),
+        ({"max_update_norm": 0.5}, lambda size: size),
+    ],
+)
+def test_drift_of_a_mean_is_not_negative(options, counted, federated_trainer):
+    """Sizes of the clients and of their steps that differ by far, in some rounds all to one side."""
+    random = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        sizes = torch.randint(2, 90, (4,), generator=random).tolist()
+        goals = 10 * torch.randn(4, 2, generator=random).abs() ** 3
+        examples = [
+            torch.utils.data.TensorDataset(goal.expand(size, 2)) for size, goal in zip(sizes, goals, strict=True)
+        ]
+        made = federated_trainer(max_rounds=1, local_steps=1, **options)
+        made.fit(Quadratic(lr=0.5), dict(enumerate(examples)))
+        weights = [counted(size) for size in sizes]
+        norms = (0.5 * goals).norm(dim=1).tolist()
+        mean = sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / sum(weights)
+        assert made.callback_metrics["fed/update_norm"].item() == pytest.approx(mean, rel=1e-5)
+        assert -1e-6 <= made.callback_metrics["fed/drift"].item() <= 1

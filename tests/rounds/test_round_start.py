@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lightning_fed import FederatedCallback, FederatedDataModule
+from lightning_fed import Faults, FederatedCallback, FederatedDataModule
+from lightning_fed.algorithms import FedAvg
 from tests import models
 from tests.recorders import assert_same, state_of
 
@@ -58,7 +59,7 @@ def test_it_comes_in_a_round_without_visits_too(federated_trainer):
             raise OSError("lost")
 
     watch = Watch()
-    trainer = federated_trainer(max_rounds=2, callbacks=[watch], max_failed_rounds=None)
+    trainer = federated_trainer(max_rounds=2, callbacks=[watch], faults=Faults(max_failed_rounds=None))
     trainer.fit(models.Module(models.mlp()), {"a": Lost()})
     assert watch.seen == ["round", "old"] * 2
 
@@ -94,7 +95,7 @@ class Enough(FederatedCallback):
 )
 def test_the_end_comes_where_nothing_comes_of_a_round_too(other, seen, federated_trainer):
     watch, module = Watch(), models.Module(models.mlp(), models.momentum)
-    trainer = federated_trainer(max_rounds=2, callbacks=[watch, other()], max_failed_rounds=None)
+    trainer = federated_trainer(max_rounds=2, callbacks=[watch, other()], faults=Faults(max_failed_rounds=None))
     try:
         trainer.fit(module, models.as_datasets(models.vectors({"a": 40, "b": 5})))
     except KeyError:
@@ -136,3 +137,30 @@ def test_clients_models_outside_of_visits_are_told_of(federated_trainer):
         max_rounds=2, method="feddane", batch_norm="recalibrate", personal=["net.head.*"], callbacks=[loaded]
     ).fit(models.Module(models.BaseAndHead()), datamodule=FederatedDataModule(clients, clients))
     assert loaded.seen == ["a", "b", None, "round", "aggregate", "a", "b", None, "end", "a", "b", None] * 2
+
+
+class Waits(FedAvg):
+    """Has a new model in every second round."""
+
+    def start_round(self, round, state):
+        super().start_round(round, state)
+        self.round, self.given = round, state
+
+    def aggregate(self):
+        new = super().aggregate()
+        return new if self.round % 2 else self.given
+
+
+def test_what_callbacks_write_in_a_round_without_a_new_model_is_not_the_global_model(federated_trainer):
+    class Writes(FederatedCallback):
+        def on_server_aggregate(self, trainer, module, state):
+            for value in state.values():
+                value.fill_(7.0)
+
+    watch, module = Watch(), models.Module(models.mlp())
+    start = state_of(module)
+    trainer = federated_trainer(max_rounds=2, method=Waits(), callbacks=[watch, Writes()])
+    trainer.fit(module, models.as_datasets(models.vectors({"a": 9, "b": 5})))
+    assert watch.seen == ["round", "a", "b", "aggregate", "old", "round", "a", "b", "aggregate", "new"]
+    assert_same(watch.ends[0], start)
+    assert all((value == 7).all() for value in watch.ends[1].values())

@@ -388,6 +388,13 @@ def test_there_are_no_seams():
     assert steps < 0.35 * hard
 
 
+def test_one_tile_passes_into_the_next_in_equal_steps():
+    numbers = iter((0.0, 1.0))
+    logits = tiled_logits(lambda tile: torch.full_like(tile, next(numbers)), torch.zeros(1, 1, 4, 12), (4, 8), 0.5)
+    expected = torch.tensor([0.0] * 4 + [0.2, 0.4, 0.6, 0.8] + [1.0] * 4)
+    torch.testing.assert_close(logits, expected.expand(1, 1, 4, 12))
+
+
 def test_prediction_by_tiles():
     torch.manual_seed(0)
     network = nn.Conv2d(3, 4, 1)

@@ -251,7 +251,7 @@ def test_segmentation_metrics_equal_numpy(stage, ignored):
         losses = [F.cross_entropy(x, y, ignore_index=ignored) if (y != ignored).any() else 0 for x, y in batches]
         mean = (3 * losses[0] + 1 * losses[1] + 2 * losses[2]) / 6
         assert run.callback_metrics[f"{stage}_loss"].item() == pytest.approx(mean.item(), rel=1e-6)
-        assert set(run.callback_metrics) == {f"{stage}_{name}" for name in ("loss", "miou", "pixel_acc")}
+        assert set(run.callback_metrics) == {f"{stage}_{name}" for name in ("loss", "miou", "mdice", "pixel_acc")}
 
 
 @pytest.mark.parametrize("stage", ["val", "test"])

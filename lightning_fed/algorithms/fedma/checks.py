@@ -30,7 +30,7 @@ def check_options(federation: Federation, rule: FedMA, local: LocalModel) -> Non
         MisconfigurationException: If a pass cannot go with one of them.
 
     """
-    if federation.optimizer_state == "keep":
+    if federation.options.optimizer_state == "keep":
         raise MisconfigurationException(
             "FedMA cannot go on with a client's optimizer state, which is of other neurons after each stage: use"
             " optimizer_state='reset'."

@@ -16,21 +16,15 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fed.numerics.precision import at_least_float32
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightning_fed.rounds.lightning_internals import (
     IgnoredWarning,
     OverriddenMethod,
-    batch_size_of,
     callbacks_with_log,
 )
+from lightning_fed.rounds.logged_values import LogCall, LoggedValue, intercepted
 from lightning_fed.rounds.synchronisation import process_group_of
 
-REDUCTIONS: dict[Any, str] = {
-    **{torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min", sum: "sum", max: "max", min: "min"},
-    **{name: name for name in ("mean", "sum", "max", "min")},
-    "avg": "mean",
-}
 _IRRELEVANT_WARNINGS = (
     r"It is recommended to use `self\.log\(.*, sync_dist=True",  # values are joint already
     "The ``compute`` method of metric",  # called before `update`: a process may have had no client in the round
@@ -43,9 +37,7 @@ class _Entry:
 
     Args:
         options: Where it goes: Lightning's ``prog_bar`` and ``logger``.
-        reduction: What becomes of the values of several batches.
-        total: Their sum (of value times weight), largest or smallest; ``None`` where only steps are logged.
-        weight: Sum of the batch sizes.
+        logged: What is logged per epoch; without a total where only steps are.
         metric: Path of the metric that was logged, instead of values.
         is_per_step: Whether single steps are logged as well.
         last: The last step's value.
@@ -54,35 +46,21 @@ class _Entry:
     """
 
     options: dict[str, Any]
-    reduction: str = "mean"
-    total: Any = None
-    weight: float = 0.0
+    logged: LoggedValue
     metric: str | None = None
     is_per_step: bool = False
     last: Any = None
     position: int = -1
 
-    def add(self, value: Tensor, weight: float) -> None:
-        if self.reduction in ("max", "min"):
-            self.total = value if self.total is None else getattr(torch, f"{self.reduction}imum")(self.total, value)
-            return
-        added = value * weight if self.reduction == "mean" else value
-        self.total = added if self.total is None else self.total + added
-        self.weight += weight
-
     def join(self, added: _Entry) -> None:
-        """Adds what another process has; both hold numbers by now."""
-        if added.total is not None:
-            totals = [entry.total for entry in (self, added) if entry.total is not None]
-            self.total = {"max": max, "min": min}.get(self.reduction, sum)(totals)
-            self.weight += added.weight
+        """Adds what another process has; both are on the CPU by now."""
+        self.logged.join(added.logged)
         if added.position > self.position:
             self.last, self.position = added.last, added.position
 
-    def as_numbers(self) -> _Entry:
-        """The same without tensors."""
-        total, last = (None if value is None else float(value) for value in (self.total, self.last))
-        return replace(self, total=total, last=last)
+    def on_cpu(self) -> _Entry:
+        """The same, on a device that all processes have."""
+        return replace(self, logged=self.logged.on_cpu(), last=None if self.last is None else float(self.last))
 
 
 class DistributedLog(L.Callback):
@@ -115,8 +93,9 @@ class DistributedLog(L.Callback):
         self._restore()
         self._reset()
         self._module, self._ranks = pl_module, process_group_of(trainer)
+        log = intercepted(self._take)
         owners = [pl_module, *(callback for callback in callbacks_with_log(trainer) if callback is not self)]
-        self._hooks = [OverriddenMethod(owner, "log", self.take) for owner in owners]
+        self._hooks = [OverriddenMethod(owner, "log", log) for owner in owners]
         self._ignored = [IgnoredWarning(text) for text in _IRRELEVANT_WARNINGS]
 
     def on_train_batch_start(
@@ -174,9 +153,9 @@ class DistributedLog(L.Callback):
         self._position, self._batch = position, None
 
     def taken(self) -> dict[str, _Entry]:
-        """The sums so far, in numbers; from now on everything goes to Lightning."""
+        """The sums so far, on the CPU; from now on everything goes to Lightning."""
         entries, self._entries, self._is_on, self._batch = self._entries, {}, False, None
-        return {name: entry.as_numbers() for name, entry in entries.items()}
+        return {name: entry.on_cpu() for name, entry in entries.items()}
 
     def log_all(self, parts: Iterable[Mapping[str, _Entry]]) -> None:
         """Logs the joint values of what all processes have taken.
@@ -195,59 +174,39 @@ class DistributedLog(L.Callback):
         for name, entry in joint.items():
             self._log_joint(name, entry)
 
-    def take(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: Any = "mean",
-        enable_graph: bool = False,
-        sync_dist: bool = False,
-        sync_dist_group: Any = None,
-        add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
-        metric_attribute: str | None = None,
-        rank_zero_only: bool = False,
-    ) -> None:
-        """As ``LightningModule.log``."""
-        given = dict(locals())
-        reduction = REDUCTIONS.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
+    def _take(self, call: LogCall) -> None:
+        reduction, value = call.reduction, call.value
         is_metric = isinstance(value, Metric)
         is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
         # What Lightning would refuse goes to it; and metrics that are evaluated, for which all processes have batches.
-        is_pooled = reduction is not None and (is_number or (is_metric and self._is_training))
+        is_pooled = is_number or (is_metric and self._is_training)
         if not self._is_on or self._module.trainer.barebones or reduction is None or not is_pooled:
-            self._pass_on(**{name: value for name, value in given.items() if name != "self"})
+            self._pass_on(**vars(call))
             return
-        on_step = self._is_training if on_step is None else on_step
-        on_epoch = not self._is_training if on_epoch is None else on_epoch
-        options = {"prog_bar": prog_bar, "logger": logger}
-        full = f"{name}{self._suffix}" if add_dataloader_idx else name
-        entry = self._entries.setdefault(full, _Entry(options, reduction))
+        on_step = self._is_training if call.on_step is None else call.on_step
+        on_epoch = not self._is_training if call.on_epoch is None else call.on_epoch
+        options = {"prog_bar": call.prog_bar, "logger": call.logger}
+        full = f"{call.name}{self._suffix}" if call.add_dataloader_idx else call.name
+        entry = self._entries.setdefault(full, _Entry(options, LoggedValue(reduction)))
         if on_step:
             entry.is_per_step = True
+            name = f"{call.name}_step" if on_epoch else call.name
             self._pass_on(
-                f"{name}_step" if on_epoch else name,
+                name,
                 value,
                 on_step=True,
                 on_epoch=False,
-                add_dataloader_idx=add_dataloader_idx,
-                batch_size=batch_size,
-                metric_attribute=metric_attribute,
+                add_dataloader_idx=call.add_dataloader_idx,
+                batch_size=call.batch_size,
+                metric_attribute=call.metric_attribute,
                 **options,
             )
         if is_metric:
-            entry.metric = (metric_attribute or _path_of(value, self._module)) if on_epoch else entry.metric
+            entry.metric = (call.metric_attribute or _path_of(value, self._module)) if on_epoch else entry.metric
             return
-        number = torch.as_tensor(value).detach().reshape(())
-        entry.last, entry.position = number, self._position
+        entry.last, entry.position = torch.as_tensor(value).detach().reshape(()), self._position
         if on_epoch:
-            size = 1 if self._batch is None or reduction != "mean" else None
-            weight = batch_size or size or batch_size_of(self._batch)
-            entry.add(at_least_float32(number), weight)
+            entry.logged.add(entry.last, call.weight(self._batch))
 
     def _log_joint(self, name: str, entry: _Entry) -> None:
         def log(name: str, value: Any, **options: Any) -> None:
@@ -258,8 +217,8 @@ class DistributedLog(L.Callback):
         value: Any = None
         if entry.metric is not None:
             value = self._module.get_submodule(entry.metric)
-        elif entry.total is not None:
-            value = entry.total / entry.weight if entry.reduction == "mean" and entry.weight else entry.total
+        elif entry.logged.total is not None:
+            value = entry.logged.value
         if value is None and self._is_training:  # it is of single steps; so that all processes can monitor the last one
             log(name, entry.last, on_step=True, on_epoch=False, **nowhere)
         elif value is not None and entry.is_per_step:  # it has two names, and is monitored by a third

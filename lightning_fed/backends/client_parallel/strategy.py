@@ -20,10 +20,13 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_fed.argument_checks import check_option
 from lightning_fed.backends.client_parallel.distributed_log import DistributedLog
 from lightning_fed.backends.client_parallel.synchronisation import ProcessSynchronisation, check_processes
+from lightning_fed.client.client_store import ClientStore
 from lightning_fed.process_group import ProcessGroup, TorchProcessGroup
-from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import callbacks_of
 from lightning_fed.rounds.synchronisation import ClientSharing, RoundSynchronisation
+from lightning_fed.rounds.trainer_progress import RoundProgress
+from lightning_fed.server.interface import ServerInterface
+from lightning_fed.server.schedule import Schedule
 
 
 class ClientParallelStrategy(DDPStrategy, ClientSharing):
@@ -101,11 +104,19 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         """The stand-in for ``LightningModule.log``."""
         return [DistributedLog()]
 
-    def synchronise(self, fit: FederatedFit) -> RoundSynchronisation:
+    def synchronise(
+        self,
+        trainer: L.Trainer,
+        server: ServerInterface,
+        store: ClientStore,
+        schedule: Schedule,
+        progress: RoundProgress,
+    ) -> RoundSynchronisation:
         """Makes the synchronisation of a fit's rounds."""
-        check_processes(fit.trainer, fit.store)
-        (log,) = (callback for callback in callbacks_of(fit.trainer) if isinstance(callback, DistributedLog))
-        return ProcessSynchronisation(fit, self.process_group, log, self.balance)
+        check_processes(trainer, store)
+        (log,) = (callback for callback in callbacks_of(trainer) if isinstance(callback, DistributedLog))
+        processes = self.process_group
+        return ProcessSynchronisation(trainer, server, store, schedule, progress, processes, log, self.balance)
 
     @property
     def world_size(self) -> int:

@@ -14,18 +14,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fed.backends.client_parallel.distributed_log import DistributedLog
 from lightning_fed.client.client_store import ClientStore
+from lightning_fed.client.local_model import LocalModel
 from lightning_fed.data.population import PlannedVisit, seed_everything
 from lightning_fed.data.visit_costs import VisitCosts
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import norm
 from lightning_fed.process_group import ProcessGroup
 from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
-from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.isolated_pass import find_metrics, unsynchronized
 from lightning_fed.rounds.lightning_internals import add_optimizer_steps, callbacks_of, is_overridden
-from lightning_fed.rounds.round import Round
+from lightning_fed.rounds.round_start import RoundStart
 from lightning_fed.rounds.synchronisation import RoundSynchronisation
-from lightning_fed.server.interface import RoundReport
+from lightning_fed.rounds.trainer_progress import RoundProgress
+from lightning_fed.server.interface import RoundReport, ServerInterface
+from lightning_fed.server.schedule import Cohort, Schedule
 
 _ROUNDING = 1e-4
 
@@ -62,7 +64,11 @@ class ProcessSynchronisation(RoundSynchronisation):
     """Synchronisation of the processes of a fit, and what this one has seen of the round so far.
 
     Args:
-        fit: The fit.
+        trainer: The Trainer.
+        server: The server.
+        store: Store of the clients' own state.
+        schedule: Draws the rounds' seeds.
+        progress: Lightning's progress in checkpoints.
         processes: The processes.
         log: Stands in for the module's ``log``.
         balance: Whether visits are shared out by their batches, or by the time that they took.
@@ -75,20 +81,29 @@ class ProcessSynchronisation(RoundSynchronisation):
     visit_costs: VisitCosts
 
     def __init__(
-        self, fit: FederatedFit, processes: ProcessGroup, log: DistributedLog, balance: Literal["batches", "time"]
+        self,
+        trainer: L.Trainer,
+        server: ServerInterface,
+        store: ClientStore,
+        schedule: Schedule,
+        progress: RoundProgress,
+        processes: ProcessGroup,
+        log: DistributedLog,
+        balance: Literal["batches", "time"],
     ) -> None:
         self.visit_costs = VisitCosts()
-        self._fit, self._processes, self._log = fit, processes, log
+        self._trainer, self._server, self._store, self._schedule = trainer, server, store, schedule
+        self._progress, self._processes, self._log = progress, processes, log
         self._goes_by_time = balance == "time"
         self._unsynchronized = ExitStack()
         self._visit_start = 0.0
         self._seconds: dict[Client, float] = {}
         self._should_stop = False
 
-    def start_round(self, round: Round) -> None:
+    def start_round(self) -> None:
         """Leaves every process on its own."""
         self._unsynchronized = ExitStack()
-        self._unsynchronized.enter_context(unsynchronized(find_metrics(self._fit.module)))
+        self._unsynchronized.enter_context(unsynchronized(find_metrics(self._trainer.lightning_module)))
         self._processes.is_independent = True
         self._log.start_round()
         self._seconds, self._should_stop = {}, False
@@ -100,7 +115,7 @@ class ProcessSynchronisation(RoundSynchronisation):
 
     def end_batch(self) -> None:
         """Lets a Trainer that is told to stop go on: it is to stop in all processes, after the round."""
-        trainer = self._fit.trainer
+        trainer = self._trainer
         if trainer.should_stop:
             trainer.should_stop, self._should_stop = False, True
 
@@ -109,13 +124,13 @@ class ProcessSynchronisation(RoundSynchronisation):
         if planned.fault is None and self._goes_by_time:
             self._seconds[planned.visit.client] = (time.perf_counter() - self._visit_start) / planned.num_batches
 
-    def join(self, round: Round, is_cut: bool = False) -> None:
+    def join(self, start: RoundStart, cohort: Cohort, is_cut: bool = False) -> None:
         """Makes all processes know of all visits, and merges what the aggregators have received."""
-        fit, server, trainer = self._fit, self._fit.server, self._fit.trainer
-        number, optimizers = server.report.round, round.start.optimizers
+        server, trainer, module = self._server, self._trainer, self._trainer.lightning_module
+        number, optimizers = server.report.round, start.optimizers
         self.end_batch()
         server.end_visits()
-        steps = fit.progress.steps(trainer)
+        steps = self._progress.steps(trainer)
         sharing = [callback for callback in federated_callbacks(trainer) if shares_notes(callback)]
         shares: list[_Share] = self._processes.gather(
             _Share(
@@ -126,8 +141,8 @@ class ProcessSynchronisation(RoundSynchronisation):
                 self._seconds,
                 optimizers.finals,
                 self._log.taken(),
-                fit.store.share(number),
-                [callback.share_round(trainer, fit.module) for callback in sharing],
+                self._store.share(number),
+                [callback.share_round(trainer, module) for callback in sharing],
             )
         )
         cut = [rank for rank, share in enumerate(shares) if share.is_cut]
@@ -141,21 +156,20 @@ class ProcessSynchronisation(RoundSynchronisation):
         add_optimizer_steps(trainer, sum(share.steps for share in shares) - steps)
         for share in shares:
             self.visit_costs.note(share.visit_costs)
-        positions = {visit.client: position for position, visit in enumerate(round.cohort.visits)}
+        positions = {visit.client: position for position, visit in enumerate(cohort.visits)}
         server.report = RoundReport.joined([share.report for share in shares], positions)
         for rank, share in enumerate(shares):
             if rank != self._processes.rank:
-                fit.store.join(number, share.stored)
+                self._store.join(number, share.stored)
         self._log.log_all(share.logged for share in shares)
         optimizers.finals = {position: final for share in shares for position, final in share.finals.items()}
         for index, callback in enumerate(sharing):
-            callback.join_round(trainer, fit.module, [share.noted[index] for share in shares])
-        seed_everything(fit.schedule.start_seed(number))  # the chain starts the round once more
-        self._merge(round.start.state)
+            callback.join_round(trainer, module, [share.noted[index] for share in shares])
+        seed_everything(self._schedule.start_seed(number))  # the chain starts the round once more
+        self._merge(start.state)
 
-    def check_state(self, round: Round) -> None:
+    def check_state(self, local: LocalModel) -> None:
         """Makes sure that all processes have the same global model."""
-        local = round.local
         state = {name: local.entries[name] for name in local.shared}
         norms = self._processes.gather(float(norm(state.values())))
         if len(set(norms)) == 1:
@@ -184,7 +198,7 @@ class ProcessSynchronisation(RoundSynchronisation):
 
     def _merge(self, start: State) -> None:
         """Has every process's chain receive what all have received, in the order of the ranks."""
-        server = self._fit.server
+        server = self._server
         known = _tensors([start, server.chain.state_dict()])
         for rank, part in enumerate(self._processes.gather_one_by_one(server.chain.part, known)):
             if rank == 0:  # our own part is on its way by now

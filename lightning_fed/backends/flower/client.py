@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -267,12 +268,10 @@ class ClientRunner:
         """Runs one round with one visit, or a query; returns the number of optimizer steps."""
         half = self._federation.replace(
             clients_per_round=1.0,
-            min_clients=1,
-            dropout=0.0,
-            stragglers=0.0,
-            partial_work="keep",
+            availability=None,
+            faults=replace(self._federation.options.faults, min_clients=1),
             partition=None,
-            vectorize=1,
+            visits=self._federation.options.visits_one_by_one,
             store=FolderStore(self._store / run, keep_all=True),
             evaluate_clients_every=0,
         )

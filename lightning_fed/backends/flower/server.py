@@ -129,9 +129,9 @@ def run_server(
     half = federation.replace(
         partition=None,
         store=client_store,
-        vectorize=1,
+        visits=federation.options.visits_one_by_one,
         # The server does not have what is the clients' own.
-        evaluate_clients_every=0 if federation.has_personal_entries else federation.evaluate_clients_every,
+        evaluate_clients_every=0 if federation.has_personal_entries else federation.options.evaluate_clients_every,
     )
     half.split(RemoteClientSide(transport, client_store, clients, half.schedule.seed))
     L.seed_everything(half.schedule.seed, verbose=False)
@@ -153,12 +153,7 @@ def run_server(
 
 def _check(half: Federation, module: L.LightningModule, callbacks: Sequence[L.Callback]) -> None:
     """Refuses what would need the clients' data on the server."""
-    has_statistics = half.measures_batch_norm and batch_norm_layers(module)
-    if half.batch_norm == "local" and half.unseen_statistics == "nearest":
-        raise MisconfigurationException(
-            "`unseen_statistics='nearest'` needs every client's statistics, which stay on other machines: use 'batch'"
-            " or 'pooled'."
-        )
+    has_statistics = half.options.measures_batch_norm and batch_norm_layers(module)
     for callback in (*callbacks, *half.method.callbacks):
         reason = getattr(callback, "needs_local_clients", "")
         if not reason and has_statistics and not getattr(callback, "can_recalibrate_remotely", True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -109,9 +109,8 @@ def classwise_maximum_mean_discrepancy(
     *,
     bandwidth: float | Bandwidth = "median",
     estimator: Estimator = "biased",
-    scales: Sequence[float] = (1.0,),
-    squared: bool = False,
     chunk_size: int = 1024,
+    **options: Any,
 ) -> Tensor:
     r"""Maximum mean discrepancy within every class.
 
@@ -126,9 +125,8 @@ def classwise_maximum_mean_discrepancy(
         num_classes: Number of classes :math:`C`.
         bandwidth: As in :func:`maximum_mean_discrepancy`.
         estimator: As there.
-        scales: As there.
-        squared: As there.
         chunk_size: As there.
+        **options: `scales` and `squared`, as there.
 
     Returns:
         Discrepancies, shape ``(C,)``, float64; NaN for a class of which either set has too few samples (none, or with
@@ -161,13 +159,7 @@ def classwise_maximum_mean_discrepancy(
         members, reference_members = features[labels == index], reference[reference_labels == index]
         if min(len(members), len(reference_members)) >= least:
             result[index] = maximum_mean_discrepancy(
-                members,
-                reference_members,
-                bandwidth=sigma,
-                estimator=estimator,
-                scales=scales,
-                squared=squared,
-                chunk_size=chunk_size,
+                members, reference_members, bandwidth=sigma, estimator=estimator, chunk_size=chunk_size, **options
             )
     return result
 

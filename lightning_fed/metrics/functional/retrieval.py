@@ -11,7 +11,7 @@ square of the number of images.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -93,16 +93,7 @@ def mean_average_precision_at_r(
 
 
 @torch.no_grad()
-def relevant_neighbors(
-    embeddings: Tensor,
-    labels: Tensor,
-    k: int,
-    *,
-    metric: RetrievalMetric = "cosine",
-    gallery: Tensor | None = None,
-    gallery_labels: Tensor | None = None,
-    chunk_size: int = 1024,
-) -> Tensor:
+def relevant_neighbors(embeddings: Tensor, labels: Tensor, k: int, **options: Any) -> Tensor:
     """Marks those of the k nearest neighbours of every query that are of its class.
 
     The first column's mean is the precision at 1; the mean of ``any(1)`` is the recall at k.
@@ -111,10 +102,7 @@ def relevant_neighbors(
         embeddings: As in :func:`mean_average_precision_at_r`, likewise equally near neighbours.
         labels: As there.
         k: Number of neighbours, at least 1; where there are fewer, the rest are misses.
-        metric: As there.
-        gallery: As there.
-        gallery_labels: As there.
-        chunk_size: As there.
+        **options: `metric`, `gallery`, `gallery_labels` and `chunk_size`, as there.
 
     Returns:
         Shape ``(n, k)``, bool, nearest first.
@@ -130,7 +118,7 @@ def relevant_neighbors(
 
     """
     check_count("k", k)
-    search = _Search(embeddings, labels, metric, gallery, gallery_labels, chunk_size)
+    search = _Search(embeddings, labels, **options)
     if not search.is_finite:
         raise ValueError("Expected finite embeddings, but got NaN or infinite values.")
     return torch.cat(list(search.hits(k)))
@@ -157,10 +145,10 @@ class _Search:
         self,
         embeddings: Tensor,
         labels: Tensor,
-        metric: RetrievalMetric,
-        gallery: Tensor | None,
-        gallery_labels: Tensor | None,
-        chunk_size: int,
+        metric: RetrievalMetric = "cosine",
+        gallery: Tensor | None = None,
+        gallery_labels: Tensor | None = None,
+        chunk_size: int = 1024,
     ) -> None:
         check_option("metric", metric, get_args(RetrievalMetric))
         self.chunk_size = check_count("chunk_size", chunk_size)

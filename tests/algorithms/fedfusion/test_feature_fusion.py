@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_fed import FederatedCallback, FederatedDataModule
+from lightning_fed import Availability, FederatedCallback, FederatedDataModule
 from lightning_fed.algorithms import FedBN, FedFusion
 from lightning_fed.callbacks import FeatureFusion, Federation, SampledSoftmax
 from lightning_fed.compare import MethodChoice
@@ -321,7 +321,8 @@ def test_a_fit_that_is_resumed_is_the_same(operator, hook, batch, federated_trai
         saved = ModelCheckpoint(folder, save_last=True, every_n_train_steps=1, save_top_k=0)
         trainer = federated_trainer(
             max_rounds=rounds, callbacks=[make(operator), saved, *callbacks], enable_checkpointing=True, local_epochs=2,
-            batch_norm="recalibrate", optimizer_state="keep", stragglers=0.4, logger=logger, seed=2,
+            batch_norm="recalibrate", optimizer_state="keep", logger=logger, seed=2,
+            availability=Availability(stragglers=0.4),
         )  # fmt: skip
         trainer.fit(module, datamodule=data(), ckpt_path=ckpt_path)
         return module, logger
@@ -468,7 +469,7 @@ TOGETHER = {
     "batch norm personal": {"batch_norm": "personal"},
     "batch norm frozen": {"batch_norm": "frozen"},
     "optimizer state kept": {"optimizer_state": "keep", "personal": ["net.classifier.*"]},
-    "stragglers and dropouts": {"stragglers": 0.5, "dropout": 0.2},
+    "stragglers and dropouts": {"availability": Availability(stragglers=0.5, client_dropout=0.2)},
     "mixed precision": {"precision": "bf16-mixed"},
     "low precision": {"precision": "bf16-true"},
     "accumulation": {"accumulate_grad_batches": 2, "local_steps": 4},

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fed import Federation
+from lightning_fed import Faults, Federation
 from lightning_fed.algorithms import FedMA
 from lightning_fed.callbacks import CommunicationReport, FederatedCallback
 from tests import models
@@ -219,7 +219,7 @@ def test_only_clients_of_the_last_pass_keep_a_model(federated_trainer, tmp_path,
     watch = Visitors()
     folder = None if store == "memory" else tmp_path
     federation = Federation(
-        FedMA("permute"), clients_per_round=3, min_clients=2, personal=personal, store=folder, seed=4
+        FedMA("permute"), clients_per_round=3, faults=Faults(min_clients=2), personal=personal, store=folder, seed=4
     )
     trainer = federated_trainer(max_rounds=13, federation=federation, callbacks=[watch, Broken()])
     fit(trainer, models.Module(mlp(), momentum), data_of(many(12)))
@@ -290,7 +290,9 @@ def test_a_pass_after_one_that_came_to_nothing_starts_from_the_last_model(federa
     for watch, rounds in ((Visitors(), 4), (Broken(), broken + 4)):
         rule = FedMA(score="published", gamma=7.0, max_width=None)
         module = models.Module(mlp(), momentum)
-        trainer = federated_trainer(max_rounds=rounds, method=rule, callbacks=[watch], min_clients=min_clients)
+        trainer = federated_trainer(
+            max_rounds=rounds, method=rule, callbacks=[watch], faults=Faults(min_clients=min_clients)
+        )
         fit(trainer, module, data_of(parts()))
         states.append(rule.state_dict()["last"])
     assert (states[0]["origin"], states[1]["origin"]) == (0, broken + 1)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from lightning_fed import FederatedCallback, FederatedDataModule, Federation
+from lightning_fed import Faults, FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import FedAvg, FedAvgM, FedMargin
 from lightning_fed.algorithms.fedmargin import (
     Prototypes,
@@ -860,7 +860,7 @@ def test_a_round_that_comes_to_nothing_is_not_remembered(federated_trainer):
             seen.append((state_of(pl_module), copy.deepcopy(rule.state_dict())))
 
     rule, seen = FedMargin(), []
-    trainer = federated_trainer(max_rounds=2, method=rule, min_clients=2, callbacks=[Nonsense(), Look()])
+    trainer = federated_trainer(max_rounds=2, method=rule, faults=Faults(min_clients=2), callbacks=[Nonsense(), Look()])
     trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
     for first, second in zip(*seen, strict=True):
         assert_same(first, second)

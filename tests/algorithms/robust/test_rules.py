@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fed import ClientUpdate, Method
+from lightning_fed import Availability, ClientUpdate, Method
 from lightning_fed.algorithms import (
     Bulyan,
     CenteredClipping,
@@ -610,7 +610,8 @@ def test_fltrust_in_a_fit(federated_trainer):
     """The trusted client is in every round, and every round is what its messages make it."""
     recorder = Recorder()
     trainer = federated_trainer(
-        max_rounds=4, method=FLTrust("bob"), clients_per_round=2, local_epochs=2, stragglers=0.5, seed=2,
+        max_rounds=4, method=FLTrust("bob"), clients_per_round=2, local_epochs=2, seed=2,
+        availability=Availability(stragglers=0.5),
         batch_norm="average", callbacks=[recorder],
     )  # fmt: skip
     trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors()))

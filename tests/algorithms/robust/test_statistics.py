@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_fed import LocalStatistics
 from lightning_fed.algorithms import FedAdam, Krum, Median, TrimmedMean
 from lightning_fed.attacks import ALIE
 from lightning_fed.model.batch_norm import pool_statistics
@@ -104,10 +105,10 @@ def test_one_liar_in_a_fit(name, mode, federated_trainer, monkeypatch):
         return extras
 
     monkeypatch.setattr(batch_norm, "client_statistics", lying)
-    options = {} if mode == "recalibrate" else {"unseen_statistics": "pooled"}
+    treatment = mode if mode == "recalibrate" else LocalStatistics("pooled")
     steps = [ALIE([LIAR])] if name == "as many as it stands" else []
     trainer = federated_trainer(
-        max_rounds=2, method=RULES.get(name, lambda: name)(), batch_norm=mode, seed=1, steps=steps, **options
+        max_rounds=2, method=RULES.get(name, lambda: name)(), batch_norm=treatment, seed=1, steps=steps
     )
     module = models.Module(models.norm_mlp(), models.momentum)
     trainer.fit(module, models.as_datasets(models.vectors(SIZES)))

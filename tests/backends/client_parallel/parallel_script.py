@@ -26,9 +26,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import (
     Aggregator,
+    Availability,
     ClientParallelStrategy,
     ClientStore,
     ClientUpdate,
+    Faults,
     FederatedCallback,
     FederatedDataModule,
     FederatedTrainer,
@@ -337,7 +339,13 @@ def by_batches(folder, processes):
 def nobody(folder, processes):
     """Rounds in which all drop out."""
     return train(
-        folder, processes, Net, FederatedDataModule(clients(), batch_size=4), 4, clients_per_round=2, dropout=0.7
+        folder,
+        processes,
+        Net,
+        FederatedDataModule(clients(), batch_size=4),
+        4,
+        clients_per_round=2,
+        availability=Availability(client_dropout=0.7),
     )
 
 
@@ -555,7 +563,7 @@ def after(name):
 
 def stuck(folder, processes):
     data = FederatedDataModule(clients(), batch_size=4)
-    return train(folder, processes, Stuck, data, visit_timeout=8)
+    return train(folder, processes, Stuck, data, faults=Faults(visit_timeout=8))
 
 
 class Forgetful(FederatedCallback):

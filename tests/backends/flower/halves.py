@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lightning_fed import FederatedCallback, FederatedDataModule, Federation
+from lightning_fed import Availability, FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import FedBN, FedFusion, FedPer, FedSS
 from lightning_fed.attacks import IPM, SignFlip
 from lightning_fed.backends.flower import packets
@@ -205,8 +205,8 @@ CASES = {
     "fedavg": Case(lambda: Federation("fedavg", local_epochs=2, seed=3)),
     "deeplab": Case(lambda: Federation(batch_norm="recalibrate"), deeplab_module, few_scenes),
     "fedavg, stragglers, two of three": Case(lambda: Federation(
-        local_epochs=3, stragglers=0.5, clients_per_round=2, batch_norm="average", seed=1)),
-    "dropout": Case(lambda: Federation(dropout=0.4, seed=2)),
+        local_epochs=3, availability=Availability(stragglers=0.5), clients_per_round=2, batch_norm="average", seed=1)),
+    "dropout": Case(lambda: Federation(availability=Availability(client_dropout=0.4), seed=2)),
     "fedavgm": Case(lambda: Federation("fedavgm")),
     "fedadam": Case(lambda: Federation("fedadam")),
     "fairavg": Case(lambda: Federation("fairavg")),
@@ -236,8 +236,8 @@ CASES = {
     "recalibrate": Case(lambda: Federation(batch_norm="recalibrate"), norm_module),
     "frozen": Case(lambda: Federation(batch_norm="frozen", frozen=["net.0.*"]), norm_module),
     "silobn": Case(lambda: Federation("silobn"), norm_module),
-    "silobn, pooled": Case(lambda: Federation("silobn:unseen_statistics=pooled"), norm_module),
-    "fixbn": Case(lambda: Federation("fixbn:fixed_after=1"), norm_module),
+    "silobn, pooled": Case(lambda: Federation("silobn:unseen=pooled"), norm_module),
+    "fixbn": Case(lambda: Federation("fixbn:after=1"), norm_module),
     "fedper": Case(lambda: Federation(FedPer("net.head.*")), base_and_head),
     "fedbn": Case(lambda: Federation(FedBN()), norm_module),
     "kept optimizers": Case(lambda: Federation(optimizer_state="keep"), norm_module),

@@ -7,8 +7,9 @@ pytest.importorskip("flwr")
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import Federation
+from lightning_fed.callbacks import CommunicationReport
 from tests import models
-from tests.backends.flower.halves import CASES, SIZES, in_process, on_flower
+from tests.backends.flower.halves import CASES, LOST, ROUND, SIZES, in_process, is_lost, on_flower
 from tests.breadth import quick
 from tests.recorders import assert_same, state_of
 
@@ -53,9 +54,37 @@ def test_a_global_model_without_statistics_is_validated_as_in_one_process(unseen
     case = CASES["silobn"]
 
     def federation():
-        return Federation(f"silobn:unseen_statistics={unseen}")
+        return Federation(f"silobn:unseen={unseen}")
 
     _, trainer = in_process(federated_trainer, case.module, data, federation(), val=val)
     _, server, _, _ = on_flower(tmp_path, case.module, data, federation, val=val)
     expected = float(trainer.callback_metrics["val_loss"])
     assert float(server.callback_metrics["val_loss"]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fedss", "frozen"])
+def test_the_traffic_by_part_is_that_of_one_process(name, federated_trainer, tmp_path):
+    """Also of requests, and of entries that do not travel since the clients have them."""
+    case, data = CASES[name], models.vectors(SIZES)
+    here, there = CommunicationReport(), CommunicationReport()
+    _, trainer = in_process(federated_trainer, case.module, data, case.federation(), callbacks=[here])
+    _, server, *_ = on_flower(tmp_path, case.module, data, case.federation, server_callbacks=[there])
+    assert {row for row in there.rows if row.up_bytes} >= {row for row in here.rows if row.part == "(request)"}
+    assert sorted(there.rows) == sorted(here.rows)
+    assert there.table() == here.table()
+    for share in ("comm/down_share", "comm/up_share"):
+        assert 0 < server.callback_metrics[share] == trainer.callback_metrics[share]
+
+
+def test_a_client_whose_answer_is_lost_was_sent_its_model(tmp_path):
+    case, report = CASES["fedavg"], CommunicationReport()
+    change = lambda node, message, content: [] if is_lost(message, content) else [content]  # noqa: E731
+    _, server, *_ = on_flower(
+        tmp_path, case.module, models.vectors(SIZES), case.federation, 2, server_callbacks=[report], limit=1,
+        change=change,
+    )  # fmt: skip
+    assert server.callback_metrics["fed/failed"] == 1
+    lost = [row for row in report.rows if (row.round, row.client) == (ROUND, LOST)]
+    assert lost
+    assert all(row.down_bytes > 0 == row.up_bytes for row in lost)
+    assert server.callback_metrics["comm/down_share"] == 1

@@ -468,10 +468,6 @@ def test_what_needs_data_on_the_server_is_refused(tmp_path):
         on_flower(tmp_path, make_module, data, lambda: Federation("feddane"))
     with pytest.raises(MisconfigurationException, match="`OwnClassConfusion` does not work yet"):
         on_flower(tmp_path, make_module, data, Federation, server_callbacks=[OwnClassConfusion()])
-    with pytest.raises(
-        MisconfigurationException, match="'nearest'` needs every client's statistics, which stay on other"
-    ):
-        on_flower(tmp_path, make_module, data, lambda: Federation("silobn:unseen_statistics=nearest"))
     with pytest.raises(MisconfigurationException, match=r"`FeatureFusion` does not work yet.*batch_norm='recalibrate'"):
         on_flower(tmp_path, lambda: models.Module(models.cnn()), models.images(SIZES), lambda: Federation(FedFusion()))
 

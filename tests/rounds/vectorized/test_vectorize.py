@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fed import FederatedDataModule, Federation
-from lightning_fed.backends.vectorized.stacked_model import many
+from lightning_fed import Availability, FederatedDataModule, Federation, FixedStatistics, LocalStatistics, Vectorized
 from lightning_fed.callbacks import FederatedCallback, ProximalTerm
 from lightning_fed.data import DatasetClients
 from lightning_fed.data.dataset_clients import DatasetsSource
+from lightning_fed.rounds.vectorized.stacked_model import many
 from tests import models
 from tests.breadth import quick, slow
 from tests.recorders import assert_same, state_of
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:You have overridden `on_before_batch_transfer`"),
 ]
-LOGGER = "lightning_fed.backends.vectorized.vectorized_visits"
+LOGGER = "lightning_fed.rounds.vectorized.plan"
 
 
 class Steps(L.Callback):
@@ -43,10 +43,10 @@ def assert_close(left, right, tolerance=1e-5):
         assert difference <= tolerance * value.double().norm() + 1e-7, (name, float(difference))
 
 
-def fit(make_trainer, module, data, vectorize, max_rounds=2, batch_size=16, callbacks=(), **options):
+def fit(make_trainer, module, data, size, max_rounds=2, batch_size=16, callbacks=(), **options):
     """The module's state, the last round's numbers and the number of steps."""
     steps = Steps()
-    trainer = make_trainer(max_rounds=max_rounds, vectorize=vectorize, callbacks=[*callbacks, steps], **options)
+    trainer = make_trainer(max_rounds=max_rounds, visits=Vectorized(size), callbacks=[*callbacks, steps], **options)
     loaded = data if isinstance(data, L.LightningDataModule) else FederatedDataModule(data, batch_size=batch_size)
     trainer.fit(module, loaded)
     numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "fed/seconds"}
@@ -120,7 +120,7 @@ def test_results_are_those_of_one_after_another(make, data, federated_trainer):
 
 
 @pytest.mark.parametrize(
-    ("options", "rooms"), [({}, len(models.vectors())), ({"clients_per_round": 2}, 2), ({"vectorize": 2}, 2)]
+    ("options", "rooms"), [({}, len(models.vectors())), ({"clients_per_round": 2}, 2), ({"size": 2}, 2)]
 )
 def test_a_stack_has_room_for_the_cohort_only(options, rooms, federated_trainer, monkeypatch):
     sizes = set()
@@ -129,9 +129,9 @@ def test_a_stack_has_room_for_the_cohort_only(options, rooms, federated_trainer,
         sizes.add(size)
         return many(value, size)
 
-    monkeypatch.setattr("lightning_fed.backends.vectorized.stacked_model.many", noted)
+    monkeypatch.setattr("lightning_fed.rounds.vectorized.stacked_model.many", noted)
     data = models.as_datasets(models.vectors())
-    fit(federated_trainer, models.Module(models.mlp()), data, **{"vectorize": 50, **options})
+    fit(federated_trainer, models.Module(models.mlp()), data, **{"size": 50, **options})
     assert max(sizes) == rooms  # the trial that precedes takes two
 
 
@@ -141,20 +141,21 @@ def test_ten_rounds_differ_by_rounding(federated_trainer):
     compare(federated_trainer, wrapped(smooth_mlp, optimizer=models.momentum), models.vectors(), **options)
 
 
-@pytest.mark.parametrize("mode", ["average", "recalibrate", "frozen", "personal", "local", "fixed"])
+@pytest.mark.parametrize(
+    "mode", ["average", "recalibrate", "frozen", "personal", LocalStatistics(), FixedStatistics(1)], ids=str
+)
 def test_batch_norm(mode, federated_trainer):
     compare(
         federated_trainer,
         wrapped(models.norm_mlp, optimizer=models.momentum),
         models.vectors(),
         batch_norm=mode,
-        fixed_after=1 if mode == "fixed" else None,
         size=5,
     )
 
 
 OPTIONS = [
-    {"stragglers": 0.5, "local_epochs": 3},
+    {"availability": Availability(stragglers=0.5), "local_epochs": 3},
     {"local_steps": 3, "clients_per_round": 4},
     {"method": "fesem", "max_rounds": 3},
     {"method": "scaffold", "accumulate_grad_batches": 2, "local_steps": 4},
@@ -163,7 +164,7 @@ OPTIONS = [
     {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     {"precision": "bf16-mixed", "tolerance": 0.02},
     {"frozen": ["net.0.*"]},
-    {"partial_work": "drop", "stragglers": 0.4},
+    {"availability": Availability(partial_work="drop", stragglers=0.4)},
 ]
 MORE_OPTIONS = [  # rules whose steps or sums are of the kinds above
     {"method": "fedadam"},
@@ -271,7 +272,7 @@ def test_of_clients_with_as_many_examples_the_rates_go_on_from_the_same(seed, fe
 
     make = wrapped(models.mlp, optimizer=models.momentum, scheduler=schedule)
     data = models.vectors(dict.fromkeys("abcde", 40))
-    options = {"local_epochs": 3, "stragglers": 0.5, "max_rounds": 3, "seed": seed}
+    options = {"local_epochs": 3, "availability": Availability(stragglers=0.5), "max_rounds": 3, "seed": seed}
     compare(federated_trainer, make, data, size=5, **options)
 
 
@@ -347,7 +348,7 @@ class Heads(models.Module):
 def test_clients_whose_losses_are_of_other_parameters(federated_trainer):
     """Momentum and weight decay would go on in the head that a client has no gradient for."""
     clients = named(models.vectors(), lambda client: "a" if client < "c" else "b")
-    with pytest.raises(RuntimeError, match=r"are not of the same parameters .* With `vectorize=1`"):
+    with pytest.raises(RuntimeError, match=r"are not of the same parameters .* With `visits='auto'`"):
         fit(federated_trainer, Heads(models.mlp()), clients, 5)
 
 
@@ -465,7 +466,7 @@ def test_an_error_of_the_module_ends_the_fit_and_leaves_the_global_model(federat
     before = [value for value in module.parameters()]
     with pytest.raises(ZeroDivisionError) as caught:
         fit(federated_trainer, module, data, 3, max_rounds=3)
-    assert "with `vectorize=1` one trains after another" in "".join(caught.value.__notes__)
+    assert "with `visits='auto'` one trains after another" in "".join(caught.value.__notes__)
     assert_same(state_of(module), expected)
     assert all(one is other for one, other in zip(before, module.parameters(), strict=True))
     assert vars(module).get("log") is None
@@ -487,7 +488,7 @@ def test_a_checkpoint_inside_a_round_holds_the_global_model(federated_trainer, t
     first, _, _ = fit(federated_trainer, make(), data, 3, max_rounds=1)
     fit(federated_trainer, make(), data, 3, max_rounds=2, callbacks=[Saves()])
     assert_same(torch.load(saved, weights_only=True)["state_dict"], first)
-    trainer, module = federated_trainer(max_rounds=2, vectorize=3), make()
+    trainer, module = federated_trainer(max_rounds=2, visits=Vectorized(3)), make()
     trainer.fit(module, FederatedDataModule(data, batch_size=16), ckpt_path=saved)
     assert_same(state_of(module), whole)
 
@@ -665,7 +666,7 @@ REASONS = [
 
 @pytest.mark.parametrize(("make", "options", "reason"), REASONS, ids=lambda value: value if type(value) is str else "")
 def test_what_falls_back(make, options, reason, federated_trainer, caplog):
-    """The log has the reason once, and the fit is bit-equal to one without ``vectorize``: the trial leaves no trace."""
+    """The log has the reason once, and the fit is bit-equal to visits one by one: the trial leaves no trace."""
     data = models.images() if make is REASONS[-1][0] else models.vectors()
     callbacks = options.get("callbacks", [])
     options = {name: value for name, value in options.items() if name != "callbacks"}
@@ -680,7 +681,7 @@ def test_what_falls_back(make, options, reason, federated_trainer, caplog):
     assert_same(results[0][0], results[1][0])
     assert results[0][1:] == results[1][1:]
     (record,) = [record for record in caplog.records if record.name == LOGGER]
-    assert record.getMessage().startswith("`vectorize=3`: the clients train one after another all the same, because")
+    assert record.getMessage().startswith("`visits=Vectorized(3)`: the clients train one after another all the same")
     assert reason in record.getMessage()
 
 
@@ -714,13 +715,13 @@ def test_a_callback_may_say_that_it_supports_vectorize(federated_trainer, caplog
 
 def test_both_doors_have_it(either_trainer):
     steps = Steps()
-    trainer = either_trainer(max_rounds=1, vectorize=5, callbacks=[steps])
+    trainer = either_trainer(max_rounds=1, visits=Vectorized(5), callbacks=[steps])
     trainer.fit(
         models.Module(models.mlp()), datamodule=FederatedDataModule(models.as_datasets(models.vectors()), batch_size=16)
     )
     assert steps.steps == 6  # of 97 examples in batches of 16, the last one with one more
-    with pytest.raises(ValueError, match="Expected `vectorize` to be at least 1, but got 0"):
-        either_trainer(max_rounds=1, vectorize=0)
+    with pytest.raises(ValueError, match="Expected `clients` to be at least 1, but got 0"):
+        either_trainer(max_rounds=1, visits=Vectorized(0))
 
 
 def test_the_loss_of_a_step_is_the_mean(federated_trainer):

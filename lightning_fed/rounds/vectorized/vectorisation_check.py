@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_fed.backends.vectorized.obstacles import Obstacle
-from lightning_fed.backends.vectorized.stacked_model import (
-    StackedModel,
-    joint_loss,
-    many,
-    reduced,
-    reduction_of,
-    stack_parameters,
-)
 from lightning_fed.data.interleave import ClientGenerators, detect_draws, stack_batches
 from lightning_fed.data.population import seed_everything
 from lightning_fed.errors import describe
 from lightning_fed.model.entries import copy_state
 from lightning_fed.rounds.isolated_pass import is_same, isolated_pass, noted_attributes, prepare_batch
 from lightning_fed.rounds.lightning_internals import is_vmap_tensor, tensor_version
+from lightning_fed.rounds.logged_values import LogCall, intercepted
+from lightning_fed.rounds.vectorized.obstacles import Obstacle
+from lightning_fed.rounds.vectorized.stacked_model import (
+    StackedModel,
+    joint_loss,
+    many,
+    reduced,
+    stack_parameters,
+)
 
 _WRITES = "`training_step` writes the attribute {!r}, which would be all clients'"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -58,7 +58,7 @@ def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Se
     (optimizer,) = trainer.optimizers
     modes = [(layer, layer.training) for layer in module.modules()]
     check = _TwoClients(module, names)
-    with _restored(_helpers_of(module).values()), isolated_pass(module, check.log, gradients=True):
+    with _restored(_helpers_of(module).values()), isolated_pass(module, intercepted(check.take), gradients=True):
         for layer, mode in modes:
             layer.training = mode
         try:
@@ -93,11 +93,11 @@ class _TwoClients:
         self._logged: list[Tensor] = []
         self._reductions: list[str] = []
 
-    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        if isinstance(value, Metric):
-            raise Obstacle(f"the metric {name!r} would take the clients for examples")
-        self._logged.append(torch.as_tensor(value).detach())
-        self._reductions.append(reduction_of(options))
+    def take(self, call: LogCall) -> None:
+        if isinstance(call.value, Metric):
+            raise Obstacle(f"the metric {call.name!r} would take the clients for examples")
+        self._logged.append(torch.as_tensor(call.value).detach())
+        self._reductions.append(call.reduction or "mean")
 
     def run(self, batch: Any, is_precise: bool) -> bool:
         first = self._alone(0, batch)

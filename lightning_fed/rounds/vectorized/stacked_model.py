@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.optim import Optimizer
 
-from lightning_fed.backends.client_parallel.distributed_log import REDUCTIONS
-from lightning_fed.backends.vectorized.client_random import PerClientRandom
 from lightning_fed.data.interleave import ClientGenerators, StackedBatch, batch_tensors, rebuild_batch
 from lightning_fed.model.entries import copy_state
 from lightning_fed.model.resize import set_tensor_data
 from lightning_fed.numerics.precision import at_least_float32
-from lightning_fed.rounds.lightning_internals import batch_size_of
-
-_LOG_ARGUMENTS = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]  # after the name and the value
+from lightning_fed.rounds.logged_values import LogCall, intercepted
+from lightning_fed.rounds.vectorized.client_random import PerClientRandom
 
 
 class StackedModel:
@@ -107,7 +104,7 @@ class StackedModel:
                 raise RuntimeError(
                     f"The losses of clients at the places {list(clients)} and {list(those)} of their group are not of"
                     f" the same parameters (as {min(used ^ first)!r}): they cannot be stepped at once. With"
-                    " `vectorize=1` one trains after another."
+                    " `visits='auto'` one trains after another."
                 )
 
     @torch.no_grad()
@@ -164,16 +161,16 @@ class StackedModel:
             for name, parameter in parameters.items():
                 parameter.register_hook(partial(_note, used, name))  # type: ignore[no-untyped-call]
         tensors = batch_tensors(part.batch)
-        logged: list[tuple[str, dict[str, Any]]] = []
+        calls: list[LogCall] = []
 
         def one(
             parameters: dict[str, Tensor], buffers: dict[str, Tensor], tensors: list[Tensor], index: Tensor
         ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
             values: list[Tensor] = []
 
-            def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-                logged.append((name, dict(zip(_LOG_ARGUMENTS, args, strict=False)) | options))
-                values.append(torch.as_tensor(value).detach())
+            def take(call: LogCall) -> None:
+                calls.append(call)
+                values.append(torch.as_tensor(call.value).detach())
 
             client_entries = parameters | buffers
             entries = {
@@ -181,7 +178,7 @@ class StackedModel:
             }  # tied ones under every name
             batch = rebuild_batch(part.batch, iter(tensors))
             draws = PerClientRandom(numbers.switch_to, part.clients, index) if self._draws else nullcontext()
-            with Replaced(self._module, "log", log), draws:
+            with Replaced(self._module, "log", intercepted(take)), draws:
                 output = functional_call(self._caller, entries, (training_step, batch, *rest), tie_weights=False)
             loss = output["loss"] if isinstance(output, Mapping) else output
             if not isinstance(loss, Tensor):
@@ -195,21 +192,16 @@ class StackedModel:
         for name, value in after.items():
             if isinstance(rows, list) or value.data_ptr() != buffers[name].data_ptr():  # not written in place
                 self._rows[name][slice(None) if rows is None else rows] = value.detach()
-        for (name, options), value in zip(logged, values, strict=True):
-            self._log(part, name, value, options)
+        for call, value in zip(calls, values, strict=True):
+            self._log(part, call, value)
         return losses
 
-    def _log(self, part: StackedBatch, name: str, values: Tensor, options: dict[str, Any]) -> None:
+    def _log(self, part: StackedBatch, call: LogCall, values: Tensor) -> None:
         """Logs what all clients have logged, weighed as if one after another had."""
-        reduction = reduction_of(options)
-        if reduction == "mean":
-            size = options.get("batch_size")
-            if size is None:
-                size = batch_size_of(
-                    rebuild_batch(part.batch, iter([tensor[0] for tensor in batch_tensors(part.batch)]))
-                )
-            options = {**options, "batch_size": size * len(part.clients)}
-        self._module.log(name, reduced(values, reduction), **options)
+        batch = rebuild_batch(part.batch, iter([tensor[0] for tensor in batch_tensors(part.batch)]))
+        weight = call.weight(batch) * len(part.clients)
+        joint = replace(call, value=reduced(values, call.reduction or "mean"), batch_size=weight)
+        self._module.log(**vars(joint))
 
     def _entries(self) -> list[tuple[str, Tensor]]:
         return [*self._parameters.items(), *self._buffers.items()]
@@ -229,12 +221,6 @@ def joint_loss(losses: Sequence[Tensor]) -> Tensor:
     every = losses[0] if len(losses) == 1 else torch.cat(list(losses))
     total = every.sum()
     return total + (every.mean() - total).detach()
-
-
-def reduction_of(options: Mapping[str, Any]) -> str:
-    """Reduction of the values of several batches, by the options of a module's ``log``."""
-    reduction = options.get("reduce_fx", "mean")
-    return REDUCTIONS.get(reduction.lower() if isinstance(reduction, str) else reduction, "mean")
 
 
 def reduced(values: Tensor, reduction: str) -> Tensor:

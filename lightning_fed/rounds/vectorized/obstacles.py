@@ -66,7 +66,7 @@ def check_vectorizable(fit: FederatedFit) -> None:
         ),
         f"the precision {trainer.precision!r} scales the loss of all clients alike": (loss_scaler(trainer) is not None),
         "clipping by norm would take the norm over all clients (use gradient_clip_algorithm='value')": bool(clips),
-        "`optimizer_state='keep'` gives every client another count of steps": fit.optimizer_state == "keep",
+        "`optimizer_state='keep'` gives every client another count of steps": fit.options.optimizer_state == "keep",
         "`max_steps` counts the steps of one client after another": trainer.max_steps != -1,
         "`limit_train_batches` counts the batches of one client after another": trainer.limit_train_batches != 1.0,
         f"{type(rule).__name__} gives clients models of other shapes": isinstance(rule, ResizingAggregator),

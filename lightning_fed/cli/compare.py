@@ -1,0 +1,92 @@
+"""``lightning-fed compare``: several methods on equal rounds."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_fed.cli.recipes import split_options
+from lightning_fed.compare.method_options import CENTRAL, MethodChoice, method_choices
+from lightning_fed.compare.plan import Plan, run_comparison
+from lightning_fed.compare.report import write_report
+
+_COMMA = r",(?![^\[]*\])"  # except inside brackets: ``fedfusion:levels=[2,-1]`` is one method
+
+
+def run(args: Sequence[str]) -> None:
+    """The command.
+
+    Args:
+        args: The command line after ``compare``.
+
+    """
+    parser = _parser()
+    mine, own = split_options(args)
+    options = parser.parse_args(mine)
+    try:
+        if options.last < 1 or not 0 < options.target <= 1:
+            raise ValueError("Expected `--last` to be at least 1 and `--target` to be in (0, 1].")
+        plan = Plan(
+            recipe=options.recipe,
+            methods=[
+                MethodChoice.parse(text) for part in options.methods for text in re.split(_COMMA, part) if text.strip()
+            ],
+            seeds=range(options.seeds),
+            stragglers=options.stragglers,
+            out=options.out,
+            monitor=options.monitor,
+            mode=options.mode,
+            test=options.test,
+            overrides=own,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    results = run_comparison(plan)
+    table = write_report(results, options.out, options.target, options.last)
+    sys.stdout.write(f"\n{table}\n\nTables, curves, checkpoints and logs: {options.out}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Parser of ``compare``, for what stands before ``--``."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-fed compare",
+        usage="lightning-fed compare RECIPE --methods METHOD ... [options] [-- options of fit]",
+        description="Trains a recipe with several methods: the same clients, rounds, stragglers and initial weights for"
+        " all. Finished runs are kept, an interrupted one goes on where it stopped: the same command again resumes.",
+        epilog="What follows `--` is for `lightning-fed fit`, in all runs: -- --trainer.max_rounds 20",
+    )
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        required=True,
+        metavar="METHOD",
+        help=f"of {', '.join(method_choices())}; with options: fedprox:mu=0.1 fedmargin:combine=lpm. {CENTRAL} trains"
+        " on all data at once. fedper, fedrep, fedbn, silobn and fesem give clients models of their own, which only"
+        " `--monitor fed/<metric>/mean` measures",
+    )
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds, from 0 on (default: %(default)s)")
+    parser.add_argument(
+        "--stragglers", type=_fractions, help="fractions of the cohort, such as 0,0.5,0.8 (default: the recipe's)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: %(default)s)")
+    parser.add_argument("--monitor", help="metric to compare (default: that of the recipe's ModelCheckpoint)")
+    parser.add_argument("--mode", choices=["max", "min"], help="which end of `--monitor` is good (default: max)")
+    parser.add_argument(
+        "--target", type=float, default=0.8, help=f"share of {CENTRAL}'s score to be reached (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--last", type=int, default=1, help="rounds at the end whose mean is the score (default: %(default)s)"
+    )
+    parser.add_argument("--test", action="store_true", help="evaluate the finished models on the test data")
+    return parser
+
+
+def _fractions(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"Expected numbers with commas between them, but got {text!r}.") from None

@@ -1,0 +1,175 @@
+"""Values that a module logs outside of the Trainer's log, summed up as Lightning does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_fed.numerics.precision import at_least_float32
+from lightning_fed.rounds.lightning_internals import batch_size_of
+
+_REDUCTIONS: dict[Any, str] = {
+    **{torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min", sum: "sum", max: "max", min: "min"},
+    **{name: name for name in ("mean", "sum", "max", "min")},
+    "avg": "mean",
+}
+
+
+@dataclass
+class LogCall:
+    """One call of ``LightningModule.log``, with its arguments."""
+
+    name: str
+    value: Any
+    prog_bar: bool = False
+    logger: bool | None = None
+    on_step: bool | None = None
+    on_epoch: bool | None = None
+    reduce_fx: Any = "mean"
+    enable_graph: bool = False
+    sync_dist: bool = False
+    sync_dist_group: Any = None
+    add_dataloader_idx: bool = True
+    batch_size: int | None = None
+    metric_attribute: str | None = None
+    rank_zero_only: bool = False
+
+    @property
+    def reduction(self) -> str | None:
+        """Name of the reduction of several batches' values; ``None`` for one that Lightning refuses."""
+        reduce_fx = self.reduce_fx.lower() if isinstance(self.reduce_fx, str) else self.reduce_fx
+        return _REDUCTIONS.get(reduce_fx)
+
+    def weight(self, batch: Any) -> int:
+        """Weight of the value in a mean: the batch size that was given, or else the batch's; 1 without a batch."""
+        if self.batch_size is None and self.reduction == "mean" and batch is not None:
+            return batch_size_of(batch)
+        return self.batch_size or 1
+
+
+def intercepted(take: Callable[[LogCall], None]) -> Callable[..., None]:
+    """A function to stand in for ``LightningModule.log``, and so for ``log_dict``.
+
+    Args:
+        take: Gets every call.
+
+    Example:
+        >>> calls = []
+        >>> intercepted(calls.append)("val_loss", 0.5, True)
+        >>> calls[0].name, calls[0].value, calls[0].prog_bar
+        ('val_loss', 0.5, True)
+
+    """
+    return lambda *args, **options: take(LogCall(*args, **options))
+
+
+@dataclass
+class LoggedValue:
+    """Values that were logged under one name.
+
+    Args:
+        reduce_fx: Their reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
+        total: Their sum (for a mean that of value times weight), or the largest or smallest; ``None`` without any.
+        weight: Sum of their weights.
+
+    Example:
+        >>> logged = LoggedValue()
+        >>> logged.add(torch.tensor(1.0), 3)
+        >>> logged.add(torch.tensor(0.0), 1)
+        >>> logged.value
+        0.75
+
+    """
+
+    reduce_fx: str = "mean"
+    total: Tensor | None = None
+    weight: float = 0.0
+
+    def add(self, value: Tensor, weight: float) -> None:
+        """Adds a batch's value."""
+        value = at_least_float32(value)
+        self.join(LoggedValue(self.reduce_fx, value * weight if self.reduce_fx == "mean" else value, weight))
+
+    def join(self, added: LoggedValue) -> None:
+        """Adds the values of another part of the data."""
+        if self.total is None or added.total is None:
+            self.total = added.total if self.total is None else self.total
+        elif self.reduce_fx in ("max", "min"):
+            self.total = getattr(torch, f"{self.reduce_fx}imum")(self.total, added.total)
+        else:
+            self.total = self.total + added.total
+        self.weight += added.weight
+
+    def on_cpu(self) -> LoggedValue:
+        """The same in float64, on a device that all processes have."""
+        return replace(self, total=None if self.total is None else self.total.cpu().double())
+
+    @property
+    def value(self) -> float:
+        """Mean, sum, largest or smallest value; NaN without any."""
+        total = math.nan if self.total is None else float(self.total)
+        return total / self.weight if self.reduce_fx == "mean" else total
+
+
+@dataclass
+class LoggedValues:
+    """Values that an evaluation logs per epoch, by name; :func:`intercepted` calls :meth:`take`.
+
+    Attributes:
+        batch: The batch that is evaluated; ``None`` between batches.
+        suffix: End of the names, of one of several loaders.
+        sums: Name to what was logged since the last :meth:`results`.
+        metrics: Name to the metric that was logged since then.
+        directions: Name to whether high values are good, of all metrics that say so.
+
+    """
+
+    batch: Any = None
+    suffix: str = ""
+    sums: dict[str, LoggedValue] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    directions: dict[str, bool] = field(default_factory=dict)
+
+    def take(self, call: LogCall) -> None:
+        """Adds a value, unless it is of its step only.
+
+        Raises:
+            MisconfigurationException: If its reduction is one that Lightning refuses.
+
+        """
+        if call.on_epoch is False:
+            return
+        name = f"{call.name}{self.suffix}" if call.add_dataloader_idx else call.name
+        if isinstance(call.value, Metric):
+            self.metrics[name] = call.value
+            if call.value.higher_is_better is not None:
+                self.directions[name] = call.value.higher_is_better
+            return
+        if call.reduction is None:
+            raise MisconfigurationException(
+                f"Expected `reduce_fx` of {call.name!r} to be one of mean, sum, max and min, but got"
+                f" {call.reduce_fx!r}: log a `torchmetrics.Metric` instead."
+            )
+        logged = self.sums.setdefault(name, LoggedValue(call.reduction))
+        logged.add(torch.as_tensor(call.value).detach().reshape(()), call.weight(self.batch))
+
+    def pool(self, parts: Iterable[Mapping[str, LoggedValue]]) -> None:
+        """Puts what several processes have summed up in the place of this one's sums."""
+        self.sums = {}
+        for part in parts:
+            for name, logged in part.items():
+                self.sums.setdefault(name, LoggedValue(logged.reduce_fx)).join(logged)
+
+    def results(self) -> dict[str, float]:
+        """The value of every name since the last call."""
+        values = {name: logged.value for name, logged in self.sums.items()}
+        values |= {name: float(metric.compute()) for name, metric in self.metrics.items()}
+        self.sums, self.metrics = {}, {}
+        return values

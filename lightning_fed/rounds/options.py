@@ -1,0 +1,187 @@
+"""Options of a fit: its user's choices, which do not change while it lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
+
+from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.data.visit_clock import VisitClock
+from lightning_fed.model.entries import Selector, check_selectors
+from lightning_fed.server.schedule import Availability
+
+
+@dataclass(frozen=True)
+class LocalStatistics:
+    """``batch_norm=``: every client keeps the running statistics of its own data, and shares the weights (SiloBN).
+
+    Args:
+        unseen: What normalises data of no known client, as those that the global model is evaluated on: the mean and
+            variance of the ``"batch"``, or those that the clients measure and the server pools (``"pooled"``: what
+            ``"recalibrate"`` costs and gives).
+
+    Raises:
+        ValueError: If it is neither.
+
+    Example:
+        >>> from lightning_fed import Federation
+        >>> Federation(batch_norm=LocalStatistics(unseen="pooled")).has_personal_entries
+        True
+
+    """
+
+    unseen: Literal["batch", "pooled"] = "batch"
+
+    def __post_init__(self) -> None:
+        check_option("unseen", self.unseen, ("batch", "pooled"))
+
+
+@dataclass(frozen=True)
+class FixedStatistics:
+    """``batch_norm=``: running statistics are averaged for some rounds, and then fixed, in training too (FixBN).
+
+    Args:
+        after: Number of rounds before they are fixed.
+
+    Raises:
+        ValueError: If it is not a whole number from 0 on.
+
+    Example:
+        >>> from lightning_fed import Federation
+        >>> federation = Federation(batch_norm=FixedStatistics(after=50))
+
+    """
+
+    after: int
+
+    def __post_init__(self) -> None:
+        check_count("after", self.after, lowest=0)
+
+
+@dataclass(frozen=True)
+class Vectorized:
+    """``visits=``: several clients train at once, for small models; where they cannot, the log says why.
+
+    Args:
+        clients: At most how many.
+
+    Raises:
+        ValueError: If it is not a whole number from 1 on.
+
+    Example:
+        >>> from lightning_fed import Federation
+        >>> federation = Federation(clients_per_round=16, visits=Vectorized(8))
+
+    """
+
+    clients: int
+
+    def __post_init__(self) -> None:
+        check_count("clients", self.clients)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """``faults=``: limits to the failures of clients in a fit.
+
+    Args:
+        min_clients: Least number of good updates; with fewer the global model stays as it was.
+        max_failed_rounds: Rounds in a row that may bring no new model because clients fail: at that many the fit ends
+            with an error. So does one in which no round succeeds, and, at once, a round in which all clients fail by
+            the same error. ``None`` goes on whatever fails.
+        visit_timeout: Seconds after which a visit is broken off, where the data or the training step are waiting;
+            ``None`` for any. It needs Unix, and a fit in the main thread.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> from lightning_fed import Federation
+        >>> federation = Federation(clients_per_round=10, faults=Faults(min_clients=5, visit_timeout=600))
+
+    """
+
+    min_clients: int = 1
+    max_failed_rounds: int | None = 3
+    visit_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        check_count("min_clients", self.min_clients)
+        if self.max_failed_rounds is not None:
+            check_count("max_failed_rounds", self.max_failed_rounds)
+        VisitClock(self.visit_timeout)
+
+
+BatchNormName = Literal["recalibrate", "average", "personal", "frozen"]
+VisitsName = Literal["auto", "lightning", "fused"]
+BatchNormOption: TypeAlias = BatchNormName | LocalStatistics | FixedStatistics
+VisitsOption: TypeAlias = VisitsName | Vectorized
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """Options of a fit, as :class:`~lightning_fed.callbacks.Federation` describes them.
+
+    Raises:
+        ValueError: If an option is none of the known ones, or two do not go together.
+
+    """
+
+    personal: Sequence[Selector] = ()
+    frozen: Sequence[Selector] = ()
+    batch_norm: BatchNormOption = "recalibrate"
+    optimizer_state: Literal["reset", "keep"] = "reset"
+    availability: Availability = field(default_factory=Availability)
+    faults: Faults = field(default_factory=Faults)
+    evaluate_clients_every: int = 1
+    visits: VisitsOption = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("personal", "frozen"):
+            object.__setattr__(self, name, check_selectors(name, getattr(self, name)))
+        if not isinstance(self.batch_norm, LocalStatistics | FixedStatistics):
+            _check_name("batch_norm", self.batch_norm, get_args(BatchNormName), "LocalStatistics or FixedStatistics")
+        if not isinstance(self.visits, Vectorized):
+            _check_name("visits", self.visits, get_args(VisitsName), "Vectorized")
+        check_option("optimizer_state", self.optimizer_state, ("reset", "keep"))
+        for name, kind in (("availability", Availability), ("faults", Faults)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"Expected `{name}` to be {kind.__name__}(...), but got {getattr(self, name)!r}.")
+        check_count("evaluate_clients_every", self.evaluate_clients_every, lowest=0)
+        if self.faults.visit_timeout is not None and self.most_at_once > 1:
+            raise ValueError(
+                "Expected one of `visit_timeout` and `Vectorized`: clients that train at once wait for each other."
+            )
+
+    @property
+    def most_at_once(self) -> int:
+        """Largest number of clients that train at once."""
+        return self.visits.clients if isinstance(self.visits, Vectorized) else 1
+
+    @property
+    def visits_one_by_one(self) -> VisitsName:
+        """Loop that trains visits that come one by one."""
+        return "auto" if isinstance(self.visits, Vectorized) else self.visits
+
+    @property
+    def has_personal_entries(self) -> bool:
+        """True if entries of the model stay with the clients, as far as the options say it."""
+        return bool(self.personal) or self.batch_norm == "personal" or isinstance(self.batch_norm, LocalStatistics)
+
+    @property
+    def measures_batch_norm(self) -> bool:
+        """True if clients measure BatchNorm's running statistics with every new global model."""
+        return self.batch_norm in ("recalibrate", LocalStatistics("pooled"))
+
+    @property
+    def fixes_batch_norm_after(self) -> int | None:
+        """Number of rounds after which BatchNorm's running statistics normalise in training too; ``None`` for never."""
+        if isinstance(self.batch_norm, FixedStatistics):
+            return self.batch_norm.after
+        return 0 if self.batch_norm == "frozen" else None
+
+
+def _check_name(argument: str, value: object, names: Sequence[str], kinds: str) -> None:
+    if not (isinstance(value, str) and value in names):
+        raise ValueError(f"Expected `{argument}` to be one of {list(names)} or a {kinds} object, but got {value!r}.")
