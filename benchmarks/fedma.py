@@ -41,7 +41,7 @@ PUBLISHED_LSTM = f"{METHODS[-1]}:gamma=0.001:last_layer=size"  # as the authors'
 
 
 class PublishedFedMA(Method):
-    """FedMA as the authors' program has it: independent initial models, the published score, clients that weigh alike."""
+    """FedMA with independent initial models, the published score, and clients that weigh the same."""
 
     def __init__(self, gamma: float | None = None, last_layer: Literal["class", "size"] = "class") -> None:
         rule = FedMA(initial="independent", score="published", gamma=gamma, last_layer=last_layer)

@@ -139,7 +139,9 @@ def limit_counts(
 ) -> list[State]:
     """Reports in which a layer's counts follow the numbers of examples that count, and not what clients say of them.
 
-    A layer sees as many positions of an example in the median client as in all.
+    A layer sees as many positions of an example in the median client as in all. Only proportions are limited: a client
+    that is left with the largest part of its examples has all of them, so that the pooled variance, which is unbiased,
+    is that of examples where all clients count as one each.
 
     Args:
         reports: The clients' statistics, of :meth:`InputStatistics.as_extras`.
@@ -156,7 +158,7 @@ def limit_counts(
     for name in {name for report in reports for name in report if name.endswith(":count")}:
         positions = [index for index, report in enumerate(reports) if name in report]
         ratios = sorted(float(reports[index][name]) / reported[index] for index in positions)
-        ratio = ratios[(len(ratios) - 1) // 2]
+        ratio = ratios[(len(ratios) - 1) // 2] * min(reported[index] / counted[index] for index in positions)
         for index in positions:
             limited[index][name] = torch.full_like(reports[index][name], max(1.0, ratio * counted[index]))
     return limited

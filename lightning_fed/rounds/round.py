@@ -493,11 +493,9 @@ class Round:
         self._check_writes()
         if state is None:
             return None
-        start = self.start.state
-        if state is start:  # there is no new model yet
-            return state
-        # Callbacks may write into it, and a rule may have chosen one client's update.
-        new = {name: value.clone() if value is start.get(name) else value for name, value in state.items()}
+        start, new = self.start.state, state
+        if state is not start:  # callbacks may write into it, and a rule may have chosen one client's update
+            new = {name: value.clone() if value is start.get(name) else value for name, value in state.items()}
         form = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
         for callback in self._server_callbacks:
             callback.on_server_aggregate(self._trainer, self._module, new)

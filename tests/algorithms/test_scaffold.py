@@ -12,6 +12,7 @@ from lightning_fed.callbacks import ControlVariates, FederatedCallback
 from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import ClientUpdate, Request
 from lightning_fed.rule import RoundInfo
+from lightning_fed.steps import UniformWeights
 from tests import models
 from tests.chains import chain_of
 from tests.recorders import Recorder, assert_same, bytes_of, state_of
@@ -66,9 +67,10 @@ class NoControls(FederatedCallback):
 def test_without_controls_it_is_averaging(federated_trainer):
     """BatchNorm, dropout, momentum: bit for bit."""
     states = []
-    for method, callbacks in (("fairavg", []), ("scaffold", [NoControls()])):
+    options = {"max_rounds": 3, "clients_per_round": 3, "steps": [UniformWeights()]}
+    for method, callbacks in (("fedavg", []), ("scaffold", [NoControls()])):
         module = models.Module(models.norm_mlp(), models.momentum)
-        trainer = federated_trainer(max_rounds=3, clients_per_round=3, method=method, callbacks=callbacks)
+        trainer = federated_trainer(method=method, callbacks=callbacks, **options)
         trainer.fit(module, models.as_datasets(models.vectors()))
         states.append(state_of(module))
     assert_same(*states)

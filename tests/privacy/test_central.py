@@ -439,7 +439,7 @@ SEND_STEPS_ALONE = {
     "fedavg", "fairavg", "fedprox", "fedper", "fedrep", "fedbn", "silobn", "fixbn", "ditto", "fedavgm", "fedadam",
     "fedadagrad", "fedyogi",
 }  # fmt: skip
-NEEDED = {"fedss": "num_negatives=3", "fixbn": "fixed_after=2", "fltrust": "trusted=c0"}
+NEEDED = {"fedss": "num_negatives=3", "fixbn": "after=2", "fltrust": "trusted=c0"}
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))

@@ -167,7 +167,9 @@ def test_counts_of_statistics_follow():
         640.0, 1280.0, 1280.0,
     ]  # fmt: skip
     missing = [reports[0], {}]
-    assert limit_counts(missing, [10, 20], [1, 1]) == [{"batch_norm:0:count": torch.tensor(64.0)}, {}]
+    assert limit_counts(missing, [10, 20], [1, 1]) == [{"batch_norm:0:count": torch.tensor(640.0)}, {}]
+    alike = limit_counts(reports[:2], [10, 20], [1, 1])  # and not 64: the pooled variance is not that of two examples
+    assert [float(report["batch_norm:0:count"]) for report in alike] == [640.0, 640.0]
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "3 * median"])

@@ -109,7 +109,7 @@ def test_a_checkpoint_with_other_classes_is_refused(federated_trainer, tmp_path,
     [
         ({"mode": "shrink"}, "mode"),
         ({"last_layer": "mean"}, "last_layer"),
-        ({"start": "zero"}, "start"),
+        ({"initial": "zero"}, "initial"),
         ({"max_width": 0.5}, "max_width"),
         ({"max_width": float("inf")}, "`max_width` to be at least 1 and finite, 'auto' or None, but got inf"),
         ({"seed": -1}, "`seed` to be at least 0, but got -1"),

@@ -71,7 +71,7 @@ def test_against_a_plain_implementation(num_centers, pattern, init):
     for number, updates in enumerate(ROUNDS):
         rule.start(RoundInfo(number), state)
         for update in updates:
-            assert_same(reference.start_of(update.client, state), rule.broadcast(update.client).state)
+            assert_same(reference.start_of(update.client, state), rule.broadcast(Request(update.client)).state)
         for update in copy.deepcopy(updates):
             rule.receive(update)
         new = rule.aggregate()
