@@ -38,7 +38,7 @@ class FedPer(Method):
 
     Example:
         >>> from lightning_fed import Federation
-        >>> Federation(FedPer("head.*"), clients_per_round=10).personal
+        >>> Federation(FedPer("head.*"), clients_per_round=10).options.personal
         ('head.*',)
 
     References:

@@ -198,7 +198,14 @@ def test_fedavg_is_the_recipe_itself(stragglers, tmp_path):
 @pytest.mark.parametrize("count", quick([3, None], [3]))
 def test_the_recipes_other_options_are_every_methods(count, tmp_path):
     """Also where one client in a round (1) equals all of them (1.0), the default."""
-    arguments = ["--trainer.clients_per_round", "1", "--trainer.optimizer_state", "keep", "--trainer.dropout", "0"]
+    arguments = [
+        "--trainer.clients_per_round",
+        "1",
+        "--trainer.optimizer_state",
+        "keep",
+        "--trainer.availability.client_dropout",
+        "0",
+    ]
     refuse = ("fedma", "pfnm", "fednova")  # to keep the state; FedNova that of momentum
     methods = [name for name in METHODS if name not in refuse][:count]
     compare("own.yaml", "--methods", *methods, "--out", "out", "--", *arguments, "--trainer.max_rounds", "2")
@@ -211,7 +218,7 @@ WORK = {  # of a round of `OWN`, in passes over the pooled data
     3: ("--trainer.local_epochs", 6, "--trainer.clients_per_round", 3),
     2.5: ("--trainer.local_epochs", 5, "--trainer.clients_per_round", 3),
 }
-ALIKE = ("--trainer.partition", "IID", "--trainer.partition.num_clients", 6, "--trainer.dropout", 0)
+ALIKE = ("--trainer.partition", "IID", "--trainer.partition.num_clients", 6, "--trainer.availability.client_dropout", 0)
 
 
 @pytest.mark.parametrize("passes", quick(WORK, [1 / 3, 2.5]))
@@ -286,7 +293,7 @@ def test_central_goes_on_in_the_middle_of_a_pass(passes, tmp_path):
 
 
 def test_central_does_not_train_what_is_frozen(tmp_path):
-    frozen = ["--trainer.frozen", "['body.0.*']", "--trainer.dropout", "0"]
+    frozen = ["--trainer.frozen", "['body.0.*']", "--trainer.availability.client_dropout", "0"]
     compare("own.yaml", "--methods", "central,fedavg", "--out", "out", "--", *frozen)
     for run in ("central_0", "fedavg_0_0"):
         state = weights(tmp_path / "out" / "runs" / run / "last.ckpt")
@@ -695,7 +702,7 @@ def test_models_of_groups_on_the_test_data(tmp_path):
     compare(*arguments, "--monitor", "fesem/val_acc")
     (row,) = rows(tmp_path / "out" / "summary.csv")
     (run,) = (tmp_path / "out" / "runs").iterdir()
-    rule = torch.load(run / "last.ckpt", weights_only=True)["callbacks"]["Federation"]["aggregator"]
+    rule = torch.load(run / "last.ckpt", weights_only=True)["callbacks"]["Federation"]["chain"]["rule"]
     for name, parts in (("fesem/val_acc", "val"), ("test", "test")):
         clients = getattr(Synthetic(num_clients=4, seed=10), parts).values()
         inputs, labels = (torch.cat([part.tensors[place] for part in clients]) for place in (0, 1))
@@ -930,7 +937,7 @@ def test_without_tensorboard(tmp_path, monkeypatch):
 def test_presets_for_very_many_classes():
     federation = MethodChoice.parse("fedss:num_negatives=7:server_momentum=0.5").federation(Federation(local_epochs=3))
     assert federation.method.callbacks[0].num_negatives == 7
-    assert federation.server.rule.optimizer_kwargs["momentum"] == 0.5
+    assert federation.server.chain.steps[0].optimizer_kwargs["momentum"] == 0.5
     assert federation.schedule.local_epochs == 3
     assert MethodChoice.parse("fedaws:strength=2.5").federation(Federation()).method.callbacks[1].strength == 2.5
     with pytest.raises(ValueError, match=r"'fedss' does not work: .*'num_negatives'"):

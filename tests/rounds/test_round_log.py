@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.algorithms import FedAvg
+from lightning_fed.steps import MaxNorm, MaxSamples, UniformWeights
 from tests.models import Module, Quadratic, as_datasets, mlp, vectors
 
 OWN = {
@@ -160,8 +161,8 @@ class Margins(FedAvg):
         super().receive(update)
         self.of_round.append(update.client)
 
-    def start_round(self, round, state):
-        super().start_round(round, state)
+    def start(self, info, state):
+        super().start(info, state)
         self.of_round = []
 
     def metrics(self):
@@ -210,9 +211,9 @@ def test_numbers_of_clients_are_those_of_the_newest_round(federated_trainer, tmp
     ("options", "counted"),
     [
         ({}, lambda size: size),
-        ({"max_samples": 30}, lambda size: min(size, 30)),
-        ({"weighting": "uniform"}, lambda size: 1),
-        ({"max_update_norm": 0.5}, lambda size: size),
+        ({"steps": [MaxSamples(30)]}, lambda size: min(size, 30)),
+        ({"steps": [UniformWeights()]}, lambda size: 1),
+        ({"steps": [MaxNorm(0.5)]}, lambda size: size),
     ],
 )
 def test_drift_of_a_mean_is_not_negative(options, counted, federated_trainer):
