@@ -29,7 +29,7 @@ from lightning_fed.attacks import ALIE, IPM, BadValues, GaussianNoise, Mimic, Sc
 from lightning_fed.data import Dirichlet
 from lightning_fed.datasets import FashionMNIST
 from lightning_fed.method import build_method
-from lightning_fed.server.schedule import derive_seed
+from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.steps import UpdateStep
 from lightning_fed.tasks import ClassificationTask
 

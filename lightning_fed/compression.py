@@ -20,8 +20,8 @@ from lightning_fed.argument_checks import check_number
 from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.messages import Broadcast, ClientUpdate, State
 from lightning_fed.numerics.precision import cast_back, to_float64
+from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.rule import Aggregator, ResizingAggregator
-from lightning_fed.server.schedule import client_key, derive_seed
 from lightning_fed.steps.update_step import UpdateStep
 
 

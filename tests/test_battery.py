@@ -269,7 +269,7 @@ def test_table(name, aggregator, door, plain_trainer, federated_trainer):
     assert module.training
     check_cohorts(row, recorder)
     check_states(row, recorder, initial, state_of(module), aggregator)
-    check_log(row, recorder)
+    check_log(row, recorder, aggregator)
     for visit in recorder.visits:
         if visit.round in row.replayed:
             check_replay(row, visit, plain_trainer)
@@ -346,7 +346,7 @@ def check_states(row, recorder, initial, final, aggregator):
     assert_same(final, shared)
 
 
-def check_log(row, recorder):
+def check_log(row, recorder, aggregator):
     """The numbers of every round, from the messages that were seen."""
     names = [name for name, _ in row.module().named_parameters()]
     totals = {"up": 0, "down": 0}
@@ -367,7 +367,9 @@ def check_log(row, recorder):
             return math.sqrt(sum(float((new[name].double() - old[name].double()).square().sum()) for name in trained))
 
         norms = [distance(visit.update, visit.broadcast) for visit in visits]
-        mean, moved = sum(norms) / len(norms), distance(recorder.aggregates[number], visits[0].broadcast)
+        weights = [1 if aggregator == "fairavg" else visit.num_samples for visit in visits]
+        mean = sum(map(math.prod, zip(weights, norms, strict=True))) / sum(weights)
+        moved = distance(recorder.aggregates[number], visits[0].broadcast)
         tolerance = 2e-2 if row.trainer.get("precision") == "bf16-true" else 1e-4
         assert logged["fed/update_norm"] == pytest.approx(mean, rel=tolerance)
         assert logged["fed/global_update_norm"] == pytest.approx(moved, rel=tolerance)

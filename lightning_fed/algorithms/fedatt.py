@@ -15,9 +15,9 @@ from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
 from lightning_fed.method import register
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
+from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.numerics.weighted_mean import WeightedMean
 from lightning_fed.rule import Aggregator, RoundInfo
-from lightning_fed.server.schedule import derive_seed
 
 
 @register

@@ -16,8 +16,8 @@ from lightning_fed.attacks.attack import AttackStep, attacked_entries
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client, State
 from lightning_fed.numerics.precision import cast_back, to_float64
+from lightning_fed.numerics.seeds import client_key
 from lightning_fed.rule import Aggregator, ClusteredAggregator, PlanningAggregator, ResizingAggregator, RoundInfo
-from lightning_fed.server.schedule import client_key
 from lightning_fed.steps.bounds import refuse_rows
 from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
@@ -192,7 +192,7 @@ class Mimic(OmniscientAttack):
     """Attack by clients that send what one honest client sends, which then counts more than others.
 
     Nothing in such an update is wrong; what the others know is lost, the more so the more clients' data differ. The
-    honest client is the one whose name has the smallest key (:func:`~lightning_fed.server.schedule.client_key`).
+    honest client is the one whose name has the smallest key (:func:`~lightning_fed.numerics.seeds.client_key`).
 
     Args:
         clients: The malicious clients, or their number.

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_fed.argument_checks import check_number, check_option
 from lightning_fed.attacks.attack import AttackStep, attacked_entries
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
-from lightning_fed.server.schedule import client_key, derive_seed
+from lightning_fed.numerics.seeds import client_key, derive_seed
 
 
 class UpdateAttack(AttackStep, ABC):

@@ -25,10 +25,11 @@ from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError, describe
 from lightning_fed.messages import Client
 from lightning_fed.model.batches import as_classes, find_inputs, find_target
+from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.rounds.federated_callback import tell_of_model
 from lightning_fed.rounds.isolated_pass import isolated_pass, one_pass, prepare_batch
 from lightning_fed.rule import model_of
-from lightning_fed.server.schedule import Visit, client_key, derive_seed
+from lightning_fed.server.schedule import Visit
 
 _log = logging.getLogger(__name__)
 

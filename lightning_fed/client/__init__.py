@@ -1,1 +1,17 @@
 """The client half of a round, a visit: the local model, its optimizers, and the store of a client's own tensors."""
+
+from lightning_fed.client.client_store import ClientStore as ClientStore
+from lightning_fed.client.client_store import FolderStore as FolderStore
+from lightning_fed.client.local_model import OWN_MODEL as OWN_MODEL
+from lightning_fed.client.local_model import LocalModel as LocalModel
+from lightning_fed.client.local_model import forget_memory as forget_memory
+from lightning_fed.client.local_optimizers import LocalOptimizers as LocalOptimizers
+
+__all__ = [
+    "OWN_MODEL",
+    "ClientStore",
+    "FolderStore",
+    "LocalModel",
+    "LocalOptimizers",
+    "forget_memory",
+]

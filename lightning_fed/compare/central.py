@@ -20,12 +20,12 @@ from lightning_fed.compare.method_options import CENTRAL
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_training_data
 from lightning_fed.data.population import seed_everything
 from lightning_fed.model.entries import entry_policies
+from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.recipe import FederatedCLI
 from lightning_fed.rounds.client_evaluation import Stage, evaluate_clients
 from lightning_fed.rounds.entry_policies import freeze_parameters
 from lightning_fed.rounds.lightning_internals import OverriddenMethod
 from lightning_fed.rounds.trainer_checks import find_loader_owner
-from lightning_fed.server.schedule import derive_seed
 
 
 def check_central(cli: FederatedCLI) -> None:

@@ -16,7 +16,7 @@ from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.messages import Client
 from lightning_fed.model.entries import copy_state
-from lightning_fed.server.schedule import client_key, derive_seed
+from lightning_fed.numerics.seeds import client_key, derive_seed
 
 _QUIET: dict[str, Any] = {
     "logger": False,

@@ -3,15 +3,26 @@
 from lightning_fed.data.appearance import ImageLook as ImageLook
 from lightning_fed.data.appearance import Look as Look
 from lightning_fed.data.arrays import ArrayDataset as ArrayDataset
+from lightning_fed.data.arrays import Augment as Augment
 from lightning_fed.data.client_report import ClientReport as ClientReport
 from lightning_fed.data.client_report import ClientSummary as ClientSummary
 from lightning_fed.data.client_report import report_clients as report_clients
 from lightning_fed.data.dataset_clients import DatasetClients as DatasetClients
+from lightning_fed.data.federated import ChainedLoaders as ChainedLoaders
+from lightning_fed.data.federated import ClientData as ClientData
+from lightning_fed.data.federated import EvaluationData as EvaluationData
 from lightning_fed.data.federated import FederatedDataModule as FederatedDataModule
 from lightning_fed.data.federated import LoaderDataModule as LoaderDataModule
+from lightning_fed.data.federated import split_loaders as split_loaders
+from lightning_fed.data.federated import split_training_data as split_training_data
 from lightning_fed.data.flower_partition import FlowerPartition as FlowerPartition
+from lightning_fed.data.interleave import batch_tensors as batch_tensors
+from lightning_fed.data.interleave import rebuild_batch as rebuild_batch
+from lightning_fed.data.label_lookup import labels_of as labels_of
 from lightning_fed.data.loader_clients import LoaderClients as LoaderClients
+from lightning_fed.data.loader_clients import isolated_generators as isolated_generators
 from lightning_fed.data.partial_labels import PartialLabels as PartialLabels
+from lightning_fed.data.partitioned import FORWARDED as FORWARDED
 from lightning_fed.data.partitioned import PartitionedData as PartitionedData
 from lightning_fed.data.partitions import IID as IID
 from lightning_fed.data.partitions import ByGroup as ByGroup
@@ -21,20 +32,36 @@ from lightning_fed.data.partitions import Partition as Partition
 from lightning_fed.data.partitions import PermutedPixels as PermutedPixels
 from lightning_fed.data.partitions import QuantitySkew as QuantitySkew
 from lightning_fed.data.partitions import Shards as Shards
+from lightning_fed.data.poisson import PoissonSampling as PoissonSampling
+from lightning_fed.data.poisson import check_poisson_loader as check_poisson_loader
+from lightning_fed.data.poisson import poisson_loader as poisson_loader
+from lightning_fed.data.population import LONGEST_NAME as LONGEST_NAME
 from lightning_fed.data.population import LazyClients as LazyClients
 from lightning_fed.data.population import PlannedVisit as PlannedVisit
 from lightning_fed.data.population import Population as Population
 from lightning_fed.data.population import VisitBatch as VisitBatch
+from lightning_fed.data.population import batch_length as batch_length
+from lightning_fed.data.population import client_keys as client_keys
+from lightning_fed.data.population import seed_everything as seed_everything
+from lightning_fed.data.population import seeded_generators as seeded_generators
+from lightning_fed.data.round_loader import RoundLoader as RoundLoader
+from lightning_fed.data.sample_assignment import PartitionError as PartitionError
 from lightning_fed.data.sample_hashes import sample_hashes as sample_hashes
 
 __all__ = [
+    "FORWARDED",
     "IID",
+    "LONGEST_NAME",
     "ArrayDataset",
+    "Augment",
     "ByGroup",
+    "ChainedLoaders",
+    "ClientData",
     "ClientReport",
     "ClientSummary",
     "DatasetClients",
     "Dirichlet",
+    "EvaluationData",
     "FederatedDataModule",
     "FlowerPartition",
     "ImageLook",
@@ -45,13 +72,28 @@ __all__ = [
     "Look",
     "PartialLabels",
     "Partition",
+    "PartitionError",
     "PartitionedData",
     "PermutedPixels",
     "PlannedVisit",
+    "PoissonSampling",
     "Population",
     "QuantitySkew",
+    "RoundLoader",
     "Shards",
     "VisitBatch",
+    "batch_length",
+    "batch_tensors",
+    "check_poisson_loader",
+    "client_keys",
+    "isolated_generators",
+    "labels_of",
+    "poisson_loader",
+    "rebuild_batch",
     "report_clients",
     "sample_hashes",
+    "seed_everything",
+    "seeded_generators",
+    "split_loaders",
+    "split_training_data",
 ]

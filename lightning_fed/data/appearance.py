@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from lightning_fed.data.partition_base import Partition, PartitionOfPartition, change_input
 from lightning_fed.data.sample_assignment import generator_for
 from lightning_fed.messages import Client
-from lightning_fed.server.schedule import client_key
+from lightning_fed.numerics.seeds import client_key
 
 # Absorbances of haematoxylin, eosin and DAB in red, green and blue (Ruifrok and Johnston 2001), rows of length 1.
 _STAINS = torch.nn.functional.normalize(

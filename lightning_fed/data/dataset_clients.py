@@ -17,7 +17,7 @@ from lightning_fed.data.interleave import interleave, sequential_groups
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, client_keys, seed_everything
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
-from lightning_fed.server.schedule import derive_seed
+from lightning_fed.numerics.seeds import derive_seed
 
 SampleTransform: TypeAlias = Callable[[Any], Any]
 

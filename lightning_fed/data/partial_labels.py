@@ -14,7 +14,7 @@ from lightning_fed.data.partition_base import Partition, PartitionOfPartition
 from lightning_fed.data.sample_assignment import generator_for
 from lightning_fed.messages import Client
 from lightning_fed.model.batches import TARGET_KEYS
-from lightning_fed.server.schedule import client_key
+from lightning_fed.numerics.seeds import client_key
 
 _MASK_KEYS = ("mask", "masks", *TARGET_KEYS)
 

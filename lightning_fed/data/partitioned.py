@@ -15,7 +15,8 @@ from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population
 from lightning_fed.data.sample_assignment import IndexArray
 from lightning_fed.messages import Client
-from lightning_fed.server.schedule import client_key, default_seed
+from lightning_fed.numerics.seeds import client_key
+from lightning_fed.server.schedule import default_seed
 
 FORWARDED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "predict_dataloader")
 

@@ -35,7 +35,7 @@ from lightning_fed.data.sample_assignment import (
     pixel_permutation,
 )
 from lightning_fed.messages import Client
-from lightning_fed.server.schedule import client_key
+from lightning_fed.numerics.seeds import client_key
 
 
 @final

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
-from lightning_fed.server.schedule import client_key
+from lightning_fed.numerics.seeds import client_key
 
 _BATCH = 0
 

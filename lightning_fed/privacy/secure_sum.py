@@ -20,6 +20,7 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import BadUpdate, BadUpdates, ClientFault, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.precision import to_float64
+from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.privacy.central import (
     CentralDP,
     clip_factor,
@@ -32,7 +33,6 @@ from lightning_fed.privacy.ring import CLIENTS, SCALE, Ring, in_ring, ring_form
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import is_overridden
 from lightning_fed.rule import Aggregator, RoundInfo
-from lightning_fed.server.schedule import client_key, derive_seed
 from lightning_fed.steps.update_step import Arrived, Held, UpdateStep
 from lightning_fed.steps.weights import WeightStep
 

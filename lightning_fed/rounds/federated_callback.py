@@ -153,7 +153,10 @@ class FederatedCallback(L.Callback):
         """Takes what :meth:`share_round` returned in every process, this one's too, in the order of the ranks."""
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Server side, before the new global values of the shared entries are loaded: may change them."""
+        """Server side, before the new global values of the shared entries are loaded: may change them.
+
+        Where the rule has no new model yet, they are copies of the old values, and changes are lost.
+        """
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
         """Server side, when the round is over and the module holds the global model, also where it is broken off.

@@ -16,13 +16,14 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything
 from lightning_fed.model.feature_extraction import evaluating
+from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.rounds.lightning_internals import (
     OverriddenMethod,
     datamodule_of,
     is_overridden,
     lightning_attributes,
 )
-from lightning_fed.server.schedule import Visit, derive_seed
+from lightning_fed.server.schedule import Visit
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (*_MAPPINGS, list, tuple, set, deque)  # not their subclasses, which may be anything

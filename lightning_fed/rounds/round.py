@@ -493,9 +493,9 @@ class Round:
         self._check_writes()
         if state is None:
             return None
-        start, new = self.start.state, state
-        if state is not start:  # callbacks may write into it, and a rule may have chosen one client's update
-            new = {name: value.clone() if value is start.get(name) else value for name, value in state.items()}
+        start = self.start.state
+        # Callbacks may write into it, and a rule may have chosen one client's update.
+        new = {name: value.clone() if value is start.get(name) else value for name, value in state.items()}
         form = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
         for callback in self._server_callbacks:
             callback.on_server_aggregate(self._trainer, self._module, new)
@@ -507,7 +507,7 @@ class Round:
                 _log.error("The aggregate is not used after `on_server_aggregate`: %s.", fault)
                 self._server.abandon_round()
                 return None
-        return new
+        return state if state is start else new  # the former is not a new model
 
     def load_global(self, state: State, counting: Collection[int] = ()) -> None:
         """Loads the global model and ends the visits of the optimizers.

@@ -1,1 +1,23 @@
 """The server half of a round: schedule, aggregation rules, messages checked and counted."""
+
+from lightning_fed.server.averaging import AveragingAggregator as AveragingAggregator
+from lightning_fed.server.interface import RoundReport as RoundReport
+from lightning_fed.server.interface import ServerInterface as ServerInterface
+from lightning_fed.server.schedule import Cohort as Cohort
+from lightning_fed.server.schedule import Schedule as Schedule
+from lightning_fed.server.schedule import SecretSampling as SecretSampling
+from lightning_fed.server.schedule import Visit as Visit
+from lightning_fed.server.schedule import default_seed as default_seed
+from lightning_fed.server.server import Server as Server
+
+__all__ = [
+    "AveragingAggregator",
+    "Cohort",
+    "RoundReport",
+    "Schedule",
+    "SecretSampling",
+    "Server",
+    "ServerInterface",
+    "Visit",
+    "default_seed",
+]

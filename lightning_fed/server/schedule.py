@@ -6,7 +6,6 @@ comparison see the same rounds. The cost of a round is O(cohort), not O(populati
 
 from __future__ import annotations
 
-import hashlib
 import math
 import numbers
 import os
@@ -19,37 +18,15 @@ import numpy as np
 from lightning_fed.argument_checks import check_count, check_option, check_share
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
+from lightning_fed.numerics.seeds import client_key, derive_seed
 
 # One independent stream of random numbers per purpose.
 _COHORT, _STRAGGLERS, _DROPOUT, _VISIT, _SECOND, _START, _END = range(7)
 
 
-def client_key(client: Client) -> int:
-    """A stable 64-bit key of a client's name: the same in every process, unlike ``hash``.
-
-    Example:
-        >>> client_key(7) == client_key(7), client_key(7) == client_key("7")
-        (True, False)
-
-    """
-    name = f"{'s' if isinstance(client, str) else 'i'}:{client}"
-    return int.from_bytes(hashlib.sha256(name.encode(errors="surrogatepass")).digest()[:8], "big")
-
-
 def default_seed() -> int:
     """The seed of ``lightning.seed_everything`` if it was called, else 0."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-
-
-def derive_seed(seed: int, *keys: int) -> int:
-    """A 32-bit seed that depends on ``seed`` and every key.
-
-    Example:
-        >>> derive_seed(0, 1) == derive_seed(0, 1), derive_seed(0, 1) == derive_seed(1, 0)
-        (True, False)
-
-    """
-    return int(np.random.SeedSequence([seed, *keys]).generate_state(1)[0])
 
 
 @dataclass(frozen=True)

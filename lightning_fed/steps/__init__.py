@@ -2,7 +2,10 @@
 
 from lightning_fed.steps.bounds import MaxMedianNorm as MaxMedianNorm
 from lightning_fed.steps.bounds import MaxNorm as MaxNorm
+from lightning_fed.steps.bounds import refuse_rows as refuse_rows
+from lightning_fed.steps.bounds import trained_entries as trained_entries
 from lightning_fed.steps.chain import Chain as Chain
+from lightning_fed.steps.update_step import Arrived as Arrived
 from lightning_fed.steps.update_step import CollectingStep as CollectingStep
 from lightning_fed.steps.update_step import Held as Held
 from lightning_fed.steps.update_step import UpdateStep as UpdateStep
@@ -11,6 +14,7 @@ from lightning_fed.steps.weights import UniformWeights as UniformWeights
 from lightning_fed.steps.weights import WeightStep as WeightStep
 
 __all__ = [
+    "Arrived",
     "Chain",
     "CollectingStep",
     "Held",
@@ -20,4 +24,6 @@ __all__ = [
     "UniformWeights",
     "UpdateStep",
     "WeightStep",
+    "refuse_rows",
+    "trained_entries",
 ]

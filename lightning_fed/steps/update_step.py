@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias
 
 from lightning_fed.errors import BadUpdates
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.numerics.seeds import client_key
 from lightning_fed.rule import Aggregator, RoundInfo
-from lightning_fed.server.schedule import client_key
 
 Arrived: TypeAlias = tuple[ClientUpdate, State]
 """An update on the server, and the entries that its client was sent."""

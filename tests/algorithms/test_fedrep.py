@@ -403,7 +403,7 @@ def test_automatic_heads(name, method):
     from lightning_fed.model.entries import entry_policies
 
     make, expected = HEADS[name]
-    policies = entry_policies(make(), Federation(method()).personal)
+    policies = entry_policies(make(), Federation(method()).options.personal)
     chosen = {entry for entry, policy in policies.items() if policy == "personal"}
     assert {entry.rpartition(".")[0] for entry in chosen} == expected
     assert {entry.rpartition(".")[2] for entry in chosen} <= {"weight", "bias"}

@@ -25,9 +25,9 @@ from lightning_fed.attacks import (
     SignFlip,
 )
 from lightning_fed.method import build_method
+from lightning_fed.numerics.seeds import client_key
 from lightning_fed.process_group import pack, unpack
 from lightning_fed.rule import RoundInfo
-from lightning_fed.server.schedule import client_key
 from lightning_fed.server.server import Server
 from lightning_fed.steps.chain import Chain
 from tests import models

@@ -527,7 +527,7 @@ def test_options_that_are_objects(argument, value):
 
 
 def test_personal_entries_by_pattern_and_by_type():
-    assert federation_of("--trainer.personal", "['model.head.*', torch.nn.BatchNorm2d]").personal == (
+    assert federation_of("--trainer.personal", "['model.head.*', torch.nn.BatchNorm2d]").options.personal == (
         "model.head.*",
         torch.nn.BatchNorm2d,
     )

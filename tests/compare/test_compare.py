@@ -464,6 +464,7 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ("own.yaml --methods fedmargin:lair=body", 2, "'lpm_before'], but got ['lair']"),
         ("own.yaml --methods fedmargin:passes=some", 2, "'fedmargin:passes=some' does not work: Expected `passes`"),
         ("layer.yaml --methods fedavg,fedmargin:layer=head", 1, "Expected a recipe without `ClassPrototypes`, which"),
+        ("layer.yaml --methods fedbn:aggregator=fedmargin", 1, "Expected a recipe without `ClassPrototypes`, which"),
         ("fedrep.yaml --methods fedavg", 1, "Expected a recipe whose `method` sets nothing else, but FedRep sets"),
         ("plain.yaml --methods fedavg", 1, "Expected `monitor`, because the recipe has no ModelCheckpoint with one"),
     ],
@@ -609,6 +610,18 @@ def test_options_of_the_callbacks_that_a_method_brings(tmp_path):
     assert isinstance(callback, ClassPrototypes)
     assert (callback.margin, callback.layer, callback.max_batches, callback.passes) == ("relative", "body", 3, "exact")
     assert not recipe.method.callbacks
+
+
+def test_a_rules_callback_in_the_recipe(tmp_path):
+    """It is the one that a method without options has."""
+    callback = "    - class_path: ClassPrototypes\n      init_args: {layer: body.0}\n"
+    (tmp_path / "layer.yaml").write_text(OWN + callback)
+    for recipe, method in (("layer.yaml", "fedmargin"), ("own.yaml", "fedmargin:layer=body.0")):
+        compare(recipe, "--methods", method, "--out", f"{recipe}_out", "--", "--trainer.max_rounds", "1")
+    runs = [next((tmp_path / recipe / "runs").iterdir()) / "last.ckpt" for recipe in ("layer.yaml_out", "own.yaml_out")]
+    assert_same(*map(weights, runs))
+    lpm = [rows(tmp_path / out / "rounds.csv")[0]["clients/lpm"] for out in ("layer.yaml_out", "own.yaml_out")]
+    assert lpm[0] == lpm[1]
 
 
 def test_seeds_of_methods_are_those_of_their_runs(tmp_path):

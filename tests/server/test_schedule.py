@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightning_fed import Availability
-from lightning_fed.server.schedule import Schedule, Visit, client_key, derive_seed
+from lightning_fed.numerics.seeds import client_key, derive_seed
+from lightning_fed.server.schedule import Schedule, Visit
 
 NAMES = [f"hospital {letter}/é" for letter in "abcdefghij"]
 OPTIONS = {

@@ -24,6 +24,7 @@ from lightning_fed.errors import describe
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.model.entries import find_non_finite
+from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.numerics.weighted_mean import WeightedMean
 from lightning_fed.rounds.batch_norm import batch_norm_layers
 from lightning_fed.rounds.client_errors import client_fault
@@ -31,7 +32,7 @@ from lightning_fed.rounds.federated_callback import FederatedCallback, tell_of_m
 from lightning_fed.rounds.isolated_pass import isolated_pass, one_pass, run_step, until_fault
 from lightning_fed.rounds.lightning_internals import gradient_scale
 from lightning_fed.rounds.synchronisation import process_group_of
-from lightning_fed.server.schedule import Visit, derive_seed
+from lightning_fed.server.schedule import Visit
 
 _log = logging.getLogger(__name__)
 

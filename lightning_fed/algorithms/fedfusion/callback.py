@@ -31,10 +31,11 @@ from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import is_fitting
 from lightning_fed.rule import ClusteredAggregator
-from lightning_fed.server.schedule import default_seed, derive_seed
+from lightning_fed.server.schedule import default_seed
 
 _OPERATOR_STREAM = 1001  # of random numbers, apart from those of the schedule
 

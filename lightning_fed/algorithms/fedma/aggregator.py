@@ -34,8 +34,8 @@ from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.matching.stages import Stage, StageChoice, check_stages, find_outputs
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import find_non_finite
+from lightning_fed.numerics.seeds import client_key
 from lightning_fed.rule import Aggregator, PlanningAggregator, ResizingAggregator, RoundInfo, RoundPlan
-from lightning_fed.server.schedule import client_key
 
 _log = logging.getLogger(__name__)
 

@@ -39,11 +39,12 @@ from lightning_fed.model.batches import BatchKey, find_target
 from lightning_fed.model.entries import copy_state, trainable_entries
 from lightning_fed.model.initial_state import shuffled_state
 from lightning_fed.model.resize import match_widths, named_tensors
+from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.numerics.trees import move_tensors
 from lightning_fed.rounds.batch_norm import batch_norm_layers, measure_statistics, pool_statistics
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import OverriddenMethod
-from lightning_fed.server.schedule import Visit, client_key, derive_seed
+from lightning_fed.server.schedule import Visit
 
 _MODEL = f"{MEMORY}model:"
 

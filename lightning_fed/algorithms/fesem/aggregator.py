@@ -20,10 +20,10 @@ from lightning_fed.errors import OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import copy_state, is_running_statistic
 from lightning_fed.numerics.precision import to_float64
+from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.numerics.trees import move_beside
 from lightning_fed.numerics.weighted_mean import WeightedMean
 from lightning_fed.rule import Aggregator, ClusteredAggregator, RoundInfo
-from lightning_fed.server.schedule import client_key, derive_seed
 
 _log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from lightning_fed.errors import BadUpdates
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back
+from lightning_fed.numerics.seeds import client_key
 from lightning_fed.rule import Aggregator, RoundInfo, TolerantAggregator
-from lightning_fed.server.schedule import client_key
 
 _MAX_CLIENTS_BY_NAME = 20
 

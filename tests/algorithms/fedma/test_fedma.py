@@ -14,8 +14,8 @@ from lightning_fed.algorithms.fedma import class_mean
 from lightning_fed.callbacks import FederatedCallback
 from lightning_fed.matching import PermutationGroups, Stage, find_stages, match_states
 from lightning_fed.messages import ClientUpdate, Request
+from lightning_fed.numerics.seeds import client_key
 from lightning_fed.rule import RoundInfo
-from lightning_fed.server.schedule import client_key
 from lightning_fed.steps import UniformWeights
 from tests import models
 from tests.algorithms.fedma.fits import WIDTHS, data_of, examples, fit, layers_of, logged, mlp, momentum, parts

@@ -34,8 +34,8 @@ from lightning_fed.algorithms.robust import (
     nearest_neighbor_mixing,
 )
 from lightning_fed.errors import BadUpdates
+from lightning_fed.numerics.seeds import client_key
 from lightning_fed.rule import RoundInfo
-from lightning_fed.server.schedule import client_key
 from lightning_fed.server.server import Server
 from lightning_fed.steps.chain import Chain
 from tests import models
