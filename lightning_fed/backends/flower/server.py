@@ -154,7 +154,8 @@ def run_server(
 def _check(half: Federation, module: L.LightningModule, callbacks: Sequence[L.Callback]) -> None:
     """Refuses what would need the clients' data on the server."""
     has_statistics = half.options.measures_batch_norm and batch_norm_layers(module)
-    for callback in (*callbacks, *half.method.callbacks):
+    of_steps = [callback for step in half.server.chain.steps for callback in step.callbacks()]
+    for callback in (*callbacks, *half.method.callbacks, *of_steps):
         reason = getattr(callback, "needs_local_clients", "")
         if not reason and has_statistics and not getattr(callback, "can_recalibrate_remotely", True):
             reason = "with batch_norm='recalibrate' its clients would be asked for more: choose another `batch_norm`"

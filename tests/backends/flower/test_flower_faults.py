@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed import Federation
 from lightning_fed.algorithms import FedFusion, FedPer
+from lightning_fed.attacks import SignFlip
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.packets import Packet, write_packet
 from lightning_fed.backends.flower.server import run_server, server_app
@@ -468,6 +469,8 @@ def test_what_needs_data_on_the_server_is_refused(tmp_path):
         on_flower(tmp_path, make_module, data, lambda: Federation("feddane"))
     with pytest.raises(MisconfigurationException, match="`OwnClassConfusion` does not work yet"):
         on_flower(tmp_path, make_module, data, Federation, server_callbacks=[OwnClassConfusion()])
+    with pytest.raises(MisconfigurationException, match=r"`AttackCheck` does not work yet .* name them instead"):
+        on_flower(tmp_path, make_module, data, lambda: Federation(steps=[SignFlip(1)]))
     with pytest.raises(MisconfigurationException, match=r"`FeatureFusion` does not work yet.*batch_norm='recalibrate'"):
         on_flower(tmp_path, lambda: models.Module(models.cnn()), models.images(SIZES), lambda: Federation(FedFusion()))
 
