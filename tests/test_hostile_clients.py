@@ -131,7 +131,7 @@ def test_no_pool_of_good_statistics_is_infinite():
 
 @pytest.mark.parametrize(
     ("steps", "counts"),
-    [([], [20.0, 12.0, 16.0]), ([MaxSamples(14)], [14.0, 12.0, 14.0]), ([UniformWeights()], [1.0, 1.0, 1.0])],
+    [([], [20.0, 12.0, 16.0]), ([MaxSamples(14)], [14.0, 12.0, 14.0]), ([UniformWeights()], [12.0, 12.0, 12.0])],
     ids=["none", "most", "uniform"],
 )
 def test_what_counts_counts_in_pooled_statistics_too(steps, counts, federated_trainer, monkeypatch):

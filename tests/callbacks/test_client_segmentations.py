@@ -74,7 +74,7 @@ def rows_of(path):
         ]
 
 
-@pytest.mark.parametrize("mode", ["local", "recalibrate"])
+@pytest.mark.parametrize("mode", [LocalStatistics(), "recalibrate"], ids=["local", "recalibrate"])
 def test_scores_and_pictures_are_those_of_each_clients_model(mode, federated_trainer, tmp_path, caplog):
     callback = ClientSegmentations(1, tmp_path / "out", NAMES)
     trainer = federated_trainer(

@@ -489,7 +489,10 @@ def test_names_of_the_labels_do_not_matter():
     ("call", "message"),
     [
         (lambda: by_group([[1], [2]]), "Expected `group` to be all integers or all strings, but got list."),
-        (lambda: shards(["a", "b"], 1, 1, 0), "Expected a sample to be a mapping, an object with an attribute such as"),
+        (
+            lambda: shards(["a", "b"], 1, 1, 0),
+            "Expected a sample to be a tuple or list of at least an input and a target",
+        ),
     ],
 )
 def test_labels_and_groups_are_one_per_sample(call, message):

@@ -8,7 +8,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_fed import ClientUpdate
 from lightning_fed.algorithms import (
     CenteredClipping,
-    FairAvg,
     FedAtt,
     FedAvg,
     FedMargin,
@@ -75,7 +74,7 @@ def test_the_device_has_no_float64(apple):
     assert value.to(CPU).device == CPU
 
 
-@pytest.mark.parametrize("rule", [FedAvg, FairAvg, FedAtt, FedMargin, lambda: FeSEM(num_centers=2), *ROBUST])
+@pytest.mark.parametrize("rule", [FedAvg, FedAtt, FedMargin, lambda: FeSEM(num_centers=2), *ROBUST])
 def test_aggregation(rule, apple):
     """The server's arithmetic is in float64 on the CPU, to the last bit; the new state is where the old one was."""
 
