@@ -491,7 +491,7 @@ def test_names_of_the_labels_do_not_matter():
         (lambda: by_group([[1], [2]]), "Expected `group` to be all integers or all strings, but got list."),
         (
             lambda: shards(["a", "b"], 1, 1, 0),
-            "Expected a sample to be a tuple or list of at least an input and a target",
+            "Expected a sample to be a tuple or list of at least an input",
         ),
     ],
 )
