@@ -1,24 +1,25 @@
-"""A federation with parts of one's own: a callback on the messages, and a rule of the server.
+"""A federation with parts of one's own: a rule of the server, and two update steps.
 
-Two of ten clients send poison. The mean follows them, the median does not; every honest step is clipped and gets
-a little noise on its way.
+Two of ten clients send poison. The mean follows them, the median does not. Every honest change is clipped and gets a
+little noise before it is sent.
 """
 
 import argparse
 
 import lightning as L
 import torch
-from lightning_fed import Aggregator, Broadcast, FederatedCallback, FederatedTrainer
+from lightning_fed import Aggregator, Broadcast, FederatedTrainer
 from lightning_fed.algorithms import FedAvg
 from lightning_fed.data import IID
+from lightning_fed.steps import UpdateStep, trained_entries
 
 from classifier import Classifier, DigitsDataModule  # the plain project beside this file
 
 
-class ClipAndNoise(FederatedCallback):
-    """Clips each client's step to the Euclidean norm ``clip`` and adds Gaussian noise of deviation ``noise * clip``.
+class ClipAndNoise(UpdateStep):
+    """Clips each client's change to the Euclidean norm ``clip`` and adds Gaussian noise of deviation ``noise * clip``.
 
-    It works on the parameters; running statistics of BatchNorm travel as they are.
+    It works on the entries that train; running statistics of BatchNorm travel as they are.
     McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR 2018.
     """
 
@@ -26,33 +27,30 @@ class ClipAndNoise(FederatedCallback):
         self.clip = clip
         self.noise = noise
 
-    def on_client_start(self, trainer, module, client, broadcast):
-        self.start = broadcast.state
-
-    def on_client_end(self, trainer, module, client, update):
-        names = [name for name, _ in module.named_parameters() if name in update.state]
-        steps = {name: update.state[name] - self.start[name] for name in names}
-        length = float(torch.stack([step.norm() for step in steps.values()]).norm())
+    def on_client(self, update, sent, memory):
+        start = sent.state
+        changes = {name: update.state[name] - start[name] for name in trained_entries(self.info, start)}
+        length = float(torch.stack([change.norm() for change in changes.values()]).norm())
         factor = min(1.0, self.clip / length) if length > 0 else 1.0
-        for name, step in steps.items():  # the visit has seeded the generator: the noise is the same in every run
-            update.state[name] = self.start[name] + factor * step + self.noise * self.clip * torch.randn_like(step)
-        module.log("fed/clipped", float(factor < 1), on_step=False, on_epoch=True, batch_size=1)  # share of the clients
+        for name, change in changes.items():  # the visit has seeded the generator: the noise is the same in every run
+            update.state[name] = start[name] + factor * change + self.noise * self.clip * torch.randn_like(change)
+        update.metrics["clipped"] = float(factor < 1)  # the log has the mean over clients, `clients/clipped`
+        return update
 
 
-class Poison(FederatedCallback):
-    """Some clients send a step the wrong way round, and large."""
+class Poison(UpdateStep):
+    """Some clients send a change the wrong way round, and large."""
 
     def __init__(self, clients: set[int], scale: float = 5.0):
         self.clients = clients
         self.scale = scale
 
-    def on_client_start(self, trainer, module, client, broadcast):
-        self.start = broadcast.state
-
-    def on_client_end(self, trainer, module, client, update):
-        if client in self.clients:
-            for name, value in update.state.items():
-                update.state[name] = self.start[name] - self.scale * (value - self.start[name])
+    def on_client(self, update, sent, memory):
+        if update.client in self.clients:
+            for name in trained_entries(self.info, sent.state):
+                change = update.state[name] - sent.state[name]
+                update.state[name] = sent.state[name] - self.scale * change
+        return update
 
 
 class CoordinateMedian(Aggregator):
@@ -61,11 +59,8 @@ class CoordinateMedian(Aggregator):
     Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", ICML 2018.
     """
 
-    def __init__(self):
-        self.round, self.state, self.states = -1, {}, []
-
     def start(self, info, state):
-        self.round, self.state, self.states = round, state, []
+        self.round, self.state, self.states = info.round, state, []
 
     def broadcast(self, request):
         return Broadcast(self.round, dict(self.state))
@@ -87,7 +82,7 @@ def median(values):
     return (low + high) / 2 if values.is_floating_point() else low
 
 
-def train(method, callbacks, rounds, samples):
+def train(method, steps, rounds, samples):
     """Validation accuracy after a federated fit."""
     L.seed_everything(1)
     trainer = FederatedTrainer(
@@ -95,7 +90,7 @@ def train(method, callbacks, rounds, samples):
         local_epochs=2,
         method=method,
         partition=IID(10),
-        callbacks=callbacks,
+        steps=steps,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -112,8 +107,8 @@ def main():
     args = parser.parse_args()
 
     for method in (FedAvg(), CoordinateMedian()):
-        callbacks = [ClipAndNoise(clip=5.0, noise=1e-4), Poison(clients={3, 7})]
-        accuracy = train(method, callbacks, args.rounds, args.samples)
+        steps = [ClipAndNoise(clip=5.0, noise=1e-4), Poison(clients={3, 7})]  # from the model to the wire
+        accuracy = train(method, steps, args.rounds, args.samples)
         print(f"{type(method).__name__}: validation accuracy {accuracy:.3f}")
 
 

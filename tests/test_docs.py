@@ -17,6 +17,7 @@ import pytest
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.callbacks import CommunicationReport
+from lightning_fed.method import METHODS
 from lightning_fed.rounds.round_log import RoundLog
 from tests import models
 
@@ -47,6 +48,7 @@ ROOMS = {  # every package with exports, and the page of the API that has them
     "lightning_fed.metrics": "metrics.md",
     "lightning_fed.metrics.functional": "metrics.md",
     "lightning_fed.modules": "modules.md",
+    "lightning_fed.steps": "steps.md",
     "lightning_fed.tasks": "tasks.md",
 }
 
@@ -173,9 +175,9 @@ def test_logged_names_are_the_codes(federated_trainer):
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_no_page_names_a_value_that_is_not_logged(page):
-    # The last are what clients send along, of examples/extend.py and of ClassPrototypes, and what robust rules log.
+    # The last is what robust rules log.
     known = logged_names(inspect.getdoc(CommunicationReport))
-    known |= logged_names(inspect.getdoc(RoundLog)) | {"fed/clipped", "fed/excluded"}
+    known |= logged_names(inspect.getdoc(RoundLog)) | {"fed/excluded"}
     assert logged_names(page.read_text()) <= known
 
 
@@ -205,6 +207,7 @@ RUNNING = [README, *(page for page in PAGES if page.parent in (DOCS, DOCS / "gui
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """In the order of the page, in one namespace, offline and in an empty folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lightning_fed.method.METHODS", dict(METHODS))  # a page may register its own
     namespace = {"__name__": "docs"}
     for block in blocks(page, "python"):
         if page in (README, DOCS / "quickstart.md", DOCS / "guides" / "segmentation.md"):

@@ -1,20 +1,28 @@
 """The examples as a new user meets them: they run, their federated versions differ by a few lines and do train."""
 
+import copy
 import difflib
+import pickle
 import runpy
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import TensorDataset
 
-from lightning_fed import ClientUpdate
-from lightning_fed.algorithms import FedAvg
+from lightning_fed import Broadcast, ClientUpdate, Federation
 from lightning_fed.messages import Request
+from lightning_fed.method import METHODS
+from lightning_fed.privacy import SecureSum
 from lightning_fed.rule import RoundInfo
+from lightning_fed.steps import Chain, MaxNorm, UpdateStep
 from tests.breadth import quick
+from tests.recorders import state_of
+from tests.test_docs import blocks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SETTINGS = {
@@ -112,47 +120,157 @@ def test_coordinate_median_of_identical_clients_is_that_client(extend):
     aggregator.start(RoundInfo(0), update("", w=0.0, steps=0).state)
     for client in "abcd":
         aggregator.receive(update(client, w=0.1, steps=7))
+    assert aggregator.broadcast(Request("a")).round == 0
     state = aggregator.aggregate()
     assert torch.equal(state["w"], torch.tensor(0.1))
     assert torch.equal(state["steps"], torch.tensor(7))
 
 
-class Pair(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = torch.nn.Parameter(torch.zeros(1))
-        self.b = torch.nn.Parameter(torch.zeros(2))
-        self.register_buffer("count", torch.tensor([0.0]))
-        self.logged = []
-
-    def log(self, name, value, **options):
-        self.logged.append((name, value))
-
-
 @pytest.mark.parametrize(("clip", "factor"), [(1.3, 0.1), (13.0, 1.0), (100.0, 1.0)])
 def test_clipping_keeps_the_direction_and_bounds_the_length(clip, factor, extend):
-    module, fedavg = Pair(), FedAvg()
-    fedavg.start(RoundInfo(0), {"a": torch.tensor([1.0]), "b": torch.tensor([2.0, 0.0]), "count": torch.tensor([0.0])})
-    callback = extend["ClipAndNoise"](clip)
-    callback.on_client_start(None, module, "x", fedavg.broadcast(Request("x")))
-    answer = update("x", a=[4.0], b=[6.0, 12.0], count=[50.0])  # a step of (3, 4, 12): 13 long
-    callback.on_client_end(None, module, "x", answer)
+    start = {"a": torch.tensor([1.0]), "b": torch.tensor([2.0, 0.0]), "count": torch.tensor([0.0])}
+    step = extend["ClipAndNoise"](clip)
+    step.start(RoundInfo(0, trainable=frozenset("ab")), start)
+    answer = update("x", a=[4.0], b=[6.0, 12.0], count=[50.0])  # a change of (3, 4, 12): 13 long
+    answer = step.on_client(answer, Broadcast(0, dict(start)), {})
     torch.testing.assert_close(answer.state["a"], torch.tensor([1 + factor * 3.0]))
     torch.testing.assert_close(answer.state["b"], torch.tensor([2 + factor * 4.0, factor * 12.0]))
     assert answer.state["count"].tolist() == [50.0]
-    assert module.logged == [("fed/clipped", float(factor < 1))]
+    assert answer.metrics == {"clipped": float(factor < 1)}
 
 
 def test_noise_has_the_deviation_asked_for(extend):
-    module = torch.nn.Linear(1000, 100, bias=False)
-    module.log = lambda *args, **options: None
-    start = {"weight": module.weight.detach().clone()}
-    fedavg = FedAvg()
-    fedavg.start(RoundInfo(0), start)
-    callback = extend["ClipAndNoise"](clip=4.0, noise=0.5)
-    callback.on_client_start(None, module, "x", fedavg.broadcast(Request("x")))
+    start = {"weight": torch.nn.Linear(1000, 100, bias=False).weight.detach()}
+    step = extend["ClipAndNoise"](clip=4.0, noise=0.5)
+    step.start(RoundInfo(0), start)
     answer = ClientUpdate("x", 1, {"weight": start["weight"].clone()})  # a client that did not move
-    callback.on_client_end(None, module, "x", answer)
-    noise = answer.state["weight"] - start["weight"]
+    noise = step.on_client(answer, Broadcast(0, dict(start)), {}).state["weight"] - start["weight"]
     assert float(noise.std()) == pytest.approx(2.0, rel=0.02)
     assert abs(float(noise.mean())) < 0.05
+
+
+def test_poison_is_the_change_turned_round_and_that_of_the_others_as_it_was(extend):
+    start = {"w": torch.tensor([1.0, 1.0])}
+    step = extend["Poison"](clients={3}, scale=5.0)
+    step.start(RoundInfo(0), start)
+    for client, expected in ((3, [-9.0, 6.0]), (4, [3.0, 0.0])):
+        answer = step.on_client(update(client, w=[3.0, 0.0]), Broadcast(0, dict(start)), {})
+        assert answer.state["w"].tolist() == expected
+
+
+# --- the guide --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guide(tmp_path_factory):
+    """The guide to extending as a module, so that what it defines can be pickled."""
+    module = ModuleType("guide_extending")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("guide"))
+        patch.setattr("lightning_fed.method.METHODS", dict(METHODS))
+        patch.setitem(sys.modules, module.__name__, module)
+        for block in blocks(EXAMPLES.parent / "docs" / "guides" / "extending.md", "python"):
+            exec(block, vars(module))
+        yield module
+
+
+class Wire(UpdateStep):
+    """Notes the updates of the last round as they have travelled."""
+
+    def __init__(self, messages):
+        self.messages = messages
+
+    def __deepcopy__(self, memo):
+        return self  # with the list of the test
+
+    def start(self, info, state):
+        super().start(info, state)
+        self.messages.clear()
+
+    def on_server(self, update, sent):
+        self.messages.append(copy.deepcopy((update, sent)))
+        return update
+
+
+def train_with(guide, steps, callbacks, federated_trainer):
+    """The rule of the guide in a fit of two rounds: the messages of the second, and the model in the end."""
+    sizes = {"ann": 30, "bob": 7, "cam": 20, "dan": 12}
+    generator = torch.Generator().manual_seed(0)
+    clients = {
+        name: TensorDataset(torch.randn(size, 8, generator=generator), torch.randint(3, (size,), generator=generator))
+        for name, size in sizes.items()
+    }
+    wire = Wire([])
+    torch.manual_seed(0)
+    module = guide.Module()
+    trainer = federated_trainer(method=guide.ByRoot(), max_rounds=2, steps=[*steps, wire], callbacks=callbacks, seed=1)
+    trainer.fit(module, clients)
+    return wire, state_of(module)
+
+
+STEPS = {
+    "streams": lambda guide: [MaxNorm(0.2), guide.HalfPrecision()],
+    "remembers": lambda guide: [guide.Feedback()],
+    "holds back": lambda guide: [guide.WithoutLongest(), guide.HalfPrecision()],
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_ports_of_the_guide_work_in_two_parts_as_in_one(name, guide, federated_trainer):
+    """Each half of the clients of a fit in a chain of its own; what one has received travels to the other."""
+    steps = STEPS[name](guide)
+    wire, new = train_with(guide, steps, [guide.NoisyInputs()], federated_trainer)
+    assert len(wire.messages) == 4
+    assert {update.state["net.weight"].dtype for update, _ in wire.messages} == {torch.float16}
+    chains = [Chain(guide.ByRoot(), steps) for _ in range(2)]
+    for chain in chains:
+        chain.start(wire.info, wire.state)
+    for position, message in enumerate(wire.messages):
+        chains[position % 2].receive(*message)
+    chains[0].merge(pickle.loads(pickle.dumps(chains[1].part)))
+    merged = chains[0].aggregate()
+    assert merged.keys() == new.keys()
+    for entry, value in merged.items():
+        torch.testing.assert_close(value, new[entry], rtol=1e-6, atol=1e-7)
+        assert not torch.equal(value, wire.state[entry])
+
+
+def test_each_port_of_the_guide_changes_the_model(guide, federated_trainer):
+    choices = [([], []), ([guide.HalfPrecision()], []), ([guide.WithoutLongest()], []), ([], [guide.NoisyInputs()])]
+    models = [train_with(guide, *choice, federated_trainer)[1]["net.weight"] for choice in choices]
+    assert not any(torch.equal(model, models[0]) for model in models[1:])
+
+
+def test_the_guides_feedback_sends_in_the_end_what_rounding_took_away(guide):
+    """A change of 1 + 2^-12 has no float16; after four of them the server has all but what is still remembered."""
+    start, memory, total = {"w": torch.zeros(1)}, {}, 0.0
+    step = guide.Feedback()
+    step.start(RoundInfo(0), start)
+    for _ in range(4):
+        sent = step.on_client(ClientUpdate("a", 1, {"w": torch.tensor([1 + 2.0**-12])}), Broadcast(0, start), memory)
+        total += float(step.on_server(sent, start).state["w"])
+    assert total != 4.0
+    assert total + float(memory["w"]) == 4 * (1 + 2.0**-12)
+
+
+def test_the_guides_collecting_step_leaves_out_the_longest(guide):
+    start = {"w": torch.zeros(2)}
+    chain = Chain(guide.ByRoot(), [guide.WithoutLongest()])
+    chain.start(RoundInfo(0), start)
+    for client, samples, value in (("a", 4, 1.0), ("b", 1, 4.0), ("c", 9, -50.0)):
+        chain.receive(ClientUpdate(client, samples, {"w": torch.full((2,), value)}), start)
+    assert chain.aggregate()["w"].tolist() == [2.0, 2.0]  # (2 * 1 + 1 * 4) / 3
+
+
+def test_a_secure_sum_outside_of_the_guides_collecting_step_is_refused(guide):
+    with pytest.raises(ValueError, match="no `WithoutLongest` inside of `SecureSum`"):
+        Chain(guide.ByRoot(), [guide.WithoutLongest(), SecureSum(clip=1.0)])
+
+
+def test_the_guides_method_joins_all_three(guide):
+    method = guide.RootMean(noise=0.2)
+    assert (method.name, type(method.aggregator)) == ("RootMean", guide.ByRoot)
+    assert ([type(step) for step in method.steps], method.callbacks[0].noise) == ([guide.Feedback], 0.2)
+    federation = Federation(method, steps=[MaxNorm(1.0)])
+    assert [type(step) for step in federation.server.chain.steps] == [guide.Feedback, MaxNorm]
+    assert federation.schedule.local_epochs == 2

@@ -6,12 +6,3 @@ from lightning_fed.client.local_model import OWN_MODEL as OWN_MODEL
 from lightning_fed.client.local_model import LocalModel as LocalModel
 from lightning_fed.client.local_model import forget_memory as forget_memory
 from lightning_fed.client.local_optimizers import LocalOptimizers as LocalOptimizers
-
-__all__ = [
-    "OWN_MODEL",
-    "ClientStore",
-    "FolderStore",
-    "LocalModel",
-    "LocalOptimizers",
-    "forget_memory",
-]

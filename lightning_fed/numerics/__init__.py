@@ -17,23 +17,3 @@ from lightning_fed.numerics.trees import move_beside as move_beside
 from lightning_fed.numerics.trees import move_tensors as move_tensors
 from lightning_fed.numerics.trees import tree_leaves as tree_leaves
 from lightning_fed.numerics.weighted_mean import WeightedMean as WeightedMean
-
-__all__ = [
-    "CHUNK_ELEMENTS",
-    "Float64Mean",
-    "Float64States",
-    "RowWeighting",
-    "WeightedMean",
-    "at_least_float32",
-    "cast_back",
-    "chunk_steps",
-    "client_key",
-    "derive_seed",
-    "float64_device",
-    "map_leaves",
-    "move_beside",
-    "move_tensors",
-    "squared_distances",
-    "to_float64",
-    "tree_leaves",
-]

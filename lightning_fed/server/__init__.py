@@ -9,15 +9,3 @@ from lightning_fed.server.schedule import SecretSampling as SecretSampling
 from lightning_fed.server.schedule import Visit as Visit
 from lightning_fed.server.schedule import default_seed as default_seed
 from lightning_fed.server.server import Server as Server
-
-__all__ = [
-    "AveragingAggregator",
-    "Cohort",
-    "RoundReport",
-    "Schedule",
-    "SecretSampling",
-    "Server",
-    "ServerInterface",
-    "Visit",
-    "default_seed",
-]
