@@ -175,9 +175,9 @@ def test_logged_names_are_the_codes(federated_trainer):
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_no_page_names_a_value_that_is_not_logged(page):
-    # The last is what robust rules log.
+    # The last are what robust rules and bounds log.
     known = logged_names(inspect.getdoc(CommunicationReport))
-    known |= logged_names(inspect.getdoc(RoundLog)) | {"fed/excluded"}
+    known |= logged_names(inspect.getdoc(RoundLog)) | {"fed/excluded", "fed/shortened"}
     assert logged_names(page.read_text()) <= known
 
 

@@ -146,7 +146,7 @@ class SecureSum(UpdateStep):
         return max(2, math.ceil(self.threshold * count - 1e-9))
 
     def callbacks(self) -> Sequence[Any]:
-        """What settles the ring before a fit."""
+        """The callback that settles the ring before a fit."""
         return [RingSettings(self)]
 
     def start(self, info: RoundInfo, state: State) -> None:

@@ -14,7 +14,6 @@ from lightning_fed.steps.weights import UniformWeights as UniformWeights
 from lightning_fed.steps.weights import WeightStep as WeightStep
 
 __all__ = [
-    "Arrived",
     "Chain",
     "CollectingStep",
     "Held",

@@ -66,7 +66,7 @@ class Chain:
 
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
-        """What the server sees of a round: the least that a step leaves."""
+        """The server's view of a round: the least that a step leaves."""
         kinds = {step.reveals for step in self.steps}
         return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
 
@@ -153,7 +153,7 @@ class Chain:
 
     @property
     def part(self) -> Any:
-        """What has been received in this process: the outermost step's that holds it back, or the rule's."""
+        """The part of the round received in this process: that of the outermost step that holds it back, or the rule."""
         return next((held for held in reversed(self.held) if held is not None), self.rule)
 
     def aggregate(self) -> State | None:

@@ -130,7 +130,7 @@ class UpdateStep:
         return update
 
     def hold(self) -> Held | None:
-        """What holds a round's updates back here; ``None`` where they stream through."""
+        """Holder of a round's updates; ``None`` where they stream through."""
         return None
 
     def on_aggregate(self, new: State, start: State) -> State:
@@ -159,7 +159,7 @@ class CollectingStep(UpdateStep, ABC):
 
     @abstractmethod
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
-        """What goes on inwards, when all of a round are there.
+        """Makes the updates that go on inwards, when all of a round are there.
 
         Args:
             updates: The updates, in an order that no client can choose.
@@ -199,7 +199,7 @@ class HeldUpdates(Held):
         self.updates |= other.updates
 
     def release(self) -> Sequence[Arrived]:
-        """What the step makes of them."""
+        """Gives what the step makes of them."""
         try:
             return self._step.collect([self.updates[client] for client in sorted(self.updates, key=client_key)])
         except BadUpdates as error:

@@ -41,7 +41,7 @@ class MixedUpdate(ClientUpdate):
 
 
 def shares_of(update: ClientUpdate) -> dict[Client, float]:
-    """How much of each client's step is in an update: nothing but its own, unless it is mixed."""
+    """Share of each client's step in an update: nothing but its own, unless it is mixed."""
     return update.shares if isinstance(update, MixedUpdate) else dict.fromkeys(update.clients, 1.0)
 
 
