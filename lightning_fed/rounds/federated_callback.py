@@ -87,7 +87,8 @@ class FederatedCallback(L.Callback):
         """Client side, before the server sends: may put rows of sliced entries, and extras, into the request.
 
         The module still holds the global model, and the client's memory can be asked for. An entry that is not asked
-        for comes as a whole. Extras are for the rule's :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
+        for comes as a whole. Extras are for the rule's :meth:`Aggregator.broadcast
+        <lightning_fed.Aggregator.broadcast>`.
         """
 
     def on_server_send(

@@ -23,6 +23,4 @@ __all__ = [
     "UniformWeights",
     "UpdateStep",
     "WeightStep",
-    "refuse_rows",
-    "trained_entries",
 ]

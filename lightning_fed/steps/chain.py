@@ -153,7 +153,7 @@ class Chain:
 
     @property
     def part(self) -> Any:
-        """The part of the round received in this process: that of the outermost step that holds it back, or the rule."""
+        """The round as received in this process: in the outermost step that holds updates back, or the rule."""
         return next((held for held in reversed(self.held) if held is not None), self.rule)
 
     def aggregate(self) -> State | None:
