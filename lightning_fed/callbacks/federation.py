@@ -92,7 +92,7 @@ class Federation(L.Callback):
             :class:`~lightning_fed.client.client_store.ClientStore`, or memory (``None``).
         evaluate_clients_every: Of the rounds in which validation runs (``check_val_every_n_epoch``), after every how
             many-th it runs client by client too, where the validation data are a mapping of clients; 0 for never, also
-            in ``trainer.validate`` and ``trainer.test``. With ``privacy`` it is 0: the log says so.
+            in ``trainer.validate`` and ``trainer.test``. With ``CentralDP`` among the steps it is 0: the log says so.
         visits: Whether the visits' batches are trained in one loop without what nobody looks at (``"fused"``), in
             Lightning's own (``"lightning"``), fused where nothing stands in the way (``"auto"``; else the log says
             what), or those of several clients at once (:class:`~lightning_fed.Vectorized`). The results are the same.
