@@ -18,6 +18,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 import lightning_fed.algorithms
 import lightning_fed.attacks
 import lightning_fed.callbacks
+import lightning_fed.compression
 import lightning_fed.data
 import lightning_fed.datasets
 import lightning_fed.privacy

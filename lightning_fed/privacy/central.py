@@ -556,8 +556,8 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
     stay = federation.options.batch_norm in ("personal", "frozen", LocalStatistics("batch"))
     if statistics and not stay:
         raise MisconfigurationException(
-            f"BatchNorm's statistics ({statistics[0]}, ...) would leave the clients {how}: take"
-            " batch_norm='personal', 'local' or 'frozen', or GroupNorm (`lightning_fed.modules.to_group_norm`)."
+            f"BatchNorm's statistics ({statistics[0]}, ...) would leave the clients {how}: take batch_norm='personal',"
+            " 'frozen' or LocalStatistics(), or GroupNorm (`lightning_fed.modules.to_group_norm`)."
         )
 
 

@@ -436,6 +436,8 @@ def test_update_steps_by_class():
     given = "[NearestNeighborMixing, {class_path: ALIE, init_args: {clients: 2}}]"
     federation = federation_of("--trainer.method", "krum", "--trainer.steps", given)
     assert [type(step) for step in federation.server.chain.steps] == [NearestNeighborMixing, ALIE]
+    (step,) = federation_of("--trainer.steps", "[{class_path: Quantized, init_args: {bits: 4}}]").server.chain.steps
+    assert step.bits == 4
 
 
 def test_subclasses_are_looked_for_once_until_something_is_imported(monkeypatch, tmp_path):
