@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import numbers
 from collections.abc import Sequence
 
@@ -66,6 +67,27 @@ def check_number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"Expected `{name}` to be a number, but got {value!r}.")
     return float(value)
+
+
+def check_positive(name: str, value: object) -> float:
+    """Checks that an argument is a finite number greater than 0, and returns it as a ``float``.
+
+    Args:
+        name: Name of the argument.
+        value: The argument.
+
+    Raises:
+        ValueError: If the argument is no such number.
+
+    Example:
+        >>> check_positive("clip", 2)
+        2.0
+
+    """
+    number = check_number(name, value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"Expected `{name}` to be greater than 0 and finite, but got {value}.")
+    return number
 
 
 def check_share(name: str, value: object) -> float:

@@ -22,7 +22,11 @@ from lightning_fed.messages import Broadcast, ClientUpdate, State
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.rule import Aggregator, ResizingAggregator
+from lightning_fed.steps.bounds import refuse_rule
 from lightning_fed.steps.update_step import UpdateStep
+
+_PREFIX = "short:"  # of the names of extras
+_STREAM = 9  # of a client's random numbers
 
 
 class Compression(UpdateStep, ABC):
@@ -34,16 +38,12 @@ class Compression(UpdateStep, ABC):
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses models of any shape, and steps that need the exact numbers on the wire."""
-        if isinstance(rule, ResizingAggregator):
-            raise OptionError(
-                f"Expected no `{type(self).__name__}` with {type(rule).__name__}: the models of its clients have shapes"
-                " of their own, between which there is no step."
-            )
+        refuse_rule(self, rule, ResizingAggregator)
         exact = next((step for step in steps if step.reveals != "update"), None)
         if exact is not None:
             raise OptionError(
-                f"Expected no `{type(self).__name__}` with `{type(exact).__name__}`: shortened numbers do not keep"
-                " its bound, or are no sum."
+                f"Expected no `{type(self).__name__}` with `{type(exact).__name__}`, which needs the exact numbers: a"
+                " compressed step may be longer than a clip, and its codes do not add up."
             )
 
     @abstractmethod
@@ -206,7 +206,3 @@ class TopK(Compression):
 
     def _count(self, value: Tensor) -> int:
         return math.ceil(self.share * value.numel() - 1e-9)
-
-
-_PREFIX = "short:"
-_STREAM = 9  # of a client's random numbers

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lightning_fed.argument_checks import check_positive
 from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
 from lightning_fed.method import register
 from lightning_fed.model.entries import is_running_statistic
@@ -65,8 +66,7 @@ class FedAtt(Aggregator):
     """
 
     def __init__(self, step_size: float = 1.2, noise: float = 0.0, seed: int = 0) -> None:
-        if not 0 < step_size < float("inf"):
-            raise ValueError(f"Expected `step_size` to be greater than 0 and finite, but got {step_size}.")
+        check_positive("step_size", step_size)
         if not 0 <= noise < float("inf"):
             raise ValueError(f"Expected `noise` to be finite and at least 0, but got {noise}.")
         if seed < 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from lightning_fed.algorithms.server_optimizer import ServerOptimizer
-from lightning_fed.argument_checks import check_share
+from lightning_fed.argument_checks import check_positive, check_share
 from lightning_fed.method import Method, register
 from lightning_fed.rule import Aggregator
 
@@ -67,8 +67,7 @@ class FedAvgM(Method):
         aggregator: str | Method | Aggregator = "fedavg",
         lazy_rows: bool = False,
     ) -> None:
-        if not 0 < lr < float("inf"):
-            raise ValueError(f"Expected `lr` to be greater than 0 and finite, but got {lr}.")
+        check_positive("lr", lr)
         check_share("momentum", momentum)
         step = ServerOptimizer(torch.optim.SGD, lazy_rows, lr=lr, momentum=momentum, nesterov=nesterov)
         super().__init__(aggregator, steps=[step])

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fed.algorithms.server_optimizer import ServerOptimizer
-from lightning_fed.argument_checks import check_option, check_share
+from lightning_fed.argument_checks import check_option, check_positive, check_share
 from lightning_fed.method import Method, register
 from lightning_fed.rule import Aggregator
 
@@ -71,8 +71,7 @@ class AdaptiveOptimizer(Optimizer):
         second_moment: SecondMoment = "adam",
     ) -> None:
         for name, value in (("lr", lr), ("tau", tau)):
-            if not 0 < value < float("inf"):
-                raise ValueError(f"Expected `{name}` to be greater than 0 and finite, but got {value}.")
+            check_positive(name, value)
         for name, value in (("beta1", beta1), ("beta2", beta2)):
             check_share(name, value)
         check_option("second_moment", second_moment, get_args(SecondMoment))

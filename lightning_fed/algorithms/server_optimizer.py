@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fed.errors import OptionError
 from lightning_fed.messages import State
 from lightning_fed.numerics.chunks import chunk_steps
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.rule import Aggregator, ClusteredAggregator, ResizingAggregator
-from lightning_fed.steps.bounds import trained_entries
+from lightning_fed.steps.bounds import refuse_rule, trained_entries
 from lightning_fed.steps.update_step import UpdateStep
 
 _ELEMENTS = 1 << 18  # that step at a time, in 2 MB for each of the copies that a step needs
@@ -79,11 +78,7 @@ class ServerOptimizer(UpdateStep):
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules that do not make one model of the same shapes in every round."""
-        if isinstance(rule, ClusteredAggregator | ResizingAggregator):
-            raise OptionError(
-                "Expected a rule that makes one global model of the same shapes in every round for a server's"
-                f" optimizer, but {type(rule).__name__} does not."
-            )
+        refuse_rule(self, rule, ClusteredAggregator, ResizingAggregator)
 
     def on_aggregate(self, new: State, start: State) -> State:
         """The step."""

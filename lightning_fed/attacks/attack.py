@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import lightning as L
@@ -56,9 +57,7 @@ class Attack:
             return frozenset(self.clients)
         if self.clients > len(population):
             raise OptionError(f"Expected `clients` to be at most {len(population)}, but got {self.clients}.")
-        generator = np.random.default_rng(np.random.SeedSequence([self.seed]))
-        positions = generator.choice(len(population), self.clients, replace=False)
-        return frozenset(population[int(position)] for position in positions)
+        return frozenset(population[position] for position in _draw(len(population), self.clients, self.seed))
 
     def check_clients(self, population: Sequence[Client]) -> None:
         """Makes sure that the malicious clients are among all.
@@ -70,6 +69,13 @@ class Attack:
         unknown = sorted(repr(client) for client in self.malicious(population) if client not in population)
         if unknown:
             raise OptionError(f"Expected `clients` to be clients of the federation, but got {', '.join(unknown)}.")
+
+
+@lru_cache
+def _draw(size: int, count: int, seed: int) -> tuple[int, ...]:
+    """Positions of the malicious clients; drawn once, though attacks on the data ask with every batch."""
+    generator = np.random.default_rng(np.random.SeedSequence([seed]))
+    return tuple(int(position) for position in generator.choice(size, count, replace=False))
 
 
 class AttackStep(Attack, UpdateStep):

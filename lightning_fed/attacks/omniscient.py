@@ -13,12 +13,11 @@ import torch
 
 from lightning_fed.argument_checks import check_number
 from lightning_fed.attacks.attack import AttackStep, attacked_entries
-from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client, State
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.rule import Aggregator, ClusteredAggregator, PlanningAggregator, ResizingAggregator, RoundInfo
-from lightning_fed.steps.bounds import refuse_rows
+from lightning_fed.steps.bounds import refuse_rows, refuse_rule
 from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
@@ -95,11 +94,7 @@ class OmniscientAttack(AttackStep, CollectingStep):
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules whose clients' steps are not from one global model."""
-        if isinstance(rule, ClusteredAggregator | ResizingAggregator):
-            raise OptionError(
-                f"Expected a rule that makes one model of the same shapes for {type(self).__name__}, but got"
-                f" {type(rule).__name__}."
-            )
+        refuse_rule(self, rule, ClusteredAggregator, ResizingAggregator)
         self._trusted = frozenset(rule.plan(0).always) if isinstance(rule, PlanningAggregator) else frozenset[Client]()
 
     def start(self, info: RoundInfo, state: State) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.argument_checks import check_count, check_option, check_positive
 from lightning_fed.matching.checkpoints import Checkpoint, check_entries, read_checkpoint, state_of
 from lightning_fed.matching.neuron_matching import MatchScore
 from lightning_fed.matching.one_shot import MatchMode, MatchOrder, match_states
@@ -124,8 +124,8 @@ class MatchedAverage:
         check_option("order", order, get_args(MatchOrder))
         check_option("score", score, get_args(MatchScore))
         check_option("batch_norm", batch_norm, ("recalibrate", "average"))
-        if gamma is not None and not 0 < gamma < float("inf"):
-            raise ValueError(f"Expected `gamma` to be greater than 0 and finite, but got {gamma}.")
+        if gamma is not None:
+            check_positive("gamma", gamma)
         self.mode: MatchMode = mode
         self.order: MatchOrder = order
         self.score: MatchScore = score

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.argument_checks import check_count, check_option, check_positive
 from lightning_fed.numerics.precision import at_least_float32, cast_back, to_float64
 
 MatchScore: TypeAlias = Literal["published", "marginal"]
@@ -151,8 +151,7 @@ def match_neurons(
     neurons = _checked(clients)
     size = neurons[0].shape[1]
     gamma = (7.0 if score == "published" else 1.0) if gamma is None else gamma
-    if not 0 < gamma < float("inf"):
-        raise ValueError(f"Expected `gamma` to be greater than 0 and finite, but got {gamma}.")
+    check_positive("gamma", gamma)
     check_count("passes", passes, 0)
     if max_width is not None:
         check_count("max_width", max_width, max(len(client_neurons) for client_neurons in neurons))

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from scipy.optimize import brentq
 
-from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.argument_checks import check_count, check_option, check_positive
 from lightning_fed.console import root_logger_as_it_was
 from lightning_fed.errors import OptionError
 
@@ -68,10 +68,7 @@ class Budget:
         check_count("cohort", self.cohort)
         if self.cohort > self.population:
             raise ValueError(f"Expected `cohort` to be at most {self.population}, but got {self.cohort}.")
-        if not 0 < self.noise_multiplier < float("inf"):
-            raise ValueError(
-                f"Expected `noise_multiplier` to be greater than 0 and finite, but got {self.noise_multiplier}."
-            )
+        check_positive("noise_multiplier", self.noise_multiplier)
         if not 0 < self.delta < 1:
             raise ValueError(f"Expected `delta` to be in (0, 1), but got {self.delta}.")
         if self.sampling == "fixed" and self.accountant == "pld":
@@ -119,8 +116,7 @@ def calibrate(
         ModuleNotFoundError: If ``dp-accounting`` is not installed.
 
     """
-    if not 0 < epsilon < float("inf"):
-        raise ValueError(f"Expected `epsilon` to be greater than 0 and finite, but got {epsilon}.")
+    check_positive("epsilon", epsilon)
     check_count("rounds", rounds)
 
     def budget(noise_multiplier: float) -> Budget:

@@ -22,7 +22,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_fed.algorithms.fedavg import FedAvg
-from lightning_fed.argument_checks import check_number, check_option
+from lightning_fed.argument_checks import check_number, check_option, check_positive
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.errors import BadUpdate, ClientFault, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
@@ -138,8 +138,8 @@ class CentralDP(UpdateStep):
         positive = {"clip": clip, "noise_multiplier": noise_multiplier, "epsilon": epsilon, "max_epsilon": max_epsilon}
         positive["clip_rate"] = clip_rate
         for name, value in positive.items():
-            if value is not None and not 0 < check_number(name, value) < float("inf"):
-                raise ValueError(f"Expected `{name}` to be greater than 0 and finite, but got {value}.")
+            if value is not None:
+                check_positive(name, value)
         for name, value in {"delta": delta, "quantile": quantile}.items():
             if not 0 < check_number(name, value) < 1:
                 raise ValueError(f"Expected `{name}` to be in (0, 1), but got {value}.")
@@ -290,7 +290,7 @@ class CentralDP(UpdateStep):
         if clip != self.clip and not self.adaptive:
             raise ClientFault(f"its federation has a clip of {self.clip:g}, and the server {clip:g}")
         update.state |= {name: sent.state[name] for name in self.info.untrained if name in update.state}
-        steps = self._steps(update, sent.state)
+        steps = self.steps_of(update, sent.state)
         length = step_length(steps)
         factor = clip_factor(length, clip)
         if factor < 1:
@@ -301,23 +301,6 @@ class CentralDP(UpdateStep):
         if self.adaptive:
             update.extras[IS_SHORT] = torch.tensor(float(length <= clip))
         update.num_samples, update.metrics = 1, {}
-        return update
-
-    @torch.no_grad()
-    def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
-        """Checks the length of a step.
-
-        Raises:
-            BadUpdate: If it is too long, or sends something that the noise does not cover.
-
-        """
-        expected = {IS_SHORT} if self.adaptive else set()
-        if update.extras.keys() != expected:
-            raise BadUpdate(f"it sends {sorted(update.extras)} along, and not {sorted(expected)}: no noise covers it")
-        length = step_length(self._steps(update, sent))
-        if not length <= self.clip + rounding_of(sent, self.clip):
-            raise BadUpdate(f"its step is {length:g} long, longer than the clip of {self.clip:g}")
-        update.num_samples = 1
         return update
 
     def hold(self) -> PrivateSum:
@@ -394,7 +377,8 @@ class CentralDP(UpdateStep):
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([self.key, self.info.round, entry])))
         return torch.from_numpy(np.asarray(std * generator.standard_normal(tuple(shape))))
 
-    def _steps(self, update: ClientUpdate, sent: State) -> State:
+    def steps_of(self, update: ClientUpdate, sent: State) -> State:
+        """An update's step in the entries that are clipped, float64."""
         return {name: to_float64(update.state[name]) - to_float64(sent[name]) for name in self.names}
 
 
@@ -407,24 +391,27 @@ class PrivateSum(Held):
     """
 
     def __init__(self, step: CentralDP) -> None:
-        self._step = step
+        super().__init__(step)
         self.total: State = {}
         self.short_count = 0.0
         self.members: tuple[Client, ...] = ()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the step, which every process has."""
-        return {name: value for name, value in vars(self).items() if name != "_step"}
-
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped step, or the mean of several times their number.
+        """Adds a clipped step, or the mean of several times their number; what is longer by rounding is clipped again.
 
-        What is longer by rounding is clipped again.
+        Raises:
+            BadUpdate: If it is too long, or sends something that the noise does not cover.
+
         """
-        step = self._step
-        steps = {name: to_float64(update.state[name]) - to_float64(sent[name]) for name in step.names}
-        factor = clip_factor(step_length(steps), step.clip) * update.num_samples
+        step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
+        if update.extras.keys() != expected:
+            raise BadUpdate(f"it sends {sorted(update.extras)} along, and not {sorted(expected)}: no noise covers it")
+        steps = step.steps_of(update, sent)
+        length = step_length(steps)
+        if not length <= step.clip + rounding_of(sent, step.clip):
+            raise BadUpdate(f"its step is {length:g} long, longer than the clip of {step.clip:g}")
+        factor = clip_factor(length, step.clip) * len(update.clients)  # whatever weight it claims
         self._join({name: value * factor for name, value in steps.items()})
         if step.adaptive:
             self.short_count += 0.5 if bool((update.extras[IS_SHORT] > 0).all()) else -0.5

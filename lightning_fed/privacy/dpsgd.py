@@ -22,7 +22,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_fed.argument_checks import check_count, check_number, check_option
+from lightning_fed.argument_checks import check_count, check_number, check_option, check_positive
 from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.client.client_store import FolderStore
@@ -164,8 +164,7 @@ class DPSGD(FederatedCallback):
         if not check_number("max_grad_norm", max_grad_norm) > 0:
             raise ValueError(f"Expected `max_grad_norm` to be greater than 0, but got {max_grad_norm}.")
         if epsilon is not None:
-            if not 0 < check_number("epsilon", epsilon) < math.inf:
-                raise ValueError(f"Expected `epsilon` to be greater than 0 and finite, but got {epsilon}.")
+            check_positive("epsilon", epsilon)
             self.needs_local_clients = (
                 "the noise of an `epsilon` follows from the numbers of examples of all clients, which stay with them;"
                 " give it a `noise_multiplier`, which `lightning_fed.privacy.calibrate` finds"

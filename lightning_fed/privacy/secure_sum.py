@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from lightning_fed.algorithms.fedavg import FedAvg
-from lightning_fed.argument_checks import check_number
+from lightning_fed.argument_checks import check_number, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import BadUpdate, BadUpdates, ClientFault, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
@@ -34,12 +34,11 @@ from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import is_overridden
 from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.steps.update_step import Arrived, Held, UpdateStep
-from lightning_fed.steps.weights import WeightStep
+from lightning_fed.steps.weights import MOST_SAMPLES, counted_samples
 
 WEIGHT = "secure_sum/weight"
 
 _ROUNDING = 8  # a stream of a visit's seed of its own
-_MOST_EXAMPLES = 10**12
 
 
 class SecureSum(UpdateStep):
@@ -84,8 +83,8 @@ class SecureSum(UpdateStep):
     reveals: Literal["sum"] = "sum"
 
     def __init__(self, clip: float | None = None, threshold: float = 2 / 3) -> None:
-        if clip is not None and not 0 < check_number("clip", clip) < math.inf:
-            raise ValueError(f"Expected `clip` to be greater than 0 and finite, but got {clip}.")
+        if clip is not None:
+            check_positive("clip", clip)
         if not 0.5 < check_number("threshold", threshold) <= 1:
             raise ValueError(f"Expected `threshold` to be more than a half and at most 1, but got {threshold}.")
         self.clip, self.threshold = clip, threshold
@@ -121,11 +120,8 @@ class SecureSum(UpdateStep):
                 "Expected a `CentralDP` with a clip that stays for a secure sum: of an adaptive one every client says"
                 " whether its step was short."
             )
-        weight = _MOST_EXAMPLES
-        for step in reversed(inside):
-            weight = step.weight(weight) if isinstance(step, WeightStep) else weight
-        self.max_weight = 1 if self._private is not None else weight
-        if self.max_weight == _MOST_EXAMPLES:
+        self.max_weight = 1 if self._private is not None else counted_samples(inside, MOST_SAMPLES)
+        if self.max_weight == MOST_SAMPLES:
             raise OptionError(
                 "Expected `MaxSamples`, the most examples that count of a client, or `UniformWeights` inside of a"
                 " secure sum: the weights are part of it, and 32 bits must have room for all."
@@ -265,19 +261,15 @@ class RingSum(Held):
     """
 
     def __init__(self, step: SecureSum) -> None:
-        self._step = step
+        super().__init__(step)
         self.total: State = {}
         self.clients: list[Client] = []
         self._fault: str | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the step, which every process has."""
-        return {name: value for name, value in vars(self).items() if name != "_step"}
-
     @property
     def least(self) -> int:
         """Fewest clients of which the sum may be read."""
-        return self._step.least
+        return int(self._step.least)
 
     def add(self, update: ClientUpdate, sent: State) -> None:
         """Adds a client's vector.

@@ -126,8 +126,7 @@ class Round:
         untrained = untrained_entries(fit.module) - self.local.sliced.keys()
         self._untrained = [name for name in self.start.state if name in untrained]
         self._writes = self._count_writes()
-        self._broadcasts: dict[Client, Broadcast] = {}
-        self._came: dict[Client, State] = {}  # entries of the messages to clients as they have arrived
+        self._messages: dict[Client, tuple[Broadcast, State]] = {}  # to clients, and their entries as they arrived
         unchanged = {name: self.start.state[name] for name in self._untrained}
         self._server.held.start_round(fit.trainer.current_epoch, unchanged)
         info = RoundInfo(
@@ -210,8 +209,7 @@ class Round:
 
     def unpack(self, client: Client, broadcast: Broadcast) -> None:
         """Has callbacks unpack the message on the client's side."""
-        self._came[client] = dict(broadcast.state)
-        self._broadcasts[client] = broadcast
+        self._messages[client] = broadcast, dict(broadcast.state)
         for callback in self._callbacks:
             callback.on_client_receive(self._trainer, self._module, client, broadcast)
 
@@ -346,8 +344,7 @@ class Round:
             except ClientFault as error:
                 planned.fail(str(error), error)
         if update is None:
-            self._came.pop(planned.visit.client, None)
-            self._broadcasts.pop(planned.visit.client, None)
+            self._messages.pop(planned.visit.client, None)
             self._server.fail(planned.visit.client, planned.fault or "", planned.error)
         elif self.receive(update):
             self.keep(planned)
@@ -356,14 +353,14 @@ class Round:
     def answer(self, planned: PlannedVisit) -> ClientUpdate:
         """Makes the client's update, as callbacks change it before it is sent."""
         client = planned.visit.client
-        came = self._came.pop(client)
+        broadcast, came = self._messages.pop(client)
         # Callbacks may write into the update, which without them needs no copies of what has not changed.
         has_callbacks = any(is_overridden("on_client_end", hooks, FederatedCallback) for hooks in self._callbacks)
         update = self.local.answer(client, planned.num_samples, None if has_callbacks else self._unchanged_of(came))
         self._look_at_unset()
         for callback in self._callbacks:
             callback.on_client_end(self._trainer, self._module, client, update)
-        update = self._server.chain.on_client(update, self._broadcasts.pop(client), self.local.memory)
+        update = self._server.chain.on_client(update, broadcast, self.local.memory)
         if update.state.keys() == came.keys():
             unchanged = self._unchanged_of(came)
             update.unsent = identical_entries(unchanged, update.state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from lightning_fed.argument_checks import check_number
+from lightning_fed.argument_checks import check_positive
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import distance, is_running_statistic
@@ -53,17 +53,15 @@ class MaxNorm(UpdateStep):
     """
 
     def __init__(self, bound: float) -> None:
-        if not 0 < check_number("bound", bound) < math.inf:
-            raise ValueError(f"Expected `bound` to be greater than 0 and finite, but got {bound}.")
-        self.bound = float(bound)
+        self.bound = check_positive("bound", bound)
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules whose clients have models of any shape: between these there is no step."""
-        _refuse_shapes(self, rule)
+        refuse_rule(self, rule, ResizingAggregator)
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         """Shortens a step."""
-        return _shortened(update, sent, self.info, self.bound)
+        return _shortened(update, sent, trained_entries(self.info, sent), self.bound)
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
         """Number of steps that were shortened, where their lengths may be known."""
@@ -88,19 +86,21 @@ class MaxMedianNorm(CollectingStep):
     """
 
     def __init__(self, multiple: float) -> None:
-        if not 0 < check_number("multiple", multiple) < math.inf:
-            raise ValueError(f"Expected `multiple` to be greater than 0 and finite, but got {multiple}.")
-        self.multiple = float(multiple)
+        self.multiple = check_positive("multiple", multiple)
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules whose clients have models of any shape: between these there is no step."""
-        _refuse_shapes(self, rule)
+        refuse_rule(self, rule, ResizingAggregator)
 
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
         """Shortens the long steps."""
-        norms = [distance(update.state, sent, trained_entries(self.info, sent)) or 0.0 for update, sent in updates]
+        names = [trained_entries(self.info, sent) for _, sent in updates]
+        norms = [distance(update.state, sent, own) or 0.0 for (update, sent), own in zip(updates, names, strict=True)]
         bound = self._bound(norms)
-        return [(_shortened(update, sent, self.info, bound), sent) for update, sent in updates]
+        return [
+            (_shortened(update, sent, own, bound, norm), sent)
+            for (update, sent), own, norm in zip(updates, names, norms, strict=True)
+        ]
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
         """Number of steps that were shortened."""
@@ -112,9 +112,10 @@ class MaxMedianNorm(CollectingStep):
         return self.multiple * median if median > 0 else math.inf
 
 
-def _shortened(update: ClientUpdate, sent: State, info: RoundInfo, bound: float) -> ClientUpdate:
-    names = [name for name in trained_entries(info, sent) if name in update.state]
-    length = distance(update.state, sent, names) or 0.0
+def _shortened(
+    update: ClientUpdate, sent: State, names: Sequence[str], bound: float, length: float | None = None
+) -> ClientUpdate:
+    length = (distance(update.state, sent, names) or 0.0) if length is None else length
     if length > bound:
         for name in names:  # in float64: the difference of two large numbers of float16 is not one of its own
             start = to_float64(sent[name])
@@ -137,9 +138,20 @@ def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
         )
 
 
-def _refuse_shapes(step: UpdateStep, rule: Aggregator) -> None:
-    if isinstance(rule, ResizingAggregator):
+def refuse_rule(step: UpdateStep, rule: Aggregator, *kinds: type) -> None:
+    """Refuses rules of some kinds, for a step that needs the step from one global model to a client's.
+
+    Args:
+        step: The step.
+        rule: The rule.
+        kinds: Kinds of rules: under which models have shapes of their own, or which keep several models.
+
+    Raises:
+        ValueError: If the rule is of one of these.
+
+    """
+    if isinstance(rule, kinds):
         raise OptionError(
-            f"Expected no `{type(step).__name__}` with {type(rule).__name__}: the models of its clients have shapes of"
-            " their own, between which there is no step."
+            f"Expected no `{type(step).__name__}` with {type(rule).__name__}, whose clients do not all start from one"
+            " model of the same shapes."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -12,7 +13,9 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.precision import cast_back
 from lightning_fed.rule import Aggregator, ResizingAggregator, RoundInfo
 from lightning_fed.steps.update_step import CollectingStep, Held, UpdateStep
-from lightning_fed.steps.weights import WeightStep
+from lightning_fed.steps.weights import counted_samples
+
+_log = logging.getLogger(__name__)
 
 
 class Chain:
@@ -52,6 +55,8 @@ class Chain:
         self.rule, self.steps = rule, [copy.deepcopy(step) for step in steps]
         hiding = [index for index, step in enumerate(self.steps) if step.reveals != "update"]
         self._hidden = max(hiding, default=0)  # so many steps, the innermost ones, get no single update on the server
+        changing = [index for index, step in enumerate(self.steps) if type(step).form is not UpdateStep.form]
+        self._plain = min(changing, default=len(self.steps))  # so many steps, the innermost ones, see whole models
         for step in self.steps[: self._hidden]:
             if isinstance(step, CollectingStep):
                 raise OptionError(
@@ -87,9 +92,7 @@ class Chain:
 
     def counted(self, num_samples: int) -> int:
         """Number of examples that count, of those that a client has."""
-        for step in reversed(self.steps):
-            num_samples = step.weight(num_samples) if isinstance(step, WeightStep) else num_samples
-        return num_samples
+        return counted_samples(self.steps, num_samples)
 
     # Client
 
@@ -105,11 +108,8 @@ class Chain:
             ClientFault: If the client is to be left out.
 
         """
-        kinds = Counter[str]()
-        for index, step in enumerate(self.steps):
-            name = type(step).__name__
-            prefix = f"step:{name}:{kinds[name]}:"
-            kinds[name] += 1
+        for index, (name, step) in enumerate(self._named_steps().items()):
+            prefix = f"step:{name}:"
             known = {key.removeprefix(prefix): memory.pop(key) for key in list(memory) if key.startswith(prefix)}
             update = step.on_client(update, sent, known)
             if index < self._hidden:
@@ -131,7 +131,7 @@ class Chain:
         self,
         update: ClientUpdate,
         sent: State,
-        inspect: Callable[[ClientUpdate, State], None] = lambda update, sent: None,
+        inspect: Callable[[ClientUpdate, State], None] | None = None,
     ) -> None:
         """Takes an update from the wire, as far inwards as it goes before all of the round are there.
 
@@ -144,8 +144,7 @@ class Chain:
             BadUpdate: If it cannot be used.
 
         """
-        changed = [index for index, step in enumerate(self.steps) if type(step).form is not UpdateStep.form]
-        self._pass(update, sent, len(self.steps), inspect, min(changed, default=len(self.steps)))
+        self._pass(update, sent, len(self.steps), inspect)
 
     def merge(self, other: Any) -> None:
         """Joins the :attr:`part` of another process."""
@@ -201,34 +200,39 @@ class Chain:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of rule and steps."""
-        return {"rule": self.rule.state_dict(), "steps": [step.state_dict() for step in self.steps]}
+        """The states of the rule, and of the steps by their names."""
+        steps = {name: step.state_dict() for name, step in self._named_steps().items()}
+        return {"rule": self.rule.state_dict(), "steps": steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores them.
-
-        Raises:
-            ValueError: If they are of another number of steps.
-
-        """
-        states = state.get("steps", [])
-        if len(states) != len(self.steps):
-            raise ValueError(f"Expected the state of {len(self.steps)} update steps, but got that of {len(states)}.")
+        """Restores them; a step of which there is no state begins anew, and one that is not here any more is named."""
+        steps = self._named_steps()
+        unused = [name for name, step_state in state["steps"].items() if step_state and name not in steps]
+        if unused:
+            _log.warning("The checkpoint has states of update steps that are not used any more: %s.", ", ".join(unused))
         self.rule.load_state_dict(state["rule"])
-        for step, step_state in zip(self.steps, states, strict=True):
-            step.load_state_dict(step_state)
+        for name, step in steps.items():
+            step.load_state_dict(state["steps"].get(name, {}))
+
+    def _named_steps(self) -> dict[str, UpdateStep]:
+        """The steps by their classes' names, each with its number among those of its class."""
+        kinds, named = Counter[str](), dict[str, UpdateStep]()
+        for step in self.steps:
+            name = type(step).__name__
+            named[f"{name}:{kinds[name]}"] = step
+            kinds[name] += 1
+        return named
 
     def _pass(
         self,
         update: ClientUpdate,
         sent: State,
         start: int,
-        inspect: Callable[[ClientUpdate, State], None] = lambda update, sent: None,
-        plain: int = -1,
+        inspect: Callable[[ClientUpdate, State], None] | None = None,
     ) -> None:
         """Takes an update inwards from a layer to the next one that holds it back, or to the rule."""
         for index in reversed(range(start)):
-            if index + 1 == plain:
+            if inspect is not None and index + 1 == self._plain:
                 inspect(update, sent)
             step, held = self.steps[index], self.held[index]
             if index >= self._hidden:  # elsewhere the client has done it
@@ -236,6 +240,6 @@ class Chain:
             if held is not None:
                 held.add(update, sent)
                 return
-        if plain == 0:
+        if inspect is not None and self._plain == 0:
             inspect(update, sent)
         self.rule.receive(update)

@@ -20,7 +20,19 @@ Arrived: TypeAlias = tuple[ClientUpdate, State]
 
 
 class Held(ABC):
-    """Updates that a step holds back until all of a round are there; a monoid."""
+    """Updates that a step holds back until all of a round are there; a monoid.
+
+    Args:
+        step: The step.
+
+    """
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the step, which every process has."""
+        return {name: value for name, value in vars(self).items() if name != "_step"}
 
     @abstractmethod
     def add(self, update: ClientUpdate, sent: State) -> None:
@@ -121,7 +133,7 @@ class UpdateStep:
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         """Server side, on receipt: decodes, checks, bounds, weighs.
 
-        Inside of a layer that reveals the sum alone it is done on the client.
+        Inside of a layer that hides single updates (`reveals`) it is done on the client.
 
         Raises:
             BadUpdate: If the client is to be left out.
@@ -183,12 +195,8 @@ class HeldUpdates(Held):
     """
 
     def __init__(self, step: CollectingStep) -> None:
-        self._step = step
+        super().__init__(step)
         self.updates: dict[Client, Arrived] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The updates alone: the step is in every process."""
-        return {"updates": self.updates}
 
     def add(self, update: ClientUpdate, sent: State) -> None:
         """Keeps an update."""
@@ -201,7 +209,10 @@ class HeldUpdates(Held):
     def release(self) -> Sequence[Arrived]:
         """Gives what the step makes of them."""
         try:
-            return self._step.collect([self.updates[client] for client in sorted(self.updates, key=client_key)])
+            arrived: Sequence[Arrived] = self._step.collect(
+                [self.updates[client] for client in sorted(self.updates, key=client_key)]
+            )
         except BadUpdates as error:
             self.updates = {client: update for client, update in self.updates.items() if client not in error.reasons}
             raise
+        return arrived

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numbers
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.messages import ClientUpdate, State
 from lightning_fed.steps.update_step import UpdateStep
 
-_MOST_SAMPLES = 10**12  # above which no client is believed
+MOST_SAMPLES = 10**12
+"""Number of examples above which no client is believed."""
 
 
 class WeightStep(UpdateStep, ABC):
@@ -62,6 +64,19 @@ class MaxSamples(WeightStep):
         return min(num_samples, self.most)
 
 
+def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
+    """Number of examples that count, of those that a client has.
+
+    Args:
+        steps: The steps of a chain, the innermost first.
+        num_samples: Number of examples of the client.
+
+    """
+    for step in reversed(steps):
+        num_samples = step.weight(num_samples) if isinstance(step, WeightStep) else num_samples
+    return num_samples
+
+
 def find_bad_count(num_samples: object) -> str | None:
     """Fault of a number of examples, in words; ``None`` if a client may have so many.
 
@@ -71,6 +86,6 @@ def find_bad_count(num_samples: object) -> str | None:
 
     """
     is_whole = isinstance(num_samples, numbers.Integral) and not isinstance(num_samples, bool)
-    if is_whole and 1 <= num_samples <= _MOST_SAMPLES:  # type: ignore[operator]
+    if is_whole and 1 <= num_samples <= MOST_SAMPLES:  # type: ignore[operator]
         return None
     return f"it reports {num_samples!r:.100} examples"

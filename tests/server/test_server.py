@@ -213,7 +213,7 @@ def test_a_round_that_comes_to_nothing_is_taken_back():
     server = Server(Chain(Counting()))
     for number, value in enumerate((1.0, 1e20, 2.0)):
         server.start_round(RoundInfo(number), {"w": torch.zeros(1)})
-        assert server.state_before == {"rule": {"rounds": min(number, 1)}, "steps": []}
+        assert server.state_before == {"rule": {"rounds": min(number, 1)}, "steps": {}}
         send(server, "a")
         receive(server, ClientUpdate("a", 1, {"w": torch.tensor([value])}))
         state = server.finish_round()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.algorithms.fedaws.spreadout import spreadout_margin, spreadout_top_k
-from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.argument_checks import check_count, check_option, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
@@ -94,8 +94,7 @@ class SpreadOut(FederatedCallback):
         for name, value in (("strength", strength), ("lr", lr)):
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"Expected `{name}` to be finite and at least 0, but got {value}.")
-        if not 0 < margin < float("inf"):
-            raise ValueError(f"Expected `margin` to be greater than 0 and finite, but got {margin}.")
+        check_positive("margin", margin)
         self.strength = strength
         self.margin = margin
         self.lr = lr

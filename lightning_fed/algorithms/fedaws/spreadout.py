@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fed.argument_checks import check_count
+from lightning_fed.argument_checks import check_count, check_positive
 from lightning_fed.numerics.chunks import chunk_steps
 from lightning_fed.numerics.precision import at_least_float32
 
@@ -44,8 +44,7 @@ def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
         Yu et al., ICML 2020, equation 7.
 
     """
-    if not 0 < margin < float("inf"):
-        raise ValueError(f"Expected `margin` to be greater than 0 and finite, but got {margin}.")
+    check_positive("margin", margin)
     unit = _unit_rows(weight)
 
     def piece(unit: Tensor, classes: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.fedma.class_mean import class_mean
 from lightning_fed.algorithms.fedma.matching_pass import COUNTS, REQUIRED_STEP, STEP, MatchingPass, tensor_hash
-from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.argument_checks import check_count, check_option, check_positive
 from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.matching.neuron_matching import MatchScore
 from lightning_fed.matching.one_shot import (
@@ -141,8 +141,8 @@ class FedMA(ResizingAggregator, PlanningAggregator):
         check_option("initial", initial, ("shared", "independent"))
         check_option("order", order, get_args(MatchOrder))
         check_option("score", score, get_args(MatchScore))
-        if gamma is not None and not 0 < gamma < float("inf"):
-            raise ValueError(f"Expected `gamma` to be greater than 0 and finite, but got {gamma}.")
+        if gamma is not None:
+            check_positive("gamma", gamma)
         self.mode: MatchMode = mode
         self.stages = check_stages(stages)
         self.last_layer = last_layer

@@ -46,7 +46,7 @@ from lightning_fed.algorithms.fedmargin.prototypes import (
     reference_prototypes,
     update_prototypes,
 )
-from lightning_fed.argument_checks import check_number, check_option
+from lightning_fed.argument_checks import check_option, check_positive
 from lightning_fed.errors import BadUpdate, BadUpdates, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import is_running_statistic
@@ -166,8 +166,7 @@ class FedMargin(RowAggregator):
             ("amm", amm, MeanMarginKind),
         ):
             check_option(name, value, get_args(kinds))
-        if not 0 < check_number("server_lr", server_lr) < math.inf:
-            raise ValueError(f"Expected `server_lr` to be greater than 0 and finite, but got {server_lr}.")
+        check_positive("server_lr", server_lr)
         self.margin: MarginKind = margin
         self.class_reduction: ClassReduction = class_reduction
         self.attention: AttentionKind = attention

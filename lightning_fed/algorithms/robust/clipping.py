@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_fed.algorithms.robust.aggregator import RobustAggregator
 from lightning_fed.algorithms.robust.equations import centered_clipping_weights
 from lightning_fed.algorithms.robust.steps import Steps, step_between
-from lightning_fed.argument_checks import check_count, check_number
+from lightning_fed.argument_checks import check_count, check_positive
 from lightning_fed.messages import State
 from lightning_fed.method import Method, register
 from lightning_fed.steps.bounds import MaxMedianNorm, MaxNorm
@@ -125,6 +125,6 @@ class CenteredClipping(RobustAggregator):
 
 
 def _check_length(name: str, value: float | None) -> float | None:
-    if value is not None and not 0 < check_number(name, value) < float("inf"):
-        raise ValueError(f"Expected `{name}` to be greater than 0 and finite, but got {value}.")
+    if value is not None:
+        check_positive(name, value)
     return value

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fed.algorithms.robust.aggregator import RobustAggregator
 from lightning_fed.algorithms.robust.equations import geometric_median_weights
 from lightning_fed.algorithms.robust.steps import Steps
-from lightning_fed.argument_checks import check_number
+from lightning_fed.argument_checks import check_number, check_positive
 from lightning_fed.messages import State
 from lightning_fed.method import register
 
@@ -61,8 +61,7 @@ class GeometricMedian(RobustAggregator):
     ) -> None:
         super().__init__(num_malicious)
         self.smoothing = check_number("smoothing", smoothing)
-        if not 0 < self.smoothing < float("inf"):
-            raise ValueError(f"Expected `smoothing` to be greater than 0 and finite, but got {smoothing}.")
+        check_positive("smoothing", self.smoothing)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
         """The geometric median of the rows."""

@@ -1,4 +1,4 @@
-"""Update steps that mix the clients' steps before a robust rule, so that it stands clients whose data differ.
+"""Update steps that mix the clients' steps before a robust rule, for clients whose data differ.
 
 Allouah, Farhadkhani, Guerraoui, Gupta, Pinot & Stephan, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under
 Heterogeneity", AISTATS 2023. Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via
@@ -25,7 +25,7 @@ from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.rule import Aggregator, ClusteredAggregator, PlanningAggregator, ResizingAggregator, RoundInfo
-from lightning_fed.steps.bounds import refuse_rows
+from lightning_fed.steps.bounds import refuse_rows, refuse_rule
 from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
@@ -53,11 +53,7 @@ class Mixture(CollectingStep):
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses a rule with trusted clients, whose steps would be mixed, or with models that have no steps."""
-        if isinstance(rule, ClusteredAggregator | ResizingAggregator):
-            raise OptionError(
-                f"Expected a rule that makes one model of the same shapes for {type(self).__name__}, but got"
-                f" {type(rule).__name__}."
-            )
+        refuse_rule(self, rule, ClusteredAggregator, ResizingAggregator)
         if isinstance(rule, PlanningAggregator) and rule.plan(0).always:
             raise OptionError(f"Expected no `{type(self).__name__}` with {type(rule).__name__}, which trusts a client.")
 

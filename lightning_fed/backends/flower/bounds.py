@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_fed.argument_checks import check_count, check_number
+from lightning_fed.argument_checks import check_count, check_positive
 from lightning_fed.backends.flower.packets import TrainRequest, find_bad_rate
 
 
@@ -42,8 +42,8 @@ class OrderBounds:
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         check_count("min_clients", self.min_clients, lowest=2)
-        if self.max_lr is not None and not 0 < check_number("max_lr", self.max_lr) < math.inf:
-            raise ValueError(f"Expected `max_lr` to be greater than 0 and finite, but got {self.max_lr}.")
+        if self.max_lr is not None:
+            check_positive("max_lr", self.max_lr)
         if self.max_batches is not None and self.min_batches > self.max_batches:
             raise ValueError(
                 f"Expected `min_batches` of at most max_batches={self.max_batches}, but got {self.min_batches}."

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.argument_checks import check_count, check_option, check_positive
 from lightning_fed.numerics.distances import squared_distances
 from lightning_fed.numerics.precision import float64_device
 
@@ -226,8 +226,8 @@ def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_s
             raise ValueError(
                 f"Expected `bandwidth` to be one of {list(get_args(Bandwidth))} or a number, but got {bandwidth!r}."
             )
-    elif not 0 < bandwidth < math.inf:
-        raise ValueError(f"Expected `bandwidth` to be greater than 0 and finite, but got {bandwidth}.")
+    else:
+        check_positive("bandwidth", bandwidth)
     if not scales or not all(0 < scale < math.inf for scale in scales):
         raise ValueError(f"Expected `scales` to be numbers greater than 0, at least one, but got {scales}.")
     check_count("chunk_size", chunk_size)
