@@ -37,6 +37,7 @@ from lightning_fed.algorithms import METHODS
 from lightning_fed.client import client_store
 from lightning_fed.client.client_store import FolderStore, MemoryStore
 from lightning_fed.rounds.round import Round
+from lightning_fed.rounds.visits import Visits
 from lightning_fed.server.server import Server
 from tests.resume_script import last_checkpoint, prepare, rows
 
@@ -91,9 +92,9 @@ SEAMS = {
     "checkpoint deleted": ([(Strategy, "remove_checkpoint")], AROUND),
     "log write": ([(CSVLogger, "save")], ("after",)),
     "message out": ([(Server, "sent")], BEFORE),
-    "message in": ([(Round, "receive")], BEFORE),
-    "visit start": ([(Round, "start_group")], BEFORE),
-    "visit end": ([(Round, "end_group")], BEFORE),
+    "message in": ([(Visits, "receive")], BEFORE),
+    "visit start": ([(Visits, "start_group")], BEFORE),
+    "visit end": ([(Visits, "end_group")], BEFORE),
     "aggregate": ([(Round, "aggregate")], AROUND),
     "recalibrate": ([(Round, "measure_batch_norm")], AROUND),
 }

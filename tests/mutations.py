@@ -32,6 +32,10 @@ TARGETS = {  # file, and the tests that are about it, the quickest first
         "rounds/round.py",
         ["tests/test_invariants.py", "tests/test_faults.py", "tests/test_hooks.py", "tests/rounds/vectorized"],
     ),
+    "visits": (
+        "rounds/visits.py",
+        ["tests/test_invariants.py", "tests/test_faults.py", "tests/test_hooks.py", "tests/rounds/vectorized"],
+    ),
     "margins": ("algorithms/fedmargin/margins.py", ["tests/algorithms/fedmargin/test_margins.py"]),
     "matching": ("matching/neuron_matching.py", ["tests/matching/test_neuron_matching.py", "tests/algorithms/fedma"]),
     "merging": ("matching/merging.py", ["tests/matching/test_merging.py", "tests/matching/test_one_shot.py"]),

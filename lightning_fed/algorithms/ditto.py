@@ -24,7 +24,7 @@ from lightning_fed.method import Method, register
 from lightning_fed.model.entries import copy_state, find_non_finite, live_entries
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import gradient_scale
-from lightning_fed.rounds.round import VisitModel
+from lightning_fed.rounds.visits import VisitModel
 from lightning_fed.rule import Aggregator
 
 

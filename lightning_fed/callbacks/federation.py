@@ -41,11 +41,11 @@ from lightning_fed.rounds.lightning_internals import (
 from lightning_fed.rounds.loop import RoundLoop
 from lightning_fed.rounds.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
 from lightning_fed.rounds.remote import RemoteSide
-from lightning_fed.rounds.round import VisitModel
 from lightning_fed.rounds.round_log import RoundLog
 from lightning_fed.rounds.scheduler_steps import check_estimate, count_scheduler_steps
 from lightning_fed.rounds.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.rounds.trainer_checks import add_callbacks, check_schedulers, put_first
+from lightning_fed.rounds.visits import VisitModel
 from lightning_fed.rule import Aggregator
 from lightning_fed.server.held_entries import HeldEntries
 from lightning_fed.server.interface import ServerInterface
@@ -220,7 +220,7 @@ class Federation(L.Callback):
     @property
     def current_visit(self) -> PlannedVisit | None:
         """The visit that is under way; ``None`` between visits."""
-        return None if self._loop.round is None else self._loop.round.visit
+        return None if self._loop.round is None else self._loop.round.visits.current
 
     @property
     def current_visits(self) -> Sequence[PlannedVisit]:
@@ -230,7 +230,7 @@ class Federation(L.Callback):
         the latter's gradients belongs there.
         """
         round = self._loop.round
-        return () if round is None or not round.trains_sent_model else round.group
+        return () if round is None or not round.visits.trains_sent_model else round.visits.group
 
     @property
     def cohort(self) -> Cohort:
@@ -251,7 +251,7 @@ class Federation(L.Callback):
 
         """
         round = self._loop.round
-        if round is None or round.visit is None:
+        if round is None or round.visits.current is None:
             raise RuntimeError("No client is training: its memory can be asked for during its visit.")
         return round.local.memory
 
@@ -267,9 +267,9 @@ class Federation(L.Callback):
 
         """
         round = self._loop.round
-        if round is None or round.visit is None:
+        if round is None or round.visits.current is None:
             raise RuntimeError("No client is training: its model can be exchanged during its visit.")
-        return round.exchange_model(model)
+        return round.visits.exchange_model(model)
 
     @property
     def has_server(self) -> bool:

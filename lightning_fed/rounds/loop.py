@@ -1,6 +1,7 @@
 """The rounds of a fit: planned, opened with their first batch, and closed after their last.
 
-What happens inside a round is in :mod:`lightning_fed.rounds.round`.
+What happens inside a round is in :mod:`lightning_fed.rounds.round`, inside a visit in
+:mod:`lightning_fed.rounds.visits`.
 """
 
 from __future__ import annotations
@@ -278,8 +279,8 @@ class RoundLoop:
     def start_batch(self) -> None:
         """Starts the visit, or those that train at once, if this is their first batch."""
         group = () if self._loader is None else self._loader.group
-        if group and (self.round is None or self.round.group is not group):
-            self._open_round().start_group(group)
+        if group and (self.round is None or self.round.visits.group is not group):
+            self._open_round().visits.start_group(group)
 
     def _on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         """Override of the module's ``on_train_batch_start``."""
@@ -289,20 +290,20 @@ class RoundLoop:
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Override of the module's ``training_step``."""
         round = self.round
-        if round is None or not round.group:  # beside the visits
+        if round is None or not round.visits.group:  # beside the visits
             return self._step.original(*args, **kwargs)
         with self._counting_in_visit(0) as local_idx:
             if len(args) > 1:  # the batch, and its index where the step takes one
                 args = (args[0], local_idx, *args[2:])
-            return round.train_step(self._step.original, args, kwargs)
+            return round.visits.train_step(self._step.original, args, kwargs)
 
     def _on_backward(self, *args: Any, **kwargs: Any) -> None:
         """Override of the module's ``backward``."""
         round = self.round
-        if round is None or not round.group:
+        if round is None or not round.visits.group:
             self._backward.original(*args, **kwargs)
         else:
-            round.backward(self._backward.original, args, kwargs)
+            round.visits.backward(self._backward.original, args, kwargs)
 
     def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Override of the module's ``on_train_batch_end``: then the visit ends if this was its last batch.
@@ -331,12 +332,12 @@ class RoundLoop:
         """Ends the visit if this was its last batch, and the round if it was the last visit."""
         loader = self._loader
         if self.round is not None and loader is not None:
-            self.round.end_batch(loader.batches_left)
+            self.round.visits.end_batch(loader.batches_left)
         if loader is None or loader.batches_left or loader is self._finished_loader:
             return
         round = self._open_round()
         if loader.group:
-            round.end_group(loader.group)
+            round.visits.end_group(loader.group)
         if loader.is_over:
             self._close_round(round, loader)
 

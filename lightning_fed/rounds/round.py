@@ -1,17 +1,7 @@
 """One round, from top to bottom.
 
 1. ``Round(...)`` and :meth:`Round.open`: the server starts the round from the global model.
-2. For every visit of the round (:meth:`Round.start_group`, :meth:`Round.train_step`, :meth:`Round.end_group`):
-
-   a. :meth:`Round.request`: the client asks for what it needs;
-   b. :meth:`Round.send`: the server answers with a broadcast;
-   c. :meth:`Round.unpack`: the client receives it;
-   d. :meth:`Round.load`: the module becomes the client's model, with its own optimizer state;
-   e. :meth:`Round.train_step`: Lightning trains it on the client's batches;
-   f. :meth:`Round.answer`: the client makes its update;
-   g. :meth:`Round.receive`: the server counts the update, checks it and adds it to the aggregate;
-   h. :meth:`Round.keep`: the client keeps what is its own.
-
+2. The visits, one after another: :mod:`lightning_fed.rounds.visits`.
 3. :meth:`Round.join`: the processes that shared the visits join, and the answers of remote clients arrive;
    :meth:`Round.close`: :meth:`Round.aggregate`, :meth:`Round.load_global`, :meth:`Round.measure_batch_norm`,
    :meth:`Round.log`.
@@ -22,55 +12,36 @@ At any time :meth:`Round.abandon` gives the round up and restores the global mod
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.client.local_model import LocalModel
-from lightning_fed.data.population import PlannedVisit, seed_everything, seeded_generators
+from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
-from lightning_fed.errors import ClientFault, VisitTimeout, describe, without_frames
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
+from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import (
     find_fault,
     find_implausible,
-    identical_entries,
     is_running_statistic,
     trainable_entries,
     untrained_entries,
 )
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, recalibrate, warn_of_batch_norm
 from lightning_fed.rounds.carried_attributes import note_attributes, warn_of_carried
-from lightning_fed.rounds.client_errors import client_fault
-from lightning_fed.rounds.entry_policies import warn_of_filled
-from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import is_overridden, tensor_version
 from lightning_fed.rounds.round_start import RoundStart
 from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.rounds.vectorized.vectorized_visits import VectorizedVisits
+from lightning_fed.rounds.visits import Visits
 from lightning_fed.rule import ResizingAggregator, RoundInfo
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class VisitModel:
-    """A model in the middle of a visit.
-
-    Args:
-        state: The entries that the client trains, shared and personal.
-        optimizers: State of the optimizers, per-step schedulers and loss scale; ``None`` for a model beside the one
-            that the client was sent, with which they begin as at the start of a visit.
-
-    """
-
-    state: State
-    optimizers: Mapping[str, Any] | None = None
 
 
 class Round:
@@ -87,11 +58,8 @@ class Round:
         cohort: The round's clients.
         local: The module's entries.
         start: The global model, optimizers and schedulers as the round found them.
-        visit: The visit that is under way, until its update is received; ``None`` between visits, and while several
-            are.
-        group: The visits that are under way.
+        visits: The clients' visits.
         is_over: True once the round is closed or given up.
-        trains_sent_model: False while a client trains another model than the one that it was sent and will send.
 
     """
 
@@ -100,14 +68,14 @@ class Round:
     def __init__(
         self, fit: FederatedFit, loader: RoundLoader, cohort: Cohort, executor: VectorizedVisits | None = None
     ) -> None:
-        self.fit, self.cohort, self._loader, self._executor = fit, cohort, loader, executor
+        self.fit, self.cohort, self._loader = fit, cohort, loader
         self.is_over = False
         self._trainer, self._module, self._server = fit.trainer, fit.module, fit.server
         fit.progress.start_round(fit.trainer)
         if fit.is_batch_norm_fixed:
             freeze_batch_norm(fit.module)
         seed_everything(fit.schedule.start_seed(fit.trainer.current_epoch))
-        self._callbacks, self._server_callbacks = federated_callbacks(fit.trainer), fit.server_callbacks
+        self._server_callbacks = fit.server_callbacks
         self.local = LocalModel(
             fit.module,
             fit.policies,
@@ -116,17 +84,12 @@ class Round:
             fit.initial_statistics,
         )
         self.start = RoundStart(fit.trainer, self.local, fit.options.optimizer_state, self._server.held.values)
-        self.visit: PlannedVisit | None = None
-        self.group: Sequence[PlannedVisit] = ()
-        self.trains_sent_model = True
-        self._trained: set[int] = set()  # positions of the visits in which a step has given a loss
-        self._suspended_memories: dict[int, State] = {}  # of the visits that are suspended, by position
         self._attributes: dict[str, Any] = {}
         self._measured: dict[str, float] = {}
         untrained = untrained_entries(fit.module) - self.local.sliced.keys()
         self._untrained = [name for name in self.start.state if name in untrained]
         self._writes = self._count_writes()
-        self._messages: dict[Client, tuple[Broadcast, State]] = {}  # to clients, and their entries as they arrived
+        self.visits = Visits(fit, loader, self.local, self.start, self._untrained, executor)
         unchanged = {name: self.start.state[name] for name in self._untrained}
         self._server.held.start_round(fit.trainer.current_epoch, unchanged)
         info = RoundInfo(
@@ -150,234 +113,6 @@ class Round:
             callback.on_server_round_start(self._trainer, self._module)
         self._attributes = note_attributes(self._module)
 
-    # 2. Visits
-
-    def start_group(self, group: Sequence[PlannedVisit]) -> None:
-        """Starts a visit, or several that train at once, before their first batch."""
-        self.group = group
-        self.fit.synchronisation.start_visit(group[0])
-        if len(group) == 1:
-            self.start_visit(group[0])
-        else:
-            assert self._executor is not None
-            for planned in group:
-                if planned.fault is None:
-                    self.start_visit(planned)
-                    self.suspend_visit()
-                self._executor.take()  # a client that has failed already has a row too, on which nothing is trained
-            self._executor.start()
-
-    def start_visit(self, planned: PlannedVisit) -> None:
-        """Makes the module a client's model, by way of the server."""
-        client, request = planned.visit.client, self.request(planned)
-        if planned.fault is not None:  # it is sent nothing
-            return
-        try:
-            broadcast = self.send(client, request)
-            self.unpack(client, broadcast)
-        except ClientFault as error:
-            planned.fail(str(error), error)
-            return
-        self.load(client, request, broadcast)
-
-    def request(self, planned: PlannedVisit) -> Request:
-        """Begins a visit and makes its client's request; sets the visit's ``fault`` if the client cannot even ask."""
-        self.visit, self.trains_sent_model = planned, True
-        client = planned.visit.client
-        request = Request(client)
-        try:
-            self.local.recall(client)
-        except ClientFault as error:  # what it has kept is lost
-            planned.fail(str(error), error)
-            return request
-        for callback in self._callbacks:
-            callback.on_client_request(self._trainer, self._module, client, request)
-        unsliced = sorted(request.rows.keys() - self.local.sliced.keys())
-        if unsliced and planned.fault is None:
-            raise MisconfigurationException(
-                f"A callback asks for rows of {unsliced}, which travel as a whole: name them in its `sliced_entries`."
-            )
-        return request
-
-    def send(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Makes the server's message for a client, as callbacks change it before it is sent."""
-        broadcast = self._server.prepare(client, request)
-        for callback in self._server_callbacks:
-            callback.on_server_send(self._trainer, self._module, client, broadcast)
-        self._server.sent(client, broadcast)
-        return broadcast
-
-    def unpack(self, client: Client, broadcast: Broadcast) -> None:
-        """Has callbacks unpack the message on the client's side."""
-        self._messages[client] = broadcast, dict(broadcast.state)
-        for callback in self._callbacks:
-            callback.on_client_receive(self._trainer, self._module, client, broadcast)
-
-    def load(self, client: Client, request: Request, broadcast: Broadcast) -> None:
-        """Makes the module the client's model, and its optimizers fresh or those that the client has kept."""
-        self.local.load_client(client, broadcast.state)
-        kept = self.local.kept_optimizer_state(client) if self.fit.options.optimizer_state == "keep" else None
-        rows = [(self.local.sliced[name], rows) for name, rows in request.rows.items()]
-        self.start.optimizers.start_visit(kept, rows)
-        self._module.zero_grad()
-        for callback in self._callbacks:
-            callback.on_client_start(self._trainer, self._module, client, broadcast)
-
-    def train_step(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the module's training step on a client's batch; a client that fails at it is left out of the round.
-
-        Args:
-            training_step: The module's own.
-            args: Its arguments, of which the first is the batch.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            What the step returns; ``None``, with which Lightning skips the batch, where there is nothing to train.
-
-        """
-        if len(self.group) > 1 and self.visit is None:
-            assert self._executor is not None
-            assert self._loader.numbers is not None
-            loss = self._executor.step(self.group, training_step, args[0], args[1:], self._loader.numbers)
-            self._trained.update(planned.position for planned in self.group)
-            return self._skip_batch() if loss is None else loss
-        planned = self.visit or self.group[0]  # of a group, one that looks at its data before all of them train
-        if planned.fault is not None:  # it failed before its first batch
-            return self._skip_batch()
-        try:
-            with self._loader.clock.interrupting():
-                if args:
-                    args = (self._prepare_batch(planned.visit.client, args[0]), *args[1:])
-        except (ClientFault, VisitTimeout) as error:
-            planned.fail(str(error), error)
-            return self._skip_batch()
-        # Manual optimization switches some off in a step.
-        parameters = () if self._module.automatic_optimization else self._module.parameters()
-        switches = [(parameter, parameter.requires_grad) for parameter in parameters]
-        try:
-            with self._loader.clock.interrupting():
-                output = training_step(*args, **kwargs)
-        except Exception as error:
-            self._fail(planned, error)
-            for parameter, is_on in switches:
-                parameter.requires_grad_(is_on)
-            return self._skip_batch()
-        if output is not None:
-            self._trained.add(planned.position)
-        return output
-
-    def backward(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Runs the module's backward pass after a client's training step, at which the client may fail likewise.
-
-        Args:
-            backward: The module's own.
-            args: Its arguments, of which the first is the loss.
-            kwargs: Its keyword arguments.
-
-        """
-        if len(self.group) > 1 or not self._module.automatic_optimization:  # there it is part of the training step
-            backward(*args, **kwargs)
-            return
-        (planned,) = self.group
-        try:
-            with self._loader.clock.interrupting():
-                backward(*args, **kwargs)
-        except Exception as error:
-            self._fail(planned, error)
-            for parameter in self._module.parameters():  # the optimizer steps all the same, and a loss scale wants some
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-
-    def _fail(self, planned: PlannedVisit, error: Exception) -> None:
-        """Marks a visit as failed by an error in the module's step; raises it where the program cannot go on."""
-        fault = client_fault(error, planned)
-        if fault is None:
-            raise error
-        planned.fail(fault, error)
-        if not isinstance(error, ClientFault) and not self._loader.population.has_raised:
-            self._loader.population.has_raised = True
-            trace = error.__notes__[-1]
-            _log.warning(
-                "The step of client %r raised (this is shown for the first one only):\n%s", planned.visit.client, trace
-            )
-
-    def _prepare_batch(self, client: Client, batch: Any) -> Any:
-        for callback in self._callbacks:
-            batch = callback.on_client_batch(self._trainer, self._module, client, batch)
-        return batch
-
-    def _skip_batch(self) -> None:
-        self.fit.ignore_warning("`training_step` returned `None`")
-
-    def end_batch(self, batches_left: int) -> None:
-        """Runs after every batch; ``batches_left`` counts the group's batches that are still to come."""
-        self.fit.synchronisation.end_batch()
-        if len(self.group) > 1:
-            assert self._executor is not None
-            self._executor.end_batch(self.group, batches_left)
-
-    def end_group(self, group: Sequence[PlannedVisit]) -> None:
-        """Ends the visits of a group after their last batch, also if their first batch never came."""
-        if len(group) == 1 and group[0].fault is None and self._loader.clock.is_up:
-            group[0].fault = str(self._loader.clock.timeout())
-        self._loader.clock.stop()
-        if len(group) == 1:
-            self.end_visit(group[0])
-        else:
-            assert self._executor is not None
-            self._executor.leave()
-            for row, planned in enumerate(group):
-                if self.resume_visit(planned):
-                    self._executor.put(row)
-                self.end_visit(planned)
-            self._executor.clear()
-        self.group, self._suspended_memories = (), {}
-        self.fit.synchronisation.end_visit(group[0])
-
-    def end_visit(self, planned: PlannedVisit) -> None:
-        """Brings a client's update to the server; what a client keeps is kept only if its update was good."""
-        if planned.fault is None and self._module.automatic_optimization and planned.position not in self._trained:
-            planned.fault = f"its training step gave no loss in {planned.num_batches} batches"
-        update = None
-        if planned.fault is None:
-            try:
-                update = self.answer(planned)
-            except ClientFault as error:
-                planned.fail(str(error), error)
-        if update is None:
-            self._messages.pop(planned.visit.client, None)
-            self._server.fail(planned.visit.client, planned.fault or "", planned.error)
-        elif self.receive(update):
-            self.keep(planned)
-        self.leave()
-
-    def answer(self, planned: PlannedVisit) -> ClientUpdate:
-        """Makes the client's update, as callbacks change it before it is sent."""
-        client = planned.visit.client
-        broadcast, came = self._messages.pop(client)
-        # Callbacks may write into the update, which without them needs no copies of what has not changed.
-        has_callbacks = any(is_overridden("on_client_end", hooks, FederatedCallback) for hooks in self._callbacks)
-        update = self.local.answer(client, planned.num_samples, None if has_callbacks else self._unchanged_of(came))
-        self._look_at_unset()
-        for callback in self._callbacks:
-            callback.on_client_end(self._trainer, self._module, client, update)
-        update = self._server.chain.on_client(update, broadcast, self.local.memory)
-        if update.state.keys() == came.keys():
-            unchanged = self._unchanged_of(came)
-            update.unsent = identical_entries(unchanged, update.state)
-            update.state |= {name: unchanged[name] for name in update.unsent}
-        return update
-
-    def _look_at_unset(self) -> None:
-        """Says it, once a fit, if a visit has written into buffers that do not travel because of their values."""
-        fit = self.fit
-        if not fit.unset or fit.has_warned("filled"):
-            return
-        frozen = [name for name in fit.unset if fit.policies[name] == "frozen"]
-        filled = self.local.changed_server_entries(frozen)
-        if filled:
-            fit.note_warning("filled")
-            warn_of_filled(filled)
-
     def _count_writes(self) -> dict[str, int]:
         """Versions, as PyTorch counts writes, of the entries of the round's start that messages share."""
         return {name: tensor_version(self.start.state[name]) for name in self._untrained}
@@ -398,63 +133,7 @@ class Round:
                 " place."
             )
 
-    def _unchanged_of(self, came: State) -> State:
-        return {name: came[name] for name in self._untrained if name in came}
-
-    def receive(self, update: ClientUpdate) -> bool:
-        """Counts, unpacks and checks an update, and has it aggregated; returns whether it was good."""
-        if not self._server.count(update):
-            return False
-        try:
-            for callback in self._server_callbacks:
-                callback.on_server_receive(self._trainer, self._module, update)
-        except Exception as error:  # the first half of a message may be good, what it is taken for is one client's
-            reason = f"the server cannot read its update: {describe(error)}"
-            return self._server.refuse(update.client, reason, without_frames(error))
-        return self._server.accept(update)
-
-    def keep(self, planned: PlannedVisit) -> None:
-        """Stages the client's personal entries, memory and optimizer state until its next visit."""
-        num_samples = self._server.chain.counted(planned.num_samples)
-        optimizer_state = self.start.optimizers.end_visit(num_samples, planned.position)
-        self.local.keep(planned.visit.client, planned.visit.round, optimizer_state)
-
-    def leave(self) -> None:
-        """Ends the visit that is under way, whatever came of it."""
-        if self.visit is None:  # the client's first batch failed, so that its visit never began
-            return
-        for callback in self._callbacks:
-            callback.on_client_visit_end(self._trainer, self._module, self.visit.visit.client)
-        self.visit = None
-
-    def exchange_model(self, model: VisitModel) -> VisitModel:
-        """Makes the module another model in the middle of a visit; returns the one that it was."""
-        optimizers = self.start.optimizers
-        before = VisitModel(self.local.client_entries(), optimizers.snapshot())
-        self.local.load_client_entries(model.state)
-        self.trains_sent_model = model.optimizers is not None
-        if model.optimizers is None:
-            optimizers.start_visit()
-        else:
-            optimizers.resume(model.optimizers)
-        self._module.zero_grad()
-        return before
-
-    def suspend_visit(self) -> None:
-        """Puts the visit that is under way aside, so that another one can start."""
-        assert self.visit is not None
-        self._suspended_memories[self.visit.position] = self.local.memory
-        self.visit = None
-
-    def resume_visit(self, planned: PlannedVisit) -> bool:
-        """Goes on with a visit that was suspended; returns whether it was."""
-        memory = self._suspended_memories.pop(planned.position, None)
-        if memory is None:
-            return False
-        self.visit, self.local.memory = planned, memory
-        return True
-
-    # 3. Close
+    # 2. Close
 
     def join(self) -> None:
         """Joins the processes that shared the visits, after the last of them."""
@@ -559,13 +238,7 @@ class Round:
 
     def abandon(self) -> None:
         """Gives the round up and restores the global model with which it began."""
-        self._loader.clock.stop()
-        if self._executor is not None:
-            self._executor.abandon()
-        self.leave()
-        for planned in self.group:
-            if self.resume_visit(planned):
-                self.leave()
+        self.visits.abandon()
         self.start.restore()
         self._server.abandon_round()
         self._settle(())

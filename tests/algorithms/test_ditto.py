@@ -9,7 +9,7 @@ from lightning_fed import Availability, FederatedDataModule, Federation
 from lightning_fed.algorithms import Ditto
 from lightning_fed.callbacks import FederatedCallback, PersonalModel
 from lightning_fed.method import build_method
-from lightning_fed.rounds.round import VisitModel
+from lightning_fed.rounds.visits import VisitModel
 from tests import models
 from tests.recorders import MemoryLogger, Recorder, SavesOnException, assert_same, bytes_of, state_of
 from tests.references_correction import Visits, ditto_reference

@@ -165,7 +165,7 @@ class RemoteClientSide(RemoteSide):
                 if visit.client in server.report.failed:
                     continue
                 try:
-                    broadcast = round.send(visit.client, request)
+                    broadcast = round.visits.send(visit.client, request)
                 except Exception as error:
                     if request is None:
                         raise
@@ -203,7 +203,7 @@ class RemoteClientSide(RemoteSide):
                 server.refuse(client, f"its answer cannot be used: {describe(error)}", without_frames(error))
                 continue
             num_samples = server.chain.counted(update.num_samples)
-            if round.receive(update):
+            if round.visits.receive(update):
                 if said.keeps:
                     self._client_store.note(client, number)
                 add_optimizer_steps(fit.trainer, said.steps)

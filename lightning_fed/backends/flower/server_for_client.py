@@ -240,8 +240,8 @@ class RemoteServerSide(RemoteSide):
             return
         (planned,) = loader.visits
         if self._kind == REQUEST:
-            request = round.request(planned)
-            round.leave()
+            request = round.visits.request(planned)
+            round.visits.leave()
             if planned.fault is None:
                 self.request = request
             else:
@@ -252,7 +252,7 @@ class RemoteServerSide(RemoteSide):
         try:
             if step is None:
                 raise ClientFault("its module has no step to run")
-            round.local.load_client(visit.client, round.send(visit.client).state)
+            round.local.load_client(visit.client, round.visits.send(visit.client).state)
             self.measured = client_statistics(trainer, module, fit.population, visit, layers_in_training(module), step)
         except Exception as error:
             self.server.fail(visit.client, describe(error), error)
