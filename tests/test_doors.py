@@ -929,6 +929,45 @@ def test_barebones(tmp_path):
     assert own.w.tolist() == [0.75, 0.75]
 
 
+class CountedData(models.ValidatedData):
+    """Counts how often it is asked for loaders; every training loader has other examples."""
+
+    def __init__(self):
+        super().__init__(CLIENTS, HELD_OUT)
+        self.asked = {"train": [], "val": []}
+
+    def train_dataloader(self):
+        self.asked["train"].append(self.trainer.current_epoch)
+        loader = super().train_dataloader()
+        inputs, targets = loader.dataset.tensors
+        fresh = TensorDataset(torch.full_like(inputs, len(self.asked["train"])), targets)
+        return DataLoader(fresh, loader.batch_size)
+
+    def val_dataloader(self):
+        self.asked["val"].append(self.trainer.current_epoch)
+        return super().val_dataloader()
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+def test_loaders_are_asked_for_as_in_a_plain_fit(interval, plain_trainer):
+    """Validation data once, unless the Trainer is told otherwise; then training data come anew, too."""
+    asked, seen = [], []
+    for federation in ([], [Federation(partition=IID(3))]):
+        data, own = CountedData(), module()
+        step = own.training_step
+        own.training_step = lambda batch, batch_idx, step=step, own=own: (
+            seen.append((own.trainer.current_epoch, batch[0].unique().tolist())) or step(batch, batch_idx)
+        )
+        trainer = plain_trainer(max_epochs=4, reload_dataloaders_every_n_epochs=interval, callbacks=federation)
+        seen.clear()
+        trainer.fit(own, datamodule=data)
+        asked.append(data.asked)
+    assert asked[0] == asked[1]
+    assert {round: {value for at, values in seen if at == round for value in values} for round in range(4)} == {
+        round: {1 + round // interval if interval else 1} for round in range(4)
+    }
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_x_axis_of_a_logger_is_the_round(workers, federated_trainer):
     logger = MemoryLogger()

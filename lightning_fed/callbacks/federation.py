@@ -414,8 +414,9 @@ class Federation(L.Callback):
             self._models.evaluate(trainer, pl_module, "test")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Gives up a round that was cut short by the module."""
+        """Gives up a round that was cut short by the module, and has Lightning ask for the next one."""
         self._loop.cut_short()
+        self._loop.ask_for_round()
         self._fit.progress.end_epoch()
         self._fit.count_rounds(trainer.current_epoch + 1)  # also where nothing came of the round
         log_step(pl_module, self.rounds - 1)  # also where the fit was resumed after the round's batches

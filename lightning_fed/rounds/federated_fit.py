@@ -134,12 +134,15 @@ class FederatedFit:
         self.synchronisation = synchronisation
 
     def meet(self, population: Population) -> None:
-        """Makes the clients known, before the first round.
+        """Makes the clients known, before the first round; or their data of a later round, when they are loaded anew.
 
         Raises:
             MisconfigurationException: If no round can have the least number of clients.
 
         """
+        if self._population is not None:
+            population.sampling, population.has_raised = self._population.sampling, self._population.has_raised
+            self._population.close()
         self._population = population
         population.local_steps = self.schedule.local_steps
         most, who = self.schedule.cohort_size(len(population.clients)), "of a round"

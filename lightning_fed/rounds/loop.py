@@ -71,7 +71,8 @@ class RoundLoop:
         self._finished_loader: RoundLoader | None = None
         self._has_advised = False
         self._overridden: list[OverriddenMethod] = []
-        self._reload_interval: int | None = None
+        self._reload_interval: int | None = None  # the user's
+        self._last_look = 0  # round in which the clients' data were asked for
         self._frozen: list[nn.Parameter] = []
         self._generators = ExitStack()  # as the fit has found them
 
@@ -216,16 +217,24 @@ class RoundLoop:
 
     def find_population(self) -> Population:
         """All clients; their data are asked for if they are not known yet."""
+        if not self.fit.is_population_known and self._overridden:
+            self._look_at_data()
+        return self.fit.population
+
+    def _look_at_data(self) -> None:
+        """Asks for the clients' data, as Lightning asks for a training loader."""
         fit = self.fit
-        if not fit.is_population_known and self._overridden:
-            if self.remote is not None:
-                fit.meet(self.remote.population)
-            elif self._partition is None:
-                fit.meet(datamodule_of(fit.trainer).population())
-            else:
-                loader = self._train_dataloader.original()
-                fit.meet(split_training_data(loader, self._partition, fit.schedule.seed))
-        return fit.population
+        if self.remote is not None:
+            fit.meet(self.remote.population)
+        elif self._partition is None:
+            fit.meet(datamodule_of(fit.trainer).population())
+        else:
+            loader = self._train_dataloader.original()
+            fit.meet(split_training_data(loader, self._partition, fit.schedule.seed))
+
+    def ask_for_round(self) -> None:
+        """Has Lightning ask for a training loader before the next epoch: for the next round's."""
+        exchange_reload_interval(self.fit.trainer, 1)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
         """The module meanwhile is the average of the global models, as in validation, where there is one."""
@@ -235,9 +244,15 @@ class RoundLoop:
 
     def _plan_round(self) -> RoundLoader:
         """Override of ``train_dataloader``: the next round's loader, which opens it when its first batch is fetched."""
-        fit, self.is_planned = self.fit, True
+        fit, round, interval = self.fit, self.fit.trainer.current_epoch, self._reload_interval or 0
+        exchange_reload_interval(fit.trainer, interval)  # by which Lightning asks for validation data
+        is_due = bool(interval) and round - self._last_look >= interval
+        if self.is_planned and is_due:
+            self._look_at_data()
         self.find_population()
-        round = fit.trainer.current_epoch
+        if is_due or not self.is_planned:
+            self._last_look = round
+        self.is_planned = True
         remote = self.remote
         cohort = fit.draw_cohort(round) if remote is None else remote.cohort(lambda: fit.draw_cohort(round))
         served = fit.served(cohort)
