@@ -1,0 +1,85 @@
+"""Lightning's own tests, plain and federated with one client: ``python -m tests.lightning_suite LIGHTNING --out OUT``.
+
+LIGHTNING is a working tree of Lightning at the tag of the installed version (or the one before it), outside of this
+repository::
+
+    git clone --depth 1 --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning /tmp/lightning
+
+Every file of tests runs in a process of its own, first as it is, then with a ``Federation`` of one client in every
+Trainer, then with ``FederatedTrainer`` in its place; only tests that pass plain run federated. The results are lines of
+JSON in OUT, on which a run that was broken off goes on; ``table.md`` counts them. Hours on two cores. Some files of
+tests import ``cloudpickle``, ``scikit-learn`` or ``pandas``; without them they are left out.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.lightning_suite.results import read, table
+
+ROOT = Path(__file__).parents[2]
+DOORS = ("plain", "callback", "trainer")
+FIRST = ("trainer", "loops", "callbacks", "checkpointing", "models", "tuner", "core", "loggers", "utilities")
+
+
+def main():
+    """Runs the tests that have no result yet, and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", metavar="LIGHTNING", type=Path, help="a working tree of Lightning")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--doors", nargs="*", default=DOORS, choices=DOORS, help="which of the three runs")
+    parser.add_argument("--folders", nargs="*", default=FIRST, help="folders of tests_pytorch")
+    parser.add_argument("--again", action="store_true", help="run federated tests that did not pass once more")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    tests = arguments.checkout / "tests" / "tests_pytorch"
+    for door in arguments.doors:
+        if arguments.again and door != "plain":
+            forget_failures(results_of(arguments.out, door))
+        for folder in arguments.folders:
+            for file in sorted((tests / folder).rglob("test_*.py")):
+                run(door, file, arguments)
+                (arguments.out / "table.md").write_text(table(arguments.out))
+    print((arguments.out / "table.md").read_text())
+
+
+def results_of(out, door):
+    """The file with the results of a door."""
+    return (out / f"{door}.jsonl").resolve()
+
+
+def forget_failures(path):
+    """Takes the tests that have not passed out of a file of results."""
+    kept = [result for result in read(path).values() if result["outcome"] == "passed"]
+    path.write_text("".join(f"{json.dumps(result)}\n" for result in kept))
+
+
+def run(door, file, arguments):
+    """Runs the tests of a file; again where one has ended the process, which is left out from then on."""
+    checkout = arguments.checkout.resolve()
+    environment = {
+        **os.environ,
+        "DOOR": door,
+        "RESULTS": str(results_of(arguments.out, door)),
+        "PLAIN": str(results_of(arguments.out, "plain")),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    plugins = ["-p", "tests.lightning_suite.plugin", "-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", "-c", str(checkout / "pyproject.toml"), "--rootdir", str(checkout)]
+    options = ["-q", "--timeout", "120", str(file.resolve())]
+    for _ in range(10):
+        ended = subprocess.run(
+            [*command, *plugins, *options], cwd=checkout / "tests", env=environment, capture_output=True, text=True
+        )
+        if ended.returncode in (0, 1, 2, 5):
+            break
+    if ended.returncode not in (0, 1, 5):
+        print(f"{door}: {file.name} ended with {ended.returncode}\n{ended.stdout[-2000:]}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
