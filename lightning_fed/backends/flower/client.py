@@ -40,6 +40,8 @@ from lightning_fed.backends.flower.secure_sum_packets import SUM, SumRequest, re
 from lightning_fed.backends.flower.server import Model
 from lightning_fed.backends.flower.server_for_client import HalvesMismatch, RemoteServerSide
 from lightning_fed.backends.flower.transport import from_records, to_records
+from lightning_fed.backends.site.gate import POLICY_FILE, SiteGate
+from lightning_fed.backends.site.policy import Half
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.data.federated import FederatedDataModule, split_training_data
@@ -77,6 +79,7 @@ def client_app(
     callbacks: Sequence[L.Callback] = (),
     store: str | os.PathLike[str] | None = None,
     bounds: OrderBounds | None = None,
+    policy: str | os.PathLike[str] | None = None,
 ) -> LightningClientApp:
     """The clients' half of a federation, as a Flower app: what runs beside the data.
 
@@ -96,6 +99,8 @@ def client_app(
         callbacks: Callbacks beside the federation's own.
         store: Folder for what is the clients'; by default ``lightning-fed`` in Flower's own (``FLWR_HOME``).
         bounds: Bounds of the work that is done on the server's order; by default there are none.
+        policy: File of the site's policy, without which nothing leaves; by default ``site_policy.toml`` in ``store``,
+            if there is one. See :mod:`lightning_fed.backends.site`.
 
     Raises:
         ValueError: If the Trainer is asked for what is the server's to say.
@@ -114,7 +119,7 @@ def client_app(
 
     """
     options = check_options(trainer, _OURS)
-    return LightningClientApp(ClientRunner(federation, model, data, options, callbacks, store, bounds))
+    return LightningClientApp(ClientRunner(federation, model, data, options, callbacks, store, bounds, policy))
 
 
 class LightningClientApp(ClientApp):
@@ -161,6 +166,7 @@ class ClientRunner:
         callbacks: Sequence[L.Callback] = (),
         store: str | os.PathLike[str] | None = None,
         bounds: OrderBounds | None = None,
+        policy: str | os.PathLike[str] | None = None,
     ) -> None:
         self._bounds = OrderBounds() if bounds is None else bounds
         self._federation, self._model, self._data = federation, model, data
@@ -170,9 +176,16 @@ class ClientRunner:
         self._run = ""
         self._module: L.LightningModule
         self._found: dict[str, tuple[Population, HalfData]] = {}  # by node
+        chain = federation.server.chain
+        of_steps = [callback for step in chain.steps for callback in step.callbacks()]
+        self._gate = SiteGate(
+            self._store / POLICY_FILE if policy is None else Path(policy),
+            policy is not None,
+            Half(federation.method.name, chain.steps, [*federation.method.callbacks, *of_steps, *self._callbacks]),
+        )
 
     def answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
-        """Answers a packet.
+        """Answers a packet, if the site's policy lets the answer leave.
 
         Args:
             kind: The type of Flower's message.
@@ -183,6 +196,9 @@ class ClientRunner:
             PacketError: If the packet is none of ours.
 
         """
+        return self._gate.guard(kind, packet, lambda bare: self._answer(kind, bare, node))
+
+    def _answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
         population, datamodule = self._data_at(node)
         clients = _clients_at(node, population)
         if kind == HELLO:

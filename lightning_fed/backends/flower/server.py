@@ -22,6 +22,7 @@ from lightning_fed.backends.flower.remote_client_store import RemoteClientStore
 from lightning_fed.backends.flower.run_folder import lock_folder, read_clients, write_clients
 from lightning_fed.backends.flower.transport import FlowerTransport
 from lightning_fed.backends.flower.transport_interface import Transport
+from lightning_fed.backends.site.signatures import read_private_key
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.messages import Client
 from lightning_fed.rounds.batch_norm import batch_norm_layers
@@ -45,6 +46,7 @@ def server_app(
     callbacks: Sequence[L.Callback] = (),
     time_limit: float = 3600.0,
     patience: float = 600.0,
+    key: str | os.PathLike[str] | None = None,
 ) -> ServerApp:
     """The server's half of a federation, as a Flower app.
 
@@ -70,6 +72,8 @@ def server_app(
         callbacks: Callbacks beside the federation's own.
         time_limit: Seconds in which the clients of a round must have answered.
         patience: Seconds in which the clients must have come.
+        key: File of a private key (``ssh-keygen -t ed25519 -N ""``) with which messages are signed, for sites whose
+            policy names the server's key.
 
     Raises:
         ValueError: If an argument is out of its range, or the Trainer is asked for what is not possible.
@@ -99,12 +103,13 @@ def server_app(
             check_count(f"the node of client {client!r}", node, lowest=0)
     if not time_limit > 0 or not patience >= 0:
         raise ValueError(f"Expected positive times, but got time_limit={time_limit} and patience={patience}.")
+    signing = None if key is None else read_private_key(key)
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         bound = dict(clients) if isinstance(clients, Mapping) else None
-        transport, place = FlowerTransport(grid, time_limit, bound=bound), Path(folder)
+        transport, place = FlowerTransport(grid, time_limit, bound=bound, key=signing), Path(folder)
         with lock_folder(place):
             keys = list(clients) if isinstance(clients, Mapping) else clients
             met = transport.meet(read_clients(keys, place), patience)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
@@ -18,6 +19,7 @@ from lightning_fed.backends.flower.packets import (
     read_packet,
     write_packet,
 )
+from lightning_fed.backends.site.signatures import sign
 from lightning_fed.data.population import LONGEST_NAME, client_keys
 from lightning_fed.errors import describe
 from lightning_fed.messages import Client
@@ -70,6 +72,7 @@ class FlowerTransport:
         poll: Seconds between looks at whether an answer has come.
         bound: Client to the node that may speak for it, as Flower's registration of a node's key numbers it; ``None``
             believes the first node that names a client, while it is there.
+        key: Signs every message; ``None`` for messages without a signature.
 
     Attributes:
         sent: Bytes of the tensors in all packets that were sent.
@@ -78,8 +81,14 @@ class FlowerTransport:
     """
 
     def __init__(
-        self, grid: Grid, time_limit: float, poll: float = 0.1, bound: Mapping[Client, int] | None = None
+        self,
+        grid: Grid,
+        time_limit: float,
+        poll: float = 0.1,
+        bound: Mapping[Client, int] | None = None,
+        key: Ed25519PrivateKey | None = None,
     ) -> None:
+        self._key = key
         self._grid, self._limit, self._poll, self._bound = grid, time_limit, poll, bound
         self._nodes: dict[int, list[Client]] = {}
         self._asked: dict[int, tuple[str, float]] = {}  # the message, and until when a round waits for its answer
@@ -191,6 +200,8 @@ class FlowerTransport:
             return one_line(f"its answer cannot be read: {describe(error)}")
 
     def _push(self, node: int, kind: str, packet: Packet, group: str, ttl: float) -> str | None:
+        if self._key is not None:
+            packet = Packet(sign(packet.text, packet.data, self._key), packet.data)
         message = Message(to_records(packet), node, kind, ttl=ttl, group_id=group)
         return next(iter(self._grid.push_messages([message])), None)
 

@@ -86,7 +86,7 @@ def in_process(trainer, make_module, data, federation, rounds=3, callbacks=(), v
 
 def on_flower(
     folder, make_module, data, federation, rounds=3, callbacks=list, val=None, change=None, options=(), limit=5,
-    server_callbacks=(), grids=None, server_options=(),
+    server_callbacks=(), grids=None, server_options=(), key=None,
 ):  # fmt: skip
     """Two nodes: the first has every other client, the second the rest.
 
@@ -104,6 +104,7 @@ def on_flower(
         server_callbacks: Callbacks of the server alone.
         grids: A list that the grid is put into.
         server_options: Arguments of the server's Trainer alone.
+        key: The server's key.
 
     Returns:
         The server's module, its Trainer, the transport and the grid.
@@ -121,7 +122,7 @@ def on_flower(
     )
     if grids is not None:
         grids.append(grid)
-    transport = FlowerTransport(grid, limit, poll=0.01)
+    transport = FlowerTransport(grid, limit, poll=0.01, key=key)
     module = make_module()
     trainer = run_server(
         federation(), module, val, {**OPTIONS, **dict(options), **dict(server_options), "max_epochs": rounds},
