@@ -1,0 +1,392 @@
+"""A site's policy: the file that says what may leave its machine. What it does not allow does not leave."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from lightning_fed.backends.site.signatures import is_signed, read_public_key, split_signature
+from lightning_fed.messages import Client
+from lightning_fed.privacy.secure_sum import SecureSum
+from lightning_fed.steps.update_step import UpdateStep
+
+ANSWERS = {"query": "clients", "train": "update", "query.request": "request", "evaluate": "statistics",
+           "query.sum": "sum"}  # fmt: skip
+"""The kinds of answers by the type of the message that asks for them. One that is not here does not leave; a new one
+also needs a line in ``_CONTENTS``."""
+
+_CONTENTS: dict[str, tuple[set[str], dict[str, str | None]]] = {
+    "hello": ({"clients"}, {}),
+    "fault": ({"client", "reason"}, {}),
+    "request": ({"client", "same"}, {"rows": None, "extras": "extras"}),  # the rows' entries are those of "same"
+    "sum": ({"client", "stage"}, {"rows": None}),
+    "update": (
+        {"client", "num_samples", "metrics", "steps", "after", "keeps", "unsent"},
+        {"state": "entries", "extras": "extras"},
+    ),
+}
+"""Contents that a packet of each kind may have: fields of its header, and groups of tensors with the rule for their names."""
+
+_NAMED_FIELDS = {"same": "entries", "metrics": "metrics"}
+"""Fields that are mappings, and the rule for their names."""
+
+_LARGEST = 2**20  # bytes of a policy
+
+
+class PolicyError(Exception):
+    """Reason why a policy cannot be read: nothing leaves then."""
+
+
+class Refusal(Exception):
+    """An answer that the policy does not let leave.
+
+    Args:
+        rule: The rule.
+        reason: The reason, for the server and the log.
+
+    """
+
+    def __init__(self, rule: str, reason: str) -> None:
+        super().__init__(reason)
+        self.rule = rule
+
+
+@dataclass(frozen=True)
+class Half:
+    """The client half that answers, as far as a policy judges it.
+
+    Args:
+        method: Name of its method.
+        steps: Its update steps, the innermost first.
+        callbacks: Its callbacks.
+
+    """
+
+    method: str
+    steps: Sequence[UpdateStep] = ()
+    callbacks: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Order:
+    """A server's message, as far as a policy judges it.
+
+    Args:
+        answer: The kind of answer that it asks for, of :data:`ANSWERS`.
+        text: Its text, without the signature.
+        data: Its tensors' bytes.
+        signature: Its signature; empty where there is none.
+        client: The client that it asks; ``None`` where it asks who is there.
+        run: Name of the fit.
+        round: Index of the round.
+        stage: Step of a secure sum.
+        sum_size: Number of clients in the secure sum; ``None`` where the message is not of a sum, or before it is known.
+
+    """
+
+    answer: str
+    text: str
+    data: bytes
+    signature: str = ""
+    client: Client | None = None
+    run: str = ""
+    round: int | None = None
+    stage: str = ""
+    sum_size: int | None = None
+
+
+@dataclass(frozen=True)
+class RequiredStep:
+    """An update step, or a callback, without which nothing leaves.
+
+    Args:
+        name: Name of its class.
+        at_least: Lowest values of its attributes.
+        at_most: Highest values of its attributes.
+
+    """
+
+    name: str
+    at_least: Mapping[str, float] = field(default_factory=dict)
+    at_most: Mapping[str, float] = field(default_factory=dict)
+
+    def find_fault(self, half: Half) -> str | None:
+        """Reason why a half does not have it, in words; ``None`` if it does."""
+        reason: str | None = f"its federation has no {self.name}"
+        for index, step in enumerate(half.steps):
+            if type(step).__name__ == self.name:
+                is_here = type(step).on_client is not UpdateStep.on_client or any(
+                    outer.reveals != "update" for outer in half.steps[index + 1 :]
+                )
+                reason = self._find_excess(step) if is_here else f"its {self.name} is done by the server"
+                if reason is None:
+                    return None
+        for callback in half.callbacks:
+            if type(callback).__name__ == self.name:
+                reason = self._find_excess(callback)
+                if reason is None:
+                    return None
+        return reason
+
+    def _find_excess(self, step: Any) -> str | None:
+        for bounds, word in ((self.at_least, "at least"), (self.at_most, "at most")):
+            for name, bound in bounds.items():
+                value: Any = getattr(step, name, None)
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                if not is_number or not (value >= bound if word == "at least" else value <= bound):
+                    return f"{self.name} has {name}={value!r:.50}, and it is to be {word} {bound:g}"
+        return None
+
+
+@dataclass(frozen=True)
+class SitePolicy:
+    """Rules of a site. Each list is of patterns (as in :mod:`fnmatch`), and an empty one allows nothing.
+
+    Args:
+        digest: Digest of the file.
+        servers: Public keys of servers, as the lines of their ``.pub`` files; ``"*"`` for all, also without a signature.
+        runs: Names of runs.
+        methods: Names of methods, in any case.
+        answers: Kinds of answers: ``"update"``, ``"request"``, ``"statistics"`` and ``"sum"``. Who is there is always
+            said to a server that is allowed.
+        entries: Names of the model's entries.
+        extras: Names of the method's further tensors, and of BatchNorm layers' statistics.
+        metrics: Names of numbers for the log.
+        rounds_per_day: Most answers of one kind for one client, in any 24 hours.
+        bytes_per_day: Most bytes of all answers, in any 24 hours.
+        clients_per_sum: Fewest clients of a secure sum; there must be one, if it is given.
+        steps: Update steps that must be in the chain.
+        record: File of the record; relative to the policy's folder.
+
+    Example:
+        >>> policy = SitePolicy("0a", servers=("*",), runs=("*",), methods=("fed*",), answers=("update",),
+        ...     entries=("net.*",), rounds_per_day=10, bytes_per_day=10**6)
+        >>> policy.judge_order(Order("update", "", b"", run="3f"), Half("FedAvg"))
+        {'servers': '*', 'runs': '*', 'methods': 'fed*', 'answers': 'update'}
+        >>> policy.judge_order(Order("statistics", "", b"", run="3f"), Half("FedAvg"))
+        Traceback (most recent call last):
+        ...
+        lightning_fed.backends.site.policy.Refusal: its site's policy allows no statistics
+
+    """
+
+    digest: str
+    servers: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()
+    entries: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+    rounds_per_day: int = 0
+    bytes_per_day: int = 0
+    clients_per_sum: int | None = None
+    steps: tuple[RequiredStep, ...] = ()
+    record: str = "site_record.jsonl"
+
+    def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
+        """Judges what is known before anything trains.
+
+        Returns:
+            Of every rule the pattern that allowed it.
+
+        Raises:
+            Refusal: If the answer would not be let leave.
+
+        """
+        allowed = {"servers": self._find_server(order)}
+        if order.answer == "clients":
+            return allowed
+        allowed["runs"] = _find_pattern("runs", [order.run], self.runs)[0]
+        methods = [pattern.lower() for pattern in self.methods]
+        allowed["methods"] = _find_pattern("methods", [half.method.lower()], methods)[0]
+        if order.answer not in self.answers:
+            raise Refusal("answers", f"its site's policy allows no {order.answer}")
+        allowed["answers"] = order.answer
+        for required in self.steps:
+            fault = required.find_fault(half)
+            if fault is not None:
+                raise Refusal("steps", f"its site's policy needs other steps: {fault}")
+        if self.clients_per_sum is not None:
+            if not any(isinstance(step, SecureSum) for step in half.steps):
+                raise Refusal("clients_per_sum", "its site's policy needs a secure sum, and its federation has none")
+            if order.sum_size is not None and order.sum_size < self.clients_per_sum:
+                raise Refusal(
+                    "clients_per_sum",
+                    f"the secure sum has {order.sum_size} clients, and its site's policy needs {self.clients_per_sum}",
+                )
+        return allowed
+
+    def judge_answer(self, text: str) -> tuple[dict[str, Any], list[str]]:
+        """Judges what an answer holds, as it is to leave.
+
+        Returns:
+            Of every rule the patterns that allowed it, and the names of the entries.
+
+        Raises:
+            Refusal: If it has something that is not allowed.
+
+        """
+        packet = json.loads(text)
+        kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]
+        if kind not in _CONTENTS:
+            raise Refusal("answers", f"its site's policy knows no answer of the kind {kind!r}")
+        known_fields, known_groups = _CONTENTS[kind]
+        unknown = sorted((header.keys() - known_fields) | (tensors.keys() - known_groups.keys()))
+        if unknown:
+            raise Refusal("answers", f"its site's policy knows no {unknown[0]!r} in an answer of the kind {kind!r}")
+        names: dict[str, list[str]] = {"entries": [], "extras": [], "metrics": []}
+        for group, rows in tensors.items():
+            rule = known_groups[group]
+            if rule is not None:
+                names[rule] += [row[0] for row in rows]
+        for name, rule in _NAMED_FIELDS.items():
+            names[rule] += list(header.get(name, ()))
+        allowed = {
+            rule: _find_pattern(rule, found, getattr(self, rule)) for rule, found in names.items() if len(found) > 0
+        }
+        return allowed, names["entries"] + names["extras"]
+
+    def _find_server(self, order: Order) -> str:
+        if "*" in self.servers:
+            return "*"
+        for line in self.servers:
+            if order.signature and is_signed(order.text, order.data, order.signature, read_public_key(line)):
+                return line
+        raise Refusal("servers", "its site's policy does not know the server's key")
+
+
+def read_policy(path: Path) -> SitePolicy:
+    """Reads a policy, which nobody else may be able to change.
+
+    Raises:
+        PolicyError: If it cannot be read, is a symbolic link or no file, belongs to another user than this one and
+            root, others can write to it or to its folder, or something in it is not understood.
+
+    """
+    try:
+        content = _read_own_file(path)
+        values = tomllib.loads(content.decode())
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{str(path)!r} cannot be read: {error}") from error
+    try:
+        return _make_policy(hashlib.sha256(content).hexdigest(), values)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise PolicyError(f"{str(path)!r} is no policy: {error}") from error
+
+
+def _read_own_file(path: Path) -> bytes:
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    if path.is_symlink():
+        raise OSError("it is a symbolic link")
+    descriptor = os.open(path, flags)
+    try:
+        for status in (os.fstat(descriptor), path.parent.stat()):
+            if os.name == "posix" and (status.st_mode & 0o022 or status.st_uid not in (0, os.getuid())):
+                raise OSError("others can change it, or its folder: chmod go-w, and chown to root or the worker's user")
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("it is no file")
+        content = os.read(descriptor, _LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise OSError(f"it has more than {_LARGEST} bytes")
+        return content
+    finally:
+        os.close(descriptor)
+
+
+def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
+    known = [item.name for item in fields(SitePolicy) if item.name != "digest"]
+    unknown = sorted(values.keys() - set(known))
+    if unknown:
+        raise ValueError(f"expected rules of {known}, but got {unknown[0]!r}")
+    read: dict[str, Any] = {}
+    for name, value in values.items():
+        if name == "steps":
+            read[name] = tuple(_make_step(step) for step in value)
+        elif name == "record":
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"expected `record` to be a file's name, but got {value!r}")
+            read[name] = value
+        elif name in ("rounds_per_day", "bytes_per_day", "clients_per_sum"):
+            if type(value) is not int or value < 0:
+                raise ValueError(f"expected `{name}` to be a whole number, but got {value!r}")
+            read[name] = value
+        else:
+            if not isinstance(value, list) or not all(isinstance(pattern, str) for pattern in value):
+                raise ValueError(f"expected `{name}` to be a list of texts, but got {value!r}")
+            read[name] = tuple(value)
+    kinds = [kind for kind in ANSWERS.values() if kind != "clients"]
+    strange = [kind for kind in read.get("answers", ()) if kind not in kinds]
+    if strange:
+        raise ValueError(f"expected `answers` of {kinds}, but got {strange[0]!r}")
+    for line in read.get("servers", ()):
+        if line != "*":
+            read_public_key(line)
+    return SitePolicy(digest, **read)
+
+
+def _make_step(value: Any) -> RequiredStep:
+    step = RequiredStep(**value)
+    bounds = [*step.at_least.values(), *step.at_most.values()]
+    if not isinstance(step.name, str) or not all(type(bound) in (int, float) for bound in bounds):
+        raise ValueError(f"expected a step with a `name`, and numbers in `at_least` and `at_most`, but got {value!r}")
+    return step
+
+
+def _find_pattern(rule: str, names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """The patterns that allow the names.
+
+    Raises:
+        Refusal: If one is not allowed.
+
+    """
+    used: dict[str, None] = {}
+    for name in names:
+        pattern = next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+        if pattern is None:
+            raise Refusal(rule, f"its site's policy does not allow {name[:200]!r} in {rule}")
+        used[pattern] = None
+    return list(used)
+
+
+def find_kind(text: str) -> str:
+    """The kind of an answer's packet."""
+    return str(json.loads(text)["kind"])
+
+
+def read_order(kind: str, text: str, data: bytes) -> Order | None:
+    """Reads a server's message as far as a policy judges it; ``None`` if it is none.
+
+    Args:
+        kind: Its type.
+        text: Its text, with its signature.
+        data: Its tensors' bytes.
+
+    """
+    text, signature = split_signature(text)
+    try:
+        header = json.loads(text)["header"]
+        if kind not in ANSWERS or ANSWERS[kind] == "clients":
+            return Order(ANSWERS.get(kind, kind), text, data, signature)
+        place = header.get("visit", header)
+        size = None
+        if kind == "train":
+            size = len(set(header["peers"] or ()))
+        elif header.get("stage") == "shares":
+            size = len(set(header["peers"]))
+        elif header.get("stage") == "unmask":
+            size = sum(map(bool, header["survivors"]))
+        client, run, round = place["client"], header["run"], place["round"]
+        if not (isinstance(client, str | int) and isinstance(run, str) and type(round) is int):
+            return None
+        return Order(ANSWERS[kind], text, data, signature, client, run, round, str(header.get("stage", "")), size)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None

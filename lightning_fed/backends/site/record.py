@@ -1,0 +1,198 @@
+"""A site's record of its answers: lines in a file, each of which has a digest of itself and of the line before it.
+
+A line is ``DIGEST JSON``, where ``DIGEST`` is the SHA-256 of the line before's digest, a space and the JSON. So a byte
+that is changed, a line that is left out, added or moved, and a line that is cut off in the middle are found. Whoever
+may write to the file can cut whole lines off its end, or write all of it anew: this is found only with a copy of an
+earlier head (the digest of the last line) that is kept elsewhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+import stat
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # pragma: no cover - there is none on Windows
+    fcntl = None  # type: ignore[assignment]
+
+DAY = 24 * 3600.0  # seconds
+
+START = hashlib.sha256(b"lightning-fed site record").hexdigest()
+"""Digest that the first line has in place of that of the line before it."""
+
+
+class RecordError(Exception):
+    """Reason why a record cannot be trusted or written."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a record.
+
+    Args:
+        number: Its number in the file, from 1.
+        digest: Its digest: the record's head as long as it is the last line.
+        content: What it says.
+
+    """
+
+    number: int
+    digest: str
+    content: dict[str, Any]
+
+    @property
+    def time(self) -> float:
+        """Its time, in seconds since 1970."""
+        return datetime.fromisoformat(self.content["time"]).timestamp() if self.content else 0.0
+
+
+def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Iterator[Line]:
+    """Reads and verifies lines.
+
+    A line that a crash has cut off stays in the file; the next line has its digest as ``"torn"``.
+
+    Args:
+        file: The lines, from one that follows ``head`` on.
+        head: Digest of the line before.
+        number: Its number.
+
+    Raises:
+        RecordError: At the first line that is not as it was written.
+
+    Example:
+        >>> first = write_line(START, {"round": 0})
+        >>> second = write_line(first[:64].decode(), {"round": 1})
+        >>> [line.content["round"] for line in read_lines([first, second])]
+        [0, 1]
+        >>> list(read_lines([first.replace(b"0}", b"7}"), second]))
+        Traceback (most recent call last):
+        ...
+        lightning_fed.backends.site.record.RecordError: line 1 is not as it was written
+
+    """
+    torn: bytes | None = None
+    for raw in file:
+        digest, _, text = raw.rstrip(b"\n").partition(b" ")
+        if not raw.endswith(b"\n") or digest.decode(errors="replace") != _digest(head, text):
+            if torn is not None:
+                raise RecordError(f"line {number} is not as it was written")
+            torn, number = raw.rstrip(b"\n"), number + 1
+            continue
+        content = json.loads(text)
+        if content.get("torn") != (None if torn is None else hashlib.sha256(torn).hexdigest()):
+            raise RecordError(f"line {number if torn is not None else number + 1} is not as it was written")
+        torn, head, number = None, digest.decode(), number + 1
+        yield Line(number, head, content)
+    if torn is not None:
+        raise RecordError(f"line {number} is not as it was written")
+
+
+def write_line(head: str, content: Mapping[str, Any]) -> bytes:
+    """Makes the line that follows the one with the digest ``head``."""
+    text = json.dumps(dict(content), sort_keys=True).encode()
+    return f"{_digest(head, text)} ".encode() + text + b"\n"
+
+
+def _digest(head: str, text: bytes) -> str:
+    return hashlib.sha256(f"{head} ".encode() + text).hexdigest()
+
+
+class Record:
+    """A record that this process, and perhaps others, append to.
+
+    Args:
+        path: The file; it is made if there is none.
+
+    Attributes:
+        last: The last line that was read or written.
+        recent: The lines of the last 24 hours before it.
+
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.recent: deque[Line] = deque()
+        self._file, self._position = (-1, -1), 0
+        self._descriptor, self._torn = -1, b""
+        self.last = Line(0, START, {})
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Opens and locks the record, and verifies what has come to it since it was last open.
+
+        Raises:
+            RecordError: If it is not as it was written, is shorter than it was, or others can write to it.
+            OSError: If it cannot be opened; also where its path is a symbolic link.
+
+        """
+        is_new = not self._path.exists()
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        descriptor = os.open(self._path, flags, 0o600)
+        try:
+            if is_new:
+                _sync_folder(self._path.parent)
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self._descriptor = descriptor
+            self._catch_up()
+            yield
+        finally:
+            os.close(descriptor)
+
+    def append(self, content: Mapping[str, Any]) -> Line:
+        """Writes a line, and returns when the disk has it.
+
+        Raises:
+            OSError: If it cannot be written.
+
+        """
+        end = b""
+        if self._torn:
+            content, end = {**content, "torn": hashlib.sha256(self._torn).hexdigest()}, b"\n"
+        data = end + write_line(self.last.digest, content)
+        if os.write(self._descriptor, data) < len(data):
+            raise OSError(errno.ENOSPC, "the record's line was not written whole", str(self._path))
+        os.fsync(self._descriptor)
+        self._catch_up()
+        return self.last
+
+    def _catch_up(self) -> None:
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o022:
+            raise RecordError("it is no file, or others can write to it")
+        if self._file != (status.st_dev, status.st_ino):
+            self._file, self._position, self.last = (status.st_dev, status.st_ino), 0, Line(0, START, {})
+            self.recent.clear()
+        if status.st_size < self._position:
+            raise RecordError("it is shorter than it was")
+        with os.fdopen(os.dup(self._descriptor), "rb") as file:
+            file.seek(self._position)
+            data = file.read()
+        whole, self._torn = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
+        for line in read_lines(io.BytesIO(whole), self.last.digest, self.last.number):
+            self.last = line
+            self.recent.append(line)
+            while self.recent[0].time <= line.time - DAY:
+                self.recent.popleft()
+        self._position += len(whole)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Has the disk hold the name of a new file too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,268 @@
+"""A site's policy: what it refuses, over the packets of a federation, and a file that cannot be trusted."""
+
+import json
+import os
+import subprocess
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from lightning_fed import Faults, FederatedCallback, Federation
+from lightning_fed.backends.flower.client import client_app
+from lightning_fed.backends.flower.packets import PacketError, write_packet
+from lightning_fed.backends.flower.transport import from_records
+from lightning_fed.backends.site import gate
+from lightning_fed.backends.site.policy import PolicyError, RequiredStep, read_policy
+from lightning_fed.backends.site.record import read_lines
+from lightning_fed.backends.site.signatures import read_private_key, sign
+from lightning_fed.privacy import SecureSum
+from lightning_fed.steps import MaxNorm, MaxSamples, UniformWeights
+from tests import models
+from tests.backends.flower.halves import OPTIONS, SIZES, clients_of, norm_module, on_flower
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+ALLOWS = {
+    "servers": ["*"], "runs": ["*"], "methods": ["fed*", "Scaffold"], "answers": ["update", "sum"],
+    "entries": ["net.*"], "rounds_per_day": 10, "bytes_per_day": 10**6,
+}  # fmt: skip
+
+
+def write_policy(folder, steps="", **changes):
+    """A policy in a client's folder; `None` leaves a rule out. JSON's lists, texts and numbers are TOML's."""
+    rules = {name: value for name, value in {**ALLOWS, **changes}.items() if value is not None}
+    folder.mkdir(exist_ok=True)
+    path = folder / "site_policy.toml"
+    path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in rules.items()) + steps)
+    return path
+
+
+def lines_of(folder):
+    with (folder / "site_record.jsonl").open("rb") as file:
+        return [line.content for line in read_lines(file)]
+
+
+def make_key(folder, name):
+    folder.mkdir(exist_ok=True)
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(folder / name)], check=True
+    )  # as the guide says
+    return read_private_key(folder / name), (folder / f"{name}.pub").read_text().strip()
+
+
+class Logs(FederatedCallback):
+    def on_client_end(self, trainer, module, client, update):
+        update.metrics["age"] = 61.0
+
+
+def plain_module():
+    return models.Module(models.mlp(), models.momentum)
+
+
+def train(folder, federation=Federation, module=plain_module, rounds=1, callbacks=list, key=None):
+    """A fit with two nodes, of which the one of `ann` and `cid` has a folder with a policy: what left it, by kind."""
+    left = []
+
+    def note(node, message, content):
+        if node == 11 and message.metadata.message_type != "query":
+            left.append(json.loads(from_records(content).text))
+        return [content]
+
+    on_flower(
+        folder, module, models.vectors(SIZES), federation, rounds, callbacks=callbacks, change=note, key=key
+    )  # fmt: skip
+    return left
+
+
+def in_sum():
+    return Federation(steps=[MaxSamples(40), SecureSum(5.0)], faults=Faults(max_failed_rounds=None), seed=3)
+
+
+REFUSALS = {
+    "servers": ({"servers": []}, "", {}),
+    "runs": ({"runs": ["0*"]}, "", {}),
+    "methods": ({"methods": ["fedprox"]}, "", {}),
+    "answers": (
+        {"answers": ["update"]}, "",
+        {"module": norm_module, "federation": lambda: Federation(batch_norm="recalibrate", seed=1)},
+    ),
+    "steps": ({}, '[[steps]]\nname = "MaxNorm"\nat_most = {bound = 1.0}\n', {}),
+    "clients_per_sum": ({"clients_per_sum": 4}, "", {"federation": in_sum}),
+    "entries": ({"entries": ["net.0.*"]}, "", {}),
+    "extras": ({}, "", {"federation": lambda: Federation("scaffold")}),
+    "metrics": ({}, "", {"callbacks": lambda: [Logs()]}),
+    "rounds_per_day": ({"rounds_per_day": 1}, "", {"rounds": 2}),
+    "bytes_per_day": ({"bytes_per_day": 100}, "", {}),
+}  # fmt: skip
+REASONS = {
+    "servers": "does not know the server's key",
+    "runs": "in runs",
+    "methods": "does not allow 'fedavg' in methods",
+    "answers": "allows no statistics",
+    "steps": "its federation has no MaxNorm",
+    "clients_per_sum": "the secure sum has 3 clients, and its site's policy needs 4",
+    "entries": "does not allow 'net.2.weight' in entries",
+    "extras": "in extras",
+    "metrics": "does not allow 'age' in metrics",
+    "rounds_per_day": "allows 1 rounds in a day",
+    "bytes_per_day": "allows 100 bytes in a day",
+}
+
+
+@pytest.mark.parametrize("rule", REFUSALS)
+def test_each_rule_refuses(rule, tmp_path, caplog, monkeypatch):
+    """What it refuses is a fault with the reason, in the server's log and in the record; and nothing else has left."""
+    changes, steps, options = REFUSALS[rule]
+    monkeypatch.setattr("uuid.uuid4", lambda: type("Run", (), {"hex": "f" * 32}))
+    write_policy(tmp_path / "11", steps, **{"runs": ["f*"], **changes})
+    if rule == "servers":  # then it is not told who is there, either
+        with pytest.raises(TimeoutError):
+            train(tmp_path)
+        left = []
+    else:
+        left = train(tmp_path, **options)
+    assert REASONS[rule] in caplog.text
+    lines = lines_of(tmp_path / "11")
+    refused = [line for line in lines if line["rule"].get("refused") == rule]
+    assert refused
+    assert {line["rule"].get("refused", rule) for line in lines} == {rule}
+    faults = [reply for reply in left if reply["kind"] == "fault"]
+    assert len(faults) == len(refused) or rule == "servers"
+    assert not any(reply["tensors"] for reply in faults)
+    allowed = sum("rounds_per_day" in line["rule"] for line in lines)
+    assert len(left) - len(faults) == allowed
+    assert (allowed > 0) == (rule in ("answers", "clients_per_sum", "rounds_per_day")), allowed
+
+
+def test_what_is_allowed_leaves_and_is_in_the_record(tmp_path):
+    """The server's key is checked, every answer has its line, and the model is that of a site without a policy."""
+    key, public = make_key(tmp_path / "keys", "server")
+    write_policy(tmp_path / "11", servers=[public], metrics=["age"])
+    left = train(tmp_path, rounds=2, callbacks=lambda: [Logs()], key=key)
+    assert [reply["kind"] for reply in left] == ["update"] * 4
+    lines = lines_of(tmp_path / "11")
+    assert [(line["client"], line["round"], line["answer"]) for line in lines] == [
+        (None, None, "clients"), ("ann", 0, "update"), ("cid", 0, "update"), ("ann", 1, "update"), ("cid", 1, "update")
+    ]  # fmt: skip
+    assert lines[-1]["entries"] == [row[0] for row in left[-1]["tensors"]["state"]]
+    assert lines[-1]["rule"] == {
+        "servers": public, "runs": "*", "methods": "fed*", "answers": "update", "entries": ["net.*"],
+        "metrics": ["age"], "rounds_per_day": 10, "bytes_per_day": 10**6,
+    }  # fmt: skip
+
+
+def test_orders_of_another_key_or_changed_on_their_way(tmp_path):
+    key, _ = make_key(tmp_path, "server")
+    _, other = make_key(tmp_path, "other")
+    write_policy(tmp_path, servers=[other])
+    runner = client_app(Federation(), lambda: None, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path).runner
+    hello = write_packet("hello", {})
+    signed = gate.Packet(sign(hello.text, hello.data, key), hello.data)
+    with pytest.raises(PacketError, match="does not know the server's key"):
+        runner.answer("query", signed, {})
+    write_policy(tmp_path, servers=[(tmp_path / "server.pub").read_text()])
+    assert json.loads(runner.answer("query", signed, {}).text)["kind"] == "hello"
+    with pytest.raises(PacketError, match="does not know the server's key"):
+        runner.answer("query", gate.Packet(signed.text.replace("{}", "{ }", 1), b""), {})
+
+
+def test_steps_that_the_server_does_protect_nobody_from_it():
+    step = RequiredStep("MaxNorm", at_most={"bound": 1.0})
+    half = lambda *steps: gate.Half("FedAvg", Federation(steps=list(steps)).server.chain.steps)  # noqa: E731
+    assert step.find_fault(half(MaxNorm(0.5))) == "its MaxNorm is done by the server"
+    assert step.find_fault(half(UniformWeights(), MaxNorm(0.5), SecureSum(5.0))) is None
+    assert step.find_fault(half(UniformWeights(), MaxNorm(2.0), SecureSum(5.0))) == (
+        "MaxNorm has bound=2.0, and it is to be at most 1"
+    )
+    assert "has clip=None" in str(
+        RequiredStep("SecureSum", at_most={"clip": 9.0}).find_fault(gate.Half("FedAvg", [SecureSum(None)]))
+    )
+
+
+# --- files that cannot be trusted --------------------------------------------------------------------------------------
+
+
+def as_link(path):
+    path.rename(path.with_suffix(".real"))
+    path.symlink_to(path.with_suffix(".real"))
+
+
+def as_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+BAD_FILES = {
+    "a symbolic link": as_link,
+    "a dangling link": lambda path: (as_link(path), path.with_suffix(".real").unlink()),
+    "no file": as_pipe,
+    "others can change it": lambda path: path.chmod(0o666),
+    "or its folder": lambda path: path.parent.chmod(0o777),
+    "expected rules of": lambda path: path.write_text(path.read_text() + "metric = []\n"),
+    "expected `answers` of": lambda path: path.write_text('answers = ["updates"]'),
+    "expected `entries` to be a list of texts": lambda path: path.write_text('entries = "net.*"'),
+    "whole number": lambda path: path.write_text("rounds_per_day = -1"),
+    "Expected a line like": lambda path: path.write_text('servers = ["server.pub"]'),
+    "cannot be read": lambda path: path.write_text("servers = [\n"),
+    "overwrite": lambda path: path.write_text("runs = []\nruns = []\n"),
+    "more than": lambda path: path.write_text("#" * 2**20 + "\n"),
+}
+
+
+@pytest.mark.parametrize("reason", BAD_FILES)
+def test_a_policy_that_cannot_be_trusted_lets_nothing_leave(reason, tmp_path, caplog):
+    path = write_policy(tmp_path / "site")
+    assert read_policy(path).entries == ("net.*",)
+    BAD_FILES[reason](path)
+    if reason != "a dangling link":
+        with pytest.raises(PolicyError, match=reason.replace("a dangling", "a symbolic")):
+            read_policy(path)
+    runner = client_app(
+        Federation(), lambda: None, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "site"
+    ).runner
+    with pytest.raises(PacketError, match="its site's policy cannot be applied"):
+        runner.answer("query", write_packet("hello", {}), {})
+
+
+def test_a_policy_that_is_changed_or_taken_away_while_the_worker_runs(tmp_path):
+    """It is read for every message; once it was there, nothing leaves without it. A named one must be there at once."""
+    data = clients_of(models.vectors(SIZES))
+    runner = client_app(Federation(), lambda: None, data, OPTIONS, store=tmp_path).runner
+    hello = write_packet("hello", {})
+    assert json.loads(runner.answer("query", hello, {}).text)["kind"] == "hello"
+    write_policy(tmp_path, servers=[])
+    with pytest.raises(PacketError, match="does not know the server's key"):
+        runner.answer("query", hello, {})
+    write_policy(tmp_path)
+    assert json.loads(runner.answer("query", hello, {}).text)["kind"] == "hello"
+    (tmp_path / "site_policy.toml").unlink()
+    with pytest.raises(PacketError, match="cannot be applied"):
+        runner.answer("query", hello, {})
+    named = client_app(Federation(), lambda: None, data, OPTIONS, store=tmp_path, policy=tmp_path / "other.toml")
+    with pytest.raises(PacketError, match="cannot be applied"):
+        named.runner.answer("query", hello, {})
+
+
+def test_a_visit_that_a_new_policy_finds_under_way_does_not_leave(tmp_path):
+    class Changes(FederatedCallback):
+        def on_client_end(self, trainer, module, client, update):
+            write_policy(tmp_path / "11", entries=[])
+
+    write_policy(tmp_path / "11")
+    left = train(tmp_path, callbacks=lambda: [Changes()])
+    assert [reply["kind"] for reply in left] == ["fault", "fault"]
+
+
+def test_a_clock_that_is_set_back_gives_no_more_rounds(tmp_path, monkeypatch):
+    """The record's time does not go back; a day later the limit is free again."""
+    shift = 0.0
+    monkeypatch.setattr(gate, "time", SimpleNamespace(time=lambda: time.time() + shift))
+    write_policy(tmp_path / "11", rounds_per_day=1)
+    kinds = []
+    for rounds, shift in enumerate((0.0, -3 * 86400.0, 86400.0 + 60), start=1):  # noqa: B007 - read by the clock
+        kinds += [reply["kind"] for reply in train(tmp_path, rounds=rounds)]
+    assert kinds == ["update"] * 2 + ["fault"] * 2 + ["update"] * 2
+    assert [round(line.get("clock_behind", 0) / 86400) for line in lines_of(tmp_path / "11")] == [0] * 3 + [3] * 3 + [0] * 3
