@@ -33,7 +33,7 @@ _CONTENTS: dict[str, tuple[set[str], dict[str, str | None]]] = {
         {"state": "entries", "extras": "extras"},
     ),
 }
-"""Contents that a packet of each kind may have: fields of its header, and groups of tensors with the rule for their names."""
+"""Contents that a packet of each kind may have: fields of its header, and groups of tensors with the rule for names."""
 
 _NAMED_FIELDS = {"same": "entries", "metrics": "metrics"}
 """Fields that are mappings, and the rule for their names."""
@@ -88,7 +88,7 @@ class Order:
         run: Name of the fit.
         round: Index of the round.
         stage: Step of a secure sum.
-        sum_size: Number of clients in the secure sum; ``None`` where the message is not of a sum, or before it is known.
+        sum_size: Number of clients in the secure sum; ``None`` before it is known, and of other messages.
 
     """
 
@@ -152,7 +152,7 @@ class SitePolicy:
 
     Args:
         digest: Digest of the file.
-        servers: Public keys of servers, as the lines of their ``.pub`` files; ``"*"`` for all, also without a signature.
+        servers: Public keys, the lines of servers' ``.pub`` files; ``"*"`` for all servers, also without a signature.
         runs: Names of runs.
         methods: Names of methods, in any case.
         answers: Kinds of answers: ``"update"``, ``"request"``, ``"statistics"`` and ``"sum"``. Who is there is always

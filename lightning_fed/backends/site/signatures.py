@@ -55,10 +55,10 @@ def sign(text: str, data: bytes, key: Ed25519PrivateKey) -> str:
 
 
 def split_signature(text: str) -> tuple[str, str]:
-    """Returns a message's text, and its signature in hexadecimal; it is empty where there is none.
+    r"""Returns a message's text, and its signature in hexadecimal; it is empty where there is none.
 
     Example:
-        >>> split_signature('{"version": 4}\\n0f')
+        >>> split_signature('{"version": 4}\n0f')
         ('{"version": 4}', '0f')
 
     """
