@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from common import load_json, machine, parser, prepare, save_json, table, write_section
 
-from lightning_fed.backends.flower.secure_sum_packets import (
+from lightning_fed.backends.wire.secure_sum_packets import (
     SumRequest,
     context_of,
     write_sum_reply,
     write_sum_request,
 )
-from lightning_fed.backends.flower.secure_sum_protocol import (
+from lightning_fed.backends.wire.secure_sum_protocol import (
     SEALED,
     Share,
     add_masks,

@@ -101,8 +101,8 @@ SEAMS = {
 """Functions that are watched, by what they do, and the points of each."""
 
 if find_spec("flwr"):
-    from lightning_fed.backends.flower import held_file
     from lightning_fed.backends.flower.transport import FlowerTransport
+    from lightning_fed.backends.wire import held_file
 
     SEAMS["file written"][0].append((held_file, "save_file"))
     SEAMS["message sent"] = [(FlowerTransport, "_push")], AROUND

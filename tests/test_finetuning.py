@@ -148,8 +148,8 @@ def test_adapters_of_the_clients_own(personal, shared, make_module, clients, fed
 def test_on_flower(make_module, clients, federated_trainer, tmp_path):
     pytest.importorskip("flwr")
     from lightning_fed.backends.flower.client import client_app
-    from lightning_fed.backends.flower.server import run_server
     from lightning_fed.backends.flower.transport import FlowerTransport
+    from lightning_fed.backends.wire.server import run_server
     from tests.backends.flower.grids import FakeGrid
     from tests.backends.flower.halves import OPTIONS
 

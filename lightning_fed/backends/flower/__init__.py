@@ -1,8 +1,8 @@
 """Federations across machines, on Flower: the server half and the client half as its apps."""
 
-from lightning_fed.backends.flower.bounds import OrderBounds as OrderBounds
 from lightning_fed.backends.flower.client import client_app as client_app
 from lightning_fed.backends.flower.server import server_app as server_app
+from lightning_fed.backends.wire.bounds import OrderBounds as OrderBounds
 
 __all__ = [
     "OrderBounds",

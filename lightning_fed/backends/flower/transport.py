@@ -11,7 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from lightning_fed.backends.flower.packets import (
+from lightning_fed.backends.site.signatures import sign
+from lightning_fed.backends.wire.packets import (
     HELLO,
     Packet,
     PacketError,
@@ -19,7 +20,6 @@ from lightning_fed.backends.flower.packets import (
     read_packet,
     write_packet,
 )
-from lightning_fed.backends.site.signatures import sign
 from lightning_fed.data.population import LONGEST_NAME, client_keys
 from lightning_fed.errors import describe
 from lightning_fed.messages import Client

@@ -16,8 +16,9 @@ from socket import socket as connect_to
 
 from flwr.clientapp import ClientApp
 
-from lightning_fed.backends.flower.client import ClientRunner, LightningClientApp
-from lightning_fed.backends.flower.packets import Packet, PacketError
+from lightning_fed.backends.flower.client import LightningClientApp
+from lightning_fed.backends.wire.packets import Packet, PacketError
+from lightning_fed.backends.wire.runner import ClientRunner
 
 _log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from torch import nn
 from lightning_fed import Availability, FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import FedBN, FedFusion, FedPer, FedSS
 from lightning_fed.attacks import IPM, SignFlip
-from lightning_fed.backends.flower import packets
 from lightning_fed.backends.flower.client import client_app
-from lightning_fed.backends.flower.server import run_server
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records
+from lightning_fed.backends.wire import packets
+from lightning_fed.backends.wire.server import run_server
 from lightning_fed.callbacks import ClassPrototypes, LayerwiseTraining, find_federation
 from lightning_fed.messages import tensor_bytes
 from lightning_fed.privacy import SecureSum

@@ -25,9 +25,9 @@ from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file
 
 from lightning_fed.backends.flower import client_app
-from lightning_fed.backends.flower.packets import Fault, write_fault
 from lightning_fed.backends.flower.transport import from_records, to_records
 from lightning_fed.backends.flower.worker import serve
+from lightning_fed.backends.wire.packets import Fault, write_fault
 from tests.backends.flower.halves import CASES, OPTIONS, SIZES, clients_of, on_flower
 from tests.backends.flower.processes import Deployment
 from tests.crash_points import Points, differences

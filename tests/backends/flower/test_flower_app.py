@@ -17,10 +17,10 @@ from flwr.clientapp import ClientApp
 
 from lightning_fed import Federation
 from lightning_fed.backends.flower.client import client_app
-from lightning_fed.backends.flower.packets import Packet, read_packet, write_packet
-from lightning_fed.backends.flower.server import run_server
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records, to_records
 from lightning_fed.backends.flower.worker import serve
+from lightning_fed.backends.wire.packets import Packet, read_packet, write_packet
+from lightning_fed.backends.wire.server import run_server
 from lightning_fed.cli.main import main
 from lightning_fed.recipe import FederatedCLI
 from tests import models

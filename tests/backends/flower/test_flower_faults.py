@@ -17,9 +17,10 @@ from lightning_fed import Federation
 from lightning_fed.algorithms import FedFusion, FedPer
 from lightning_fed.attacks import SignFlip
 from lightning_fed.backends.flower.client import client_app
-from lightning_fed.backends.flower.packets import Packet, write_packet
-from lightning_fed.backends.flower.server import run_server, server_app
+from lightning_fed.backends.flower.server import server_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records, to_records
+from lightning_fed.backends.wire.packets import Packet, write_packet
+from lightning_fed.backends.wire.server import run_server
 from lightning_fed.callbacks import ClassPrototypes, OwnClassConfusion
 from tests import models
 from tests.backends.flower.grids import FakeGrid

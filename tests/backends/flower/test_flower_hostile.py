@@ -18,13 +18,14 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 
 from lightning_fed import Federation
 from lightning_fed.algorithms import FedPer
-from lightning_fed.backends.flower import packets
 from lightning_fed.backends.flower.client import client_app
-from lightning_fed.backends.flower.packets import Packet, PacketError, read_packet, write_packet
-from lightning_fed.backends.flower.run_folder import lock_folder
-from lightning_fed.backends.flower.server import run_server, server_app
+from lightning_fed.backends.flower.server import server_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records, to_records
 from lightning_fed.backends.flower.worker import serve
+from lightning_fed.backends.wire import packets
+from lightning_fed.backends.wire.packets import Packet, PacketError, read_packet, write_packet
+from lightning_fed.backends.wire.run_folder import lock_folder
+from lightning_fed.backends.wire.server import run_server
 from lightning_fed.callbacks import ClassPrototypes
 from lightning_fed.cli.main import main
 from lightning_fed.messages import tensor_bytes

@@ -12,8 +12,9 @@ import torch
 
 pytest.importorskip("flwr")
 
-from lightning_fed.backends.flower import client_app, packets
+from lightning_fed.backends.flower import client_app
 from lightning_fed.backends.flower.worker import serve
+from lightning_fed.backends.wire import packets
 from lightning_fed.messages import tensor_bytes
 from tests.backends.flower import process_kills
 from tests.backends.flower.halves import ALL_CASES, CASES, OPTIONS, SIZES, Loses, clients_of, in_process

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("flwr")
 
 from lightning_fed import FederatedCallback, Federation
-from lightning_fed.backends.flower.packets import Packet, read_packet
 from lightning_fed.backends.flower.transport import from_records, to_records
+from lightning_fed.backends.wire.packets import Packet, read_packet
 from lightning_fed.errors import ClientFault
 from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import MaxNorm, MaxSamples, UniformWeights

@@ -12,11 +12,13 @@ pytest.importorskip("flwr")
 
 from lightning_fed import Federation
 from lightning_fed.backends.flower import OrderBounds
-from lightning_fed.backends.flower.client import client_app, find_public_reason
-from lightning_fed.backends.flower.packets import TrainRequest
-from lightning_fed.backends.flower.server import run_server, server_app
-from lightning_fed.backends.flower.server_for_client import HalvesMismatch
+from lightning_fed.backends.flower.client import client_app
+from lightning_fed.backends.flower.server import server_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records
+from lightning_fed.backends.wire.packets import TrainRequest
+from lightning_fed.backends.wire.runner import find_public_reason
+from lightning_fed.backends.wire.server import run_server
+from lightning_fed.backends.wire.server_for_client import HalvesMismatch
 from lightning_fed.server.schedule import Visit
 from tests import models
 from tests.backends.flower.grids import FakeGrid

@@ -11,8 +11,8 @@ pytest.importorskip("flwr")
 
 from lightning_fed import Federation
 from lightning_fed.backends.flower.client import client_app
-from lightning_fed.backends.flower.packets import Packet
 from lightning_fed.backends.flower.transport import from_records, to_records
+from lightning_fed.backends.wire.packets import Packet
 from tests import models
 from tests.backends.flower.halves import OPTIONS, SIZES, clients_of, in_process, on_flower
 from tests.recorders import Recorder, assert_same, state_of

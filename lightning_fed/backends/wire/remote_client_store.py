@@ -74,7 +74,7 @@ class RemoteClientStore(ClientStore):
         """
         if "folder" in state or state.get("states"):
             raise ValueError(
-                "The checkpoint's clients kept what is theirs in one process, which those of Flower do not see."
+                "The checkpoint's clients kept what is theirs in one process, which those on other machines do not see."
             )
         self.run = state.get("run") or uuid.uuid4().hex
         self._rounds = dict(zip(state.get("clients", ()), state.get("rounds", ()), strict=True))

@@ -1,6 +1,6 @@
 """Messages as text and bytes: a header in JSON, then the tensors' memory as it is. Nothing is pickled.
 
-A large model is one run of bytes, which Flower cuts into chunks; a model of many small entries is not many objects.
+A large model is one run of bytes, which a network can cut into chunks; one of many small entries is not many objects.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TEXT = 2**20, 2**11  # bytes of a header, and for every entry
 _DATA = 2**26, 8  # bytes of a reply's tensors, and for every byte of the model
 
 VISIT, REQUEST, STATISTICS, HELLO = "train", "query.request", "evaluate", "query"
-"""Types of Flower's messages. A client is asked for an update, the rows of its request, or statistics of its BatchNorm
+"""Types of messages. A client is asked for an update, the rows of its request, or statistics of its BatchNorm
 layers; a node is asked for its clients."""
 
 _DTYPES = {

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from lightning_fed.atomic_files import write_text_atomically
-from lightning_fed.backends.flower.packets import Fault, Packet, write_fault
-from lightning_fed.backends.flower.secure_sum_packets import (
+from lightning_fed.backends.wire.packets import Fault, Packet, write_fault
+from lightning_fed.backends.wire.secure_sum_packets import (
     SumRequest,
     context_of,
     write_sum_reply,
 )
-from lightning_fed.backends.flower.secure_sum_protocol import (
+from lightning_fed.backends.wire.secure_sum_protocol import (
     SEALED,
     Secrets,
     Share,

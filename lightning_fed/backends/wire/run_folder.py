@@ -34,7 +34,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise RuntimeError(
-                    f"Another server trains in {str(folder)!r}: end it (`flwr stop`), or take another folder."
+                    f"Another server trains in {str(folder)!r}: end it, or take another folder."
                 ) from error
         yield
 

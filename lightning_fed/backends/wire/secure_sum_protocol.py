@@ -13,8 +13,8 @@ clients, so that any ``least`` of them can restore either. Of a client that is i
 was lost the other secret, and of no client both, for with both x_u can be read.
 
 The primitives are those of ``cryptography`` (X25519, HKDF with SHA-256, ChaCha20-Poly1305, AES-256 in counter mode) and
-``pycryptodome`` (Shamir's shares), on which Flower depends. Flower's own pseudo-random numbers are not used: they come
-from a generator with a seed of 32 bits, which can be tried out.
+``pycryptodome`` (Shamir's shares). Flower's own pseudo-random numbers are not used: they come from a generator with a
+seed of 32 bits, which can be tried out.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from lightning_fed.backends.flower.packets import NOT_HERE, Fault, PacketError
-from lightning_fed.backends.flower.secure_sum_packets import (
+from lightning_fed.backends.wire.packets import NOT_HERE, Fault, PacketError
+from lightning_fed.backends.wire.secure_sum_packets import (
     SUM,
     Stage,
     SumRequest,
@@ -17,8 +17,8 @@ from lightning_fed.backends.flower.secure_sum_packets import (
     read_sum_reply,
     write_sum_request,
 )
-from lightning_fed.backends.flower.secure_sum_protocol import SumError, check_public, find_masks
-from lightning_fed.backends.flower.transport_interface import Transport
+from lightning_fed.backends.wire.secure_sum_protocol import SumError, check_public, find_masks
+from lightning_fed.backends.wire.transport import Transport
 from lightning_fed.errors import describe
 from lightning_fed.messages import Client
 from lightning_fed.privacy.secure_sum import RingSum

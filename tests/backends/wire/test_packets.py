@@ -1,6 +1,7 @@
 """Messages as text and bytes: they come out as they went in, are as long as was counted, and nothing else is read."""
 
 import ast
+import itertools
 import json
 import tracemalloc
 from pathlib import Path
@@ -10,10 +11,11 @@ import torch
 
 pytest.importorskip("flwr")
 
-import lightning_fed.backends.flower
+import lightning_fed.backends
 from lightning_fed import Broadcast, ClientUpdate
-from lightning_fed.backends.flower.hyperparameters import digest, load_hyperparameters, pack_numbers
-from lightning_fed.backends.flower.packets import (
+from lightning_fed.backends.flower.transport import from_records, to_records
+from lightning_fed.backends.wire.hyperparameters import digest, load_hyperparameters, pack_numbers
+from lightning_fed.backends.wire.packets import (
     VERSION,
     Answer,
     Packet,
@@ -28,8 +30,7 @@ from lightning_fed.backends.flower.packets import (
     write_train_request,
     write_update,
 )
-from lightning_fed.backends.flower.remote_client_store import RemoteClientStore
-from lightning_fed.backends.flower.transport import from_records, to_records
+from lightning_fed.backends.wire.remote_client_store import RemoteClientStore
 from lightning_fed.messages import Request
 from lightning_fed.model.batch_norm import find_bad_statistics
 from lightning_fed.server.schedule import Visit
@@ -105,8 +106,9 @@ def test_rows_that_are_the_same_travel_once():
 
 def test_nothing_is_unpickled():
     """No module of the engine imports what could, and what comes from elsewhere is not loaded by torch or numpy."""
-    folder = Path(lightning_fed.backends.flower.__file__).parent
-    for path in [*folder.glob("*.py"), folder / "template" / "client.py.txt"]:
+    backends = Path(lightning_fed.backends.__file__).parent
+    sources = [backends.glob(pattern) for pattern in ("wire/*.py", "flower/*.py", "flower/template/client.py.txt")]
+    for path in itertools.chain(*sources):
         for node in ast.walk(ast.parse(path.read_text().replace("{package}", "package"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             assert not {"pickle", "dill", "cloudpickle", "joblib"} & set(names), path

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from lightning_fed.backends.flower.hyperparameters import (
+from lightning_fed.backends.wire.hyperparameters import (
     count_steps,
     digest_request,
     load_hyperparameters,
@@ -17,7 +17,7 @@ from lightning_fed.backends.flower.hyperparameters import (
     on_device,
     pack_numbers,
 )
-from lightning_fed.backends.flower.packets import NOT_HELD, REQUEST, VISIT, TrainRequest
+from lightning_fed.backends.wire.packets import NOT_HELD, REQUEST, VISIT, TrainRequest
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.data.population import Population
 from lightning_fed.data.round_loader import RoundLoader

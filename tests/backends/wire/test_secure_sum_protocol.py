@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("flwr")
 
-from lightning_fed.backends.flower.packets import Fault, Packet, PacketError, read_packet, write_fault
-from lightning_fed.backends.flower.secure_sum_client import ClientSum, maskable
-from lightning_fed.backends.flower.secure_sum_packets import (
+from lightning_fed.backends.wire.packets import Fault, Packet, PacketError, read_packet, write_fault
+from lightning_fed.backends.wire.secure_sum_client import ClientSum, maskable
+from lightning_fed.backends.wire.secure_sum_packets import (
     SumRequest,
     context_of,
     read_sum_reply,
@@ -21,7 +21,7 @@ from lightning_fed.backends.flower.secure_sum_packets import (
     write_sum_reply,
     write_sum_request,
 )
-from lightning_fed.backends.flower.secure_sum_protocol import (
+from lightning_fed.backends.wire.secure_sum_protocol import (
     PUBLIC,
     SEALED,
     SECRET,

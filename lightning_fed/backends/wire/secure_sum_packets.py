@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_fed.backends.flower.packets import (
+from lightning_fed.backends.wire.packets import (
     Fault,
     Packet,
     PacketError,
@@ -19,11 +19,11 @@ from lightning_fed.backends.flower.packets import (
     read_packet,
     write_packet,
 )
-from lightning_fed.backends.flower.secure_sum_protocol import PUBLIC, SEALED, SECRET
+from lightning_fed.backends.wire.secure_sum_protocol import PUBLIC, SEALED, SECRET
 from lightning_fed.messages import Client
 
 SUM = "query.sum"
-"""Type of Flower's messages."""
+"""Type of messages."""
 
 Stage = Literal["keys", "shares", "unmask"]
 

@@ -10,14 +10,14 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_fed.backends.flower.hyperparameters import (
+from lightning_fed.backends.wire.hyperparameters import (
     digest_request,
     fit_numbers,
     name_optimizers,
     on_device,
     pack_numbers,
 )
-from lightning_fed.backends.flower.packets import (
+from lightning_fed.backends.wire.packets import (
     NOT_HELD,
     NOT_HERE,
     REQUEST,
@@ -32,9 +32,9 @@ from lightning_fed.backends.flower.packets import (
     read_reply,
     write_train_request,
 )
-from lightning_fed.backends.flower.remote_client_store import RemoteClientStore
-from lightning_fed.backends.flower.secure_sum_server import ServerSum
-from lightning_fed.backends.flower.transport_interface import Transport
+from lightning_fed.backends.wire.remote_client_store import RemoteClientStore
+from lightning_fed.backends.wire.secure_sum_server import ServerSum
+from lightning_fed.backends.wire.transport import Transport
 from lightning_fed.client.local_optimizers import LocalOptimizers
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch
 from lightning_fed.errors import BadUpdate, describe, without_frames

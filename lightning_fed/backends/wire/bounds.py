@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from lightning_fed.argument_checks import check_count, check_positive
-from lightning_fed.backends.flower.packets import TrainRequest, find_bad_rate
+from lightning_fed.backends.wire.packets import TrainRequest, find_bad_rate
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Whatever comes, the readers of messages return a message or raise a packet error: found by random search.
 
-``FUZZ_SECONDS=600 pytest tests/backends/flower/test_packet_fuzz.py`` looks for as long.
+``FUZZ_SECONDS=600 pytest tests/backends/wire/test_packet_fuzz.py`` looks for as long.
 """
 
 import json
@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_fed.algorithms import FedAvg
-from lightning_fed.backends.flower.clients_for_server import _open
-from lightning_fed.backends.flower.packets import (
+from lightning_fed.backends.wire.clients_for_server import _open
+from lightning_fed.backends.wire.packets import (
     VERSION,
     Answer,
     Fault,
@@ -36,14 +36,14 @@ from lightning_fed.backends.flower.packets import (
     write_train_request,
     write_update,
 )
-from lightning_fed.backends.flower.secure_sum_packets import (
+from lightning_fed.backends.wire.secure_sum_packets import (
     SumRequest,
     read_sum_reply,
     read_sum_request,
     write_sum_reply,
     write_sum_request,
 )
-from lightning_fed.backends.flower.secure_sum_protocol import PUBLIC, SEALED, SECRET
+from lightning_fed.backends.wire.secure_sum_protocol import PUBLIC, SEALED, SECRET
 from lightning_fed.messages import Broadcast, ClientUpdate, Request
 from lightning_fed.model.batch_norm import find_bad_statistics
 from lightning_fed.server.schedule import Visit

@@ -1,0 +1,1 @@
+"""The two halves of a federation across machines, whatever the network, and their messages as packets."""

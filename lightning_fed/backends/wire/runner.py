@@ -1,0 +1,259 @@
+"""The client half behind any network: answers packets, each by a fit of one round in an ordinary Trainer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed.backends.site.gate import POLICY_FILE, SiteGate
+from lightning_fed.backends.site.policy import Half
+from lightning_fed.backends.wire.bounds import OrderBounds
+from lightning_fed.backends.wire.data import HalfData
+from lightning_fed.backends.wire.held_file import HeldFile
+from lightning_fed.backends.wire.options import check_options
+from lightning_fed.backends.wire.packets import (
+    HELLO,
+    NOT_HERE,
+    VISIT,
+    Answer,
+    Fault,
+    Packet,
+    find_bad_size,
+    read_packet,
+    read_train_request,
+    write_fault,
+    write_packet,
+    write_request,
+    write_update,
+)
+from lightning_fed.backends.wire.secure_sum_client import NOT_MASKED, NOT_SUMMED, ClientSum
+from lightning_fed.backends.wire.secure_sum_packets import SUM, SumRequest, read_sum_request
+from lightning_fed.backends.wire.server import Model
+from lightning_fed.backends.wire.server_for_client import HalvesMismatch, RemoteServerSide
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.client.client_store import FolderStore
+from lightning_fed.data.federated import FederatedDataModule, split_training_data
+from lightning_fed.data.population import Population
+from lightning_fed.errors import ClientFault
+from lightning_fed.messages import Client, ClientUpdate
+from lightning_fed.model.entries import live_entries
+from lightning_fed.privacy.secure_sum import SecureSum
+from lightning_fed.rounds.lightning_internals import start_at_epoch
+
+_log = logging.getLogger(__name__)
+
+ClientsData = L.LightningDataModule | Mapping[Client, Any]
+
+_QUIET: dict[str, Any] = {
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+_OURS = (
+    "callbacks", "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "fast_dev_run", "strategy",
+    "limit_val_batches", "num_sanity_val_steps", "check_val_every_n_epoch", "val_check_interval",
+    "reload_dataloaders_every_n_epochs",
+)  # fmt: skip
+
+
+class ClientRunner:
+    """Answers packets; lives as long as its process, so that the next visit finds model and data built.
+
+    The arguments are those of :func:`~lightning_fed.backends.flower.client_app`.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        model: Model,
+        data: ClientsData | Callable[[Mapping[str, Any]], ClientsData],
+        trainer: Mapping[str, Any] | None,
+        *,
+        callbacks: Sequence[L.Callback] = (),
+        store: str | os.PathLike[str],
+        bounds: OrderBounds | None = None,
+        policy: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._bounds = OrderBounds() if bounds is None else bounds
+        self._federation, self._model, self._data = federation, model, data
+        self._options, self._callbacks = check_options(trainer, _OURS), list(callbacks)
+        self._store = Path(store)
+        self._run = ""
+        self._module: L.LightningModule
+        self._found: dict[str, tuple[Population, HalfData]] = {}  # by node
+        chain = federation.server.chain
+        of_steps = [callback for step in chain.steps for callback in step.callbacks()]
+        self._gate = SiteGate(
+            self._store / POLICY_FILE if policy is None else Path(policy),
+            policy is not None,
+            Half(federation.method.name, chain.steps, [*federation.method.callbacks, *of_steps, *self._callbacks]),
+        )
+
+    def answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
+        """Answers a packet, if the site's policy lets the answer leave.
+
+        Args:
+            kind: The type of the message.
+            packet: The packet.
+            node: The configuration of the node that it came to.
+
+        Raises:
+            PacketError: If the packet is none of ours.
+
+        """
+        return self._gate.guard(kind, packet, lambda bare: self._answer(kind, bare, node))
+
+    def _answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
+        population, datamodule = self._data_at(node)
+        clients = _clients_at(node, population)
+        if kind == HELLO:
+            read_packet(packet, "hello")
+            return write_packet("hello", {"clients": clients})
+        summed = next((step for step in self._federation.server.chain.steps if isinstance(step, SecureSum)), None)
+        if kind == SUM:
+            return self._answer_sum(read_sum_request(packet), clients, summed)
+        train_request, broadcast = read_train_request(packet, kind)
+        client = train_request.visit.client
+        if client not in clients:
+            return write_fault(Fault(client, NOT_HERE))
+        if kind == VISIT and (train_request.peers is None) != (summed is None):
+            return write_fault(Fault(client, NOT_SUMMED if summed is None else NOT_MASKED))
+        seed = self._federation.schedule.seed
+        if train_request.seed != seed:
+            return write_fault(Fault(client, f"its federation has seed {seed}, and the server's {train_request.seed}"))
+        if kind == VISIT:
+            try:
+                per_epoch = population.batches_per_epoch(client)
+            except Exception:  # the visit says why
+                per_epoch = None
+            excess = self._bounds.find_excess(train_request, per_epoch)
+            if excess is not None:
+                _log.warning("Round %d: client %r does not train: %s.", train_request.visit.round, client, excess)
+                return write_fault(Fault(client, excess))
+        held = HeldFile(self._store / train_request.run)
+        if train_request.keeps:
+            held.keep(broadcast.state)
+        remote = RemoteServerSide(kind, train_request, broadcast, population, held.read() if train_request.held else {})
+        try:
+            if train_request.run != self._run:
+                L.seed_everything(train_request.seed, verbose=False)
+                self._module = self._model if isinstance(self._model, L.LightningModule) else self._model()
+                self._run = train_request.run
+            steps = self._fit(remote, train_request.run, train_request.visit.round, datamodule)
+        except ClientFault as fault:
+            return write_fault(Fault(client, str(fault)))
+        except Exception as error:
+            _log.exception("Round %d: the program of client %r failed.", train_request.visit.round, client)
+            self._run = ""  # whatever it has done to the module
+            return write_fault(Fault(client, find_public_reason(error)))
+        server = remote.server
+        if remote.request is not None:
+            return self._bounded(write_request(remote.request), client)
+        if remote.measured is not None:
+            num_samples = population.num_samples(client)
+            return self._bounded(write_update(ClientUpdate(client, num_samples, {}, remote.measured), Answer()), client)
+        if server.update is not None:
+            store = FolderStore(self._store / train_request.run, keep_all=True)
+            if train_request.needed:
+                store.prune(client, train_request.needed)
+            keeps = store.newest(client) == train_request.visit.round
+            if summed is not None:
+                assert train_request.peers is not None
+                try:
+                    self._sum_of(train_request.run, client, summed).mask(
+                        server.update, broadcast.state, train_request.peers, train_request.visit.round
+                    )
+                except ClientFault as fault:
+                    return write_fault(Fault(client, str(fault)))
+            answer = Answer(steps, remote.left, keeps, len(server.update.unsent))
+            return self._bounded(write_update(server.update, answer), client)
+        return write_fault(Fault(client, server.fault or "it has no answer"))
+
+    def _bounded(self, reply: Packet, client: Client) -> Packet:
+        """The reply, or the fault in its place that it is too large for the server to read: it does not travel then."""
+        excess = find_bad_size(reply, live_entries(self._module))
+        return reply if excess is None else write_fault(Fault(client, excess))
+
+    def _answer_sum(self, request: SumRequest, clients: Sequence[Client], summed: SecureSum | None) -> Packet:
+        """Answers a request of a secure sum."""
+        if request.client not in clients:
+            return write_fault(Fault(request.client, NOT_HERE))
+        if summed is None:
+            return write_fault(Fault(request.client, NOT_SUMMED))
+        return self._sum_of(request.run, request.client, summed).answer(request)
+
+    def _sum_of(self, run: str, client: Client, summed: SecureSum) -> ClientSum:
+        return ClientSum(self._store, run, client, summed.threshold, self._bounds.min_clients)
+
+    def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:
+        """Runs one round with one visit, or a query; returns the number of optimizer steps."""
+        half = self._federation.replace(
+            clients_per_round=1.0,
+            availability=None,
+            faults=replace(self._federation.options.faults, min_clients=1),
+            partition=None,
+            visits=self._federation.options.visits_one_by_one,
+            store=FolderStore(self._store / run, keep_all=True),
+            evaluate_clients_every=0,
+        )
+        half.split(remote)
+        trainer = L.Trainer(
+            **{**_QUIET, **self._options},
+            max_epochs=round + 1,
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            callbacks=[half, *self._callbacks],
+        )
+        start_at_epoch(trainer, round)
+        trainer.fit(self._module, datamodule=datamodule)
+        return trainer.global_step
+
+    def _data_at(self, node: Mapping[str, Any]) -> tuple[Population, HalfData]:
+        """A node's data, which are read once."""
+        key = json.dumps(dict(node), sort_keys=True) if callable(self._data) else ""
+        if key not in self._found:
+            self._found[key] = self._read_data(node)
+        return self._found[key]
+
+    def _read_data(self, node: Mapping[str, Any]) -> tuple[Population, HalfData]:
+        data: Any = self._data(node) if callable(self._data) else self._data
+        partition = self._federation.partition
+        if isinstance(data, Mapping):
+            data = FederatedDataModule(data)
+        if isinstance(data, FederatedDataModule) == (partition is not None) or not isinstance(
+            data, L.LightningDataModule
+        ):
+            raise MisconfigurationException(
+                "Expected `data` to be clients (a mapping, or a FederatedDataModule), or a datamodule that the"
+                f" federation's `partition` splits, but got {type(data).__name__} and partition={partition!r}."
+            )
+        data.prepare_data()
+        data.setup("fit")
+        if isinstance(data, FederatedDataModule):
+            return data.population(), HalfData(data)
+        assert partition is not None
+        return split_training_data(data.train_dataloader(), partition, self._federation.schedule.seed), HalfData(data)
+
+
+def find_public_reason(error: Exception) -> str:
+    """Words for the server on an exception of the client's program: what is in it may name the client's files."""
+    if isinstance(error, HalvesMismatch):
+        return str(error)
+    return f"its program raised {type(error).__name__}; the client's log says where"
+
+
+def _clients_at(node: Mapping[str, Any], population: Population) -> list[Client]:
+    """Clients whose data a node has."""
+    if "partition-id" in node and "num-partitions" in node:
+        return list(population.clients[int(node["partition-id"]) :: int(node["num-partitions"])])
+    return list(population.clients)
