@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lightning_fed.backends.flower.packets import Fault, Packet, PacketError, write_fault
 from lightning_fed.backends.site.policy import (
     Half,
     Order,
@@ -23,6 +22,7 @@ from lightning_fed.backends.site.policy import (
 )
 from lightning_fed.backends.site.record import DAY, Record, RecordError
 from lightning_fed.backends.site.signatures import split_signature
+from lightning_fed.backends.wire.packets import Fault, Packet, PacketError, write_fault
 
 _log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ pytest.importorskip("flwr")
 
 from lightning_fed import Faults, FederatedCallback, Federation
 from lightning_fed.backends.flower.client import client_app
-from lightning_fed.backends.flower.packets import PacketError, write_packet
 from lightning_fed.backends.flower.transport import from_records
 from lightning_fed.backends.site import gate
 from lightning_fed.backends.site.policy import PolicyError, RequiredStep, read_policy
 from lightning_fed.backends.site.record import read_lines
 from lightning_fed.backends.site.signatures import read_private_key, sign
+from lightning_fed.backends.wire.packets import PacketError, write_packet
 from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import MaxNorm, MaxSamples, UniformWeights
 from tests import models
