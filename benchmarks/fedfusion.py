@@ -14,11 +14,12 @@ import argparse
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fusion_control
 import newcomers
 import tuning
 from common import load_json, machine, parser, picture, prepare, spread, table, write_section
@@ -29,6 +30,7 @@ from lightning_fed.compare.run import Run
 ROOT = Path(__file__).parents[1]
 CONV, LOCAL = "fedfusion:operator=conv", "fedfusion:operator=conv:conv_init=local"
 METHODS = ("fedavg", "fedfusion:operator=single", "fedfusion:operator=multi", CONV, LOCAL)
+CONTROL = "fedavg, 1x1 convolution"  # the operator's layer alone
 READINGS = (  # of the paper and its program, where they differ or say nothing
     f"{CONV}:conv_init=average",
     f"{CONV}:conv_bias=false",
@@ -60,6 +62,7 @@ class Study:
         monitors: What is compared; rounds to milestones are counted for all but the last of several.
         overrides: Options of the recipe.
         rate_of: The study whose learning rate it has.
+        has_control: Whether the network with the operator's layer, and without the operator, is trained too.
         data: The recipe's option for the folder of the data.
 
     """
@@ -74,6 +77,7 @@ class Study:
     overrides: Sequence[str] = ()
     rate_of: str = ""
     data: str = OF_CLIENTS
+    has_control: bool = True
 
 
 STUDIES = {
@@ -133,6 +137,7 @@ STUDIES = {
         methods=("fedavg", f"{LOCAL}:levels=[2,-1]"),
         monitors=("val_miou",),
         data="--data.data_dir",
+        has_control=False,  # its maps are two
     ),
 }
 
@@ -161,6 +166,19 @@ def make_plan(name: str, methods: Sequence[str], arguments: argparse.Namespace, 
         monitor=study.monitors[0],
         overrides=overrides,
     )
+
+
+def make_control(plan: Plan) -> Plan:
+    """The plan of the control, which is federated averaging of another network."""
+    task = f"{fusion_control.OneMoreConvolution.__module__}.{fusion_control.OneMoreConvolution.__qualname__}"
+    return replace(
+        plan, methods=plan.methods[:1], out=plan.out / "control", overrides=["--model", task, *plan.overrides]
+    )
+
+
+def named_as_control(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results of the control under its own name."""
+    return [{**run, "method": CONTROL + (KEPT if KEPT in run["method"] else "")} for run in results]
 
 
 # --- rounds to milestones, as in the paper's table 2 ------------------------------------------------------------------
@@ -288,6 +306,7 @@ def run_study(name: str, arguments: argparse.Namespace) -> None:
     """Trains what is missing, and writes the section of what is there."""
     study, rate = STUDIES[name], best_rate(name, arguments)
     methods = (study.methods[0], study.methods[-1]) if arguments.quick else study.methods
+    methods = [text for text in methods if not arguments.methods or text in (study.methods[0], *arguments.methods)]
     plans = [make_plan(name, methods, arguments, rate)]
     if study.readings and (arguments.readings or arguments.report):
         plans.append(make_plan(name, study.readings, arguments, rate))
@@ -297,7 +316,13 @@ def run_study(name: str, arguments: argparse.Namespace) -> None:
             print(name, flush=True)
             run_comparison(plan)
         results += load_results(plan)
-    for result in results:
+    fused = list(results)
+    if study.has_control:
+        control = make_control(plans[0])
+        if not arguments.report:
+            run_comparison(control)
+        results = [*results[:1], *named_as_control(load_results(control)), *results[1:]]
+    for result in fused:
         run = Run(MethodChoice.parse(result["method"]), result["seed"], result["stragglers"])
         is_there = (folder(name, arguments) / "runs" / run.name / newcomers.FILE).exists()
         is_due = study.newcomers is not None and arguments.epochs and run.method.label in METHODS
@@ -308,7 +333,7 @@ def run_study(name: str, arguments: argparse.Namespace) -> None:
         return
     if arguments.figures is not None:
         arguments.figures.mkdir(parents=True, exist_ok=True)
-        main = [run for run in results if run["method"] in study.methods]
+        main = [run for run in results if run["method"] in (*study.methods, CONTROL, CONTROL + KEPT)]
         draw(main, arguments.figures / f"fedfusion_{name}.png", last=arguments.last)
         if found:
             newcomers.draw(found, arguments.figures / f"fedfusion_{name}_newcomers.png")
@@ -320,7 +345,8 @@ def main() -> None:
     made.add_argument("--studies", nargs="+", default=list(STUDIES), choices=list(STUDIES), help="settings")
     made.add_argument("--tune", action="store_true", help="choose the learning rates, and train nothing else")
     made.add_argument("--readings", action="store_true", help="train the other readings too")
-    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds")
+    made.add_argument("--methods", nargs="+", default=[], metavar="METHOD", help="of those of the study; else all")
+    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="seeds")
     made.add_argument("--epochs", type=int, default=50, help="local epochs of clients that were never seen; 0 for none")
     made.add_argument("--last", type=int, default=5, help="rounds at the end whose mean is the score")
     made.add_argument("--report", action="store_true", help="only make the tables of what is there")

@@ -43,6 +43,7 @@ LONGER_STEP = "fedavgm:lr=1.2:momentum=0:aggregator=fairavg"  # FairAvg with Fed
 ATTENTIVE_STEP = "fedmargin:attention=softmax:server_lr=1.2"  # FedAtt's form with margins for its distances
 LAYER = "fedmargin:layer=model.classifier.0"  # LeNet's convolutions, before the hidden units
 OPTION_STRAGGLERS = 0.5
+DRAWN = ("--data.seed", "{seed}")  # the clients' data are another draw with every seed
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Study:
         last: Rounds at the end whose mean is the score.
         against: Methods to which all are compared, paired by seed and stragglers; the first in the analysis too.
         cohort: Clients in a round.
+        overrides: Options of the recipe.
 
     """
 
@@ -75,6 +77,7 @@ class Study:
     last: int = 5
     against: Sequence[str] = ()
     cohort: int = 10
+    overrides: Sequence[str] = ()
 
 
 STUDIES = {
@@ -85,6 +88,7 @@ STUDIES = {
         (*BASELINES, "fedmargin"),
         OPTIONS,
         ("fed/val_acc/mean", "val_acc"),
+        overrides=DRAWN,
     ),
     "femnist": Study(
         "compare_femnist.yaml",
@@ -143,6 +147,7 @@ STUDIES = {
         ),
         (),
         ("val_acc", "fed/val_acc/mean"),
+        overrides=DRAWN,
         against=("fedavg", "fairavg", "fedatt"),
     ),
     "camvid": Study(
@@ -176,7 +181,7 @@ def make_plan(
 ) -> Plan:
     study = STUDIES[name]
     overrides = [study.data, str(arguments.data)] if study.data else []
-    overrides += study.variants[variant]
+    overrides += [*study.overrides, *study.variants[variant]]
     overrides += ["--trainer.max_rounds", "1"] if arguments.quick else []
     return Plan(
         recipe=ROOT / "recipes" / study.recipe,
@@ -416,7 +421,7 @@ def main() -> None:
     made.add_argument("--data", type=Path, default=None, help="folder that holds the data sets; synthetic needs none")
     made.add_argument("--studies", nargs="+", default=list(STUDIES), choices=list(STUDIES), help="data sets")
     made.add_argument("--methods", nargs="+", default=[], metavar="METHOD", help="of those of the study; else all")
-    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds")
+    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="seeds")
     made.add_argument("--stragglers", type=float, nargs="+", default=[], help="fractions; else those of the study")
     made.add_argument("--last", type=int, default=None, help="rounds whose mean is the score; else those of the study")
     made.add_argument("--test", action="store_true", help="evaluate finished runs on the test data (do this once)")

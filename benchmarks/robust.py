@@ -147,7 +147,8 @@ def names(arguments: argparse.Namespace) -> list[str]:
         return [name_of(rule, "ALIE 1.5", SHOWN, 0.5) for rule in ("fedavg", "krum", "fltrust")]
     made = []
     for alpha in arguments.alphas:
-        for rule, (_, most) in RULES.items():
+        for rule in arguments.rules:
+            most = RULES[rule][1]
             made.append(name_of(rule, NONE, 0, alpha))
             made += [
                 name_of(rule, attack, number, alpha) for number in NUMBERS[1:] if number <= most for attack in ATTACKS
@@ -181,6 +182,7 @@ def report(results: dict[str, list[dict[str, Any]]], alpha: float) -> str:
 def main() -> None:
     made = parser(__doc__.splitlines()[0], seeds=(0, 1, 2))
     made.add_argument("--alphas", type=float, nargs="+", default=list(ALPHAS), help="Dirichlet's concentrations")
+    made.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES), help="rules that are trained")
     arguments = made.parse_args()
     prepare(arguments)
     warnings.filterwarnings("ignore", message="You defined a `validation_step` but have no")

@@ -42,7 +42,8 @@ class Plan:
         mode: ``"max"`` where more is better, ``"min"`` where less is; ``None`` for that of the recipe's
             ``ModelCheckpoint`` of this metric, or else ``"max"``.
         test: Whether the finished models are evaluated on the test data.
-        overrides: Further arguments of ``lightning-fed fit``, for all runs.
+        overrides: Further arguments of ``lightning-fed fit``, for all runs; ``{seed}`` in them stands for the run's
+            seed, as in ``--data.seed {seed}`` for data that are drawn anew.
 
     Raises:
         ValueError: If there is no method or seed, one comes twice, or a number is out of its range.
@@ -73,8 +74,9 @@ class Plan:
 
     def build(self, seed: int) -> FederatedCLI:
         """Model, data and Trainer of the recipe, as ``lightning-fed fit`` builds them."""
+        overrides = [text.replace("{seed}", str(seed)) for text in self.overrides]
         own = ["--seed_everything", str(seed), "--trainer.logger", "false"]
-        return FederatedCLI(["--config", str(self.recipe), *self.overrides, *own], run=False)
+        return FederatedCLI(["--config", str(self.recipe), *overrides, *own], run=False)
 
 
 class Progress:

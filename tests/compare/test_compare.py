@@ -692,6 +692,14 @@ def scores(run, clients):
     return np.mean(right), np.mean(means)
 
 
+def test_data_that_are_drawn_for_every_seed():
+    """The run's seed in an override; without, all seeds have the same data."""
+    plan = Plan(Path("clients.yaml"), [MethodChoice.parse("fedavg")], overrides=["--data.seed", "{seed}"])
+    for seed in (10, 11):
+        expected = Synthetic(num_clients=4, seed=seed).clients[0]
+        assert torch.equal(plan.build(seed).datamodule.clients[0][0][0], expected[0][0])
+
+
 def test_test_data_are_asked_for_afterwards(trained, tmp_path):
     """Finished models are evaluated, not trained again; clients' own models too."""
     methods, out = "central,fedavg,fedper", tmp_path / "out"
