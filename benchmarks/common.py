@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import resource
@@ -18,6 +19,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from scipy.stats import t
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
 """Arguments of a Trainer that does nothing but train and validate."""
@@ -145,6 +147,47 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
         return ""
     std = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.{digits}f}{std}"
+
+
+SEEDS_TO_TELL = 5
+PAIRED = (
+    "Differences are paired by seed: their mean, and in brackets its 95 % interval by the paired t test; bold where"
+    f" there are {SEEDS_TO_TELL} seeds or more and the interval leaves out 0."
+)
+"""What a table says of its differences; the rule is in `docs/results/index.md`."""
+
+
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean of paired differences, one for each seed; at least two."""
+    mean, count = statistics.fmean(differences), len(differences)
+    half = t.ppf(0.975, count - 1) * statistics.stdev(differences) / math.sqrt(count)
+    return mean - half, mean + half
+
+
+def paired(differences: Sequence[float], digits: int = 3) -> str:
+    """Differences by seed in words, as :data:`PAIRED` says: all tables tell methods apart by this rule."""
+    if not differences:
+        return ""
+    mean = f"{statistics.fmean(differences):.{digits}f}"
+    if len(differences) == 1:
+        return mean
+    low, high = interval(differences)
+    words = f"{mean} ({low:.{digits}f} to {high:.{digits}f})"
+    return f"**{words}**" if len(differences) >= SEEDS_TO_TELL and low * high > 0 else words
+
+
+def without_columns(text: str, *names: str) -> str:
+    """Markdown tables without the columns of these names."""
+    lines, dropped = [], list[int]()
+    for line in text.split("\n"):
+        cells = line.strip("|").split("|")
+        if not line.startswith("|"):
+            dropped = []
+        elif not dropped and any(cell.strip() in names for cell in cells):
+            dropped = [place for place, cell in enumerate(cells) if cell.strip() in names]
+        kept = [cell for place, cell in enumerate(cells) if place not in dropped]
+        lines.append("|" + "|".join(kept) + "|" if dropped else line)
+    return "\n".join(lines)
 
 
 def picture(arguments: argparse.Namespace, name: str, words: str) -> str:

@@ -8,13 +8,14 @@ the words of each study; `--full` takes their lengths.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import parser, prepare, spread, table, version, write_section
+from common import PAIRED, paired, parser, prepare, spread, table, version, write_section
 
 from lightning_fed.compare import MethodChoice, Plan, load_results, run_comparison
 
@@ -141,10 +142,22 @@ def make_plan(name: str, variant: str, arguments: argparse.Namespace) -> Plan:
     )
 
 
-def score(run: Mapping[str, Any], monitor: str, last: int) -> float:
-    """Mean over the last rounds, in percent."""
-    values = [values[monitor] for values in run["rounds"] if monitor in values]
+def score(run: Mapping[str, Any], monitor: str, last: int, megabytes: float = math.inf) -> float:
+    """Mean over the last rounds, or the last that these bytes pay, in percent."""
+    values = [values[monitor] for values in run["rounds"] if monitor in values and megabytes_of(values) <= megabytes]
     return 100 * statistics.fmean(values[-last:])
+
+
+def megabytes_of(values: Mapping[str, float]) -> float:
+    """What has travelled up to a round, both ways."""
+    return (values["comm/total_up_bytes"] + values["comm/total_down_bytes"]) / 1e6
+
+
+def against_fedavg(scores: Mapping[str, Mapping[int, float]], method: str) -> list[str]:
+    """A method's score, and its difference to federated averaging."""
+    own, others = scores[method], scores.get("fedavg", {})
+    apart = [value - others[seed] for seed, value in own.items() if seed in others and method != "fedavg"]
+    return [spread(list(own.values()), 2), paired(apart, 2)]
 
 
 def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.Namespace) -> str:
@@ -154,13 +167,19 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
     parts = [
         f"`{command} --out docs/results/drift.md`. {study.words}; `recipes/{study.recipe}`. Published: {study.source}."
         f" `{study.monitor}` in percent, mean over the last {arguments.last} rounds, ± standard deviation over seeds."
-        f" Version {version()}."
+        f" With equal bytes: the last {arguments.last} rounds that the bytes of the cheapest method pay, both ways."
+        f" {PAIRED} Version {version()}."
     ]
-    header = ["method", "here", "minus FedAvg, paired by seed", "place", "published", "place there", "seeds"]
+    header = ["method", "here", "minus FedAvg", "MB", "with equal bytes", "minus FedAvg"]
+    header += ["place", "published", "place there", "seeds"]
     for variant, runs in results.items():
+        sent = {run["method"]: megabytes_of(run["rounds"][-1]) for run in runs}
         scores: dict[str, dict[int, float]] = {}
+        early: dict[str, dict[int, float]] = {}
         for run in runs:
-            scores.setdefault(run["method"], {})[run["seed"]] = score(run, study.monitor, arguments.last)
+            at = run["seed"], study.monitor, arguments.last
+            scores.setdefault(run["method"], {})[at[0]] = score(run, *at[1:])
+            early.setdefault(run["method"], {})[at[0]] = score(run, *at[1:], 1.001 * min(sent.values()))
         published = study.published.get(variant, {})
         ours = sorted(scores, key=lambda method: -statistics.fmean(scores[method].values()))
         theirs = sorted(published, key=lambda method: -float(published[method]))
@@ -168,11 +187,8 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
         for method, values in scores.items():
             known = method.partition(":")[0]
             place = str(theirs.index(known) + 1) if known in theirs else ""
-            others = scores.get("fedavg", {})
-            paired = [value - others[seed] for seed, value in values.items() if seed in others]
-            difference = spread(paired, 2) if paired and method != "fedavg" else ""
-            cells = [spread(list(values.values()), 2), difference, str(ours.index(method) + 1)]
-            cells += [published.get(known, ""), place, len(values)]
+            cells = [*against_fedavg(scores, method), f"{sent[method]:.0f}", *against_fedavg(early, method)]
+            cells += [str(ours.index(method) + 1), published.get(known, ""), place, len(values)]
             rows.append([f"`{method}`", *cells])
         parts += [f"**{variant}**"] if variant else []
         parts.append(table(header, rows))
@@ -183,6 +199,7 @@ def main() -> None:
     made = parser(__doc__.splitlines()[0])
     made.add_argument("--studies", nargs="+", default=list(STUDIES), choices=list(STUDIES), help="comparisons")
     made.add_argument("--methods", nargs="+", default=[], metavar="METHOD", help="else those of the study")
+    made.add_argument("--variants", nargs="+", default=[], metavar="SPLIT", help="else those of the study")
     made.add_argument("--seeds", type=int, nargs="+", default=[], help="else those of the study")
     made.add_argument("--last", type=int, default=3, help="rounds at the end whose mean is the score")
     made.add_argument("--full", action="store_true", help="as long as the publications, with all images")
@@ -194,6 +211,8 @@ def main() -> None:
     for name in arguments.studies:
         results: dict[str, list[Any]] = {}
         for variant in STUDIES[name].variants:
+            if arguments.variants and variant not in arguments.variants:
+                continue
             plan = make_plan(name, variant, arguments)
             if not arguments.report:
                 print(f"{name} {variant}".strip(), flush=True)

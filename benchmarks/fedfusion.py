@@ -22,7 +22,7 @@ from typing import Any
 import fusion_control
 import newcomers
 import tuning
-from common import load_json, machine, parser, picture, prepare, spread, table, write_section
+from common import PAIRED, load_json, machine, paired, parser, picture, prepare, spread, table, write_section
 
 from lightning_fed.compare import MethodChoice, Plan, draw, load_results, run_comparison, summarize
 from lightning_fed.compare.run import Run
@@ -197,22 +197,29 @@ def first_round(run: Mapping[str, Any], milestone: float) -> int | None:
 
 
 def milestone_table(results: Sequence[Mapping[str, Any]], milestones: Sequence[float]) -> str:
-    """Rounds, mean over the seeds that reach it, and 1 - rounds / rounds of federated averaging, over seeds."""
+    """Rounds, mean over the seeds that reach it, and the reductions against federated averaging and the control."""
     rounds = {(run["method"], run["seed"], one): first_round(run, one) for run in results for one in milestones}
-    rows = []
+    rows, bases = [], bases_of(results)
     for method in dict.fromkeys(run["method"] for run in results):
-        base, row = "fedavg" + (KEPT if KEPT in method else ""), [f"`{method}`"]
+        kept, row = KEPT if KEPT in method else "", [f"`{method}`"]
         for milestone in milestones:
             own = {seed: count for (name, seed, one), count in rounds.items() if (name, one) == (method, milestone)}
             reached = [count for count in own.values() if count is not None]
             some = f" ({len(reached)} of {len(own)})" if len(reached) < len(own) else ""
-            pairs = [(count, rounds.get((base, seed, milestone))) for seed, count in own.items()]
-            shares = [1 - count / other for count, other in pairs if count is not None and other is not None]
-            std = f" ± {statistics.stdev(shares):.0%}" if len(shares) > 1 else ""
             row.append(f"{statistics.fmean(reached):.1f}{some}" if reached else "never")
-            row.append(f"{round(100 * statistics.fmean(shares))}%{std}" if shares and method != base else "")
+            for other in bases:
+                pairs = [(count, rounds.get((other + kept, seed, milestone))) for seed, count in own.items()]
+                shares = [100 * (1 - count / many) for count, many in pairs if count is not None and many is not None]
+                row.append(paired(shares, 0) if method not in (other + kept, bases[0] + kept) else "")
         rows.append(row)
-    return table(["method", *(cell for one in milestones for cell in (f"{one:.0%}", "reduction"))], rows)
+    header = [cell for one in milestones for cell in (f"{one:.0%}", *(f"% fewer than `{other}`" for other in bases))]
+    return table(["method", *header], rows)
+
+
+def bases_of(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the methods are compared with: federated averaging, and the control where it is there."""
+    names = {run["method"].replace(KEPT, "") for run in results}
+    return [name for name in ("fedavg", CONTROL) if name in names]
 
 
 def score_table(results: Sequence[Mapping[str, Any]], monitors: Sequence[str], last: int) -> str:
@@ -222,16 +229,22 @@ def score_table(results: Sequence[Mapping[str, Any]], monitors: Sequence[str], l
         (run["method"], run["seed"]): statistics.fmean(values[monitors[0]] for values in run["rounds"][-last:])
         for run in results
     }
-    rows = []
+    rows, bases = [], bases_of(results)
     for key, cell in cells[monitors[0]].items():
         row = [f"`{key[0]}`", str(len(cell.score))]
         row += [spread(cells[name][key].score) for name in monitors]
-        base = "fedavg" + (KEPT if KEPT in key[0] else "")
-        pairs = [(score, scores.get((base, seed))) for (method, seed), score in scores.items() if method == key[0]]
-        apart = [100 * (score - other) for score, other in pairs if other is not None]
-        row.insert(3, "" if key[0] == base else spread(apart, 1))
+        kept = KEPT if KEPT in key[0] else ""
+        for place, other in enumerate(bases, start=3):
+            pairs = [
+                (score, scores.get((other + kept, seed)))
+                for (method, seed), score in scores.items()
+                if method == key[0]
+            ]
+            apart = [100 * (score - theirs) for score, theirs in pairs if theirs is not None]
+            row.insert(place, paired(apart, 1) if key[0] not in (other + kept, bases[0] + kept) else "")
         rows.append([*row, f"{statistics.fmean(cell.megabytes):.1f}", f"{statistics.fmean(cell.cpu_seconds):.0f}"])
-    return table(["method", "seeds", monitors[0], "to `fedavg`, points", *monitors[1:], "MB", "CPU s"], rows)
+    header = ["method", "seeds", monitors[0], *(f"to `{other}`, points" for other in bases), *monitors[1:]]
+    return table([*header, "MB", "CPU s"], rows)
 
 
 def operator_table(results: Sequence[Mapping[str, Any]]) -> str:
@@ -272,12 +285,11 @@ def report(
         marks = milestones_of(shown, last)
         parts += [
             f"Rounds until `{monitor}` reaches 90 %, 95 % and 99 % of what `fedavg` ends with, mean over the seeds that"
-            " do, and the reduction against `fedavg`:",
+            f" do, and how many fewer in percent. {PAIRED}",
             milestone_table(shown, marks),
         ]
     parts += [
-        f"Over the last {last} rounds, mean ± standard deviation over seeds, the difference paired by seed; bytes and"
-        " CPU seconds of a run:",
+        f"Over the last {last} rounds, mean ± standard deviation over seeds; bytes and CPU seconds of a run:",
         score_table(main, study.monitors, last),
         operator_table(main),
         picture(arguments, f"fedfusion_{name}", f"`{study.monitors[0]}` by round, mean over seeds with their range."),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tuning
-from common import load_json, machine, parser, picture, prepare, spread, table, write_section
+from common import PAIRED, load_json, machine, paired, parser, picture, prepare, spread, table, write_section
 
 from lightning_fed.algorithms import FedMA, Method
 from lightning_fed.compare import CENTRAL, MethodChoice, Plan, load_results, run_comparison
@@ -324,7 +324,7 @@ def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: a
             pairs = [(scores[seed], other) for seed, other in baselines.items() if seed in scores]
             differences = ["", ""]
             if method != "fedavg":
-                differences = [spread([mine[when] - other[when] for mine, other in pairs]) for when in (0, 1)]
+                differences = [paired([mine[when] - other[when] for mine, other in pairs]) for when in (0, 1)]
             growth = [max(values.get("fedma/growth", 1.0) for values in run["rounds"]) for run in own]
             losses = [values["train_loss"] for run in own for values in run["rounds"]]
             losses = [loss for loss in losses if math.isfinite(loss)]
@@ -355,8 +355,8 @@ def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: a
         " best is taken: for FedMA its own, for all others that of `fedavg`. All have 8 rounds; the score with few"
         " megabytes is the last one before 5 % more than the thriftiest method with as many local epochs sends in all;"
         " size is the largest global model over a client's; agreement as in the tables above; `train_loss` the largest"
-        " that is finite, over rounds and seeds. Differences are paired by"
-        f" seed. {machine(arguments.threads)}.\n\n"
+        " that is finite, over rounds and seeds."
+        f" {PAIRED} {machine(arguments.threads)}.\n\n"
         f"{table([*header, 'MB', 'size', 'agreement', 'largest `train_loss`', 'seeds'], rows)}"
     )
 

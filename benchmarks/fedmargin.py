@@ -16,7 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import load_json, machine, parser, prepare, save_json, spread, table, write_section
+from common import (
+    PAIRED,
+    load_json,
+    machine,
+    paired,
+    parser,
+    prepare,
+    save_json,
+    spread,
+    table,
+    without_columns,
+    write_section,
+)
 
 from lightning_fed.compare import CENTRAL, MethodChoice, Plan, draw, load_results, markdown, run_comparison, summarize
 from lightning_fed.compare.run import CHECKPOINT, Run, quiet
@@ -148,7 +160,7 @@ STUDIES = {
         (),
         ("val_acc", "fed/val_acc/mean"),
         overrides=DRAWN,
-        against=("fedavg", "fairavg", "fedatt"),
+        against=("fedavg", "fedprox:mu=0.1", "fairavg", LONGER_STEP, "fedatt"),
     ),
     "camvid": Study(
         "compare_camvid.yaml",
@@ -215,7 +227,8 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
     """The tables of a study, of all runs that are there."""
     study, last = STUDIES[name], arguments.last or STUDIES[name].last
     command = f"python benchmarks/fedmargin.py --data DATA --studies {name} --out docs/results/fedmargin.md"
-    parts = [f"`{command}`. {study.words}; `recipes/{study.recipe}`. {machine(arguments.threads)}."]
+    drawn = " Other data with every seed." if study.overrides == DRAWN else ""
+    parts = [f"`{command}`. {study.words}; `recipes/{study.recipe}`.{drawn} {machine(arguments.threads)}."]
     options = [MethodChoice.parse(text).label for text in study.options]
     main = {variant: [run for run in found if run["method"] not in options] for variant, found in results.items()}
     if len(results) > 1:
@@ -231,7 +244,7 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
                 parts.append(compare_pairs(main[variant], study, monitor, last))
         if any(run["method"] in options for run in found):
             parts += [
-                f"Options of FedMargin, {OPTION_STRAGGLERS:.0%} stragglers; difference to the default by seed:",
+                f"Options of FedMargin, {OPTION_STRAGGLERS:.0%} stragglers; difference to the default. {PAIRED}",
                 compare_options(found, options, study.monitors[0], last),
             ]
     return "\n\n".join(parts)
@@ -239,7 +252,7 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
 
 def compare_pairs(found: Sequence[Any], study: Study, monitor: str, last: int) -> str:
     """Differences of every method to others, and how far FedMargin's attention is from equal weights."""
-    against = study.against
+    against = [other for other in study.against if any(run["method"] == other for run in found)]
     scores: dict[str, dict[Any, float]] = {}
     attention: dict[str, list[tuple[float, float]]] = {}
     for run in found:
@@ -259,7 +272,7 @@ def compare_pairs(found: Sequence[Any], study: Study, monitor: str, last: int) -
         for method, own in scores.items()
     ]
     note = (
-        "Differences are paired by seed and fraction of stragglers, mean ± standard deviation over the seeds."
+        f"{PAIRED} A seed's fractions of stragglers count as one."
         f" Attention, means over the rounds: its entropy is 1 and its largest weight {1 / study.cohort:.1f} where the"
         f" {study.cohort} clients of a round count alike."
     )
@@ -283,7 +296,7 @@ def differences(scores: Mapping[str, Mapping[Any, float]], method: str, against:
     """Differences of a method to others in words, over the pairs that both have; nothing to itself."""
     others = [{} if other == method else scores.get(other, {}) for other in against]
     return [
-        spread(by_seed({key: score - other[key] for key, score in scores[method].items() if key in other}))
+        paired(by_seed({key: score - other[key] for key, score in scores[method].items() if key in other}))
         for other in others
     ]
 
@@ -305,7 +318,7 @@ def compare_options(found: Sequence[Any], options: Sequence[str], monitor: str, 
     rows = []
     for method, own in scores.items():
         gains = [score - default[seed] for seed, score in own.items() if seed in default]
-        shown = spread(gains) if method != "fedmargin" else ""
+        shown = paired(gains) if method != "fedmargin" else ""
         rows.append([f"`{method}`", spread(list(own.values())), shown, f"{len(own)}"])
     return table(["method", f"`{monitor}`", "difference", "seeds"], rows)
 
@@ -340,8 +353,8 @@ def analyse(names: Sequence[str], arguments: argparse.Namespace) -> str:
         " docs/results/fedmargin.md`, from the final global models, on validation data. Aggregate margin: half the mean"
         " distance between the means of two classes' features, and the same over the mean length of these means."
         " Discrepancy: maximum mean discrepancy between the features and those of the central model of the same seed"
-        " (Gaussian kernel, median bandwidth). Entropy: of the class probabilities, in nats. Differences are paired by"
-        " seed and fraction of stragglers; mean ± standard deviation over the seeds."
+        " (Gaussian kernel, median bandwidth). Entropy: of the class probabilities, in nats. Spreads are standard"
+        f" deviations over the seeds. {PAIRED}"
     ]
     for name in names:
         against = STUDIES[name].against[:1]
@@ -457,7 +470,8 @@ def main() -> None:
                     arguments.figures / f"fedmargin_{plans[0].out.name}.png",
                     last=arguments.last or STUDIES[name].last,
                 )
-            write_section(arguments.out, f"fedmargin-{name}", report(name, results, arguments))
+            text = without_columns(report(name, results, arguments), "wall s")  # it measures the neighbours
+            write_section(arguments.out, f"fedmargin-{name}", text)
     if arguments.analysis:
         names = [name for name in arguments.studies if STUDIES[name].against]
         write_section(arguments.out, "fedmargin-analysis", analyse(names, arguments))

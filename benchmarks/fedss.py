@@ -24,10 +24,12 @@ from typing import Any
 import lightning as L
 import torch
 from common import (
+    PAIRED,
     QUIET,
     Curve,
     load_json,
     machine,
+    paired,
     parser,
     picture,
     prepare,
@@ -285,7 +287,7 @@ def report(study_name: str, found: Found, arguments: argparse.Namespace) -> str:
                 "" if is_central else f"{layer:,}",
                 "" if is_central else f"{100 * (body + layer) / (body + WIDTH * CLASSES):.1f} %",
                 *scores,
-                *(paired(results, found.get(other, [])) for other in others),
+                *(differences(results, found.get(other, [])) for other in others),
                 f"{len(results)}",
             ]
         )
@@ -301,17 +303,17 @@ def report(study_name: str, found: Found, arguments: argparse.Namespace) -> str:
         f" parameters), embedding of {WIDTH}, scale 20. Parameters that travel per client and direction: of the layer,"
         " and of the whole model as a share of the full softmax's. Top-1 over all 964 classes on 4 other drawers"
         " (3,856 images), MAP@10 among the 13,180 images of 659 characters that nobody trains on; %, mean ± standard"
-        f" deviation over seeds; differences are paired by seed. {machine(arguments.threads)}."
+        f" deviation over seeds. {PAIRED} {machine(arguments.threads)}."
     )
     return f"{words}\n\n{table(header, rows)}"
 
 
-def paired(results: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> str:
+def differences(results: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> str:
     """Differences of the top-1 on test drawers to another method's; empty for that method itself."""
     scores = {other["seed"]: other["test_top1"] for other in others}
     if results is others:
         return ""
-    return spread([100 * (run["test_top1"] - scores[run["seed"]]) for run in results if run["seed"] in scores], 1)
+    return paired([100 * (run["test_top1"] - scores[run["seed"]]) for run in results if run["seed"] in scores], 1)
 
 
 def draw(found: Found, path: Path) -> None:
