@@ -165,53 +165,55 @@ class Embedder(L.LightningModule):
 class Clients(FederatedDataModule):
     """Every client has images of some classes of its own; validation drawers are for the global model."""
 
-    def __init__(self, omniglot: Omniglot, own: int, seed: int) -> None:
-        frames = omniglot.train_dataset
-        parts = LabelsPerClient(CLIENTS, own, assignment="even").split(frames, seed)
+    def __init__(self, frames: Any, validation: Any, own: int, seed: int) -> None:
+        parts = self.split(frames, own, seed)
         super().__init__({client: Subset(frames, indices) for client, indices in parts.items()}, batch_size=BATCH)
         self.own = {client: frames.targets[indices].unique().tolist() for client, indices in parts.items()}
-        self.validation = omniglot.val_dataset
+        self.own_count, self.validation = own, validation
+
+    def split(self, frames: Any, own: int, seed: int) -> Mapping[Any, Any]:
+        """Indices of every client's images."""
+        return LabelsPerClient(CLIENTS, own, assignment="even").split(frames, seed)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.validation, batch_size=482)
 
 
 @torch.no_grad()
-def evaluate(model: Embedder, omniglot: Omniglot) -> dict[str, float]:
-    """Top-1 on the test drawers, in training on the training ones, and MAP@10 on the alphabets nobody trains on."""
+def evaluate(model: Embedder, source: Any) -> dict[str, float]:
+    """Top-1 on test and training images, and MAP@10 on those for retrieval."""
     model.eval()
     values = {}
-    for name, dataset in (("test_top1", omniglot.test_dataset), ("train_top1", omniglot.train_dataset)):
+    for name, dataset in (("test_top1", source.test_dataset), ("train_top1", source.train_dataset)):
         hits = [
             (model.head.topk(model.body(images), 1)[1][:, 0] == labels).float()
             for images, labels in DataLoader(dataset, batch_size=482)
         ]
         values[name] = float(torch.cat(hits).mean())
     metric = MeanAveragePrecisionAtR(10)
-    for images, labels in DataLoader(omniglot.retrieval_dataset, batch_size=500):
+    for images, labels in DataLoader(source.retrieval_dataset, batch_size=500):
         metric.update(model.body(images), labels)
     values["map_at_10"] = float(metric.compute())
     return values
 
 
 def run(
-    study: Study, name: str, held: int, seed: int, lr: float, omniglot: Omniglot, arguments: argparse.Namespace
+    data: Clients, source: Any, name: str, held: int, seed: int, lr: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Trains once; the curve, the final model's numbers, and what travelled."""
     method, rounds = METHODS[name], 2 if arguments.quick else arguments.rounds
     L.seed_everything(seed, verbose=False)
-    data = Clients(omniglot, study.own, seed)
-    model = Embedder(omniglot.num_classes, lr, 0.9 if method.objective is None else 0.0)
+    model = Embedder(source.num_classes, lr, 0.9 if method.objective is None else 0.0)
     every = max(1, rounds // 10)
     curve = Curve(f"{name} {held} {seed} {lr}:")
     options: dict[str, Any] = {**QUIET, "check_val_every_n_epoch": every, "callbacks": [curve]}
     if method.objective is None:  # as many examples, in the same batches
-        epochs = max(1, round(rounds * COHORT / CLIENTS))
+        epochs = max(1, round(rounds * COHORT / len(data.own)))
         options["check_val_every_n_epoch"] = max(1, epochs // 10)
         trainer = L.Trainer(max_epochs=epochs, **options)
     else:
         options["callbacks"].append(
-            SampledSoftmax(held - study.own, method.objective, classes=data.own)  # type: ignore[arg-type]
+            SampledSoftmax(held - data.own_count, method.objective, classes=data.own)  # type: ignore[arg-type]
         )
         if method.spread_out:
             options["callbacks"].append(SpreadOut(strength=arguments.spread_out or method.spread_out))
@@ -229,7 +231,7 @@ def run(
         "parameters": parameters,
         "version": version(),
         "machine": machine(arguments.threads),
-        **evaluate(model, omniglot),
+        **evaluate(model, source),
     }
 
 
@@ -247,7 +249,8 @@ def train(arguments: argparse.Namespace, omniglot: Omniglot) -> None:
                 for lr in arguments.tune or [rate_of(name, arguments)]:
                     path = result_path(arguments, study, name, held, seed, lr)
                     if not path.exists():
-                        save_json(path, run(study, name, held, seed, lr, omniglot, arguments))
+                        data = Clients(omniglot.train_dataset, omniglot.val_dataset, study.own, seed)
+                        save_json(path, run(data, omniglot, name, held, seed, lr, arguments))
 
 
 def rate_of(name: str, arguments: argparse.Namespace) -> float:
