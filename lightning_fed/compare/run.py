@@ -47,7 +47,7 @@ class Run:
     stragglers: float | None
 
     def __str__(self) -> str:
-        stragglers = "" if self.stragglers is None else f", {self.stragglers:.0%} stragglers"
+        stragglers = f", {self.stragglers:.0%} stragglers" if self.stragglers else ""
         return f"{self.method.label}, seed {self.seed}{stragglers}"
 
     @property
