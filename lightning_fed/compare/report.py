@@ -286,8 +286,8 @@ def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
         where = f" with {part:.0%} stragglers" if len(_parts(results)) > 1 else ""
         lines.append(f"Against `{methods[0]}`{where}, mean difference and its 95 % interval, paired over the seeds:\n")
         for method in methods[1:]:
-            pairs = [(scores[method, part, seed], scores[methods[0], part, seed]) for seed in seeds]
-            mean, low, high = paired_interval(*zip(*pairs, strict=True))
+            ours, theirs = ([scores[one, part, seed] for seed in seeds] for one in (method, methods[0]))
+            mean, low, high = paired_interval(ours, theirs)
             better, worse = sign * low > 0 < sign * high, sign * low < 0 > sign * high
             verdict = "better" if better else "worse" if worse else "no difference shown"
             lines[-1] += f"\n- `{method}`: {mean:+.3f} ({low:+.3f} to {high:+.3f}), {verdict}"
