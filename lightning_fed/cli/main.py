@@ -17,7 +17,9 @@ from lightning_fed.data.sample_assignment import PartitionError
 from lightning_fed.errors import OptionError
 from lightning_fed.recipe import COMMANDS, FederatedCLI
 
-_PROGRAMS = ("demo", "compare", "data", "methods", "privacy", "merge", "flower", "recipes", "doctor")  # a module each
+_PROGRAMS = (  # a module each
+    "demo", "compare", "data", "methods", "privacy", "merge", "flower", "audit", "recipes", "doctor",
+)  # fmt: skip
 _MISTAKES = (FileNotFoundError, MisconfigurationException, OptionError, PartitionError)
 
 _HELP = """\
@@ -37,6 +39,7 @@ commands:
   privacy RECIPE            say what a recipe's rounds cost of the clients' privacy
   merge CKPT CKPT -o CKPT   match the neurons of trained models, and average them
   flower new DIR -c RECIPE  write a Flower app: the same federation, across machines
+  audit RECORD              show and verify the record of what has left a client's site
   recipes [NAME]            list the ready recipes, or print one
   doctor                    tell versions, devices, and what is not installed
 

@@ -730,7 +730,7 @@ def test_an_unknown_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["train"])
     assert stopped.value.code == 2
-    known = ["demo", "compare", "data", "methods", "privacy", "merge", "flower", "recipes", "doctor"]
+    known = ["demo", "compare", "data", "methods", "privacy", "merge", "flower", "audit", "recipes", "doctor"]
     known += ["fit", "validate", "test", "predict"]
     assert f"{known}, but got 'train'" in capsys.readouterr().err
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lightning_fed.backends.site.signatures import is_signed, read_public_key, split_signature
+from lightning_fed.backends.wire.packets import is_client
+from lightning_fed.backends.wire.secure_sum_packets import Stage
 from lightning_fed.messages import Client
 from lightning_fed.privacy.secure_sum import SecureSum
 from lightning_fed.steps.update_step import UpdateStep
@@ -37,6 +40,9 @@ _CONTENTS: dict[str, tuple[set[str], dict[str, str | None]]] = {
 
 _NAMED_FIELDS = {"same": "entries", "metrics": "metrics"}
 """Fields that are mappings, and the rule for their names."""
+
+_NEEDS = ("steps", "clients_per_sum")
+"""Rules that forbid where others allow. They come first: then half a policy allows no more than all of it."""
 
 _LARGEST = 2**20  # bytes of a policy
 
@@ -287,19 +293,17 @@ def _read_own_file(path: Path) -> bytes:
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     if path.is_symlink():
         raise OSError("it is a symbolic link")
-    descriptor = os.open(path, flags)
-    try:
-        for status in (os.fstat(descriptor), path.parent.stat()):
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        opened = os.fstat(file.fileno())
+        for status in (opened, path.parent.stat()):
             if os.name == "posix" and (status.st_mode & 0o022 or status.st_uid not in (0, os.getuid())):
                 raise OSError("others can change it, or its folder: chmod go-w, and chown to root or the worker's user")
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if not stat.S_ISREG(opened.st_mode):
             raise OSError("it is no file")
-        content = os.read(descriptor, _LARGEST + 1)
+        content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
             raise OSError(f"it has more than {_LARGEST} bytes")
         return content
-    finally:
-        os.close(descriptor)
 
 
 def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
@@ -307,6 +311,9 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
     unknown = sorted(values.keys() - set(known))
     if unknown:
         raise ValueError(f"expected rules of {known}, but got {unknown[0]!r}")
+    needs = [name for name in values if name in _NEEDS]
+    if list(values)[: len(needs)] != needs:  # of a file that an editor has half written, the end is missing
+        raise ValueError(f"expected {' and '.join(_NEEDS)} before all other rules, and as `steps = [...]`")
     read: dict[str, Any] = {}
     for name, value in values.items():
         if name == "steps":
@@ -376,17 +383,19 @@ def read_order(kind: str, text: str, data: bytes) -> Order | None:
         header = json.loads(text)["header"]
         if kind not in ANSWERS or ANSWERS[kind] == "clients":
             return Order(ANSWERS.get(kind, kind), text, data, signature)
-        place = header.get("visit", header)
+        place = header if kind == "query.sum" else header["visit"]
+        stage = header["stage"] if kind == "query.sum" else ""
         size = None
         if kind == "train":
             size = len(set(header["peers"] or ()))
-        elif header.get("stage") == "shares":
+        elif stage == "shares":
             size = len(set(header["peers"]))
-        elif header.get("stage") == "unmask":
+        elif stage == "unmask":
             size = sum(map(bool, header["survivors"]))
         client, run, round = place["client"], header["run"], place["round"]
-        if not (isinstance(client, str | int) and isinstance(run, str) and type(round) is int):
-            return None
-        return Order(ANSWERS[kind], text, data, signature, client, run, round, str(header.get("stage", "")), size)
+        is_order = is_client(client) and re.fullmatch("[0-9a-f]{1,64}", run) and type(round) is int
+        if not is_order or stage not in ("", *get_args(Stage)) or not 0 <= round < 2**53:
+            return None  # nor would the visit begin; the record has nothing of it
+        return Order(ANSWERS[kind], text, data, signature, client, run, round, stage, size)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -96,7 +96,24 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
         torn, head, number = None, digest.decode(), number + 1
         yield Line(number, head, content)
     if torn is not None:
-        raise RecordError(f"line {number} is not as it was written")
+        is_cut = not raw.endswith(b"\n")
+        raise RecordError(f"line {number} is {'cut off in its middle' if is_cut else 'not as it was written'}")
+
+
+def read_record(path: Path) -> Iterator[Line]:
+    """Reads and verifies a record, to which nothing is appended meanwhile.
+
+    Args:
+        path: The file.
+
+    Raises:
+        RecordError: At the first line that is not as it was written.
+
+    """
+    with path.open("rb") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield from read_lines(file)
 
 
 def write_line(head: str, content: Mapping[str, Any]) -> bytes:
@@ -138,10 +155,12 @@ class Record:
 
         """
         is_new = not self._path.exists()
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # not every system has each of them
+            flags |= getattr(os, name, 0)
         descriptor = os.open(self._path, flags, 0o600)
         try:
-            if is_new:
+            if is_new and os.name == "posix":
                 _sync_folder(self._path.parent)
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)

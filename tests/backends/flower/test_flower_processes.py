@@ -19,6 +19,7 @@ from lightning_fed.messages import tensor_bytes
 from tests.backends.flower import process_kills
 from tests.backends.flower.halves import ALL_CASES, CASES, OPTIONS, SIZES, Loses, clients_of, in_process
 from tests.backends.flower.processes import Deployment
+from tests.backends.site.test_policy import lines_of, make_key, write_policy
 from tests.crash_points import PROCESSES
 from tests.recorders import assert_same, state_of
 
@@ -77,8 +78,8 @@ def start_nodes(deployment, *options):
         deployment.node(f"node{node}", config, *options)
 
 
-def run(deployment, app, folder, case="fedavg", rounds=3, limit=300.0):
-    config = f'case="{case}" folder="{folder}" rounds={rounds} limit={limit}'
+def run(deployment, app, folder, case="fedavg", rounds=3, limit=300.0, more=""):
+    config = f'case="{case}" folder="{folder}" rounds={rounds} limit={limit} {more}'
     return deployment.run(app, "--run-config", config)
 
 
@@ -138,6 +139,28 @@ def test_answers_of_the_largest_size(federated_trainer, tmp_path):
         assert deployment.log("run").count(f"{limit + 1} bytes, and no more than") == len(rounds)
         assert deployment.log("run").count("is left out") == len(rounds)
     compare(tmp_path / "run", here)
+
+
+@pytest.mark.slow
+def test_two_sites_with_policies(federated_trainer, tmp_path):
+    """One lets answer the key that signs the orders; the other one keeps entries back, and is left out by name."""
+    case = CASES["fedavg"]
+    here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), 2, [Loses("bob", (0, 1))])
+    _, public = make_key(tmp_path / "keys", "server")
+    write_policy(tmp_path / "store0", servers=[public])
+    write_policy(tmp_path / "store1", servers=[public], entries=["net.0.*"])
+    with Deployment(tmp_path) as deployment, Workers(tmp_path, "fedavg"):
+        deployment.configure()
+        start_nodes(deployment)
+        key = f'key="{tmp_path / "keys" / "server"}"'
+        finish(deployment, run(deployment, write_app(tmp_path), tmp_path / "run", rounds=2, more=key))
+        for round in range(2):
+            assert f"Round {round}: client 'bob' is left out: its site's policy does not allow" in deployment.log("run")
+        assert deployment.log("run").count("is left out") == 2
+    compare(tmp_path / "run", here)
+    assert [line["rule"]["servers"] for line in lines_of(tmp_path / "store0")] == [public] * 5
+    refused = [line["rule"].get("refused") for line in lines_of(tmp_path / "store1")]
+    assert [rule for rule in refused if rule] == ["entries"] * 2
 
 
 # --- killed -----------------------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,12 +33,12 @@ ALLOWS = {
 }  # fmt: skip
 
 
-def write_policy(folder, steps="", **changes):
-    """A policy in a client's folder; `None` leaves a rule out. JSON's lists, texts and numbers are TOML's."""
-    rules = {name: value for name, value in {**ALLOWS, **changes}.items() if value is not None}
+def write_policy(folder, first="", **changes):
+    """A policy in a client's folder. JSON's lists, texts and numbers are TOML's."""
+    rules = {**ALLOWS, **changes}
     folder.mkdir(exist_ok=True)
     path = folder / "site_policy.toml"
-    path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in rules.items()) + steps)
+    path.write_text(first + "".join(f"{name} = {json.dumps(value)}\n" for name, value in rules.items()))
     return path
 
 
@@ -62,7 +64,7 @@ def plain_module():
     return models.Module(models.mlp(), models.momentum)
 
 
-def train(folder, federation=Federation, module=plain_module, rounds=1, callbacks=list, key=None):
+def train(folder, federation=Federation, module=plain_module, rounds=1, callbacks=list, key=None, sizes=SIZES):
     """A fit with two nodes, of which the one of `ann` and `cid` has a folder with a policy: what left it, by kind."""
     left = []
 
@@ -72,7 +74,7 @@ def train(folder, federation=Federation, module=plain_module, rounds=1, callback
         return [content]
 
     on_flower(
-        folder, module, models.vectors(SIZES), federation, rounds, callbacks=callbacks, change=note, key=key
+        folder, module, models.vectors(sizes), federation, rounds, callbacks=callbacks, change=note, key=key
     )  # fmt: skip
     return left
 
@@ -89,8 +91,8 @@ REFUSALS = {
         {"answers": ["update"]}, "",
         {"module": norm_module, "federation": lambda: Federation(batch_norm="recalibrate", seed=1)},
     ),
-    "steps": ({}, '[[steps]]\nname = "MaxNorm"\nat_most = {bound = 1.0}\n', {}),
-    "clients_per_sum": ({"clients_per_sum": 4}, "", {"federation": in_sum}),
+    "steps": ({}, 'steps = [{name = "MaxNorm", at_most = {bound = 1.0}}]\n', {}),
+    "clients_per_sum": ({}, "clients_per_sum = 4\n", {"federation": in_sum}),
     "entries": ({"entries": ["net.0.*"]}, "", {}),
     "extras": ({}, "", {"federation": lambda: Federation("scaffold")}),
     "metrics": ({}, "", {"callbacks": lambda: [Logs()]}),
@@ -115,9 +117,9 @@ REASONS = {
 @pytest.mark.parametrize("rule", REFUSALS)
 def test_each_rule_refuses(rule, tmp_path, caplog, monkeypatch):
     """What it refuses is a fault with the reason, in the server's log and in the record; and nothing else has left."""
-    changes, steps, options = REFUSALS[rule]
+    changes, first, options = REFUSALS[rule]
     monkeypatch.setattr("uuid.uuid4", lambda: type("Run", (), {"hex": "f" * 32}))
-    write_policy(tmp_path / "11", steps, **{"runs": ["f*"], **changes})
+    write_policy(tmp_path / "11", first, **{"runs": ["f*"], **changes})
     if rule == "servers":  # then it is not told who is there, either
         with pytest.raises(TimeoutError):
             train(tmp_path)
@@ -204,6 +206,7 @@ BAD_FILES = {
     "expected rules of": lambda path: path.write_text(path.read_text() + "metric = []\n"),
     "expected `answers` of": lambda path: path.write_text('answers = ["updates"]'),
     "expected `entries` to be a list of texts": lambda path: path.write_text('entries = "net.*"'),
+    "before all other rules": lambda path: path.write_text(path.read_text() + '[[steps]]\nname = "DPSGD"\n'),
     "whole number": lambda path: path.write_text("rounds_per_day = -1"),
     "Expected a line like": lambda path: path.write_text('servers = ["server.pub"]'),
     "cannot be read": lambda path: path.write_text("servers = [\n"),
@@ -267,3 +270,28 @@ def test_a_clock_that_is_set_back_gives_no_more_rounds(tmp_path, monkeypatch):
     assert kinds == ["update"] * 2 + ["fault"] * 2 + ["update"] * 2
     behind = [round(line.get("clock_behind", 0) / 86400) for line in lines_of(tmp_path / "11")]
     assert behind == [0, 0, 0, 3, 3, 3, 0, 0, 0]
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_guide_lets_its_study_leave_and_its_first_half_nothing(tmp_path):
+    page = (Path(models.__file__).parents[1] / "docs" / "guides" / "site_policy.md").read_text()
+    text = re.search(r"```toml\n(.*?)```", page, re.S)[1]
+    key, public = make_key(tmp_path / "keys", "server")
+    text = re.sub(r'"ssh-ed25519 .*?"', f'"{public}"', text)
+    path = write_policy(tmp_path / "11")
+    path.write_text(text)
+    study = lambda: Federation(steps=[UniformWeights(), SecureSum(1.0)], seed=3)  # noqa: E731
+    left = train(tmp_path, study, key=key, sizes={"ann": 9, "bob": 9, "cid": 9, "dan": 9})
+    assert [reply["kind"] for reply in left] == ["sum", "sum", "sum", "sum", "update", "update", "sum", "sum"]
+    assert lines_of(tmp_path / "11")[-3]["rule"]["extras"] == ["secure_sum/weight"]
+    order = gate.Order("update", "", b"", run="3f", sum_size=2)
+    for line_count in range(len(text.splitlines()) - 1):  # as it is while an editor writes it
+        path.write_text("\n".join(text.splitlines()[:line_count]))
+        try:
+            policy = read_policy(path)
+        except PolicyError:
+            continue
+        with pytest.raises(gate.Refusal):
+            policy.judge_order(order, gate.Half("FedAvg"))

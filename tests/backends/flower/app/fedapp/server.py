@@ -17,4 +17,5 @@ def main(grid, context):
     server_app(
         case.federation(), case.module, None, options, clients=list(SIZES), folder=config["folder"],
         callbacks=[*case.callbacks(), *callbacks], time_limit=config["limit"], patience=60,
+        key=config["key"] or None,
     )(grid, context)  # fmt: skip

@@ -1,0 +1,92 @@
+"""``lightning-fed audit``: a site's record of its answers, shown and verified."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_fed.backends.site.record import START, Line, RecordError, read_record
+
+
+def run(args: Sequence[str]) -> None:
+    """The command.
+
+    Args:
+        args: The command line after ``audit``.
+
+    Raises:
+        SystemExit: With status 1, if the record is not as it was written.
+
+    """
+    options = _parser().parse_args(args)
+    shown: deque[Line] = deque(maxlen=options.last)
+    number, head, is_there = 0, START, options.head in (None, START)
+    fault = ""
+    try:
+        for line in read_record(options.record):
+            shown.append(line)
+            number, head, is_there = line.number, line.digest, is_there or line.digest == options.head
+    except RecordError as error:
+        fault = f"{error}: what follows line {number} proves nothing"
+    if not fault and not is_there:
+        fault = f"no line has the digest {options.head}: lines were cut off, or all of it was written anew"
+    for line in shown:
+        sys.stdout.write(describe_line(line, options.full) + "\n")
+    sys.stdout.write(f"{number} lines as they were written; head {head}\n")
+    if fault:
+        sys.stderr.write(f"error: {options.record}: {fault}\n")
+        raise SystemExit(1)
+    if options.head is None:
+        sys.stdout.write(
+            "Whole lines that were cut off the end are found only with a head that was noted elsewhere: --head DIGEST\n"
+        )
+
+
+def describe_line(line: Line, is_full: bool = False) -> str:
+    """A line of the record in one line of text.
+
+    Args:
+        line: The line.
+        is_full: Whether to have all of it, as JSON.
+
+    Example:
+        >>> content = {"time": "2026-11-24T12:00:00.5+00:00", "client": "ann", "run": "3f9a77c0", "round": 4,
+        ...     "answer": "update", "entries": ["w", "b"], "bytes": 812, "digest": "9c0d11e5aa",
+        ...     "rule": {"entries": ["*"]}}
+        >>> describe_line(Line(7, "0a", content))
+        '     7 2026-11-24T12:00:00 ann run 3f9a77c0 round 4 update: left, 2 entries, 812 bytes, digest 9c0d11e5'
+
+    """
+    content = line.content
+    if is_full:
+        return f"{line.number} {line.digest} {json.dumps(content, sort_keys=True)}"
+    refused = content["rule"].get("refused")
+    is_fault = content["rule"].get("answers") == "fault"
+    outcome = f"refused by {refused}" if refused else "a fault left" if is_fault else "left"
+    whose = (
+        "" if content["client"] is None else f" {content['client']} run {content['run'][:8]} round {content['round']}"
+    )
+    torn = "; the line before was cut off by a crash" if "torn" in content else ""
+    behind = f"; the clock was {content['clock_behind']} s behind" if "clock_behind" in content else ""
+    return (
+        f"{line.number:6d} {content['time'][:19]}{whose} {content['answer']}: {outcome},"
+        f" {len(content['entries'])} entries, {content['bytes']} bytes, digest {content['digest'][:8]}{torn}{behind}"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-fed audit",
+        description="Shows the last lines of a site's record, verifies all of it, and prints its head: the digest of"
+        " the last line. Note the head elsewhere; with it, later cuts are found too.",
+    )
+    parser.add_argument("record", type=Path, help="the file, site_record.jsonl beside the policy")
+    parser.add_argument("--head", metavar="DIGEST", help="a head that was noted before, which must still be there")
+    parser.add_argument("--last", type=int, default=20, metavar="N", help="lines to show (default: %(default)s)")
+    parser.add_argument("--full", action="store_true", help="show all that the lines have, as JSON")
+    return parser

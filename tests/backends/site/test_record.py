@@ -1,0 +1,172 @@
+"""The record of a site's answers: what is found in it, after a crash and after somebody's hand; the command."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from lightning_fed.backends.flower.client import client_app
+from lightning_fed.backends.site.record import Record, RecordError, read_record
+from lightning_fed.backends.wire.packets import PacketError, write_packet
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.cli.main import main
+from tests import models
+from tests.backends.flower.halves import OPTIONS, SIZES, clients_of
+from tests.backends.site.test_policy import write_policy
+
+HELLO = write_packet("hello", {})
+
+
+def content(number):
+    return {"time": f"2026-11-24T12:00:{number:02d}+00:00", "number": number}
+
+
+@pytest.fixture
+def record(tmp_path):
+    """A record of four lines."""
+    written = Record(tmp_path / "record.jsonl")
+    for number in range(4):
+        with written.open():
+            written.append(content(number))
+    return tmp_path / "record.jsonl"
+
+
+def numbers(path):
+    return [line.content["number"] for line in read_record(path)]
+
+
+def test_every_changed_byte_and_every_cut_inside_a_line_is_found(record):
+    whole = record.read_bytes()
+    assert numbers(record) == [0, 1, 2, 3]
+    ends = [index + 1 for index, byte in enumerate(whole) if byte == ord("\n")]
+    for index in range(len(whole)):
+        record.write_bytes(whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :])
+        with pytest.raises(RecordError, match=r"line [1-4] is"):
+            numbers(record)
+        record.write_bytes(whole[:index])
+        if index in (0, *ends):  # what cannot be found without a head that is kept elsewhere
+            assert len(numbers(record)) == ([0, *ends]).index(index)
+        else:
+            with pytest.raises(RecordError, match="cut off in its middle"):
+                numbers(record)
+
+
+@pytest.mark.parametrize("kept", [[1, 2, 3], [0, 2, 3], [0, 2, 1, 3], [0, 1, 1, 2, 3]])
+def test_lines_that_are_left_out_moved_or_repeated_are_found(record, kept):
+    lines = record.read_bytes().splitlines(keepends=True)
+    record.write_bytes(b"".join(lines[index] for index in kept))
+    with pytest.raises(RecordError):
+        numbers(record)
+
+
+def test_a_line_that_a_crash_has_cut_off_stays_and_is_vouched_for_by_the_next(record):
+    """So the record is only ever appended to. The bytes of the cut line are as certain as those of others."""
+    whole = record.read_bytes()
+    record.write_bytes(whole[:-20])
+    again = Record(record)
+    with again.open():
+        again.append(content(7))
+    assert record.read_bytes().startswith(whole[:-20] + b"\n")
+    assert numbers(record) == [0, 1, 2, 7]
+    with again.open():  # also for the process that wrote it, and for a new one
+        again.append(content(8))
+    with Record(record).open():
+        pass
+    changed = bytearray(record.read_bytes())
+    changed[len(whole) - 30] ^= 1
+    record.write_bytes(changed)
+    with pytest.raises(RecordError, match="line 4"):
+        numbers(record)
+
+
+def test_several_processes_write_one_record(record):
+    script = (
+        "import sys; from pathlib import Path; from lightning_fed.backends.site.record import Record\n"
+        "record = Record(Path(sys.argv[1]))\n"
+        "for number in range(25):\n"
+        "    with record.open(): record.append({'time': '2026-11-24T12:01:00+00:00', 'number': number})\n"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", script, str(record)]) for _ in range(2)]
+    assert [process.wait(120) for process in processes] == [0, 0]
+    assert sorted(numbers(record)) == sorted([0, 1, 2, 3, *range(25), *range(25)])
+
+
+def site(tmp_path):
+    write_policy(tmp_path)
+    app = client_app(Federation(), lambda: None, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path)
+    return app.runner, tmp_path / "site_record.jsonl"
+
+
+def replaced_by_link(path):
+    path.rename(path.with_suffix(".real"))
+    path.symlink_to(path.with_suffix(".real"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "it is shorter than it was"),
+        (lambda path: path.write_bytes(b"x" + path.read_bytes() + b"x\n"), "line 3 is not as it was written"),
+        (lambda path: path.chmod(0o666), "others can write to it"),
+        (replaced_by_link, "symbolic link"),
+    ],
+)
+def test_nothing_leaves_that_the_record_cannot_have(tmp_path, caplog, spoil, reason):
+    runner, path = site(tmp_path)
+    for _ in range(2):
+        runner.answer("query", HELLO, {})
+    spoil(path)
+    with pytest.raises(PacketError, match="its site's policy cannot be applied"):
+        runner.answer("query", HELLO, {})
+    assert reason in caplog.text
+
+
+def test_a_full_disk_lets_nothing_leave(tmp_path, monkeypatch):
+    """The line that was not written whole is vouched for when there is room again."""
+    runner, path = site(tmp_path)
+    runner.answer("query", HELLO, {})
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", lambda descriptor, data: write(descriptor, data[:30]))
+        with pytest.raises(PacketError, match="cannot be applied"):
+            runner.answer("query", HELLO, {})
+    with monkeypatch.context() as patch:
+
+        def fails(descriptor):
+            raise OSError(errno.EIO, "input/output error")
+
+        patch.setattr("os.fsync", fails)
+        with pytest.raises(PacketError, match="cannot be applied"):
+            runner.answer("query", HELLO, {})
+    runner.answer("query", HELLO, {})
+    lines = list(read_record(path))
+    assert ["torn" in line.content for line in lines] == [False, True, False]
+
+
+def test_the_command(tmp_path, capsys):
+    runner, path = site(tmp_path)
+    for _ in range(3):
+        runner.answer("query", HELLO, {})
+    main(["audit", str(path), "--last", "1"])
+    shown = capsys.readouterr().out
+    head = [line.digest for line in read_record(path)][-1]
+    assert "clients: left, 0 entries" in shown
+    assert f"3 lines as they were written; head {head}" in shown
+    assert "found only with a head that was noted elsewhere" in shown
+    main(["audit", str(path), "--head", head, "--full"])
+    assert json.loads(capsys.readouterr().out.splitlines()[0].split(" ", 2)[2])["answer"] == "clients"
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for changed, error in (
+        (b"".join(lines[:2]), f"no line has the digest {head}: lines were cut off"),
+        (whole.replace(b"clients", b"clientz"), "line 1 is not as it was written: what follows line 0 proves nothing"),
+    ):
+        path.write_bytes(changed)
+        with pytest.raises(SystemExit):
+            main(["audit", str(path), "--head", head])
+        assert error in capsys.readouterr().err
